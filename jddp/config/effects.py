@@ -4,22 +4,22 @@ effect_of("ddp.reduction.overlap")             # "rounding"
 in_effect({"checkpoint.best_metric": "loss", "checkpoint.best_mode": "auto"})    # mode: "min"
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from jddp.config.keys import keys_of
 from jddp.config.schema import Config
 from jddp.config.sections import Effect
 from jddp.names.directions import direction_of
+from jddp.typing import JsonObject, Settings
 
 
-def default_of(key: str, otherwise: Any) -> Any:
+def default_of(key: str, otherwise: object) -> object:
     """Returns the default of a key, such as "ddp.ema_decay"; something else for an unknown key."""
     field = keys_of(Config).get(tuple(key.split(".")))
     return otherwise if field is None else field.get_default(call_default_factory=True)
 
 
-def effect_of(key: str, *values: Any) -> Effect:
+def effect_of(key: str, *values: object) -> Effect:
     """Returns what another value of a key does to the numbers of a run.
 
     Args:
@@ -35,7 +35,7 @@ def effect_of(key: str, *values: Any) -> Effect:
     return about["effect"]
 
 
-def in_effect(values: Mapping[str, Any]) -> dict[str, Any]:
+def in_effect(values: Settings) -> JsonObject:
     """Returns values by dotted keys, such that two that mean the same are equal.
 
     The mode of the best metric becomes "min" or "max" in the place of "auto", and None where no

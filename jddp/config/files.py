@@ -28,7 +28,7 @@ from jddp.config.schema import Config
 from jddp.config.sections import WordedSection
 from jddp.errors import ConfigError
 from jddp.names import did_you_mean
-from jddp.typing import JsonObject
+from jddp.typing import JsonObject, Settings
 
 DEFAULT_PRESET = "fashion_mnist_cnn"
 # A wheel carries the presets inside the package, a checkout beside it.
@@ -73,7 +73,7 @@ class Layer(NamedTuple):
 
 
 def load_config(
-    files: Sequence[str] = (), overrides: Sequence[str] | Mapping[str, Any] = ()
+    files: Sequence[str] = (), overrides: Sequence[str] | Settings = ()
 ) -> tuple[Config, str]:
     """Returns the config that files and overrides give, and its name.
 
@@ -104,7 +104,7 @@ def load_config(
     return config, name
 
 
-def with_overrides(config: Config, overrides: Sequence[str] | Mapping[str, Any]) -> Config:
+def with_overrides(config: Config, overrides: Sequence[str] | Settings) -> Config:
     """Returns a copy of `config` in which dotted keys (or nested sections) are replaced.
 
     Raises:
@@ -113,7 +113,7 @@ def with_overrides(config: Config, overrides: Sequence[str] | Mapping[str, Any])
     return _merge([Layer("config", config.model_dump()), Layer("overrides", _parse(overrides))])
 
 
-def dump_values(values: Mapping[str, Any]) -> str:
+def dump_values(values: Settings) -> str:
     """Returns nested values, e.g. `config.model_dump()`, as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
 
@@ -208,7 +208,7 @@ def _no_override(word: str) -> str:
     return NO_OVERRIDE
 
 
-def _parse(overrides: Sequence[str] | Mapping[str, Any]) -> JsonObject:
+def _parse(overrides: Sequence[str] | Settings) -> JsonObject:
     values = OmegaConf.create()
     mistakes = []
     for override in overrides:
@@ -281,15 +281,15 @@ def _origin(path: Sequence[str], layers: Sequence[Layer]) -> str:
     return next(found, layers[0].origin)
 
 
-def _at(values: Any, path: Sequence[str]) -> Any:
+def _at(values: object, path: Sequence[str]) -> object:
     for part in path:
         values = values.get(part) if isinstance(values, dict) else None
     return values
 
 
-def _plain(values: Any) -> JsonObject:
+def _plain(values: object) -> JsonObject:
     """Returns nested dicts in which interpolations are still text."""
-    plain: Any = OmegaConf.to_container(values, resolve=False)
+    plain: object = OmegaConf.to_container(values, resolve=False)
     if not isinstance(plain, dict):
         raise ConfigError(f"a config holds sections of keys, not {plain!r}")
     return plain
@@ -307,7 +307,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def flatten(values: Mapping[str, Any], above: str = "") -> JsonObject:
+def flatten(values: Settings, above: str = "") -> JsonObject:
     """Nested values by their dotted keys; tuples become lists, as YAML gives them back."""
     flat: JsonObject = {}
     for name, value in values.items():

@@ -11,6 +11,7 @@ import numpy as np
 
 from jddp.data.examples import ArrayExamples, Examples, NumpyBatch, in_32_bits, refuse_masked
 from jddp.errors import DataError
+from jddp.typing import Settings
 
 
 class RowExamples:
@@ -45,7 +46,7 @@ class RowExamples:
         parts = {name: [row.get(name) for row in named] for name in named[0]}
         return {name: self._stack(name, part, indices) for name, part in parts.items()}
 
-    def _named(self, row: Any) -> Mapping[str, Any]:
+    def _named(self, row: object) -> Settings:
         if isinstance(row, Mapping):
             return row
         if isinstance(row, tuple | list) and self._names and len(self._names) == len(row):
@@ -55,7 +56,7 @@ class RowExamples:
             "dicts, or tuples with names: RowExamples(rows, names=('image', 'label'))."
         )
 
-    def _stack(self, name: str, parts: list[Any], indices: np.ndarray) -> np.ndarray:
+    def _stack(self, name: str, parts: list[object], indices: np.ndarray) -> np.ndarray:
         for part in parts:
             refuse_masked({name: part})
         arrays = [np.asarray(part) for part in parts]

@@ -79,7 +79,7 @@ class WorkerBatches(TrainBatches):
         options = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=BUFFER)
         return iter(batches.mp_prefetch(options))
 
-    def _next(self) -> Any:
+    def _next(self) -> NumpyBatch:
         if self._iterator is not None:
             return next(self._iterator)
         # The first batch starts the processes, which inherit this mask: Ctrl-C reaches all of a

@@ -48,7 +48,7 @@ from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.trainer.start import start
 from jddp.trainer.watching import EarlyStopping, KeepBest
-from jddp.typing import Batch, Batches
+from jddp.typing import Batch, Batches, JsonObject
 from jddp.verification.compare import Verification
 from jddp.verification.verify import verify
 
@@ -245,9 +245,9 @@ class Job:
             **config.model_dump(include=passed_on),
         )
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> JsonObject:
         assert self.data is not None
-        data: dict[str, Any] = {"description": self.data.description, "sha256": self.data.sha256}
+        data: JsonObject = {"description": self.data.description, "sha256": self.data.sha256}
         if self.data.classes:
             data["classes"] = list(self.data.classes)
         return {

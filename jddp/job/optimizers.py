@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jddp.config.schema import Config
+from jddp.config.sections import Kwargs
 from jddp.engine.state import TrainState
 from jddp.modules.frozen import COLLECTION
 from jddp.names import accepted_names, defaults_of, name_of_callable, named
@@ -46,7 +47,7 @@ class OptimizerSpec(NamedTuple):
 
     factory: Callable[..., Any]
     learning_rate: float
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
     key: str
 
 
@@ -64,7 +65,7 @@ def optimizer_of(
       ConfigError: If a name or an argument is unknown.
     """
     section, decays = config.optimizer, config.optimizer.decay_norms_and_biases
-    length: dict[str, Any] = {"num_steps": num_steps, "warmup_steps": section.warmup_steps}
+    length: Kwargs = {"num_steps": num_steps, "warmup_steps": section.warmup_steps}
     made: dict[str, Any] = {}
     for name, (factory, peak, kwargs, key) in _specs(config).items():
         rate = make_schedule(**section.schedule.model_dump(), learning_rate=peak, **length)

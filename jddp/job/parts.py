@@ -19,7 +19,7 @@ from jddp.config.options import (
     SyncBatchNorm,
 )
 from jddp.config.schema import Config
-from jddp.config.sections import NamedSection
+from jddp.config.sections import Kwargs, NamedSection
 from jddp.data import DataSource, make_source, source_of
 from jddp.engine.strategy import LogicalReplicas, Strategy
 from jddp.engine.sync import LocalSteps
@@ -28,6 +28,7 @@ from jddp.job.optimizers import optimizer_of
 from jddp.names import accepted_names, check_arguments, defaults_of, named, resolve_target
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
+from jddp.typing import LossFn, Settings
 from jddp.zoo.losses import LOSSES
 from jddp.zoo.models import MODELS, make_model
 from jddp.zoo.optimizers import make_optimizer
@@ -56,9 +57,9 @@ class Parts:
     config: Config
     model: Any
     source: DataSource
-    loss_fn: Callable[..., Any]
-    eval_fn: Callable[..., Any] | None
-    ddp_options: dict[str, Any]
+    loss_fn: LossFn
+    eval_fn: LossFn | None
+    ddp_options: Kwargs
 
 
 def resolve_parts(config: Config) -> Parts:
@@ -112,7 +113,7 @@ def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Any]:
     return config, make_model(factory, kwargs=config.model.kwargs, seed=config.seed)
 
 
-def _ddp_options(config: Config) -> dict[str, Any]:
+def _ddp_options(config: Config) -> Kwargs:
     """Options of `DataParallel`, with the objects that the config names."""
     ddp = config.ddp
     objects = {
@@ -142,14 +143,14 @@ def _wrong(section: NamedSection, key: str, found: object, wanted: str) -> Confi
     return ConfigError(f"{given} It must give {wanted}.")
 
 
-def find_loss(config: Config) -> Callable[..., Any]:
+def find_loss(config: Config) -> LossFn:
     """The loss that a config names."""
     loss = config.loss
     found = named(loss, "loss", LOSSES, "loss")
     return _with_arguments(found, loss.kwargs, "loss.target", "loss.kwargs")
 
 
-def find_eval_fn(config: Config) -> Callable[..., Any] | None:
+def find_eval_fn(config: Config) -> LossFn | None:
     """The function for evaluation that a config names; None where it evaluates by its loss."""
     target, key = config.loss.eval_target, "loss.eval_target"
     if target is None:
@@ -158,9 +159,7 @@ def find_eval_fn(config: Config) -> Callable[..., Any] | None:
     return _with_arguments(found, config.loss.eval_kwargs, key, "loss.eval_kwargs")
 
 
-def _with_arguments(
-    function: Callable[..., Any], kwargs: Mapping[str, Any], key: str, kwargs_key: str
-) -> Callable[..., Any]:
+def _with_arguments(function: LossFn, kwargs: Settings, key: str, kwargs_key: str) -> LossFn:
     """A loss with its arguments filled in, which are checked."""
     filled = accepted_names(function, key=key) - kwargs.keys()  # model, batch, train
     check_arguments(function, kwargs, key=kwargs_key, filled=filled)

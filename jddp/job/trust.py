@@ -107,7 +107,7 @@ def _lies_here(target: str, run_dir: Path) -> bool:
     return _is_here(target.partition(":")[0], run_dir)
 
 
-def _is_defined_here(found: Any, run_dir: Path) -> bool:
+def _is_defined_here(found: object, run_dir: Path) -> bool:
     """Whether an object is defined in the current folder, not only imported by a file of it."""
     return _is_here(str(getattr(found, "__module__", "")), run_dir)
 

@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from jddp.distributed.failure_file import write_failure
 from jddp.distributed.identity import JOB, loopback
@@ -44,7 +43,7 @@ class Nodes:
             silence = read_seconds(environ, HEARTBEAT)
             if launch.node_rank == 0:
                 enough = self._is_enough if launch.min_processes else None
-                about: dict[str, Any] = {"silence_seconds": silence, "is_enough": enough}
+                about: JsonObject = {"silence_seconds": silence, "is_enough": enough}
                 self._end = RendezvousServer("node", address, bind_address(address), **about)
             else:
                 self._end = RendezvousClient("node", address, silence_seconds=silence)

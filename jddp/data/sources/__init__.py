@@ -6,9 +6,8 @@ an argument `directory`; a source with several versions has an argument `source`
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from jddp.data.source import DataSource
 from jddp.data.sources.arrays_on_disk import idx, npy, npz
@@ -19,6 +18,7 @@ from jddp.data.sources.stdlib_text import python_stdlib
 from jddp.data.sources.tokens import tokens
 from jddp.errors import ConfigError
 from jddp.names import check_arguments, defaults_of, look_up
+from jddp.typing import Settings
 
 _FORMATS: tuple[Callable[..., DataSource], ...] = (array_record, fashion_mnist, hugging_face, idx)
 _FORMATS += (image_folder, npy, npz, parquet, python_stdlib, tokens)
@@ -31,7 +31,7 @@ def make_source(
     *,
     source: str = "embedded",
     directory: str | None = None,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Settings | None = None,
 ) -> DataSource:
     """The source with this name; it reads no example before `load()`.
 
@@ -47,7 +47,7 @@ def make_source(
     make = look_up(name, SOURCES, key="data.name", kind="data set")
     defaults = defaults_of(make)
     kwargs = dict(kwargs or {})
-    places: dict[str, Any] = {} if source == "embedded" else {"source": source}
+    places: dict[str, str | Path] = {} if source == "embedded" else {"source": source}
     if directory is not None:
         places["directory"] = Path(directory).expanduser().absolute()
     for place, key in KEYS.items():

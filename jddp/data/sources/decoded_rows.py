@@ -7,8 +7,8 @@ types are refused. The exceptions of a library for damaged bytes become a `DataE
 """
 
 import io
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from jddp.data.extras import import_extra
 from jddp.data.sources.image_folder import FORMATS
 from jddp.data.sources.mapped import refusing_damage
 from jddp.errors import DataError
+
+Row = dict[str, Any]  # by the names of columns
 
 
 class StoredRows:
@@ -33,10 +35,10 @@ class StoredRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: SupportsIndex) -> Row:
         return self.__getitems__([int(index)])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
         """The rows at these indices.
 
         Raises:
@@ -71,7 +73,7 @@ class DecodedRows(StoredRows):
                 )
         super().__init__(rows.with_format("numpy"), where)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
         """The rows at these indices, with images as arrays `(height, width, ...)` of uint8.
 
         Raises:
@@ -80,7 +82,7 @@ class DecodedRows(StoredRows):
         rows = super().__getitems__(indices)
         return [row | self._images_of(row) for row in rows] if self._modes else rows
 
-    def _images_of(self, row: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _images_of(self, row: Row) -> dict[str, np.ndarray]:
         return {name: self._decode(name, row[name], mode) for name, mode in self._modes.items()}
 
     def _decode(self, name: str, stored: Any, mode: str | None) -> np.ndarray:

@@ -14,7 +14,6 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
@@ -25,7 +24,7 @@ from jddp.errors import DataError, Error
 class MappedArray(np.memmap):
     """An array in a file, opened for reading; pickled as its path and offset."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[object, ...]:
         if not isinstance(self.base, mmap.mmap):
             return np.array(self).__reduce__()  # a slice of one
         order = "F" if self.flags.f_contiguous and not self.flags.c_contiguous else "C"

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jddp.data.extras import import_extra
 from jddp.data.sources.tokens import DOCUMENTS, INDEX
 from jddp.errors import ConfigError, DataError, words_of
+from jddp.typing import JsonObject
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def write_tokens(
     tokenizer: Tokenizer,
     test_share: float = 0.1,
     shard_tokens: int = 2**27,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Writes token files, the positions at which documents begin, and tokens.json.
 
     Args:
