@@ -47,6 +47,7 @@ from jddp.engine.mesh import copy_off_mesh, make_mesh, platform, put_rows
 from jddp.engine.moving_average import choose_average, chosen_params
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.padding import pad_for_step
+from jddp.engine.protocols import Function
 from jddp.engine.reducers import choose_reducer
 from jddp.engine.replicas import choose_replicas
 from jddp.engine.schedule import choose_backward
@@ -430,11 +431,7 @@ class DataParallel(Shown):
         return predict_rows(run, batches, self.mesh)
 
     def _run(
-        self,
-        compiled: Callable[..., PyTree],
-        state: TrainState,
-        params: str,
-        constants: PyTree = None,
+        self, compiled: Function, state: TrainState, params: str, constants: PyTree = None
     ) -> Callable[[Batch, jax.Array], PyTree]:
         """Returns `run(rows, valid)`, which calls a compiled function with a state's values."""
         values, inputs = self._values(state, params), self.steps.inputs(None, constants)

@@ -29,14 +29,7 @@ MODES = ("sync", "broadcast", "local")
 REDUCTIONS = ("mean", "sum", "first")
 OWN = "per_replica"
 
-__all__ = [
-    "FlaxModel",
-    "functional",
-    "name_constants",
-    "name_key",
-    "refuse_constants",
-    "stream",
-]
+__all__ = ["FlaxModel", "functional", "name_constants", "name_key", "refuse_constants", "stream"]
 
 
 def functional(

@@ -67,10 +67,7 @@ class Reducer:
           ConfigError: If a leaf is not a floating or complex array.
         """
         plan = plan_buckets(
-            tree,
-            bucket_bytes=self.bucket_bytes,
-            ready=ready,
-            wire_dtype=self.wire_dtype,
+            tree, bucket_bytes=self.bucket_bytes, ready=ready, wire_dtype=self.wire_dtype
         )
         order = "as the backward pass finishes them" if ready else "last leaf first, by guess"
         notes = [f"order: {order}", *NOTES[self.packing.layout]]
