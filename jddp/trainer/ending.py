@@ -76,7 +76,7 @@ def _save_after(loop: Loop, error: BaseException) -> None:
             loop.reporter.finish()
             loop.replica_check.finish()
             if loop.files is not None:
-                rest = "fix its cause, and the same call resumes there"
+                rest = "fix the cause, and the same call resumes from it"
                 _save_here(loop, f"{why}: {_saved(loop)}; {rest}")
 
 

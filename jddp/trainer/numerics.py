@@ -1,6 +1,6 @@
 """Counts steps with NaN or infinity, and ends the run after too many in a row.
 
-Diagnostics are kept in the run directory. If such steps are skipped, state and norms are from
+Diagnostics are written to the run directory. If such steps are skipped, state and norms are from
 before them; otherwise the state is not finite, and the norms show where.
 
     nonfinite/step_120/report.json      loss, examples, position, key, norms of each layer
@@ -103,7 +103,8 @@ class Numerics:
         was_skipped = skipped > self.skipped
         self.skipped = int(skipped)
         # A step that is skipped because of other state leaves the loss scale as it was.
-        is_same, self._skipped_at = scale == self._skipped_at, scale if was_skipped else None
+        is_same = scale == self._skipped_at
+        self._skipped_at = scale if was_skipped else None
         if was_skipped and math.isfinite(loss) and scale > LEAST and not is_same:
             return False  # The loss scale is coming down; the forward pass was finite.
         self.in_a_row = self.in_a_row + 1 if was_skipped else 0
@@ -127,16 +128,17 @@ class Numerics:
             x = batch.get(name, np.zeros(1))
             if x.dtype.kind in "iu" and (highest := int(x.max())) >= outputs:
                 return (
-                    f"{name!r} reaches {highest} there, but the model has {outputs} outputs, for 0 "
-                    f"... {outputs - 1}: give it more (num_classes, vocab_size), or fix the data"
+                    f"{name!r} goes up to {highest} there, but the model has {outputs} outputs, "
+                    f"for 0 to {outputs - 1}: raise num_classes or vocab_size, or fix the data"
                 )
         return ""
 
     def _keep(self, run_dir: SameFolder, sent: Sent, state: TrainState, loss: float) -> str:
-        """Writes the diagnostics of the step; returns a sentence about their place and findings."""
+        """Writes the diagnostics of the step; returns sentences on their place and contents."""
         rows = {name: own_rows(x) for name, x in by_path(sent.batch).items()}
         layers = self._layers(sent, state)
-        examples, broken = self._source.examples_before(sent.position), _broken_rows(rows)
+        examples = self._source.examples_before(sent.position)
+        broken = _broken_rows(rows)
         if examples is not None:  # without padding
             broken = [examples[row] for row in broken if row < len(examples)]
         report = {

@@ -49,7 +49,7 @@ WORDS = (
     # Whatever else has no memory, but the memory that the threads of one kernel share.
     r"RESOURCE_EXHAUSTED: (?!(?:Shared|Tensor) memory size limit)[^\n]*[Mm]emory",
 )
-# Of libraries that do not start: mostly for want of memory.
+# Messages of libraries that do not start, mostly because they lack memory.
 LIBRARIES = (
     r"DNN library initialization failed|[Cc]ould not create cudnn handle",
     r"[Ff]ailed to create cublas handle",
@@ -59,7 +59,7 @@ _WORDS, _LIBRARIES = (re.compile("|".join(words)) for words in (WORDS + LIBRARIE
 
 @contextlib.contextmanager
 def explained(ddp: Trainable, batch: Batch, watchdog: Watchdog) -> Iterator[None]:
-    """While open, out of memory on a device becomes an error with an explanation.
+    """While open, a device that runs out of memory raises an error with an explanation.
 
     Args:
       ddp: A `jddp.DataParallel`, which steps.
@@ -108,7 +108,7 @@ def _explain_compiled(ddp: Trainable, batch: Batch, reason: str) -> str:
 def ways_out(
     ddp: Trainable, batch: Batch, memory: Memory, *, autotune: bool = True
 ) -> Iterator[str]:
-    """The number of micro-batches, and the smaller batch, with which a compiled step fits, if any.
+    """The micro-batches, and the smaller global batch, with which a compiled step fits, if any.
 
     Args:
       ddp: A `jddp.DataParallel`, which steps.

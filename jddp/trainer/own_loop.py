@@ -100,7 +100,7 @@ class Checkpoints:
         if _is_run(folder) or _is_run(folder.parent):
             raise ConfigError(
                 f"{folder} belongs to a run of fit, which resumes only from its own checkpoints. "
-                "Save into another directory; restore also reads from this one."
+                "Save into another directory; restore may read this one."
             )
         last = self._last.get(folder)
         if (last is None or step < last[0]) and (there := _newest_in(folder)) is not None:
@@ -130,7 +130,7 @@ class Checkpoints:
         """
         like = ddp.latest
         if like is None:
-            raise UsageError("restore needs the form of a state. Call init first.")
+            raise UsageError("restore needs a state of the same form. Call init first.")
         own = self._directory
         folder = own / LATEST if _is_run(own) else own
         if _newest_in(folder) is None:

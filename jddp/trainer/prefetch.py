@@ -41,12 +41,15 @@ class Source:
     """
 
     def __init__(self, batches: Any, put: Callable[[Batch], Batch]) -> None:
-        self._batches, self._iterator, self._put = batches, iter(batches), put
+        self._batches = batches
+        self._iterator = iter(batches)
+        self._put = put
         self._peeked: list[tuple[Batch, object]] = []
         self._first: Batch = None  # of `TrainBatches`, until reading begins
-        self._num_read, self._before = 0, range(0)  # those before the position to resume from
+        self._num_read = 0
+        self._before = range(0)  # numbers of the batches before the position to resume from
         self.position: JsonObject = {"num_taken": 0}
-        self._ready: queue.Queue[Any] = queue.Queue(DEPTH)
+        self._ready: queue.Queue[tuple[Batch | BaseException, JsonObject]] = queue.Queue(DEPTH)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -77,19 +80,19 @@ class Source:
         return self._batches.examples_before(position["state"]).tolist() if is_known else None
 
     def move_to(self, position: JsonObject) -> None:
-        """Moves to a saved position; batches without a state are read again up to it."""
+        """Moves to a saved position; batches without a state are replayed up to it."""
         num_taken, state = position["num_taken"], position.get("state")
         if state is not None and self._set_state(state):
             self._peeked.clear()
             self._num_read = num_taken
         elif num_taken:
             logging.getLogger("jddp").warning(
-                "The training iterator cannot be repositioned: replaying %d batches, which is "
-                "correct if they are the same each time. With get_state and set_state it would be "
-                "repositioned.",
+                "The training iterator has no get_state and set_state: replaying %d batches to "
+                "resume, which is exact only if they are the same each time.",
                 num_taken,
             )
-        self._before, self.position = range(num_taken), position
+        self._before = range(num_taken)
+        self.position = position
 
     def start(self, num_batches: int, first_step: int = 1) -> None:
         """Starts to prefetch; later batches stay in the caller's iterator.
@@ -156,8 +159,8 @@ class Source:
         batch = next(self._iterator, _END)
         if batch is _END:
             raise DataError(
-                f"The training batches ended after {self._num_read}. Give an endless iterator, "
-                "or fewer steps."
+                f"The training batches ended after {self._num_read} batches. Give an endless "
+                "iterator, or fewer steps."
             )
         return batch, self._get_state()
 
@@ -187,14 +190,14 @@ class Source:
 
 
 def _form(x: PyTree) -> str:
-    """Dtype and dims of a leaf of a batch; batches may differ only in their rows."""
+    """Dtype and dims of a leaf of a batch, without the number of rows, which may differ."""
     dims = ", ".join(map(str, ("rows", *x.shape[1:])))
     dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "iufc" else x.dtype
     return f"{dtype} ({dims})"
 
 
 def _refuse_another_form(step: int, first: dict[str, str], now: dict[str, str]) -> None:
-    """Refuses a batch of another form, for which the step would be compiled again.
+    """Refuses a batch of another form, which would compile the step again.
 
     Raises:
       DataError: If keys, dtypes or dims other than the rows differ from those of the first batch.
@@ -203,6 +206,6 @@ def _refuse_another_form(step: int, first: dict[str, str], now: dict[str, str]) 
         here = ", ".join(f"{name} {now.get(name, 'absent')}" for name in differ)
         there = ", ".join(f"{name} {first.get(name, 'absent')}" for name in differ)
         raise DataError(
-            f"step {step}: the training batch has {here}; the first batch has {there}. Give every "
-            "batch the same keys, dtypes and dims after the rows: pad sequences to one length."
+            f"step {step}: the training batch has {here}; the first batch has {there}. Every batch "
+            "needs the same keys, dtypes and dims after the rows: pad sequences to one length."
         )

@@ -34,7 +34,7 @@ class ReplicaCheck:
         (step, found, state), self._begun = self._begun, None
         if (difference := find_divergence(found, state)) is not None:
             raise ReplicaMismatchError(
-                f"After step {step} {difference}. This state is not saved; existing checkpoints "
-                "are from identical replicas. Exclude that device, or look for code that depends "
-                "on the host."
+                f"After step {step} {difference}. This state is not saved: existing checkpoints "
+                "are from identical replicas. Exclude that device, or look for code whose result "
+                "depends on the host."
             )

@@ -31,7 +31,9 @@ class Clock:
     """Time per step, without evaluation and saving; it starts at a step that is finished now."""
 
     def __init__(self, step: int) -> None:
-        self._since, self._step, self._waited = time.perf_counter(), step, 0.0
+        self._since = time.perf_counter()
+        self._step = step
+        self._waited = 0.0
 
     def pause(self, seconds: float) -> None:
         """Excludes seconds that were not spent on steps."""
@@ -45,12 +47,15 @@ class Clock:
         self._waited += time.perf_counter() - since
 
     def seconds_per_step(self, step: int) -> dict[str, float]:
-        """Means since the last call, if any; "data_wait_seconds" is a part of "step_seconds"."""
-        now, num_steps = time.perf_counter(), step - self._step
+        """Means per step since the last call; "step_seconds" includes "data_wait_seconds"."""
+        num_steps = step - self._step
         if num_steps < 1:
             return {}
-        seconds, waited = (now - self._since) / num_steps, self._waited / num_steps
-        self._since, self._step, self._waited = now, step, 0.0
+        seconds = (time.perf_counter() - self._since) / num_steps
+        waited = self._waited / num_steps
+        self._since = time.perf_counter()
+        self._step = step
+        self._waited = 0.0
         return {"step_seconds": seconds, "data_wait_seconds": waited}
 
 
@@ -83,13 +88,13 @@ class Reporter:
         self._waiting: Sent | None = None  # the newest step, whose metrics are not read yet
 
     def next(self, sent: Sent | None = None) -> None:
-        """Reports the step that waits; `sent`, if given, waits in its place."""
+        """Reports the pending step; `sent`, if given, becomes the pending step."""
         late, self._waiting = self._waiting, sent
         if late is not None:
             self._call(late.step, self._record(late))
 
     def finish(self) -> None:
-        """Reports the step that waits after a failure; a callback that fails again is logged.
+        """Reports the pending step after a failure; a callback that fails again is logged.
 
         So records, callbacks and the last checkpoint end with the same step.
 
@@ -157,7 +162,7 @@ class Reporter:
                 self.files.metrics.append(record)
 
     def report_best(self) -> None:
-        """Prints a line for each metric that was watched, on its best evaluation."""
+        """Prints a line on the best evaluation of each metric that was watched."""
         lines = {x.metric: x.conclusion(self.run) for x in watching(self.plan.callbacks)}
         for line in lines.values():
             self.note(line)

@@ -45,7 +45,7 @@ def resume(loop: Loop) -> None:
         run.evaluations = recorded + [x for x in run.evaluations if x["step"] > last]
         loop.notes.insert(0, f"resumed from step {run.step} of {loop.plan.num_steps}")
         if judge_again(run, loop.plan.callbacks, before):
-            loop.notes.append("early stopping has changed: the run that it had stopped continues")
+            loop.notes.append("early stopping has changed: the run it had stopped continues")
 
 
 def _restore_from(loop: Loop, beside: JsonObject) -> None:
@@ -69,7 +69,7 @@ def _restore_from(loop: Loop, beside: JsonObject) -> None:
 
 
 def _compare_worlds(loop: Loop, before: JsonObject) -> str | None:
-    """A note on another topology than that of the checkpoint, or None."""
+    """A note on a topology that differs from the checkpoint's, or None."""
     now = loop.ddp.steps.topology
     if before == now:
         return None
@@ -88,9 +88,9 @@ def _count_steps(loop: Loop) -> None:
 
 
 def _resume_records(run: Run, files: RunDirectory) -> list[JsonObject]:
-    """Drops the records of later steps; returns the remaining evaluations, equal on all processes.
+    """Drops records of later steps; returns the remaining evaluations, the same on all processes.
 
-    Only process 0 reads the file now.
+    Only process 0 reads the file.
 
     Raises:
       FileSystemError: If it cannot be read or written.

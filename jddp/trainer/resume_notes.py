@@ -37,9 +37,9 @@ def differences(
     is_whole = now["batch_norm"] == "sync" and now["batch_norm_group_size"] is None
     split_otherwise = "accumulate_steps" in differ or not is_whole
     if has_statistics and split_otherwise and differ != ["num_processes"]:
-        inexact.append("batch norm sees other parts of a batch")
+        inexact.append("batch norm computes statistics over other parts of a batch")
     if now.get("local_steps") and "num_devices" in differ:
-        inexact.append("each replica begins with the mean of the previous ones")
+        inexact.append("each replica starts from the mean of the saved replicas")
     return f"{exact}; {'; '.join(inexact) or 'all else is equal within rounding'}"
 
 
@@ -72,10 +72,10 @@ def changed_rate(
     # Another platform may round a schedule differently.
     if before is None or now is None or math.isclose(before, now, rel_tol=1e-4, abs_tol=1e-12):
         return None
+    way_back = "" if keep is None else f" To keep the old schedule: {keep}."
     return (
         f"learning rate: the schedule has changed, step {step} was taken at {before:.4g} and would "
-        f"now be at {now:.4g}. Finished steps stay as they are."
-        + ("" if keep is None else f" To keep the old schedule: {keep}.")
+        f"now be at {now:.4g}. Finished steps stay as they are.{way_back}"
     )
 
 

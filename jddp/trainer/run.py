@@ -36,7 +36,7 @@ class Run(Shown):
       run_dir: Folder of the run's files, or None.
       config: The config of the run, or the settings of `fit(config=...)`, as nested dicts; or None.
         `jddp.Config(**run.config)` makes the object.
-      stopped: Reason for which a callback has ended the run, or None.
+      stopped: Reason that a callback gave for ending the run, or None.
       interrupted: Name of the signal that stopped the run before its end, or None. Such a run is
         saved, and resumes when it is started again.
     """
@@ -52,17 +52,21 @@ class Run(Shown):
         eval_params: str = "params",
         config: Settings | None = None,
     ) -> None:
-        self.state, self.step = state, 0
+        self.state = state
+        self.step = 0
         self.metrics: Metrics = {}
         self.evaluations: list[JsonObject] = []
         self.records: list[JsonObject] = []  # since it began or resumed
         self.read_earlier: Callable[[], list[JsonObject]] | None = None  # for `history`
-        self.run_dir, self.config = run_dir, config
+        self.run_dir = run_dir
+        self.config = config
         self.stopped: str | None = None
         self.interrupted: str | None = None
-        self._ddp, self._save = ddp, save
+        self._ddp = ddp
+        self._save = save
         self.ask_to_stop: Callable[[str], None] | None = None  # of the processes of a job
-        self._evaluation, self._eval_params = evaluation, eval_params
+        self._evaluation = evaluation
+        self._eval_params = eval_params
 
     @property
     def history(self) -> list[JsonObject]:
@@ -119,8 +123,8 @@ class Run(Shown):
         """
         if not _NAME.fullmatch(where):
             raise ConfigError(
-                f"Checkpoints are kept in a folder of the run directory, and {where!r} is not a "
-                "plain name. Use letters, digits, '_' and '-'."
+                f"run.save({where!r}): not a plain name for a folder of the run directory. Use "
+                "letters, digits, '_' and '-'."
             )
         if where.lower() in OWN_NAMES:  # also on a disk that ignores case
             raise ConfigError(
@@ -149,7 +153,7 @@ class Run(Shown):
     def _given(self, batches: Batches | None) -> Batches:
         given = self._evaluation if batches is None else batches
         if given is None:
-            raise UsageError("The run has no evaluation batches (evaluate=). Give batches.")
+            raise UsageError("The run has no evaluation batches (evaluate=): pass batches.")
         return given
 
     def plot(self) -> Any:
@@ -161,7 +165,7 @@ class Run(Shown):
         return plot(self.history)
 
     def __repr__(self) -> str:
-        """Step, metrics and directory, a line each."""
+        """The step, the newest metrics and the directory, one line each."""
         lines = [f"Run at step {self.step:,}"]
         if self.stopped is not None:
             lines.append(f"  stopped: {self.stopped}")

@@ -58,18 +58,18 @@ class Watching(Callback):
             )
 
     def best_of(self, run: Run) -> Record | None:
-        """The record of the best evaluation, also before a resume; None if none has a number."""
+        """The record of the best evaluation, including those before a resume; None without any."""
         best = max(run.evaluations, key=self._goodness, default=None)
         return None if best is None or self._goodness(best) == -math.inf else best
 
     def conclusion(self, run: Run) -> str:
         """A line about the best evaluation of a run that has ended."""
         if (best := self.best_of(run)) is None:
-            return f"best {self.metric}: none, because no evaluation gave a number"
+            return f"best {self.metric}: none, because no evaluation returned a number"
         return f"best {self.metric} {best[self.metric]:.4g} at step {best['step']}"
 
     def _goodness(self, metrics: Record) -> float:
-        """The value, with a sign that makes larger better; the least one if it is not a number."""
+        """The value, signed so that larger is better; minus infinity if it is not a number."""
         # None in a resumed run, as JSON has no NaN; absent from evaluations before it was watched.
         value = metrics.get(self.metric)
         if isinstance(value, list):
@@ -193,7 +193,7 @@ def settings_of(callbacks: Sequence[Callback]) -> list[JsonObject]:
 
 
 def judge_again(run: Run, callbacks: Sequence[Callback], before: Sequence[EarlyStopping]) -> bool:
-    """Lets a run continue that early stopping has ended with settings that have changed since.
+    """Lets a run continue if early stopping ended it with settings that have changed since.
 
     Args:
       run: The restored run, with its evaluations.

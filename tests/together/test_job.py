@@ -529,7 +529,7 @@ def test_a_config_stops_a_run_early_and_a_run_that_is_given_more_patience_contin
     assert (run.step, run.stopped) == (5, "loss has not improved for 4 evaluations")
     said = printed(capsys)
     assert "train.stop.patience 2 -> 4" in said
-    assert "early stopping has changed: the run that it had stopped continues" in said
+    assert "early stopping has changed: the run it had stopped continues" in said
     run = train(stopping())
     assert (run.step, run.stopped) == (6, None)
     whole = train(stopping(), **{"run.dir": "whole"})

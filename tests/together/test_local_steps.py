@@ -220,7 +220,7 @@ def test_on_another_number_of_replicas_each_begins_with_the_mean(tmp_path, num):
     assert_close(host(state.comm_state), host(old.comm_state), rtol=0)
     facts = {"uses_rng": False, "has_statistics": False}
     reported = differences(ddp.steps.topology, other.steps.topology, **facts)
-    assert "each replica begins with the mean of the previous ones" in reported
+    assert "each replica starts from the mean of the saved replicas" in reported
     for i in (4, 5):
         state, _ = other.step(state, make_rows(24, seed=i))
     assert_meet(state, num)

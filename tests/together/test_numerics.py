@@ -247,7 +247,7 @@ def test_labels_beyond_the_outputs_are_named_before_the_learning_rate(options):
 
     batch = {"x": make_batch(8)["x"], "label": np.array([0, 1, 2, 3, 4, 0, 0, 0], np.int32)}
     ddp = wrapped(loss=cross_entropy, **{"skip_nonfinite": False, **options})
-    message = "'label' reaches 4 there.*4 outputs, for 0 ... 3"
+    message = "'label' goes up to 4 there.*4 outputs, for 0 to 3"
     with pytest.raises(NumericsError, match=message) as caught:
         jddp.fit(ddp, [batch] * 3, num_steps=3, checks=skips(2))
     assert "learning rate" not in str(caught.value)

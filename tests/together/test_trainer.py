@@ -293,8 +293,8 @@ def test_a_run_moves_from_world_to_world_up_to_rounding(tmp_path, capsys, model,
 
 
 RANDOM = "random numbers differ (keys depend on replica and micro-batch)"
-STATISTICS = "batch norm sees other parts of a batch"
-OWN = "each replica begins with the mean of the"
+STATISTICS = "batch norm computes statistics over other parts of a batch"
+OWN = "each replica starts from the mean of the"
 NOTES = [
     ({}, "", None),
     ({"num_devices": 2}, "statistics", "all else is equal within rounding"),
@@ -790,7 +790,7 @@ def test_an_evaluation_that_is_not_finite_is_reported_and_costs_nothing(plain, t
     run = fit(plain, batches(), tmp_path, evaluate=odd, callbacks=[jddp.KeepBest()])
     said = printed(capsys)
     assert said.count("eval 3 is not finite: loss nan. Look for") == 1
-    assert "best loss: none, because no evaluation gave a number" in said
+    assert "best loss: none, because no evaluation returned a number" in said
     evaluated = [x["loss"] for x in records(tmp_path) if x["split"] == "eval"]
     assert (run.step, evaluated) == (NUM_STEPS, [None, None])
 

@@ -1,7 +1,7 @@
 """The log file of one process of a run.
 
-It has every line of progress, also those that the terminal did not show, jddp's warnings, and the
-traceback of the exception that ended the run, each with its time.
+It has every line of progress, including lines that the terminal did not show, jddp's warnings, and
+the traceback of the exception that ended the run, each with its time.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ said.addHandler(logging.NullHandler())
 
 
 class _LogFile(logging.FileHandler):
-    """Reports each kind of failure to write once, where logging would print every traceback."""
+    """Reports each kind of write failure once; logging itself would print every traceback."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -32,7 +32,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _Lines(logging.Formatter):
-    """Lines with their time, of which no name or traceback of others writes to a terminal."""
+    """Lines with their time, without characters that would control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable_lines(super().format(record))

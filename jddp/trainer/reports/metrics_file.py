@@ -23,9 +23,9 @@ from jddp.typing import JsonObject, Record
 
 log = logging.getLogger("jddp")
 
-# Of a record as `append` writes it: its step and its split.
+# A record as `append` writes it; the groups are its step and its split.
 _OWN = re.compile(rb'\{"step": (\d{1,18}), "split": "(train|eval)".*\}\n')
-# What a file system may report of a write only when it is to be on the disk.
+# Errors of a write that a file system may report only when the file is synced.
 _REPORTED_LATE = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 
 
@@ -60,7 +60,7 @@ class MetricsFile:
         self._write()
         if self._failure is not None and len(self._waiting) == 1:
             what = f"{self.path}: cannot be written: {words_of(self._failure)}."
-            log.error("%s Lines are kept until it can.", what)
+            log.error("%s Lines are kept in memory until it can.", what)
 
     def finish(self) -> FileSystemError | None:
         """Writes the lines that were kept, and syncs the file; returns an error if some are lost.
@@ -76,7 +76,7 @@ class MetricsFile:
         except OSError as error:
             if error.errno in _REPORTED_LATE:
                 what = f"{self.path}: cannot be synced to the disk: {words_of(error)}."
-                return FileSystemError(f"{what} Its last records may be lost; checkpoints are not.")
+                return FileSystemError(f"{what} The last records may be lost; checkpoints are not.")
         return None
 
     def read(self, size: int | None = None) -> list[JsonObject]:
@@ -88,7 +88,8 @@ class MetricsFile:
         Raises:
           FileSystemError: If the file cannot be read.
         """
-        records, seen = list[JsonObject](), 0
+        records = list[JsonObject]()
+        seen = 0
         for line, step, _ in self._lines():
             seen += len(line)
             if size is not None and seen > size:
@@ -107,7 +108,7 @@ class MetricsFile:
         return [json.loads(line) for line in lines]
 
     def resume_at(self, step: int) -> tuple[int, list[JsonObject]]:
-        """Drops records of later steps than `step`, and a torn line.
+        """Drops records of steps after `step`, and a torn line.
 
         Returns:
           The number of bytes that stay, and the records of evaluations in them.
@@ -115,7 +116,8 @@ class MetricsFile:
         Raises:
           FileSystemError: If the file cannot be read or written.
         """
-        size, seen, evaluations = 0, 0, list[JsonObject]()
+        size = seen = 0
+        evaluations = list[JsonObject]()
         if not self._is_writer:
             return 0, evaluations
         is_beginning = True  # of the file: what stays
@@ -178,7 +180,7 @@ class MetricsFile:
 def _append(file: IO[bytes], content: bytes) -> None:
     """Appends whole lines, or nothing."""
     size = file.seek(0, os.SEEK_END)
-    # Of a write that could not be taken back half a line may be left, which these do not continue.
+    # A failed write that could not be undone may have left half a line: begin a new one.
     is_torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
     try:
         write_all(file, b"\n" + content if is_torn else content)
@@ -206,7 +208,7 @@ def _record(line: bytes) -> JsonObject | None:
 
 
 def as_json(value: object) -> object:
-    """Returns a value as JSON has it: arrays as nested lists, None for what is not finite."""
+    """Converts a value to JSON: arrays to nested lists, numbers that are not finite to None."""
     if isinstance(value, Mapping):
         return {name: as_json(x) for name, x in value.items()}
     value = value.tolist() if hasattr(value, "tolist") else value  # of numpy and JAX

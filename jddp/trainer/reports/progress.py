@@ -40,7 +40,7 @@ def is_metric(name: str, value: object) -> bool:
 def not_finite_values(record: Record) -> str:
     """The numbers of an evaluation that are NaN or infinite, such as "loss nan"; "" for none.
 
-    Arrays may have them by their nature, such as the recall of a class without examples.
+    Arrays are not checked: the recall of a class without examples is NaN by definition.
     """
     odd = {name: x for name, x in record.items() if isinstance(x, float) and not math.isfinite(x)}
     return ", ".join(f"{printable(name)} {x}" for name, x in odd.items())
@@ -139,9 +139,9 @@ def _live_line(num_steps: int, stream: TextIO) -> Any:
 
 
 def train_line(record: Record, num_steps: int, *, columns: int = COLUMNS) -> str:
-    """Step, loss, metrics, rate, speed and remaining time, in one line that fits.
+    """Step, loss, metrics, learning rate, speed and remaining time, in one line that fits.
 
-    Where it does not, the speed is left out, then digits, then the last metrics: the rate stays.
+    If it is too long, the speed is left out, then digits, then the last metrics.
     """
     step = record["step"]
     rate = list[str]()
@@ -170,7 +170,7 @@ def _metrics(record: Record, digits: int = 4) -> list[str]:
 
 
 def _join(start: list[str], end: list[str], columns: int) -> str:
-    """All fields, or as many of the metrics at the end of `start` as there is room for."""
+    """All fields in a line; without the last fields of `start` if there is no room for them."""
     lines = ["  ".join([*start[:kept], *end]) for kept in range(len(start), 1, -1)]
     return next((line for line in lines if len(line) <= columns), lines[-1][:columns])
 

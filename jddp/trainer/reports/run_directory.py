@@ -31,12 +31,12 @@ from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.typing import JsonObject, Settings
 
-# Of one start, and not of the run: what they change is not reported.
+# Keys of one start, not of the run: their changes are not reported.
 KEYS_OF_A_START = {"run.dir", "data.dir", "data.allow_changed"}
 KEYS_OF_A_START |= {"checkpoint.resume", "checkpoint.allow_changed"}
-# A schedule without a length has that of the run: to give it that length changes nothing.
+# A schedule without a length has the length of the run: writing that length changes nothing.
 LENGTH_KEYS = {f"optimizer.schedule.kwargs.{x}" for x in ("decay_steps", "transition_steps")}
-# Files and folders of a run whose names could be those of folders of checkpoints.
+# Files and folders of a run whose names a folder of checkpoints could have.
 OWN_NAMES = {"lock", "logs", "nonfinite"}
 MISSING = object()
 log = logging.getLogger("jddp")
@@ -55,24 +55,26 @@ class RunDirectory:
 
     def __init__(self, where: str | Path, *, is_writer: bool) -> None:
         self.storage = storage_at(where)
-        self.path, self.where = self.storage.folder, self.storage.name
+        self.path = self.storage.folder
+        self.where = self.storage.name
         self.checkpoints = self.path / "checkpoints"
         self.folder = self.storage.pinned
         path = self.path / "metrics.jsonl"
         self.metrics = MetricsFile(path, is_writer=is_writer, folder=self.folder)
         self._config, self._manifest = self.path / "config.yaml", self.path / "manifest.json"
-        self._is_writer, self._holder = is_writer, ""
+        self._is_writer = is_writer
+        self._holder = ""
 
     def prepare(self, config: Settings | None, manifest: Settings) -> None:
-        """Makes the directory, or checks that an existing one is of the same run.
+        """Makes the directory, or checks that an existing one belongs to the same run.
 
         Args:
           config: The resolved config; None if the run was started from objects.
-          manifest: Versions, data and topology. `manifest["data"]["sha256"]`, where present, must
-            be that of an earlier start, unless the config's `data.allow_changed` is true.
+          manifest: Versions, data and topology. `manifest["data"]["sha256"]`, if present, must
+            equal the hash of an earlier start, unless the config's `data.allow_changed` is true.
 
-        A run that ended before its first step leaves nothing to resume from: its directory is taken
-        over by another run, with a line.
+        A run that ended before its first step leaves nothing to resume from: another run takes over
+        its directory, and reports it.
 
         Raises:
           ConfigError: If the directory holds another run, with the keys that differ.
@@ -148,7 +150,7 @@ class RunDirectory:
                     log.warning("Metrics and logs: %s", error)
 
     def finish(self) -> FileSystemError | None:
-        """Writes what is left to be written; returns an error if something of it is lost."""
+        """Writes the remaining records and logs; returns an error if some are lost."""
         failure = self.metrics.finish()
         try:
             self.storage.upload()
@@ -206,7 +208,8 @@ class RunDirectory:
         return self.path / "logs" / f"process_{process_index}.stacks"
 
     def _refuse_another_run(self, config: Settings | None) -> None:
-        before, other = read_yaml(self._config) if self._config.exists() else None, ""
+        before = read_yaml(self._config) if self._config.exists() else None
+        other = ""
         if before is None and not self._manifest.exists():
             strangers = [p.name for p in (self.metrics.path, self.checkpoints) if p.exists()]
             other = f"{' and '.join(strangers)} of something else" if strangers else ""
@@ -224,7 +227,7 @@ class RunDirectory:
             )
 
     def _has_begun(self) -> bool:
-        """Whether anything in the directory is of a finished step, or not of jddp."""
+        """Whether the directory holds results of a finished step, or files that are not jddp's."""
         if not (self._config.exists() or self._manifest.exists()):
             return True
         folders = [path for path in self.path.iterdir() if path.is_dir() and path.name != "logs"]
@@ -259,7 +262,7 @@ class RunDirectory:
         if known and now and now not in known:
             raise DataError(
                 f"run.dir {self.where} was started with other data (sha256 {known[-1][:12]}, now "
-                f"{now[:12]}). Put the data back, choose another run.dir, or set "
+                f"{now[:12]}). Restore the data, choose another run.dir, or set "
                 "data.allow_changed=true."
             )
 
@@ -282,11 +285,11 @@ class RunDirectory:
 
 
 def compare_keys(before: Settings, now: Settings) -> tuple[list[str], list[str]]:
-    """Compares the config of a run with that with which it resumes.
+    """Compares the config of a run with the config it resumes with.
 
     Returns:
-      "key is old there, new here" for every key that may not differ, and "key old -> new" for those
-      that may: free ones, but for those of one start, and those in `checkpoint.allow_changed`.
+      "key is old there, new here" for every key that may not differ, and "key old -> new" for every
+      key that may: free keys and keys in `checkpoint.allow_changed`, without keys of one start.
     """
     refused, changed = list[str](), list[str]()
     allowed = _flat(now).get("checkpoint.allow_changed", [])
@@ -299,7 +302,7 @@ def compare_keys(before: Settings, now: Settings) -> tuple[list[str], list[str]]
 
 
 def changed_keys(before: Settings, now: Settings) -> list[str]:
-    """The keys that differ between two configs, and may change the numbers of later steps."""
+    """The keys that differ between two configs and can change the numbers of later steps."""
     return [key for key, *values in _differing(before, now) if not is_free(key, *values)]
 
 
@@ -320,7 +323,7 @@ def _flat(values: Settings) -> JsonObject:
 
 
 def is_free(key: str, old: object, new: object) -> bool:
-    """Whether a key may differ from start to start: no finished step changes but for rounding."""
+    """Whether a key may differ between starts, as it changes finished steps at most by rounding."""
     return effect_of(key, old, new) != "numbers" or (key in LENGTH_KEYS and MISSING in (old, new))
 
 

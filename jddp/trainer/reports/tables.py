@@ -8,8 +8,8 @@
             1   4  88   8
             2   0   1  99
 
-Rows and columns are numbered. An array of other dims, or too large for a terminal, is described by
-its shape; records hold it as a whole, as nested lists.
+Rows and columns are numbered. An array of other dims, or one too large for a terminal, is described
+by its shape; records hold the whole array, as nested lists.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,10 +39,11 @@ def table_of(name: str, values: Sequence[Any], columns: int) -> list[str]:
 
     Args:
       name: Name of the metric.
-      values: Numbers, or lists of as many numbers each; None for one that is not finite.
+      values: Numbers, or lists of equally many numbers; None for a number that is not finite.
       columns: Width of the terminal.
     """
-    shape, lines = shape_of(values), list[str]()
+    shape = shape_of(values)
+    lines = list[str]()
     if len(shape) == 1:
         lines = _list(name, [as_text(x) for x in values], columns)
     elif len(shape) == 2 and shape[1]:
@@ -54,20 +55,20 @@ def table_of(name: str, values: Sequence[Any], columns: int) -> list[str]:
     return lines
 
 
-def shape_of(values: Any) -> list[int]:
+def shape_of(values: object) -> list[int]:
     """The dims of a number, or of nested lists of equal lengths."""
     if not isinstance(values, list):
         return []
     return [len(values), *(shape_of(values[0]) if values else [])]
 
 
-def as_text(value: Any, digits: int = 4) -> str:
+def as_text(value: float | None, digits: int = 4) -> str:
     """A number of a record in some digits; "nan" for None, as JSON has no NaN and no infinity."""
     return "nan" if value is None else f"{value:.{digits}g}"
 
 
 def _list(name: str, numbers: Sequence[str], columns: int) -> list[str]:
-    """Lines of numbers below their places, as many side by side as there is room for."""
+    """Lines of numbers below their indices, with as many in a line as there is room for."""
     heads = [str(i) for i in range(len(numbers))]
     width = max(map(len, [*numbers, *heads]), default=1)
     num = max(1, (columns - len(name)) // (width + 2))

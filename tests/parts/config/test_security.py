@@ -143,7 +143,7 @@ def test_yaml_of_no_config_is_refused_in_a_line_and_an_alias_is_followed(tmp_pat
 
 def test_a_checkpoint_cannot_be_kept_outside_of_its_run_nor_lead_there(run_dir, trained):
     for name in ("../out", "a/b", "/tmp/out", ".", "..", "", "a b", "-x", "ü"):
-        with pytest.raises(ConfigError, match="is not a plain name"):
+        with pytest.raises(ConfigError, match="not a plain name"):
             trained.save(name)
     assert [path.name for path in trained.run_dir.parent.iterdir()] == ["run"]
     folder = run_dir / "checkpoints"

@@ -158,7 +158,7 @@ def test_one_of_several_processes_compiles_nothing(monkeypatch):
 @pytest.mark.parametrize(
     "platform, autotune, options",
     [
-        ("gpu", False, {"xla_gpu_autotune_level": 0, "xla_gpu_shard_autotuning": False}),
+        ("gpu", False, {"xla_gpu_autotune_level": "0", "xla_gpu_shard_autotuning": False}),
         ("gpu", True, None),
         ("cpu", False, None),
     ],

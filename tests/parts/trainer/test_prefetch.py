@@ -190,7 +190,7 @@ def test_what_goes_wrong_while_reading_ahead_is_raised_where_the_batch_was_to_be
     for num_batches in (0, 2):
         source = started(range(num_batches), 5)
         take(source, num_batches)
-        with pytest.raises(DataError, match=f"ended after {num_batches}. Give an endless"):
+        with pytest.raises(DataError, match=f"ended after {num_batches} batches. Give an endless"):
             next(source)
 
 

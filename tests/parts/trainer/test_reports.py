@@ -289,7 +289,7 @@ def test_half_a_line_that_a_full_disk_left_is_not_continued(tmp_path, monkeypatc
 
 
 LATE = {
-    errno.EIO: "cannot be synced to the disk: Input/output error. Its last",
+    errno.EIO: "cannot be synced to the disk: Input/output error. The last",
     errno.EINVAL: "None",
 }
 
