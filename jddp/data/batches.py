@@ -1,4 +1,4 @@
-"""Training batches of one process, which resume at any position.
+"""Training batches of one process, which can start at any position.
 
     batches = TrainBatches(examples, global_batch_size=128, seed=0)
     batch = next(batches)              # the rows of this process, a dict of numpy arrays

@@ -14,7 +14,7 @@ from jddp.errors import DataError
 
 NumpyBatch = dict[str, np.ndarray]
 
-# The dtypes to which JAX would convert; done here so that specs are known beforehand.
+# The dtypes that JAX would convert to; converted here, so that specs are known beforehand.
 _NARROW = {"float64": np.float32, "int64": np.int32, "uint64": np.uint32}
 
 
@@ -92,7 +92,7 @@ def per_channel(name: str, given: float | Sequence[float], num_channels: int) ->
     if numbers.shape not in ((), (num_channels,)):
         raise DataError(
             f"{name} has {numbers.size} numbers, but images have {num_channels} channels. Give one "
-            "number, or one for each channel."
+            "number, or one per channel."
         )
     return numbers
 

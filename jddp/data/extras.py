@@ -1,12 +1,12 @@
-"""Imports libraries that only some data needs: those of the extra jddp[data]."""
+"""Imports libraries of the extra jddp[data], which only some data need."""
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 from jddp.errors import ConfigError
 
 
-def import_extra(name: str, *, needed_by: str) -> Any:
+def import_extra(name: str, *, needed_by: str) -> ModuleType:
     """The library with this name.
 
     Raises:

@@ -59,8 +59,8 @@ class WorkerBatches(TrainBatches):
             if "terminated unexpectedly" not in str(error):
                 raise
             raise DataError(
-                f"a process that reads data has died ({error}). Was it short of memory? Set a "
-                "smaller data.num_workers, or 0 to see the error."
+                f"a worker that reads data has died ({error}), perhaps for lack of memory. Lower "
+                "data.num_workers, or set it to 0 to see the error."
             ) from error
         self.advance()
         # Copied from the shared memory, which is freed here: at exit Python would warn of a leak.

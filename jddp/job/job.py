@@ -83,17 +83,17 @@ def train(
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a run needs, made and checked.
+    """All objects of a run, made and checked.
 
     Attributes:
       config: Config that it was made from.
       parts: Objects that the config names.
       ddp: The model on its mesh.
-      num_steps: Optimizer steps in all; None if they depend on data that are absent.
+      num_steps: Total number of optimizer steps; None if it depends on data that are absent.
       learning_rate: The schedule, or None if the optimizer has its own.
       data: The examples, or None if they are absent and were not needed.
       data_error: Reason for their absence.
-      folder: Working directory when it was built, to which its relative paths belong.
+      folder: Working directory when the job was built; relative paths belong to it.
     """
 
     config: Config
@@ -179,9 +179,9 @@ class Job:
         return state
 
     def _state_of_another(self, batches: TrainBatches) -> Callable[[Batch], TrainState] | None:
-        """The state that a new run starts from; moves the batches to its place in the data.
+        """The state that a new run starts from; moves the batches to its position in the data.
 
-        None where nothing is named to start from, or the run has checkpoints of its own.
+        None if the config names no run to start from, or the run has its own checkpoints.
         """
         start = self._place(self.config.checkpoint.start_from)
         directory = self._place(self.config.run.dir)
@@ -202,11 +202,11 @@ class Job:
         return lambda batch: state
 
     def _place(self, path: str | None) -> str | Path | None:
-        """A path of the config, wherever the program works by now; a URL as it is."""
+        """A path of the config, independent of the present working directory; or a URL."""
         return None if path is None else folder_or_url(path, folder=self.folder)
 
     def verify(self) -> Verification:
-        """Compares a step on the mesh with one on a single device, on the first batch.
+        """Compares a step on the mesh with a step on a single device, for the first batch.
 
         The learning rate is the peak of the schedule: a warm-up begins at 0, where no parameter
         moves.
@@ -222,7 +222,7 @@ class Job:
         report = verify(parts.model, optimizer, parts.loss_fn, batch, **options)
         if peak is None or self.learning_rate is None or np.isclose(peak(0), self.learning_rate(0)):
             return report
-        note = f"The update is that of the schedule's peak, a learning rate of {peak(0):.3g}."
+        note = f"The update uses the peak learning rate of the schedule, {peak(0):.3g}."
         return dataclasses.replace(report, findings=(note, *report.findings))
 
     def train_batches(self) -> TrainBatches:
@@ -323,7 +323,7 @@ def join(config: Config, num_devices: int | str) -> None:
 
 
 def _report_lacks(missing: Missing | None) -> None:
-    """Reports what this host lacks: a GPU, or the memory through which GPUs communicate."""
+    """Reports a missing GPU, or too little shared memory for GPUs to communicate through."""
     if missing is not None:
         report(f"JAX runs on CPUs. {missing} {ON_PURPOSE}")
     elif jax.default_backend() == "gpu" and jax.device_count() > 1:
@@ -339,9 +339,9 @@ def _check_outputs(job: Job) -> None:
     for name, size in (known or {"num_classes": least}).items():
         mismatch = f"model: it has {outputs} outputs, and {name} of the data is {size}."
         if outputs is not None and outputs < size:
-            raise ConfigError(f"{mismatch} Give it as many: model.kwargs.{name}={size}.")
+            raise ConfigError(f"{mismatch} Set model.kwargs.{name}={size}.")
         if outputs is not None and outputs > size and known and job.is_writer:
-            logging.getLogger("jddp").warning("%s The outputs beyond that learn nothing.", mismatch)
+            logging.getLogger("jddp").warning("%s The additional outputs learn nothing.", mismatch)
 
 
 def test_batches(config: Config, data: DataSet) -> Batches:
@@ -352,7 +352,7 @@ def test_batches(config: Config, data: DataSet) -> Batches:
 
 
 def _facts(config: Config) -> dict[str, str]:
-    """Values that all processes of a job must share: all but the folder of their data."""
+    """Values that all processes of a job must share; the folder of the data may differ."""
     keys = {key: str(x) for key, x in flatten(config.model_dump()).items() if key != "data.dir"}
     settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
     flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_PLATFORMS")}

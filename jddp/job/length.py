@@ -1,7 +1,7 @@
-"""The number of optimizer steps of a job, of some epochs too, which a schedule follows.
+"""The number of optimizer steps of a job, also if it is given in epochs; schedules follow it.
 
-Epochs end with their last example. A run that ended in a partial batch, and is made longer, takes a
-step more than one that was as long from the start, so its length follows from its checkpoint.
+Epochs end with their last example. A run that ended in a partial batch and is then extended takes
+one step more than a run of that length from the start, so its length follows from its checkpoint.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from jddp.errors import FileSystemError
 
 
 def num_steps_of(config: Config, num_examples: int, folder: Path) -> int:
-    """Counts the steps of a job in all, those before a resume included.
+    """Counts all steps of a job, including steps before a resume.
 
     Args:
       config: Config of the job.
@@ -52,4 +52,4 @@ def _newest(directory: Path) -> tuple[int, int] | None:
         taken = read_object(directory / str(steps[-1]) / "run.json")["position"]["state"]
         return steps[-1], min(int(taken["position"]), int(taken.get("end", taken["position"])))
     except (FileSystemError, LookupError, TypeError, ValueError, AttributeError):
-        return None  # of something else, or damaged, which resuming reports
+        return None  # no checkpoint of jddp, or a damaged one, which resuming reports

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from jddp.config.schema import Config
 from jddp.config.sections import Kwargs
 from jddp.engine.state import TrainState
 from jddp.modules.frozen import COLLECTION
 from jddp.names import accepted_names, defaults_of, name_of_callable, named
+from jddp.typing import JsonObject
 from jddp.zoo.groups import (
     REST,
     ParameterGroup,
@@ -32,7 +34,7 @@ from jddp.zoo.optimizers import (
     make_schedule,
 )
 
-Schedule = Callable[[int], Any]
+Schedule = Callable[[int], jax.typing.ArrayLike]
 
 
 class OptimizerSpec(NamedTuple):
@@ -53,8 +55,8 @@ class OptimizerSpec(NamedTuple):
 
 def optimizer_of(
     config: Config, num_steps: int = 1, *, at_peak: bool = False
-) -> tuple[Any, Schedule | None]:
-    """The optimizer that a config names, and the schedule of the parameters of no group.
+) -> tuple[optax.GradientTransformation, Schedule | None]:
+    """The optimizer that a config names, and the schedule of parameters outside of all groups.
 
     Args:
       config: The config.
@@ -64,7 +66,8 @@ def optimizer_of(
     Raises:
       ConfigError: If a name or an argument is unknown.
     """
-    section, decays = config.optimizer, config.optimizer.decay_norms_and_biases
+    section = config.optimizer
+    decays = section.decay_norms_and_biases
     length: Kwargs = {"num_steps": num_steps, "warmup_steps": section.warmup_steps}
     made: dict[str, Any] = {}
     for name, (factory, peak, kwargs, key) in _specs(config).items():
@@ -88,7 +91,8 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
 
     Empty where all parameters are trained alike.
     """
-    section, specs = config.optimizer, _specs(config)
+    section = config.optimizer
+    specs = _specs(config)
     frozen = paths_of(state.model_state.get(COLLECTION, {}))
     if not (section.groups or section.layer_decay.layers or frozen):
         return
@@ -115,7 +119,7 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
 
 
 def _specs(config: Config) -> dict[str, OptimizerSpec]:
-    """The optimizer of each group, and that of the rest."""
+    """The optimizer of each group, and the optimizer of the other parameters."""
     section = config.optimizer
     first = factory_of(named(section, "optimizer"), key="optimizer")
     specs = {REST: OptimizerSpec(first, section.learning_rate, section.kwargs, "optimizer")}

@@ -30,7 +30,7 @@ from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
 from jddp.typing import LossFn, Settings
 from jddp.zoo.losses import LOSSES
-from jddp.zoo.models import MODELS, make_model
+from jddp.zoo.models import MODELS, Module, make_model
 from jddp.zoo.optimizers import make_optimizer
 
 
@@ -55,7 +55,7 @@ class Parts:
     """
 
     config: Config
-    model: Any
+    model: Module
     source: DataSource
     loss_fn: LossFn
     eval_fn: LossFn | None
@@ -66,7 +66,7 @@ def resolve_parts(config: Config) -> Parts:
     """Makes every part that `config` names.
 
     Raises:
-      ConfigError: With all that cannot be resolved, one line each.
+      ConfigError: With all names that cannot be resolved, one line each.
       DataError: If the user's own data are bad.
     """
     mistakes: list[str] = []
@@ -102,8 +102,8 @@ def find_source(config: Config) -> DataSource:
     return source_of(data.target, *pair)
 
 
-def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Any]:
-    """The model, and the config, in which it is given the sizes that only the data knew."""
+def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Module]:
+    """The model, and the config with the sizes of the model that the data determine."""
     section = config.model
     factory = named(section, "model")
     defaults = defaults_of(MODELS.get(section.name or "", factory))
@@ -138,9 +138,9 @@ def _hook(section: CommHookConfig) -> CommHook | None:
 
 
 def _wrong(section: NamedSection, key: str, found: object, wanted: str) -> ConfigError:
-    """An error of a target that gives another kind of object."""
-    given = f"{key}.target: {section.target} gives {type(found).__name__}."
-    return ConfigError(f"{given} It must give {wanted}.")
+    """The error for a target that returns another kind of object."""
+    given = f"{key}.target: {section.target} returns {type(found).__name__}."
+    return ConfigError(f"{given} It must return {wanted}.")
 
 
 def find_loss(config: Config) -> LossFn:

@@ -1,17 +1,16 @@
-"""Which of the code that a run directory names may be imported.
+"""Decides which code that a run directory names may be imported.
 
 A run directory is data: its config may come from somebody else. By default only models, losses and
 data of jddp itself are found by their names; a word of yours permits more.
 
 | word      | permits                                                                            |
 |-----------|------------------------------------------------------------------------------------|
-| "here"    | what is defined in a file of the current folder, which is not of the run directory  |
-| "package" | the model's class, wherever it is; its package runs its code when it is imported    |
-| "config"  | all that the config names, as of a config on the command line                       |
+| "here"    | code that a file of the current folder defines, outside of the run directory        |
+| "package" | the model's class in any package, whose code runs when it is imported               |
+| "config"  | all code that the config names, as for a config on the command line                 |
 """
 
 from pathlib import Path
-from typing import Any
 
 from jddp.config.schema import Config
 from jddp.errors import UsageError, check_choice
@@ -22,7 +21,7 @@ TRUST = (None, "here", "package", "config")
 OWN_MODELS = "jddp.zoo.models"
 
 
-def resolve_model(config: Config, trust: str | None, run_dir: Path) -> Any:
+def resolve_model(config: Config, trust: str | None, run_dir: Path) -> object:
     """The class or function that makes the model of a config, as far as `trust` permits.
 
     Args:
@@ -85,10 +84,10 @@ def refusal(key: str, config: Config, instead: str) -> UsageError:
 
 
 def check_trust(trust: str | None) -> None:
-    """Refuses a word that is none of `TRUST`.
+    """Refuses a word that is not in `TRUST`.
 
     Raises:
-      ConfigError: If it is not.
+      ConfigError: If the word is not in `TRUST`.
     """
     check_choice("trust", trust, TRUST)
 

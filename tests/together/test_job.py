@@ -247,7 +247,7 @@ WRONG_TARGETS = [
     ("model", own("Line", widht=1), "Did you mean 'width'?"),
     ("model", {"name": "cnm"}, "model.name: no model 'cnm'. Did you mean 'cnn"),
     ("model", {"name": "cnn", "kwargs": {"num_clases": 1}}, "Did you mean 'num_classes'?"),
-    ("data", own("number"), "data.target: mine:number gives int. It must"),
+    ("data", own("number"), "data.target: mine:number returns int. It must"),
     ("data", own("points", slop=1), "Did you mean 'slope'?"),
     ("loss", own("absolute_error", powr=1), "Did you mean 'power'?"),
     ("optimizer", own("points"), "points gives tuple, no optimizer."),
@@ -264,7 +264,7 @@ WRONG_TARGETS = [
     ("ddp", hook(name="powersgd", kwargs={"rank": 0}), "powersgd: got rank=0"),
     ("ddp", hook(kwargs={"rank": 1}), "ddp.reduction.hook.kwargs.rank: mean takes no argument"),
     ("ddp", hook(target="mine:scal"), "ddp.reduction.hook.target: module 'mine' has no 'scal'."),
-    ("ddp", hook(target="mine:number"), "mine:number gives int. It must give a"),
+    ("ddp", hook(target="mine:number"), "mine:number returns int. It must return a"),
 ]
 
 
@@ -299,7 +299,7 @@ def test_weights_of_a_file_say_how_often_an_example_is_read(mine):
     np.testing.assert_array_equal(rows, X[[3, 7]])
     assert counts.tolist() == [10, 10]
     np.save("weights.npy", np.array(["a"] * 20))
-    with pytest.raises(DataError, match=r"weights\.npy: weights cannot be <U1"):
+    with pytest.raises(DataError, match=r"weights\.npy: weights are <U1"):
         build(own_config(data=data)).train_batches()
 
 

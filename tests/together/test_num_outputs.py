@@ -65,7 +65,7 @@ def test_every_model_of_images_takes_the_number_of_classes(folders, name):
 
 def test_fewer_outputs_than_classes_are_refused_and_more_are_said_once(folders, caplog):
     message = "^model: it has 3 outputs, and num_classes of the data is 5. "
-    message += r"Give it as many: model.kwargs.num_classes=5\.$"
+    message += r"Set model.kwargs.num_classes=5\.$"
     with pytest.raises(ConfigError, match=message):
         build(config(folders, kwargs={"num_classes": 3}))
     build(config(folders, kwargs={"num_classes": 10}))

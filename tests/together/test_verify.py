@@ -380,7 +380,7 @@ def test_a_job_is_verified_at_the_peak_of_its_schedule(capsys):
     warm = ["optimizer.warmup_steps=50", "train.num_steps=5", "optimizer.learning_rate=0.02"]
     assert main([*JOB, *warm]) == 0
     text = capsys.readouterr().out
-    assert "The update is that of the schedule's peak, a learning rate of 0.02." in text
+    assert "The update uses the peak learning rate of the schedule, 0.02." in text
     assert re.search(r"^update +\S+ +5.0e-02  \w", text, re.M)
     assert (
         main([*JOB, "optimizer.schedule.name=constant_schedule", "optimizer.warmup_steps=0"]) == 0

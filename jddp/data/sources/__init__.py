@@ -52,10 +52,10 @@ def make_source(
         places["directory"] = Path(directory).expanduser().absolute()
     for place, key in KEYS.items():
         if place in kwargs:
-            raise ConfigError(f"data.kwargs: {place!r} belongs into {key}.")
+            raise ConfigError(f"data.kwargs: give {place!r} as {key}.")
         if place in places and place not in defaults:
             given = {"source": source, "directory": directory}[place]
-            raise ConfigError(f"data.name={name} has no {key}. Leave out {key}={given}.")
+            raise ConfigError(f"data.name={name} takes no {key}. Leave out {key}={given}.")
     if defaults.get("directory") is inspect.Parameter.empty and directory is None:
         raise ConfigError(f"data.name={name} reads a directory. Give data.dir.")
     check_arguments(make, kwargs, key="data.kwargs", filled=KEYS)

@@ -10,7 +10,6 @@ its sizes and the rows at both ends: reading all of it could take hours.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -87,7 +86,12 @@ def idx(
 
 
 def _images(
-    name: str, read: Read, shape: tuple[int, ...], num_classes: int, max_shift: int, **scale: Any
+    name: str,
+    read: Read,
+    shape: tuple[int, ...],
+    num_classes: int,
+    max_shift: int,
+    **scale: float | Sequence[float],
 ) -> DataSource:
     """The source of images and labels that `read` returns for "train" and for "test"."""
 
@@ -135,5 +139,5 @@ def load_weights(path: Path) -> np.ndarray:
     """
     weights = map_npy(path)
     if weights.dtype.kind not in "iuf":
-        raise DataError(f"{path}: weights cannot be {weights.dtype}. Write numbers.")
+        raise DataError(f"{path}: weights are {weights.dtype}. They must be numbers.")
     return np.asarray(weights, np.float64)

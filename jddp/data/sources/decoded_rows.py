@@ -1,4 +1,4 @@
-"""Rows of files that another library reads, decoded here and not by that library.
+"""Rows of files that another library reads, but jddp decodes.
 
 The columns of a Parquet file name their type. Hugging Face's `datasets` would decode images in any
 format of Pillow, some of which start programs, and would download images that are only addresses.
@@ -16,6 +16,7 @@ from jddp.data.extras import import_extra
 from jddp.data.sources.image_folder import FORMATS
 from jddp.data.sources.mapped import refusing_damage
 from jddp.errors import DataError
+from jddp.typing import Settings
 
 Row = dict[str, Any]  # by the names of columns
 
@@ -90,7 +91,7 @@ class DecodedRows(StoredRows):
 
         where = f"{self._where}: an image of column {name!r}"
         if stored is None or stored["bytes"] is None:
-            raise DataError(f"{where} has no bytes, only a path, which is not read. Embed it.")
+            raise DataError(f"{where} is only a path, which is not read. Embed its bytes.")
         bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
         try:
             with Image.open(io.BytesIO(stored["bytes"]), formats=FORMATS) as file:

@@ -3,8 +3,8 @@
     data/train/cat/0001.jpg      data/test/cat/0001.jpg
     data/train/dog/0001.jpg      data/test/dog/0001.jpg
 
-Without the folders train and test, `test_share=0.2` uses this share of the images for testing. A
-hash of its name chooses an image, so that it stays on its side when others are added.
+Without the folders train and test, `test_share=0.2` uses this share of the images for testing. The
+hash of its name puts an image on one side, so it stays there when others are added.
 
 An image is scaled until its shorter side fits, and its middle is kept. Pillow's limit on the number
 of pixels applies: a larger image is refused like one that does not decode.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -97,11 +97,11 @@ class FolderExamples:
         ]
         if not found:
             where = "in folders of classes" if self.is_labelled else "here or below"
-            raise DataError(f"{root}: no images {where}. Put some there.")
+            raise DataError(f"{root}: no images {where}. Add some.")
         if empty := sorted({*range(len(self.classes))} - {label for _, label in found}):
             name = self.classes[empty[0]]
             raise DataError(
-                f"{_shown(root / name)}: no images of this class. Put some there, or remove it."
+                f"{_shown(root / name)}: no images of this class. Add some, or remove the folder."
             )
         if self.split is not None:
             found = [(name, label) for name, label in found if self.split.takes(name)]
@@ -128,7 +128,7 @@ class FolderExamples:
                 if not self.keep_undecodable:
                     raise
                 reason = str(error).partition(" Remove it")[0]
-                logging.getLogger("jddp").warning("%s It is not counted.", reason)
+                logging.getLogger("jddp").warning("%s It is masked out.", reason)
                 counts[row] = 0
         scaled = images * (1 / (255 * self._std)) - self._mean / self._std
         batch = {"image": scaled.astype(np.float32), "label": self.labels[indices]}
@@ -280,8 +280,8 @@ def _refuse_other_classes(
     for part, other, names in (("train", "test", train), ("test", "train", test)):
         if missing := sorted({*names} - {*(test if part == "train" else train)}):
             raise DataError(
-                f"{directory}: class {missing[0]!r} is in {part} and not in {other}. The folders "
-                "of both must be the same."
+                f"{directory}: class {missing[0]!r} is in {part}, but not in {other}. Both "
+                "need the same class folders."
             )
     if num_classes not in (None, len(train)):
         raise DataError(
@@ -296,7 +296,7 @@ def images_in(
     image_size: int,
     mean: float | Sequence[float] = MEAN,
     std: float | Sequence[float] = STD,
-    **others: Any,
+    **others: object,
 ) -> FolderExamples:
     """All images in a folder and below, prepared like the test images of such a source.
 

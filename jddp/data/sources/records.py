@@ -26,7 +26,7 @@ from jddp.names import resolve_target
 def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> DataSource:
     """The source of Parquet files in a directory, with these columns (None for all)."""
 
-    def read(part: str) -> Any:
+    def read(part: str) -> DecodedRows:
         files = _files(directory, part, "parquet")
         where = f"{directory}/{part}*.parquet"
         try:

@@ -145,7 +145,7 @@ def write_tokens(
     for name, part in parts.items():
         part.end_shard()
         if not part.num_documents:
-            raise DataError(f"{name} gets no document. Give more documents, or another test share.")
+            raise DataError(f"{name} got no document. Give more documents, or another test share.")
     index = {
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,

@@ -98,7 +98,7 @@ class TokenExamples:
             place = places[is_wrong][0]
             raise DataError(
                 f"{_name(tokens)}token {tokens[place]} at {place:,} is not in 0 ... "
-                f"{size - 1}. Raise vocab_size, or give the tokens of the right tokenizer."
+                f"{size - 1}. Raise vocab_size, or use tokens of the right tokenizer."
             )
         return taken
 

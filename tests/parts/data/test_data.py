@@ -396,7 +396,7 @@ def test_windows_predict_each_token_once(num_more, length):
 WRONG_ARGUMENTS = (
     ("fashion_mnits", {}, "no data set 'fashion_mnits'. Did you mean 'fashion_mnist'"),
     ("fashion_mnist", {"kwargs": {"held_out": 5}}, "Did you mean 'num_held_out'"),
-    ("fashion_mnist", {"kwargs": {"source": "full"}}, "belongs into data.source"),
+    ("fashion_mnist", {"kwargs": {"source": "full"}}, "give 'source' as data.source"),
     ("fashion_mnist", {"kwargs": {"num_held_out": 5}}, "not a multiple of 10"),
     ("fashion_mnist", {"source": "half"}, "'half' of fashion_mnist is neither"),
     ("fashion_mnist", {"directory": "here"}, "not read with source 'embedded'"),

@@ -237,7 +237,7 @@ def test_bad_image_folders_are_refused(folder):
     refused(ConfigError, "test_share: 1.0 is not between 0 and 1", test_share=1.0)
     refused(DataError, "has folders train and test. Leave test_share out", test_share=0.2)
     (folder / "train" / "other").mkdir()
-    refused(DataError, "train/other: no images of this class. Put some there, or remove it")
+    refused(DataError, "train/other: no images of this class. Add some, or remove the folder")
     save_image(folder / "train" / "other" / "a.png", np.zeros((8, 8, 3)))
     refused(DataError, "class 'other' is in train and not in test")
     (folder / "test").rename(folder / "tset")
@@ -389,7 +389,7 @@ def test_bad_token_files_are_named_with_the_place(tmp_path):
             make_source("tokens", directory=str(directory), kwargs={"sequence_length": 8})
     with pytest.raises(ConfigError, match=r"holds \.npy files already"):
         written(tmp_path)
-    with pytest.raises(DataError, match="test gets no document"):
+    with pytest.raises(DataError, match="test got no document"):
         write_tokens(TEXTS[:1], tmp_path / "few", tokenizer=BYTES)
     with pytest.raises(ConfigError, match="between 0 and 1"):
         write_tokens(TEXTS, tmp_path / "all", tokenizer=BYTES, test_share=1.0)

@@ -104,7 +104,7 @@ def write_column(tmp_path, kind, **stored):
 
 def test_an_image_of_which_only_the_address_is_stored_is_not_fetched(tmp_path):
     write_column(tmp_path, datasets.Image(), bytes=None, path="http://127.0.0.1:9/cat.png")
-    with pytest.raises(DataError, match="has no bytes, only a path, which is not read"):
+    with pytest.raises(DataError, match="is only a path, which is not read"):
         make_source("parquet", directory=str(tmp_path))
 
 

@@ -77,7 +77,7 @@ def test_an_error_in_a_process_arrives_and_one_that_dies_ends_the_reading(in_wor
     with pytest.raises(ZeroDivisionError, match="example 30 is bad"):
         list(in_workers(bad=30, num_epochs=1))
     # While it reads: at some other moments it has a lock of grain's, which then waits for ever.
-    with pytest.raises(DataError, match="a process that reads data has died .*num_workers"):
+    with pytest.raises(DataError, match="a worker that reads data has died .*num_workers"):
         list(itertools.islice(in_workers(deadly=30), 100))
 
 
