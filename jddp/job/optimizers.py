@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import optax
 
 from jddp.config.schema import Config
 from jddp.config.sections import Kwargs
 from jddp.engine.state import TrainState
 from jddp.modules.frozen import COLLECTION
 from jddp.names import accepted_names, defaults_of, name_of_callable, named
-from jddp.typing import JsonObject
 from jddp.zoo.groups import (
     REST,
     ParameterGroup,
@@ -27,6 +25,7 @@ from jddp.zoo.groups import (
 )
 from jddp.zoo.optimizers import (
     MASK_NAMES,
+    Transformation,
     decay_mask,
     factory_of,
     hold_peak,
@@ -55,7 +54,7 @@ class OptimizerSpec(NamedTuple):
 
 def optimizer_of(
     config: Config, num_steps: int = 1, *, at_peak: bool = False
-) -> tuple[optax.GradientTransformation, Schedule | None]:
+) -> tuple[Transformation, Schedule | None]:
     """The optimizer that a config names, and the schedule of parameters outside of all groups.
 
     Args:

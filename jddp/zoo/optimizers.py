@@ -22,6 +22,7 @@ from jddp.errors import ConfigError
 from jddp.names import accepted_names, check_arguments, find_attribute, name_of_callable
 
 Arguments = Mapping[str, Any]
+Transformation = optax.GradientTransformation  # for modules that do not import optax
 NOTHING: Arguments = MappingProxyType({})
 PEAK_NAMES = ("peak_value", "value", "init_value")  # The first that a schedule has is the peak.
 LENGTH_NAMES = ("decay_steps", "transition_steps")

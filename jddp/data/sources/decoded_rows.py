@@ -16,7 +16,6 @@ from jddp.data.extras import import_extra
 from jddp.data.sources.image_folder import FORMATS
 from jddp.data.sources.mapped import refusing_damage
 from jddp.errors import DataError
-from jddp.typing import Settings
 
 Row = dict[str, Any]  # by the names of columns
 

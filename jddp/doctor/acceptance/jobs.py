@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from jddp.data_parallel import DataParallel
 from jddp.doctor.acceptance.result import Machine
@@ -14,7 +13,7 @@ from jddp.typing import JsonObject, LossFn
 from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import CNN, GPT, Module, ResNet
 from jddp.zoo.models.resnet import BasicBlock
-from jddp.zoo.optimizers import make_optimizer
+from jddp.zoo.optimizers import Transformation, make_optimizer
 
 # The gradients of "medium" are 64 MiB; "large" is GPT-2 124M.
 _TINY = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "width": 32, "max_length": 16}
@@ -47,7 +46,7 @@ class Workload(NamedTuple):
         return DataParallel(self.model, adam(), self.loss, mesh=mesh, **options)
 
 
-def adam() -> optax.GradientTransformation:
+def adam() -> Transformation:
     """The optimizer of all parts."""
     return make_optimizer("adamw", schedule=lambda step: 1e-3)[0]
 

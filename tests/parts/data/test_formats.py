@@ -239,7 +239,7 @@ def test_bad_image_folders_are_refused(folder):
     (folder / "train" / "other").mkdir()
     refused(DataError, "train/other: no images of this class. Add some, or remove the folder")
     save_image(folder / "train" / "other" / "a.png", np.zeros((8, 8, 3)))
-    refused(DataError, "class 'other' is in train and not in test")
+    refused(DataError, "class 'other' is in train, but not in test")
     (folder / "test").rename(folder / "tset")
     refused(DataError, r"test: no such folder. .*train/CLASS/.*or from CLASS/.*test_share=0.2")
     with pytest.raises(DataError, match="no images in folders of classes"):
