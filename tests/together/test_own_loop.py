@@ -101,7 +101,7 @@ def test_a_save_that_cannot_be_is_refused_in_one_line(tmp_path, monkeypatch):
         with pytest.raises(error, match=reported) as caught:
             save_in(**{"directory": "here", "ddp": ddp, "state": state} | given)
         assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="holds, at step 0, another model"):
+    with pytest.raises(ConfigError, match="step 0 is from another model"):
         jddp.Checkpoints("there").restore(ddp)
 
 

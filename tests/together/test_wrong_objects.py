@@ -141,7 +141,9 @@ def test_a_state_of_another_optimizer_is_refused_where_the_optimizer_is_used(has
     if has_state:
         ddp.init(0, batch)
     for call in (ddp.step, ddp.gradients):
-        with pytest.raises(UsageError, match=r"from another optimizer.*init\(params=state.params\)"):
+        with pytest.raises(
+            UsageError, match=r"from another optimizer.*init\(params=state.params\)"
+        ):
             call(state, batch)
     assert ddp.evaluate(state, [batch]) == other.evaluate(state, [batch])
 
