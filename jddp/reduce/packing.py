@@ -18,7 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jddp.errors import ConfigError, check_choice
-from jddp.reduce.hooks import ON_RESIZE, CommHook, GradBucket, leaves_of, mean_hook, narrow, split
+from jddp.reduce.hooks import (
+    ON_RESIZE,
+    CommHook,
+    GradBucket,
+    TakeMean,
+    leaves_of,
+    mean_hook,
+    narrow,
+    split,
+)
 from jddp.reduce.pairwise import add_in_pairs
 from jddp.reduce.plan import Bucket
 from jddp.reduce.shards import own_shard, pack, shard_shape
@@ -186,8 +195,12 @@ def choose_packing(
     # A custom hook promises the mean of whole leaves; each replica then takes its shard of it.
     if not is_sharded or hook is not None:
         return bucketed(layout, hook, on_network=on_network or platform != "cpu")
-    average = exchange_mean if platform == "cpu" else scatter_mean
-    return ShardedLeaves(layout), narrow(mean_hook(average)), ""
+    return ShardedLeaves(layout), narrow(mean_hook(average_of_shards(platform))), ""
+
+
+def average_of_shards(platform: str) -> TakeMean:
+    """Returns the function that takes each replica's row of a mean, on this hardware."""
+    return exchange_mean if platform == "cpu" else scatter_mean
 
 
 def _checked(hook: CommHook, name: str) -> CommHook:

@@ -1,0 +1,227 @@
+"""Programs with divided parameters: gathered at the first use, a slice at a time in scans."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P, lax
+
+from jddp.jaxprs import equations
+from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, Part, forget
+from jddp.reduce.packing import exchange_mean, scatter_mean
+from jddp.reduce.units import Gather, divided_dim
+
+NUM, WIDTH, LAYERS = 4, 8, 3
+
+
+@pytest.mark.parametrize(
+    "shape, dim",
+    [
+        ((), None),
+        ((3,), None),
+        ((0, 4), None),
+        ((4, 0), None),
+        ((4,), 0),
+        ((3, 3, 4, 16), 3),
+        ((8, 8), 0),
+        ((12, 6), 0),
+        ((15, 17, 3), None),
+    ],
+)
+def test_the_largest_dim_that_the_number_of_replicas_divides_is_divided(shape, dim):
+    assert divided_dim(shape, NUM) == dim
+
+
+def called(w, x):
+    return jax.jit(lambda w: jnp.tanh(x @ w))(w).sum()
+
+
+def in_branches(w, x):
+    return lax.cond(x.sum() > 0, lambda: (x @ w).sum(), lambda: jnp.square(x @ w).sum())
+
+
+def in_a_loop(w, x):
+    fixed = lax.stop_gradient(w)  # JAX differentiates no `while`
+    end = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ fixed)), (0, x))
+    return (end[1] * (x @ w)).sum()
+
+
+def by_a_custom_rule(w, x):
+    @jax.custom_vjp
+    def product(w, x):
+        return x @ w
+
+    product.defvjp(lambda w, x: (x @ w, (w, x)), lambda wx, g: (wx[1].T @ g, g @ wx[0].T))
+    return product(w, x).sum()
+
+
+def normalized(w, x):
+    """Weight norm: values made of parameters alone, with a derivative that is not linear."""
+    return (
+        x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True)).astype(jnp.bfloat16).astype(jnp.float32)
+    ).sum()
+
+
+def repeated(w, x):
+    return jax.checkpoint(lambda w, x: jnp.sin(jnp.tanh(x @ w) @ w))(w, x).sum()
+
+
+def constant_of_a_loop(w, x):
+    return lax.scan(lambda c, _: (jnp.tanh(c @ w.T), None), x, length=3)[0].sum()
+
+
+def penalized(w, x):
+    return (x @ w).sum() + jnp.square(w).sum()
+
+
+def used_by_none(w, x):
+    return x.sum()
+
+
+def returned(w, x):
+    return w.sum() + 0 * x.sum()
+
+
+PROGRAMS = [
+    called,
+    in_branches,
+    in_a_loop,
+    by_a_custom_rule,
+    normalized,
+    repeated,
+    constant_of_a_loop,
+    penalized,
+    used_by_none,
+    returned,
+]
+
+
+def scanned(w, x):
+    return lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, w)[0].sum()
+
+
+def scanned_and_repeated(w, x):
+    body = jax.checkpoint(lambda c, w: (jnp.sin(jnp.tanh(c @ w) @ w), None), prevent_cse=False)
+    return lax.scan(body, x, w)[0].sum()
+
+
+def scanned_backwards(w, x):
+    return lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, w, reverse=True)[1].sum()
+
+
+def scanned_twice(w, x):
+    def outer(c, w):
+        return lax.scan(lambda c, v: (jnp.tanh(c * v[None]), None), c, w)[0], None
+
+    return lax.scan(outer, x, w)[0].sum()
+
+
+SCANS = [scanned, scanned_and_repeated, scanned_backwards, scanned_twice]
+
+
+def gradients(program, w, x, *, keeps=False, average=scatter_mean):
+    """The jitted function that returns the mean gradient of `program`, part by part."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:NUM]), ("data",))
+    dim = divided_dim(w.shape[w.ndim - 2 :], NUM) + w.ndim - 2
+    lazy = Lazy(Gather("data", average), (2**20,), keeps)
+
+    def replica(part, x):
+        traced = jax.make_jaxpr(program)(jax.ShapeDtypeStruct(w.shape, w.dtype), x)
+
+        def loss(part):
+            given = [Part(part, dim, w.shape), x]
+            return lazy.evaluate(traced, given, [PARAMETERS, ANYTHING])[0]
+
+        return jax.grad(loss if keeps else jax.checkpoint(loss, policy=forget))(part)
+
+    spec = P(*[None] * dim, "data")
+    return jax.jit(
+        jax.shard_map(
+            replica, mesh=mesh, in_specs=(spec, P("data")), out_specs=spec, check_vma=False
+        )
+    )
+
+
+def numbers(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32) / 2
+
+
+def beside_one_device(program, w, x, **options):
+    got = gradients(program, w, x, **options)(w, x)
+    shares = jnp.split(x, NUM)
+    want = functools.reduce(jnp.add, [jax.grad(program)(w, share) for share in shares]) / NUM
+    # Sums of four replicas in another order.
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_are_the_parts_of_the_mean(program, keeps):
+    beside_one_device(program, numbers(WIDTH, WIDTH), numbers(2 * NUM, WIDTH, seed=1), keeps=keeps)
+
+
+@pytest.mark.parametrize("program", SCANS)
+def test_parameters_that_a_scan_slices_are_gathered_in_its_body(program):
+    w, x = numbers(LAYERS, WIDTH, WIDTH), numbers(2 * NUM, WIDTH, seed=1)
+    beside_one_device(program, w, x, average=exchange_mean)
+    traced = jax.make_jaxpr(gradients(program, w, x))(w, x)
+    found = [e for e in equations(traced.jaxpr) if e.primitive.name == "all_gather"]
+    whole = {(LAYERS, WIDTH, WIDTH), (LAYERS * WIDTH * WIDTH,)}
+    assert found
+    assert not {v.aval.shape for e in found for v in e.outvars} & whole
+    assert max(v.aval.size for e in found for v in e.outvars) <= WIDTH * WIDTH
+
+
+@pytest.mark.parametrize("program", [called, normalized, repeated, scanned, scanned_and_repeated])
+def test_nothing_made_of_parameters_alone_is_kept_for_the_backward_pass(program):
+    w, x = numbers(LAYERS, WIDTH, WIDTH), numbers(2, WIDTH, seed=1)
+    w = w if program in SCANS else w[0]
+    dim = w.ndim - 2
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:NUM]), ("data",))
+    lazy = Lazy(Gather("data", scatter_mean), (2**20,), keeps=False)
+    kept = []
+
+    def replica(part, x):
+        traced = jax.make_jaxpr(program)(jax.ShapeDtypeStruct(w.shape, w.dtype), x)
+
+        def loss(part):
+            return lazy.evaluate(traced, [Part(part, dim, w.shape), x], [PARAMETERS, ANYTHING])[0]
+
+        value, pullback = jax.vjp(jax.checkpoint(loss, policy=forget, prevent_cse=False), part)
+        kept.extend(leaf.shape for leaf in jax.tree.leaves(pullback) if leaf is not part)
+        return value
+
+    spec = P(*[None] * dim, "data")
+    mapped = jax.shard_map(replica, mesh=mesh, in_specs=(spec, P()), out_specs=P(), check_vma=False)
+    jax.eval_shape(mapped, w, x)
+    assert kept
+    assert not [shape for shape in kept if shape[-2:] == (WIDTH, WIDTH)]
+
+
+def test_a_unit_is_one_gather_and_its_gradients_one_reduce_scatter():
+    w = numbers(LAYERS, WIDTH, WIDTH)
+
+    def layers(w, x):
+        return functools.reduce(lambda x, w: jnp.tanh(x @ w), [*w], x).sum()
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:NUM]), ("data",))
+    for unit_bytes, units in (((2**20,), 1), ((WIDTH * WIDTH * 4,), LAYERS)):
+        lazy = Lazy(Gather("data", scatter_mean), unit_bytes, keeps=True)
+
+        def replica(parts, x, lazy=lazy):
+            traced = jax.make_jaxpr(lambda *w: layers(w[:-1], w[-1]))(*w, x)
+
+            def loss(parts):
+                given = [*(Part(part, 0, (WIDTH, WIDTH)) for part in parts), x]
+                return lazy.evaluate(traced, given, [*[PARAMETERS] * LAYERS, ANYTHING])[0]
+
+            return jax.grad(loss)(parts)
+
+        mapped = jax.shard_map(
+            replica, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+        )
+        text = jax.jit(mapped).lower([*w], numbers(2 * NUM, WIDTH)).as_text()
+        counts = [text.count(f"stablehlo.{op}") for op in ("all_gather", "reduce_scatter")]
+        assert counts == [units, units]
