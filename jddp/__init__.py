@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jddp.engine.for_losses import replica_key as replica_key
     from jddp.engine.mesh import AXIS as AXIS
     from jddp.engine.state import TrainState as TrainState
+    from jddp.engine.strategy import FSDP as FSDP
     from jddp.engine.strategy import LogicalReplicas as LogicalReplicas
     from jddp.engine.strategy import ZeRO1 as ZeRO1
     from jddp.engine.sync import LocalSteps as LocalSteps
@@ -64,6 +65,7 @@ _HOMES = {
     "EarlyStopping": "trainer.watching",
     "Error": "errors",
     "Evaluation": "trainer.plan",
+    "FSDP": "engine.strategy",
     "Keep": "trainer.plan",
     "KeepBest": "trainer.watching",
     "LocalSteps": "engine.sync",

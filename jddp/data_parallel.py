@@ -47,6 +47,7 @@ from jddp.engine.mesh import copy_off_mesh, make_mesh, platform, put_rows
 from jddp.engine.moving_average import choose_average, chosen_params
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.padding import pad_for_step
+from jddp.engine.placement import choose_placement
 from jddp.engine.protocols import Function
 from jddp.engine.reducers import choose_reducer
 from jddp.engine.replicas import choose_replicas
@@ -79,7 +80,8 @@ class DataParallel(Shown):
       mesh: A mesh of one axis, devices, a number of them, or None for all. The name of the axis, by
         default "data", is for models and losses that use one, such as `lax.pmean(x, "batch")`.
       strategy: "ddp" (replicas are equal and average gradients in each step), "zero1" (the same,
-        and each replica keeps a shard of the optimizer's state), a `jddp.LogicalReplicas`
+        and each replica keeps a shard of the optimizer's state), "fsdp" (each replica keeps a part
+        of the parameters too) or a `jddp.FSDP`, a `jddp.LogicalReplicas`
         (results are bitwise identical on any number of devices), or a `jddp.LocalSteps` (replicas
         take steps alone, and average parameters now and then).
       reduction: Form in which gradients are averaged: "bfloat16" or "float16" on the wire, or a
@@ -149,7 +151,10 @@ class DataParallel(Shown):
         statistics = BatchNormConfig.chosen(batch_norm, "batch_norm")
         arithmetic = PrecisionConfig.chosen(precision, "precision")
         is_scaled = arithmetic.loss_scale is not None
-        reducer, overlaps = choose_reducer(sent, parts, self.mesh, is_scaled=is_scaled)
+        reducer, overlaps = choose_reducer(
+            sent, parts, statistics.name, self.mesh, is_scaled=is_scaled
+        )
+        placement = choose_placement(reducer, self.mesh, parts.regathers)
         sync = Sync(reducer.axis, statistics.group_size, statistics.unbiased, parts.num_logical)
         sync.check(self.mesh.size)
         flax_model = functional(
@@ -168,9 +173,11 @@ class DataParallel(Shown):
             optimizer=choose_optimizer(
                 optimizer,
                 unused_parameters,
-                reducer if parts.shards_optimizer else None,
                 accumulate_steps,
+                placement,
+                reducer if parts.shards_optimizer else None,
             ),
+            placement=placement,
             average=choose_average(ema_decay),
             guard=choose_guard(arithmetic.loss_scale, skip_nonfinite, flax_model.keeps_own),
         )

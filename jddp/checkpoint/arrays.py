@@ -18,7 +18,7 @@ import numpy as np
 
 from jddp.distributed.coordination import num_processes
 from jddp.engine.digest import as_words, digests
-from jddp.engine.state import Layout, PerReplica, Replicated, Sharded, by_path
+from jddp.engine.state import Divided, Layout, PerReplica, Replicated, Sharded, by_path
 from jddp.errors import ConfigError, printable
 from jddp.typing import JsonObject, Leaf, PyTree, Settings
 
@@ -79,7 +79,8 @@ def in_file(layout: Layout) -> object:
             return {"per_replica": rule}
         case Sharded(whole):
             return {"sharded": whole}
-        case Replicated():
+        # A divided array has the shape of a single device's: it is read in any layout.
+        case Replicated() | Divided():
             return "replicated"
     raise TypeError(f"{layout} is no layout")
 

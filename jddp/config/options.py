@@ -32,16 +32,23 @@ class OuterConfig(NamedSection):
 
 
 # Of which the first must be given.
-_KEYS_OF_STRATEGIES = {"local_steps": ("every", "start", "outer"), "logical_replicas": ("number",)}
+_KEYS_OF_STRATEGIES = {
+    "local_steps": ("every", "start", "outer"),
+    "logical_replicas": ("number",),
+    "fsdp": ("regather",),
+}
 
 
 class StrategyConfig(WordedSection):
     """How parameters and the optimizer's state are kept, and when replicas synchronize."""
 
-    name: Literal["ddp", "zero1", "local_steps", "logical_replicas"] = option(
+    name: Literal["ddp", "zero1", "fsdp", "local_steps", "logical_replicas"] = option(
         "ddp",
-        "zero1 shards the optimizer's state; the others have the keys below.",
-        alike=("ddp", "zero1"),
+        "zero1 shards the optimizer's state, fsdp parameters too; others have the keys below.",
+        alike=("ddp", "zero1", "fsdp"),
+    )
+    regather: bool = option(
+        True, "fsdp: gather parameters again in the backward pass, or keep them.", "rounding"
     )
     every: int | None = option(None, "local_steps: steps from one outer step to the next.", ge=1)
     start: int = option(0, "local_steps: number of first steps that average gradients.", ge=0)

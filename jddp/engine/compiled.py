@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.stages import Wrapped
 
 from jddp.distributed.waits import computing
@@ -147,7 +147,7 @@ class CompiledSteps:
         state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
 
         def place(x: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
-            sharding = (replicated if layout == Replicated() else sharded)(self.mesh)
+            sharding = NamedSharding(self.mesh, layout.spec(self.spec.axis))
             shape = (self.rows.num_replicas, *x.shape) if layout.is_per_replica else x.shape
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
@@ -213,11 +213,17 @@ class CompiledSteps:
     def layouts(self, state: TrainState) -> TrainState:
         """For each leaf of a state its `Layout`."""
         spec, everywhere = self.spec, jax.tree.map(lambda _: Replicated(), state)
+
+        def placed(x: Leaf) -> Layout:
+            return spec.placement.layout(x.shape)
+
         # Hook state differs per replica, such as an error of compression. It is declared so, since
         # JAX would let it leave a `shard_map` as replicated, and keep replica 0's.
         rule = spec.reducer.hook.on_resize.replace("drop", "reset")
         hook = jax.tree.map(lambda _: PerReplica(rule), state.comm_state.hook)
         layouts: TrainState = everywhere.replace(
+            params=jax.tree.map(placed, state.params),
+            ema_params=jax.tree.map(placed, state.ema_params),
             model_state=own_layouts(state.model_state, spec.model.keeps_own),
             opt_state=spec.optimizer.layouts(state.params),
             comm_state=dataclasses.replace(everywhere.comm_state, hook=hook),

@@ -10,6 +10,7 @@ the digest of the whole, on any number of devices.
 """
 
 import functools
+import math
 from collections.abc import Hashable, Sequence
 
 import jax
@@ -37,7 +38,7 @@ def digests(tree: PyTree) -> UInt32[Array, "replicas leaves"]:
     """Digests of each array, one for each device of the mesh, from the part that it holds.
 
     Args:
-      tree: Arrays on one mesh, replicated or split by rows; at least one.
+      tree: Arrays on one mesh, replicated or split along one dim; at least one.
 
     Raises:
       UsageError: If a step has taken their memory.
@@ -97,12 +98,14 @@ def _on(mesh: Mesh, layout: Sequence[P]) -> Wrapped:
         replica = lax.axis_index(axis_of(mesh))
         found, groups = [], _alike(leaves, layout)
         for group in groups:
-            offset = replica * leaves[group[0]].size if any(layout[group[0]]) else 0
+            dim = next((i for i, name in enumerate(layout[group[0]]) if name is not None), None)
+            digest = functools.partial(_digest, dim=dim or 0, num=1 if dim is None else mesh.size)
+            part = 0 if dim is None else replica
             if len(group) == 1:
-                found.append(_digest(leaves[group[0]], offset)[None])
+                found.append(digest(leaves[group[0]], part)[None])
             else:
                 alike = jnp.stack([leaves[i] for i in group])
-                found.append(jax.vmap(_digest, in_axes=(0, None))(alike, offset))
+                found.append(jax.vmap(digest, in_axes=(0, None))(alike, part))
         places = np.argsort(np.concatenate(groups))
         # Every process gets all digests: each must find a mismatch by itself, and name the replica.
         return lax.all_gather(jnp.concatenate(found)[places], axis_of(mesh))
@@ -122,12 +125,18 @@ def _alike(leaves: list[Array], layout: Sequence[P]) -> list[list[int]]:
     return list(groups.values())
 
 
-@jax.jit  # traced and lowered once for each shape
-def _digest(x: Array, offset: int | Array) -> UInt32[Array, ""]:
-    """The digest of a device's part of an array, which begins at element `offset` of the whole."""
+# Traced and lowered once for each shape.
+@functools.partial(jax.jit, static_argnames=("dim", "num"))
+def _digest(x: Array, part: int | Array, *, dim: int, num: int) -> UInt32[Array, ""]:
+    """The digest of a device's part of an array, number `part` of `num` along a dim."""
     words = _words(x)
     place = lax.iota(jnp.uint32, words.size)
-    place += jnp.asarray(offset).astype(jnp.uint32) * np.uint32(words.size // max(x.size, 1))
+    # Words of this part that stand together in the whole array: those of one index of the dims
+    # before the divided one.
+    run = np.uint32(max(words.size // max(math.prod(x.shape[:dim]), 1), 1))
+    place += run * jnp.asarray(part).astype(jnp.uint32)
+    if dim:
+        place += (lax.iota(jnp.uint32, words.size) // run) * run * np.uint32(num - 1)
     # The place is mixed in, or the sum would not change when two elements change places. All that
     # follows is one-to-one: xor-shifts and products with odd numbers, as MurmurHash3 ends.
     mixed = words * np.uint32(0x9E3779B1) + place * np.uint32(0x85EBCA77)

@@ -7,6 +7,7 @@ Rows that do not fill the devices are padded, and padding is masked. Sums and co
 the devices; they are added up on the host in float64, so that counts stay whole numbers.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from jddp.engine.mesh import input_specs, over_replicas, put_rows
 from jddp.engine.padding import pad_rows, refuse_padding
 from jddp.engine.processes import from_all_processes
 from jddp.engine.spec import Step
-from jddp.engine.state import Inputs, Values
+from jddp.engine.state import Inputs, Values, specs
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.forward import mask_of, run_forward
 from jddp.modules.frozen import thaw
@@ -34,6 +35,8 @@ from jddp.modules.functional import name_constants, name_key
 from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
 from jddp.modules.rows import count_rows
 from jddp.typing import Batch, Batches, LossFn, Metrics, PyTree
+
+Read = Callable[[Callable[[Values], PyTree]], PyTree]  # calls a function with values of a model
 
 
 def make_evaluate(step: Step, mesh: Mesh) -> Wrapped:
@@ -43,30 +46,35 @@ def make_evaluate(step: Step, mesh: Mesh) -> Wrapped:
     """
 
     def replica(
-        key: Array, values: Values, number: Array, inputs: Inputs, valid: Float[Array, "b"]
+        key: Array, values: Read, number: Array, inputs: Inputs, valid: Float[Array, "b"]
     ) -> Sums:
         def one(rows: Batch, valid: Array, key: Array) -> Sums:
-            given = (*values, rows, key, inputs.constants)
-            _, (sums, _) = run_forward(step.model, step.eval_fn, *given, train=False, valid=valid)
+            def run(values: Values) -> Sums:
+                given = (*values, rows, key, inputs.constants)
+                return run_forward(step.model, step.eval_fn, *given, train=False, valid=valid)[1][0]
+
+            sums = values(run)
             examples = count_valid_rows(mask_of(rows, valid))
             return {**sums, "examples": Sum(examples, examples)}
 
         return step.replicas.evaluate(one, jax.random.fold_in(key, number), inputs.rows, valid)
 
-    return step.replicas.jit(_mapped(replica, mesh, P()))
+    return step.replicas.jit(_mapped(step, replica, mesh, P()))
 
 
 def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
     """Returns `predict`, called as `evaluate` is: the results of `function` for each row."""
 
     def replica(
-        key: Array, values: Values, number: Array, inputs: Inputs, valid: Float[Array, "b"]
+        key: Array, values: Read, number: Array, inputs: Inputs, valid: Float[Array, "b"]
     ) -> PyTree:
         # Folded with batch and replica: a model that samples while it is evaluated would otherwise
         # use the same numbers for every batch.
         key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
         named = name_key(name_constants(function, inputs.constants), key)
-        outputs = step.model.evaluate(named, *thaw(*values), inputs.rows, key)
+        outputs = values(
+            lambda values: step.model.evaluate(named, *thaw(*values), inputs.rows, key)
+        )
         for x in jax.tree.leaves(outputs):
             if jnp.shape(x)[:1] != valid.shape:
                 raise ConfigError(
@@ -75,12 +83,31 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
                 )
         return outputs
 
-    return jax.jit(_mapped(replica, mesh, P(step.axis)))
+    return jax.jit(_mapped(step, replica, mesh, P(step.axis)))
 
 
-def _mapped(replica: Callable[..., PyTree], mesh: Mesh, out_specs: P) -> Callable[..., PyTree]:
+def _mapped(
+    step: Step, replica: Callable[..., PyTree], mesh: Mesh, out_specs: P
+) -> Callable[..., PyTree]:
+    """Maps a replica's function, which calls others with the values of the model."""
     inputs = input_specs(mesh)
-    return over_replicas(replica, mesh, (P(), P(), P(), inputs, inputs.rows), out_specs)
+
+    @functools.wraps(replica)
+    def call(key: Array, values: Values, *others: PyTree) -> PyTree:
+        layouts = jax.tree.map(lambda x: step.placement.layout(x.shape), values[0])
+        source = step.placement.source(layouts)
+
+        @functools.wraps(replica)
+        def one(key: Array, values: Values, *others: PyTree) -> PyTree:
+            params, model_state = values
+            return replica(
+                key, lambda f: source.run(lambda x: f((x, model_state)), params), *others
+            )
+
+        given = (P(), (specs(layouts, step.axis), P()), P(), inputs, inputs.rows)
+        return over_replicas(one, mesh, given, out_specs)(key, values, *others)
+
+    return call
 
 
 def numbered(

@@ -50,9 +50,15 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         state = over_replicas(replica, mesh, P(), P())(*given)
         step.optimizer.check(state.params, mesh.size)
         layout = specs(step.optimizer.layouts(state.params), step.axis)
+        placed = specs(
+            jax.tree.map(lambda x: step.placement.layout(x.shape), state.params), step.axis
+        )
+        # Whole on each device for a moment, leaf by leaf, and divided there: nothing is sent.
+        params, ema_params = step.placement.place((state.params, state.ema_params), mesh)
+        state = state.replace(params=params, ema_params=ema_params)
         # Mapped by itself, since a sharded optimizer's state leaves with another spec, which needs
         # the shapes of the parameters.
-        optimizer = over_replicas(step.optimizer.init, mesh, P(), layout)
+        optimizer = over_replicas(step.optimizer.init, mesh, (placed,), layout)
         return state.replace(opt_state=optimizer(state.params))
 
     return step.replicas.jit(init)

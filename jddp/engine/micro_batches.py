@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jddp.engine.parameters import WHOLE, ParameterSource
 from jddp.engine.state import Inputs, TrainState, is_float, widened
 from jddp.engine.statistics import RunningStatistics, running_statistics
 from jddp.modules.base import FlaxModel
@@ -125,6 +126,7 @@ class MicroBatches:
       guard: Function `keep_all`, or `drop_empty` where a model makes NaN of no valid rows.
       num: Number of micro-batches.
       schedule: When gradients leave.
+      source: Where the model gets its parameters from.
     """
 
     model: FlaxModel
@@ -133,6 +135,7 @@ class MicroBatches:
     guard: Callable[..., Guarded]
     num: int
     schedule: BackwardSchedule
+    source: ParameterSource = WHOLE
 
     @functools.cached_property
     def forward(self) -> Callable[..., tuple[Array, tuple[Sums, ModelState]]]:
@@ -183,7 +186,7 @@ class MicroBatches:
         def forward(params: Params) -> tuple[Array, tuple[Sums, ModelState]]:
             return self.forward(params, before, *batch)
 
-        loss, pullback, (sums, model_state) = jax.vjp(forward, state.params, has_aux=True)
+        loss, pullback, (sums, model_state) = self.source.linearize(forward, state.params)
         # The loss is a sum over valid entries, not a mean: a replica knows its own count, but the
         # mean needs the global one. With sums, no bucket waits for it.
         start = self.start(state.params, sums["loss"].num_entries * self.num)

@@ -1,7 +1,7 @@
 """The optimizer's update on one replica.
 
-    ReplicatedOptimizer    of the whole parameters
-    Zero1                  of a shard of each array: ZeRO, stage 1
+    PlacedOptimizer    of the parameters as they lie on the replica: whole, or its parts of them
+    Zero1              of a shard of each array: ZeRO, stage 1
 
 With `Zero1` each replica has its shard of every gradient, keeps the optimizer's state only for its
 shard of every parameter, updates that, and gathers the other shards. That gives the numbers of the
@@ -14,6 +14,7 @@ References:
   https://arxiv.org/abs/1910.02054.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import final
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jddp.engine.protocols import OPTIMIZER, Optimizer, Unused, View
+from jddp.engine.protocols import OPTIMIZER, Optimizer, Placement, Unused, View
 from jddp.engine.separable import at_least_1d, why_not_split
 from jddp.engine.state import Replicated, Sharded, TrainState
 from jddp.engine.unused import UNUSED
@@ -30,44 +31,51 @@ from jddp.engine.view import own_shards
 from jddp.errors import ConfigError, check_choice
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
+from jddp.reduce.shards import shard_shape
 from jddp.typing import Grads, OptState, Params, PyTree
 
 
 @final
 @dataclass(frozen=True)
-class ReplicatedOptimizer:
-    """Each replica updates all parameters.
+class PlacedOptimizer:
+    """Each replica updates what it has of each parameter: all of it, or its part.
 
     Attributes:
       tx: Any optax optimizer.
       unused: Treatment of parameters that no gradient reaches.
       num_micro_batches: Number of micro-batches of a step.
+      placement: How parameters lie.
     """
 
     tx: optax.GradientTransformation
     unused: Unused
     num_micro_batches: int
+    placement: Placement
 
     def init(self, params: Params) -> OptState:
-        """Returns the state for all parameters."""
+        """Returns the state for what the replica has."""
         return own_copy(self.tx.init(params))
 
     def layouts(self, params: Params) -> PyTree:
-        """Returns that all leaves are replicated."""
-        return jax.tree.map(lambda _: Replicated(), jax.eval_shape(self.tx.init, params))
+        """Returns that leaves lie as parameters of their shapes do."""
+        opt_state = jax.eval_shape(self.tx.init, params)
+        return jax.tree.map(lambda x: self.placement.layout(x.shape), opt_state)
 
     def check(self, params: Params, num_replicas: int) -> None:
-        """Refuses an optimizer that accumulates gradients beside micro-batches.
+        """Refuses an optimizer that accumulates, or for parts of parameters is not separable.
 
         Raises:
-          ConfigError: If it does.
+          ConfigError: If it is one.
         """
         refuse_multi_steps(self.tx, params, self.num_micro_batches)
+        if self.placement.part_shape is not None:
+            reason = why_not_split(self.tx, params, self.placement.part_shape)
+            _refuse_inseparable("fsdp", reason)
 
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
     ) -> tuple[Params, OptState]:
-        """Updates all parameters."""
+        """Updates what the replica has."""
         after = updated(self.tx, grads, state.opt_state, state.params, value)
         # After the update, since weight decay and momentum move a parameter also with a gradient of
         # 0.
@@ -108,13 +116,8 @@ class Zero1:
           ConfigError: If it is one, with the operation by which elements depend on others.
         """
         refuse_multi_steps(self.tx, params, self.num_micro_batches)
-        if reason := why_not_split(self.tx, params, num_replicas):
-            raise ConfigError(
-                "strategy='zero1' gives each replica a shard of each array, and this optimizer "
-                f"does not work element by element: it {reason}. Choose strategy='ddp'; or, "
-                "if it is clipping, max_grad_norm= in its place, and for apply_if_finite "
-                "skip_nonfinite=True."
-            )
+        part_shape = functools.partial(shard_shape, num_shards=num_replicas)
+        _refuse_inseparable("zero1", why_not_split(self.tx, params, part_shape))
 
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
@@ -127,6 +130,16 @@ class Zero1:
         params = self.reducer.gather(own, state.params, plan)
         after, before = (params, opt_state), (state.params, state.opt_state)
         return self.unused(after, before, params, plan)
+
+
+def _refuse_inseparable(strategy: str, reason: str) -> None:
+    if reason:
+        raise ConfigError(
+            f"strategy={strategy!r} gives each replica a shard of each array, and this optimizer "
+            f"does not work element by element: it {reason}. Choose strategy='ddp'; or, "
+            "if it is clipping, max_grad_norm= in its place, and for apply_if_finite "
+            "skip_nonfinite=True."
+        )
 
 
 def updated(
@@ -169,16 +182,18 @@ def refuse_multi_steps(
 def choose_optimizer(
     tx: optax.GradientTransformation,
     unused_parameters: str,
-    sharded_by: Reducer | None,
     num_micro_batches: int,
+    placement: Placement,
+    sharded_by: Reducer | None = None,
 ) -> Optimizer:
     """Returns the update of an optax optimizer.
 
     Args:
       tx: The optimizer.
       unused_parameters: "zero", "skip" or "error".
-      sharded_by: Reducer of the gradients, where each replica updates its shard; else None.
       num_micro_batches: Number of micro-batches of a step.
+      placement: How parameters lie.
+      sharded_by: Reducer of the gradients, where each replica updates its shard; else None.
 
     Raises:
       ConfigError: If it is no optax optimizer.
@@ -191,7 +206,7 @@ def choose_optimizer(
     check_choice("unused_parameters", unused_parameters, UNUSED)
     unused = UNUSED[unused_parameters]()
     if sharded_by is None:
-        return ReplicatedOptimizer(tx, unused, num_micro_batches)
+        return PlacedOptimizer(tx, unused, num_micro_batches, placement)
     return Zero1(tx, unused, num_micro_batches, sharded_by)
 
 

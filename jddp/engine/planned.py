@@ -125,6 +125,7 @@ class Plans:
     def _noted(self, plan: BucketPlan, state: TrainState, num_looped: int = 0) -> BucketPlan:
         """The plan, with notes on when buckets are sent, and on parameters that never are."""
         plan = plan.noted(*describe_frozen(state.model_state))
+        plan = self._spec.placement.note(plan, state.params)
         return self._spec.sync.note(self._spec.backward.schedule.note(plan, num_looped))
 
 

@@ -5,6 +5,7 @@
     View               how much of the mean gradient does a replica hold?
     Clip               what is the mean gradient clipped to?
     Optimizer          which parameters does a replica update?
+    Placement          how do parameters lie on the replicas?
     MovingAverage      is there a moving average of the parameters?
     StepGuard          which steps count, and what is the loss scale?
 
@@ -17,14 +18,17 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from jax.extend.core import Jaxpr
+from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
 from jddp.engine.micro_batches import Local, MicroBatches, Scale, ScaleOf
-from jddp.engine.state import Inputs, KeepsOwn, TrainState
+from jddp.engine.parameters import ParameterSource
+from jddp.engine.state import Inputs, KeepsOwn, Layout, TrainState
 from jddp.modules.metrics import Sums
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
+from jddp.reduce.shards import Shape
 from jddp.typing import Batch, Grads, HookState, Metrics, ModelState, OptState, Params, Path, PyTree
 
 OPTIMIZER = "optimizer_update"  # the scope of the equations of an optimizer
@@ -274,6 +278,32 @@ class Optimizer(Protocol):
           plan: The buckets.
           view: View of the replica on the mean gradient.
           value: Loss of the step, for optimizers that ask for it.
+        """
+
+
+@runtime_checkable
+class Placement(Protocol):
+    """How parameters lie on the replicas, with their moving average and the optimizer's state."""
+
+    @property
+    def part_shape(self) -> Callable[[Shape], Shape] | None:
+        """Function of a parameter's shape that returns that of a replica's part; None if whole."""
+
+    def layout(self, shape: Shape) -> Layout:
+        """Returns the layout of a leaf of the shape of a parameter."""
+
+    def source(self, layouts: PyTree) -> ParameterSource:
+        """Returns where a model gets parameters of these layouts from."""
+
+    def place(self, params: Params, mesh: Mesh) -> Params:
+        """Places whole parameters, in a program over the mesh."""
+
+    def note(self, plan: BucketPlan, params: Params) -> BucketPlan:
+        """Returns the plan with notes on parameters that are in no bucket.
+
+        Args:
+          plan: The buckets.
+          params: Shapes of the parameters.
         """
 
 

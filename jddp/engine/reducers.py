@@ -1,5 +1,7 @@
 """The reducer of a step, from a strategy and a reduction; and those that do not go together."""
 
+import dataclasses
+
 from jax.sharding import Mesh
 
 from jddp.config.options import Reduction
@@ -12,10 +14,24 @@ from jddp.reduce.average import bucket_sizes, choose_layout, make_reducer
 from jddp.reduce.hooks import as_is
 from jddp.reduce.packing import choose_packing
 from jddp.reduce.reducer import Reducer
+from jddp.reduce.units import divided_dim
 
 # Pairs of options that cannot be combined, and why. They are refused by their names: the parts
 # themselves know nothing of each other.
 REFUSED = {
+    ("fsdp", "reduction.hook"): (
+        "gradients are averaged by the transpose of the gathers, in the backward pass"
+    ),
+    ("fsdp", "reduction.overlap=True"): (
+        "gradients leave inside the backward pass anyway, and overlap as the compiler has it"
+    ),
+    ("fsdp", "reduction.layout='leaf'"): "parameters of a unit are gathered as one vector",
+    ("fsdp", "reduction.wire_dtype='float16'"): (
+        "in the backward pass it is not known by what sums would have to be scaled; see bfloat16"
+    ),
+    ("fsdp", "batch_norm='local' or 'broadcast'"): (
+        "NaN of a replica without a valid row would reach the gradients of all others"
+    ),
     ("logical replicas", "reduction.hook"): "gradients are added in one order, which no hook keeps",
     ("logical replicas", "reduction.wire_dtype"): (
         "sums on the wire would round by the number of devices"
@@ -36,23 +52,25 @@ REFUSED = {
 
 
 def choose_reducer(
-    reduction: Reduction, strategy: StrategyParts, mesh: Mesh, *, is_scaled: bool
+    reduction: Reduction, strategy: StrategyParts, batch_norm: str, mesh: Mesh, *, is_scaled: bool
 ) -> tuple[Reducer, bool]:
     """Returns the reducer of the gradients, and whether it works inside the backward pass.
 
     Args:
       reduction: Form in which gradients are averaged.
       strategy: What follows from the strategy.
+      batch_norm: "sync", "broadcast" or "local".
       mesh: The devices.
       is_scaled: Whether the loss is scaled, of which a custom hook is to see nothing.
 
     Raises:
       ConfigError: If the two cannot be combined, with the reason, or the hook is none.
     """
-    _refuse_pairs(strategy, reduction)
+    _refuse_pairs(strategy, reduction, batch_norm)
     # There is nothing to overlap where a step sends no gradients; and where some steps do, the
     # program, which holds steps with and without a mean, would hold the backward pass twice.
     sends = mesh.size > 1 and strategy.sync.every is None and strategy.num_logical is None
+    sends = sends and strategy.regathers is None
     overlap = reduction.overlap if sends or reduction.overlap is True else False
     hardware = platform(mesh)
     layout, overlaps = choose_layout(reduction.layout, overlap, lambda: hardware)
@@ -68,16 +86,24 @@ def choose_reducer(
         packed = pack_rows(layout, strategy.num_logical)
     seen = unscaled if is_scaled else as_is
     sizes = bucket_sizes(reduction.bucket_mb)
-    return make_reducer(axis_of(mesh), packed, sizes, reduction.wire_dtype, seen), overlaps
+    reducer = make_reducer(axis_of(mesh), packed, sizes, reduction.wire_dtype, seen)
+    if strategy.regathers is not None and mesh.size > 1:
+        reducer = dataclasses.replace(
+            reducer, is_divided=lambda shape: divided_dim(shape, mesh.size) is not None
+        )
+    return reducer, overlaps
 
 
-def _refuse_pairs(strategy: StrategyParts, reduction: Reduction) -> None:
+def _refuse_pairs(strategy: StrategyParts, reduction: Reduction, batch_norm: str) -> None:
     given = {
         "logical replicas": strategy.num_logical is not None,
+        "fsdp": strategy.regathers is not None,
         "local steps": strategy.sync.every is not None,
         "local steps from the first": strategy.sync.every is not None and not strategy.sync.start,
         "reduction.hook": reduction.hook is not None,
         "reduction.wire_dtype": reduction.wire_dtype is not None,
+        "reduction.wire_dtype='float16'": reduction.wire_dtype == "float16",
+        "batch_norm='local' or 'broadcast'": batch_norm != "sync",
         "reduction.overlap=True": reduction.overlap is True,
         "reduction.layout='leaf'": reduction.layout == "leaf",
     }

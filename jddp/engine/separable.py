@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 from jaxtyping import Array
 
 from jddp.jaxprs import aval_shape, called
-from jddp.reduce.shards import shard_shape
+from jddp.reduce.shards import Shape
 from jddp.typing import OptState, Params, PyTree, Settings
 
 UNIFORM, SPLIT = "one number for all elements", "an element for each"
@@ -34,13 +34,19 @@ ELEMENTWISE = frozenset(_NAMES.split())
 RESHAPING = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 
 
-def why_not_split(tx: optax.GradientTransformation, params: Params, num_parts: int) -> str:
-    """The reason why an optimizer of such parameters cannot be split into parts; "" if it can."""
+def why_not_split(
+    tx: optax.GradientTransformation, params: Params, part_shape: Callable[[Shape], Shape]
+) -> str:
+    """The reason why an optimizer of such parameters cannot be split into parts; "" if it can.
+
+    Args:
+      tx: The optimizer.
+      params: Shapes of the parameters.
+      part_shape: Function of a parameter's shape that returns the shape of a part.
+    """
     tx = optax.with_extra_args_support(tx)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
-    parts = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(shard_shape(x.shape, num_parts), x.dtype), params
-    )
+    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct(part_shape(x.shape), x.dtype), params)
     whole, part = ((x, loss, jax.eval_shape(tx.init, x)) for x in (at_least_1d(params), parts))
 
     def update(params: Params, loss: Array, opt_state: OptState) -> PyTree:

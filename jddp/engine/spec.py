@@ -5,7 +5,8 @@
     step.reducer      Reducer, with a Packing and a hook      in what form gradients are sent
     step.sync         EveryStep | LocalSteps                  when replicas synchronize
     step.clip         NoClip | ClipByGlobalNorm               limit of the mean gradient
-    step.optimizer    ReplicatedOptimizer | Zero1             parameters that a replica updates
+    step.optimizer    PlacedOptimizer | Zero1                 parameters that a replica updates
+    step.placement    Everywhere | FullySharded               how parameters lie on the replicas
     step.average      NoAverage | Ema                         moving average of the parameters
     step.guard        NoGuard | SkipNonfinite | DynamicScale  steps that count, the loss scale
 
@@ -14,7 +15,7 @@ part's own module; the step itself tests no option.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from jddp.engine.micro_batches import MicroBatches
@@ -22,15 +23,16 @@ from jddp.engine.protocols import (
     Clip,
     MovingAverage,
     Optimizer,
+    Placement,
     Replicas,
     StepGuard,
     Synchronization,
     View,
 )
-from jddp.engine.view import ShardOfMean, WholeMean
+from jddp.engine.view import PartsOfMean, ShardOfMean, WholeMean
 from jddp.modules.base import FlaxModel
 from jddp.reduce.reducer import Reducer
-from jddp.typing import LossFn
+from jddp.typing import LossFn, PyTree
 
 
 @final
@@ -47,6 +49,7 @@ class Step:
       sync: Synchronization of the replicas, in each step or now and then.
       clip: Clipping of the mean gradient.
       optimizer: Update of all parameters, or of a shard.
+      placement: How parameters lie on the replicas.
       average: Moving average of the parameters.
       guard: Rule by which steps count, and the loss scale.
     """
@@ -59,6 +62,7 @@ class Step:
     sync: Synchronization
     clip: Clip
     optimizer: Optimizer
+    placement: Placement
     average: MovingAverage
     guard: StepGuard
 
@@ -72,5 +76,16 @@ class Step:
         """The view of one replica on the mean gradient, from packing and synchronization."""
         # Derived and never chosen: a step that took a shard for the whole would be wrong without an
         # error, or wait for a collective that no other replica starts.
+        dims = self.backward.source.dims
+        if dims:
+            return self.sync.view(PartsOfMean(self.axis, dims))
         view = ShardOfMean if self.reducer.packing.keeps_shards else WholeMean
         return self.sync.view(view(self.axis))
+
+    def placed(self, layouts: PyTree) -> "Step":
+        """The step for parameters of these layouts, as it runs; unplaced, it is traced for plans.
+
+        Facts of a model, such as its buckets and digests, are the same however parameters lie.
+        """
+        backward = replace(self.backward, source=self.placement.source(layouts))
+        return replace(self, backward=backward)

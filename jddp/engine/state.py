@@ -3,6 +3,7 @@
     replicated    the same on every replica
     per replica   a leading dim of N, one row for each replica
     sharded       flat, a shard on each replica
+    divided       of its own shape, split along one of its dims
 
 The module that makes a leaf decides its `Layout`, once: a tree of layouts gives the step its specs,
 and is written into checkpoints, whose readers use it. JAX does not check that arrays which leave a
@@ -82,6 +83,27 @@ class Sharded(Layout):
     def one_device_shape(self, shape: Shape) -> Shape:
         """The shape before it was cut."""
         return self.whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided(Layout):
+    """Of its own shape, and split along one of its dims.
+
+    Attributes:
+      dim: The dim.
+      num: Number of replicas, which divides its size.
+    """
+
+    dim: int
+    num: int
+
+    def spec(self, axis: str) -> P:
+        """The partition spec of such a leaf."""
+        return P(*[None] * self.dim, axis)
+
+    def part_shape(self, shape: Shape) -> Shape:
+        """The shape of a replica's part."""
+        return (*shape[: self.dim], shape[self.dim] // self.num, *shape[self.dim + 1 :])
 
 
 @jax.tree_util.register_dataclass

@@ -84,6 +84,7 @@ def make_step(
     spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState, *, donate: bool
 ) -> Wrapped:
     """Returns `step(state, inputs)` over the mesh, which returns a new state and global metrics."""
+    spec = spec.placed(layouts.params)
 
     def step(state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
         state, metrics = replica_step(spec, plan, spec.replicas.enter(state, layouts), inputs)
@@ -100,7 +101,7 @@ def make_step(
 def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState) -> Wrapped:
     """Returns `gradients(state, inputs)` over the mesh: both are global, the state is kept."""
     # Local steps average nothing, and this is the mean all the same.
-    spec = dataclasses.replace(spec, sync=EveryStep())
+    spec = dataclasses.replace(spec, sync=EveryStep()).placed(layouts.params)
 
     def gradients(state: TrainState, inputs: Inputs) -> tuple[Grads, Metrics]:
         return replica_gradients(spec, plan, spec.replicas.enter(state, layouts), inputs)

@@ -2,6 +2,7 @@
 
     "ddp"                equal on all replicas, which average gradients in each step
     "zero1"              the same, and each replica keeps a shard of the optimizer's state
+    "fsdp"               each replica keeps a part of parameters, their average and that state
     LogicalReplicas(8)   the same, with sums in one order whatever the number of devices
     LocalSteps(16)       each replica's own, averaged every 16 steps
 
@@ -29,6 +30,25 @@ class ZeRO1:
 
 
 @dataclasses.dataclass(frozen=True)
+class FSDP:
+    """Each replica keeps a part of each parameter, and gathers the rest where the model uses it.
+
+    A parameter is divided along the largest of its dims that the number of replicas divides; one
+    that has none stays whole. The optimizer must be separable (work element by element).
+
+    Attributes:
+      regather: Whether parameters are gathered again in the backward pass. If not, they are kept
+        from the forward pass: that is faster, and takes the memory of all parameters.
+
+    References:
+      Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
+      https://arxiv.org/abs/2304.11277.
+    """
+
+    regather: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class LogicalReplicas:
     """A step that is defined on a fixed number of replicas, whatever the number of devices.
 
@@ -50,7 +70,7 @@ class LogicalReplicas:
             raise ConfigError(f"LogicalReplicas: number is at least 1; got {self.number}.")
 
 
-Strategy = str | ZeRO1 | LogicalReplicas | LocalSteps
+Strategy = str | ZeRO1 | FSDP | LogicalReplicas | LocalSteps
 
 
 class StrategyParts(NamedTuple):
@@ -60,11 +80,14 @@ class StrategyParts(NamedTuple):
       sync: Synchronization of the replicas.
       shards_optimizer: Whether each replica updates its shard of the parameters.
       num_logical: Number of logical replicas; None for one replica a device.
+      regathers: Whether divided parameters are gathered again in the backward pass; None for
+        parameters that are whole on each replica.
     """
 
     sync: Synchronization = EveryStep()
     shards_optimizer: bool = False
     num_logical: int | None = None
+    regathers: bool | None = None
 
 
 def choose_strategy(strategy: Strategy) -> StrategyParts:
@@ -78,11 +101,15 @@ def choose_strategy(strategy: Strategy) -> StrategyParts:
             return StrategyParts()
         case "zero1" | ZeRO1():
             return StrategyParts(shards_optimizer=True)
+        case "fsdp":
+            return StrategyParts(regathers=True)
+        case FSDP():
+            return StrategyParts(regathers=strategy.regather)
         case LogicalReplicas():
             return StrategyParts(num_logical=strategy.number)
         case LocalSteps():
             return StrategyParts(sync=strategy)
     raise ConfigError(
-        f"strategy={strategy!r} is none. Choose 'ddp', 'zero1', jddp.LogicalReplicas(number) or "
-        "jddp.LocalSteps(every)."
+        f"strategy={strategy!r} is none. Choose 'ddp', 'zero1', 'fsdp', "
+        "jddp.LogicalReplicas(number) or jddp.LocalSteps(every)."
     )

@@ -2,6 +2,7 @@
 
 WholeMean      all of it, the same on every replica
 ShardOfMean    its shard
+PartsOfMean    its parts of divided parameters, and all of the others
 OwnGradient    a gradient of its own
 """
 
@@ -17,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.reduce.shards import own_shard
+from jddp.reduce.units import whole
 from jddp.typing import Grads, PyTree
 
 
@@ -79,6 +81,44 @@ class ShardOfMean:
     def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
         """Gathers the shards of all replicas."""
         return gather(grads)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class PartsOfMean:
+    """The replica's parts of the mean gradient of divided parameters, and all of the others.
+
+    Attributes:
+      axis: Name of the axis of the replicas.
+      dims: Dims along which gradients are divided, leaf by leaf; None for one that is whole.
+    """
+
+    axis: str
+    dims: tuple[int | None, ...]
+    differs = True
+
+    def norm(self, grads: Grads) -> Float[Array, ""]:
+        """Returns the norm over the parts of all replicas."""
+        leaves = jax.tree.leaves(grads)
+        parts = [x for x, dim in zip(leaves, self.dims, strict=True) if dim is not None]
+        others = [x for x, dim in zip(leaves, self.dims, strict=True) if dim is None]
+        with jax.named_scope("metrics"):
+            squares = lax.psum(optax.tree.norm(parts, squared=True), self.axis)
+            return jnp.sqrt(squares + optax.tree.norm(others, squared=True))
+
+    def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
+        """Returns the number, which was taken over all parts."""
+        return x
+
+    def shards(self, grads: Grads) -> Grads:
+        """Returns the parts as they are."""
+        return grads
+
+    def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
+        """Gathers the parts of all replicas, leaf by leaf."""
+        leaves, treedef = jax.tree.flatten(grads)
+        join = functools.partial(whole, axis=self.axis)
+        return jax.tree.unflatten(treedef, map(join, leaves, self.dims))
 
 
 @final

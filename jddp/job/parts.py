@@ -21,7 +21,7 @@ from jddp.config.options import (
 from jddp.config.schema import Config
 from jddp.config.sections import Kwargs, NamedSection
 from jddp.data import DataSource, make_source, source_of
-from jddp.engine.strategy import LogicalReplicas, Strategy
+from jddp.engine.strategy import FSDP, LogicalReplicas, Strategy
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
 from jddp.job.optimizers import optimizer_of
@@ -176,6 +176,8 @@ def _strategy(section: StrategyConfig) -> Strategy:
     match section.name:
         case "local_steps":
             return _local_steps(section)
+        case "fsdp":
+            return FSDP(section.regather)
         case "logical_replicas":
             return LogicalReplicas(section.number or 0)
     return section.name

@@ -51,7 +51,7 @@ batch_norm             ddp.batch_norm          sync_batchnorm sync_bn broadcast_
 unused_parameters      ddp.unused_parameters   find_unused_parameters ddp_find_unused_parameters
 reduction              ddp.reduction.bucket_mb bucket_cap_mb bucket_mb
 reduction              ddp.reduction           wire_dtype layout overlap comm_hook
-strategy               ddp.strategy            zero zero_stage zero1 shard_optimizer
+strategy               ddp.strategy            zero zero_stage zero1 shard_optimizer fsdp
 ema_decay              ddp.ema_decay           ema model_ema
 mesh                   mesh.num_devices        devices gpus num_gpus n_gpu device_ids
 mesh                   mesh.num_devices        process_group nproc_per_node

@@ -191,6 +191,9 @@ def compiler_options(reducer: Reducer, platform: str) -> dict[str, bool | int | 
         kinds = ("reduce_scatter", "all_gather") if packing.keeps_shards else ("all_reduce",)
         for kind in kinds:
             options[f"xla_gpu_{kind}_combine_threshold_bytes"] = threshold
+        if reducer.is_divided is not None:  # units are packed, whatever the layout of the rest
+            for kind in ("reduce_scatter", "all_gather"):
+                options[f"xla_gpu_{kind}_combine_threshold_bytes"] = 0
     # An option of the compiled function would replace the flag of its name.
     set_by_user = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in set_by_user}

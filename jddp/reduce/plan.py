@@ -11,7 +11,7 @@ This room knows shapes, dtypes and paths. It touches no array and no device.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -120,6 +120,7 @@ def plan_buckets(
     bucket_bytes: int | Sequence[int],
     ready: Sequence[int | None] | None = None,
     wire_dtype: np.dtype | None = None,
+    is_left_out: Callable[[tuple[int, ...]], bool] | None = None,
 ) -> BucketPlan:
     """Groups the leaves of `tree` into buckets of one dtype each.
 
@@ -136,9 +137,11 @@ def plan_buckets(
       ready: Position in the backward pass at which each leaf is finished; None for a leaf that no
         gradient reaches.
       wire_dtype: Dtype to which wider floats are cast on the wire.
+      is_left_out: Function of a shape: whether such leaves are in no bucket; None for none.
 
     Returns:
-      A plan in which every leaf of `tree` with elements and a gradient stands exactly once.
+      A plan in which every leaf of `tree` that is not left out, has elements and a gradient, stands
+      exactly once.
 
     Raises:
       ConfigError: If a leaf is not a floating or complex array.
@@ -161,7 +164,9 @@ def plan_buckets(
     unused = tuple(leaf.path for leaf in leaves if when[leaf.position] is None)
     # Of leaves that are finished at once, the last of the tree goes first.
     rank = {leaf.position: (when[leaf.position], -leaf.position) for leaf in leaves}
-    sent = [leaf for leaf in leaves if leaf.bytes and when[leaf.position] is not None]
+    sent = [x for x in leaves if x.bytes and when[x.position] is not None]
+    if is_left_out is not None:
+        sent = [x for x in sent if not is_left_out(x.shape)]
     sent.sort(key=lambda leaf: rank[leaf.position])
     groups = _fill(sent, limits)
     # Buckets of several dtypes fill side by side, and may be complete in another order than that in

@@ -30,7 +30,7 @@ from jddp.reduce.gradients import Gradients
 from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is
 from jddp.reduce.packing import NOTES, Packing
 from jddp.reduce.plan import BucketPlan, plan_buckets
-from jddp.reduce.shards import unpack
+from jddp.reduce.shards import Shape, unpack
 from jddp.typing import Grads, HookState, Leaf, Params, PyTree
 
 
@@ -46,6 +46,8 @@ class Reducer:
       hook_name: Name of a custom hook, for reports; "" for the mean.
       wire_dtype: Dtype to which wider floats are cast on the wire, or None.
       seen: Function of the hook and the units of a step that returns the hook to call.
+      is_divided: Function of a leaf's shape: whether it is in no bucket, since it has been averaged
+        where it was made; None where all leaves are sent.
     """
 
     axis: str
@@ -55,6 +57,7 @@ class Reducer:
     hook_name: str
     wire_dtype: np.dtype | None
     seen: Callable[[CommHook, Units], CommHook] = as_is
+    is_divided: Callable[[Shape], bool] | None = None
 
     def plan(self, tree: PyTree, ready: Sequence[int | None] | None = None) -> BucketPlan:
         """Plans buckets for gradients like `tree`, which are finished at `ready` if that is known.
@@ -67,7 +70,11 @@ class Reducer:
           ConfigError: If a leaf is not a floating or complex array.
         """
         plan = plan_buckets(
-            tree, bucket_bytes=self.bucket_bytes, ready=ready, wire_dtype=self.wire_dtype
+            tree,
+            bucket_bytes=self.bucket_bytes,
+            ready=ready,
+            wire_dtype=self.wire_dtype,
+            is_left_out=self.is_divided,
         )
         order = "as the backward pass finishes them" if ready else "last leaf first, by guess"
         notes = [f"order: {order}", *NOTES[self.packing.layout]]

@@ -7,7 +7,8 @@ import optax
 import pytest
 from two_replicas import AXIS, on_two, reduction_of, state_of
 
-from jddp.engine.optimizer import ReplicatedOptimizer, Zero1, choose_optimizer
+from jddp.engine.optimizer import PlacedOptimizer, Zero1, choose_optimizer
+from jddp.engine.placement import Everywhere
 from jddp.engine.state import Replicated, Sharded
 from jddp.engine.unused import Refuse, Skip, Zero
 from jddp.engine.view import ShardOfMean, WholeMean, own_shards
@@ -37,13 +38,15 @@ def updated(optimizer, view, num_steps, plan=ALL_USED):
 
 
 def test_each_replica_updates_all_parameters():
-    params, _ = updated(ReplicatedOptimizer(optax.sgd(2.0), Zero(), 1), WholeMean(AXIS), 1)
+    params, _ = updated(
+        PlacedOptimizer(optax.sgd(2.0), Zero(), 1, Everywhere()), WholeMean(AXIS), 1
+    )
     assert params["w"].tolist() == [[8, 16, 24]] * 2
     assert params["b"].tolist() == [[-3]] * 2
 
 
 def test_updates_of_shards_give_the_numbers_of_the_whole_update_on_every_replica():
-    whole, _ = updated(ReplicatedOptimizer(MOMENTUM, Zero(), 1), WholeMean(AXIS), 3)
+    whole, _ = updated(PlacedOptimizer(MOMENTUM, Zero(), 1, Everywhere()), WholeMean(AXIS), 3)
     params, opt_state = updated(Zero1(MOMENTUM, Zero(), 1, SHARDED), ShardOfMean(AXIS), 3)
     jax.tree.map(np.testing.assert_array_equal, params, whole)
     # Its state is of the replica's shard: two numbers of three, with padding.
@@ -54,13 +57,13 @@ def test_arrays_of_a_sharded_optimizer_s_state_are_sharded_and_scalars_are_not()
     shapes = {"w": jax.ShapeDtypeStruct((3,), np.float32)}
     layouts = Zero1(optax.adam(1.0), Zero(), 1, SHARDED).layouts(shapes)
     assert jax.tree.leaves(layouts) == [Replicated(), Sharded((3,)), Sharded((3,))]
-    layouts = ReplicatedOptimizer(optax.adam(1.0), Zero(), 1).layouts(shapes)
+    layouts = PlacedOptimizer(optax.adam(1.0), Zero(), 1, Everywhere()).layouts(shapes)
     assert jax.tree.leaves(layouts) == [Replicated()] * 3
 
 
 def test_an_optimizer_that_mixes_elements_is_refused_for_shards_alone():
     params, tx = {"w": jnp.ones(3)}, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    ReplicatedOptimizer(tx, Zero(), 1).check(params, 2)
+    PlacedOptimizer(tx, Zero(), 1, Everywhere()).check(params, 2)
     with pytest.raises(ConfigError, match="does not work element by element"):
         Zero1(tx, Zero(), 1, SHARDED).check(params, 2)
 
@@ -70,16 +73,16 @@ def test_an_optimizer_that_accumulates_is_refused_beside_micro_batches(sharded_b
     tx = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
     params = {"w": jnp.ones(3)}
     if sharded_by is None:
-        choose_optimizer(tx, "zero", None, 1).check(params, 2)
+        choose_optimizer(tx, "zero", 1, Everywhere()).check(params, 2)
     with pytest.raises(ConfigError, match=r"optax\.MultiSteps beside accumulate_steps"):
-        choose_optimizer(tx, "zero", sharded_by, 2).check(params, 2)
+        choose_optimizer(tx, "zero", 2, Everywhere(), sharded_by).check(params, 2)
 
 
 def test_parameters_without_a_gradient_are_moved_left_alone_or_refused():
     plan, view = BucketPlan((), unused=("w",)), WholeMean(AXIS)
     decayed = optax.chain(optax.add_decayed_weights(1.0), optax.sgd(1.0))
-    moved, _ = updated(ReplicatedOptimizer(decayed, Zero(), 1), view, 1, plan)
-    alone, _ = updated(ReplicatedOptimizer(decayed, Skip(), 1), view, 1, plan)
+    moved, _ = updated(PlacedOptimizer(decayed, Zero(), 1, Everywhere()), view, 1, plan)
+    alone, _ = updated(PlacedOptimizer(decayed, Skip(), 1, Everywhere()), view, 1, plan)
     assert moved["w"].tolist() == [[-1, -2, -3]] * 2
     assert alone["w"].tolist() == PARAMS["w"].tolist()
     assert moved["b"].tolist() == alone["b"].tolist() == [[-4]] * 2
@@ -94,7 +97,7 @@ def test_the_loss_is_passed_to_optimizers_that_ask_for_it():
         return jax.tree.map(lambda x: x * 0 - value, updates), state
 
     tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    optimizer = ReplicatedOptimizer(tx, Zero(), 1)
+    optimizer = PlacedOptimizer(tx, Zero(), 1, Everywhere())
 
     def replica(params, grads):
         view, loss = WholeMean(AXIS), jnp.float32(4)

@@ -152,7 +152,7 @@ def run_page(name, which, folder, **variables):
     return shown.stdout
 
 
-MODES = ("zero", "compression", "local_sgd", "bitwise", "loss_scale")  # a page each
+MODES = ("zero", "fsdp", "compression", "local_sgd", "bitwise", "loss_scale")  # a page each
 MODELS = ("models", "losses", "fine_tuning")
 COMPILED = [pytest.param(x, marks=pytest.mark.slow) for x in ("howto", *MODELS, *MODES)]
 
