@@ -65,6 +65,7 @@ API = {
         "SyncBatchNorm",
         "Precision",
         "ZeRO1",
+        "FSDP",
         "LogicalReplicas",
         "LocalSteps",
     ],

@@ -21,14 +21,14 @@ from jax.sharding import Mesh, NamedSharding
 from jddp.engine.mesh import axis_of, platform
 from jddp.engine.parameters import WHOLE, DividedParameters, ParameterSource
 from jddp.engine.protocols import Placement
-from jddp.engine.state import Divided, Layout, Leaf, Replicated
+from jddp.engine.state import Divided, Layout, Replicated
 from jddp.reduce.lazy import Lazy
 from jddp.reduce.packing import average_of_shards
 from jddp.reduce.plan import BucketPlan, in_mebibytes
 from jddp.reduce.reducer import Reducer
 from jddp.reduce.shards import Shape
 from jddp.reduce.units import Gather, divided_dim
-from jddp.typing import Params, PyTree
+from jddp.typing import Leaf, Params, PyTree
 
 
 @final

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from jddp.data_parallel import DataParallel
 from jddp.engine.mesh import mapped_over
-from jddp.engine.state import Divided, Inputs, Layout, Leaf, Replicated, Sharded, TrainState
+from jddp.engine.state import Divided, Inputs, Layout, Replicated, Sharded, TrainState
 from jddp.engine.step import replica_gradients, replica_step
 from jddp.modules.rows import split_rows
-from jddp.typing import Batch, Grads, Metrics, PyTree
+from jddp.typing import Batch, Grads, Leaf, Metrics, PyTree
 
 
 def side_by_side(
