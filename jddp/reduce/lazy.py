@@ -8,10 +8,10 @@ units, in the order of their first use. A parameter that a scan slices is gather
 the scan, a slice at a time; one that a loop or a branch takes whole is gathered before it.
 
 Between the forward and the backward pass nothing is kept that is made of parameters alone: they are
-gathered again, and cast and transposed again. All other values are kept as JAX keeps them. For that
-`forget` tells `jax.checkpoint` which calls to repeat. JAX would apply it to regions that a model
-itself recomputes (`nn.remat`) too, and keep all of their values; so such a region becomes one call
-with a backward pass of its own.
+gathered again, and cast and transposed again. All other values are kept as JAX keeps them. The
+policy `forget` of `jax.checkpoint` decides so. JAX would apply it to regions that a model itself
+recomputes (`nn.remat`) too, and keep all of their values; so such a region becomes one call with a
+backward pass of its own.
 """
 
 import dataclasses
