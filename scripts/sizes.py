@@ -92,8 +92,8 @@ def imported(modules: structure.Modules) -> list[Figure]:
     step = structure.reached("jddp.engine.step", imports)
     return [
         Figure("circles of imports", len(circles), 0, 0, names),
-        Figure("modules that data_parallel imports", len(facade), 89, 50),
-        Figure("modules that engine/step imports", len(step), 31, 32),
+        Figure("modules that data_parallel imports", len(facade), 93, 50),
+        Figure("modules that engine/step imports", len(step), 34, 32),
     ]
 
 
@@ -114,12 +114,12 @@ def named(modules: structure.Modules, lines: dict[str, set[int]]) -> list[Figure
     ]
     public = assigned(PACKAGE / "__init__.py", "_HOMES")
     return [
-        Figure("Any, in 1,000 lines", untyped, 5.4, 8),
+        Figure("Any, in 1,000 lines", untyped, 5.3, 8),
         Figure("public names defined twice", len(twice), 4, 4, ", ".join(twice)),
         Figure("options of DataParallel", options, 14, 16),
         Figure("options of fit", fit, 16, 16),
         Figure("public members of DataParallel", members, 14, 14),
-        Figure("public names", len(public), 39, 39),
+        Figure("public names", len(public), 40, 40),
         Figure("isinstance on a part", len(parts), 0, 0, ", ".join(parts)),
         Figure("effects at import", len(effects), 0, 0, ", ".join(effects)),
     ]
@@ -150,7 +150,7 @@ def whole(modules: structure.Modules, num_lines: int) -> list[Figure]:
     rooms = {room_of(name) for name in modules} - floors[DOORS] - {"jddp"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [
-        Figure("jddp/", num_lines, 18_900, 16_000),
+        Figure("jddp/", num_lines, 19_540, 16_000),
         Figure("rooms at the top level", len(rooms), 23, 23),
         Figure("floors", len(floors), 10, 10),
         Figure("dependencies", len(project["dependencies"]), 12, 12),
