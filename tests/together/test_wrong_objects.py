@@ -46,7 +46,7 @@ def test_an_optimizer_or_local_steps_that_are_none_are_refused_with_what_to_give
     command = [sys.executable, "-c", WRONG]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     *lines, steps = done.stdout.splitlines()
-    assert steps.startswith("strategy=16 is none. Choose 'ddp', 'zero1', jddp.LogicalReplicas")
+    assert steps.startswith("strategy=16 is none. Choose 'ddp', 'zero1', 'fsdp', jddp.")
     kinds = [line.partition("optimizer is of type ")[2].split(".")[0] for line in lines]
     assert kinds == ["function", "Optimizer", "str"]
     way_out = "optax.adam(1e-3), not optax.adam; of an nnx.Optimizer its .tx."
