@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from jddp.files import WRITE_BY_OTHERS, opener, sync_directory
+from jddp.names import few
 
 log = logging.getLogger("jddp")
 
@@ -33,7 +34,7 @@ def seal(folder: Path) -> None:
       OSError: If a file cannot be read or synced, or the list cannot be written.
     """
     # Orbax writes no hidden files: they are .nfs*, .DS_Store and the like, and may vanish again.
-    names = [name for name in _files(folder) if not _is_hidden(name)]
+    names = [name for name in _files(folder) if "/." not in f"/{name}"]
     listed = _digests(folder, names, is_synced=True)
     with open(folder / NAME, "x", opener=opener) as file:
         file.write(_text_of(listed))
@@ -63,7 +64,7 @@ def find_damage(folder: Path) -> str | None:
         if found.get(name) != digest:  # a file that was removed meanwhile too
             return f"{name} does not match its digest in {NAME}"
     if strays := sorted(there - listed.keys() - {NAME}):
-        log.warning("%s: ignored, as no part of the checkpoint: %s.", folder, _few(strays))
+        log.warning("%s: ignored, as no part of the checkpoint: %s.", folder, few(strays))
     return None
 
 
@@ -126,11 +127,3 @@ def _files(folder: Path) -> Iterator[str]:
                     below.append(f"{name}/")
                 elif entry.is_file(follow_symlinks=False):
                     yield name
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

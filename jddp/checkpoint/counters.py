@@ -16,8 +16,4 @@ def keep_level() -> None:
         from orbax.checkpoint._src.serialization import tensorstore_utils
 
         if callable(tensorstore_utils.get_tensorstore_raw_bytes):
-            tensorstore_utils.get_tensorstore_raw_bytes = _no_bytes
-
-
-def _no_bytes(*_: object) -> int:
-    return 0
+            tensorstore_utils.get_tensorstore_raw_bytes = lambda *_: 0

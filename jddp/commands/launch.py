@@ -54,7 +54,9 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
     given = vars(arguments) | {"command": command}
     given["coordinator"] = None if address is None else check_address(address, name)
     launch = Launch(**{x.name: given[x.name] for x in fields(Launch) if given[x.name] is not None})
-    nodes, rank, script = launch.num_nodes, launch.node_rank, "".join(command[:1])
+    nodes = launch.num_nodes
+    rank = launch.node_rank
+    script = "".join(command[:1])
     is_one, has_rank = nodes == 1, arguments.node_rank is not None
     may_shrink = launch.max_restarts and (launch.ray or not is_one)
     is_there = script == "-m" or Path(script).is_file()

@@ -159,9 +159,10 @@ def _banner(job: "Job", name: str, detected: str) -> str:
         "model": f"{config.model.name or config.model.target}, {job.num_parameters:,} parameters",
         "run dir": str(config.run.dir),
     } | ({"job": detected} if detected else {})
+    noun = "process" if processes == 1 else "processes"
     lines = [
-        f"jddp {versions()['jddp']} | jax {jax.__version__} | {processes} "
-        f"process{'es' * (processes > 1)} x {mesh.size // processes} {device.platform} devices"
+        f"jddp {versions()['jddp']} | jax {jax.__version__} | "
+        f"{processes} {noun} x {mesh.size // processes} {device.platform} devices"
     ]
     for label, fact in facts.items():
         lines += textwrap.wrap(f"{label:<9}{fact}", 80, subsequent_indent=" " * 9)

@@ -130,7 +130,9 @@ def _follow(jaxpr: Jaxpr, given: Sequence[str]) -> list[str]:
 
 
 def _results(eqn: JaxprEqn, given: list[str]) -> list[str]:
-    name, num, joined = eqn.primitive.name, len(eqn.outvars), _join(*given)
+    name = eqn.primitive.name
+    num = len(eqn.outvars)
+    joined = _join(*given)
     if joined not in (UNIFORM, SPLIT):
         return [joined] * num
     # A branch by a value that is the same for all elements, such as a count of steps, mixes

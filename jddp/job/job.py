@@ -276,7 +276,9 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
     folder = Path.cwd()
     join(config, config.mesh.num_devices)
     parts = resolve_parts(config)
-    config, data, data_error = parts.config, None, ""
+    config = parts.config
+    data = None
+    data_error = ""
     try:
         data = parts.source.load()
     except DataError as error:
@@ -334,7 +336,9 @@ def _report_lacks(missing: Missing | None) -> None:
 
 def _check_outputs(job: Job) -> None:
     """Compares the model's outputs with the classes, or the vocabulary, of the data."""
-    known, data, outputs = job.parts.source.sizes, job.data, num_outputs(job.ddp, job.batch_spec)
+    known = job.parts.source.sizes
+    data = job.data
+    outputs = num_outputs(job.ddp, job.batch_spec)
     least = max(getattr(x, "num_classes", 0) for x in (data.train, data.test)) if data else 0
     for name, size in (known or {"num_classes": least}).items():
         mismatch = f"model: it has {outputs} outputs, and {name} of the data is {size}."

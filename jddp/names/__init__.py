@@ -18,7 +18,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from jddp.errors import ConfigError
@@ -26,6 +26,12 @@ from jddp.errors import ConfigError
 P = ParamSpec("P")
 Returned = TypeVar("Returned")
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def few(names: Sequence[object]) -> str:
+    """Returns three names at most, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(str, names[:3])) + more
 
 
 def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str]) -> str:

@@ -83,7 +83,10 @@ class Pass:
     def __init__(self, grads: Running) -> None:
         traced = grads.backward.traced
         inputs = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
-        self._grads, self._jaxpr, self._num_done, self._moved = grads, traced.jaxpr, 0, False
+        self._grads = grads
+        self._jaxpr = traced.jaxpr
+        self._num_done = 0
+        self._moved = False
         # From 1, since the loss scale is multiplied in where the pass is traced: it may be traced
         # itself, and differ from step to step.
         self._values = dict(zip(inputs, (*traced.consts, jnp.float32(1)), strict=True))

@@ -26,6 +26,7 @@ from jddp.errors import NumericsError, words_of
 from jddp.files import SameFolder, make_folder, opener, replace_file
 from jddp.inspection.norms import Layers, diagnose
 from jddp.inspection.outputs import num_outputs
+from jddp.names import few
 from jddp.trainer.prefetch import Source
 from jddp.typing import Batch, JsonObject, Metrics, Settings
 
@@ -157,9 +158,9 @@ class Numerics:
         write_evidence(folder, report, rows, run_dir)
         wrong = [name for name, layer in layers.items() if layer["not_finite"]]
         kind = "rows" if examples is None else "examples"
-        found = [f"inputs of {kind} {_few(broken)}"] if broken else []
+        found = [f"inputs of {kind} {few(broken)}"] if broken else []
         if wrong and self.in_a_row:  # else the state is not finite as a whole
-            found.append(f"gradients of {_few(wrong)}")
+            found.append(f"gradients of {few(wrong)}")
         not_finite = f" Not finite: {'; '.join(found)}." if found else ""
         return f" {folder} has its rows and norms.{not_finite}"
 
@@ -181,11 +182,6 @@ def _broken_rows(rows: Mapping[str, np.ndarray]) -> list[int]:
     broken = [i for i in range(num_rows) if not all(np.isfinite(x[i]).all() for x in floats)]
     all_broken = gather("nonfinite", json.dumps(broken), timeout_seconds=SECONDS)
     return [p * num_rows + i for p, found in enumerate(all_broken) for i in json.loads(found)]
-
-
-def _few(names: Sequence[object]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(str, names[:3])) + more
 
 
 def write_evidence(

@@ -12,8 +12,6 @@ from jddp.errors import ConfigError, check_choice
 from jddp.trainer.callbacks import Callback
 from jddp.typing import Batches, JsonObject, Settings
 
-LIMITS = Limits()
-
 
 def check_counts(**counts: int | None) -> None:
     """Refuses counts that are no positive whole numbers; None is none.
@@ -91,7 +89,7 @@ class Checks:
     replicas_every_steps: int | None = 500
     max_consecutive_skips: int = 10
     same_batches: bool = False
-    limits: Limits = LIMITS
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         """Refuses numbers that are not positive."""

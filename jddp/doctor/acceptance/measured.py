@@ -44,7 +44,8 @@ def judge_bandwidth(rate: float, row: Published | None) -> Finding:
 
 def scaling(machine: Machine) -> PartResult:
     """Tokens a second on one device and on all, with equally many rows on each."""
-    rates, lines = {}, ["| devices | step | tokens a second |", "| ---: | ---: | ---: |"]
+    lines = ["| devices | step | tokens a second |", "| ---: | ---: | ---: |"]
+    rates = {}
     for num in (1, machine.num_devices):
         job = gpt(machine, "large", num)
         ddp = job.replicate(mesh=jax.devices()[:num])
