@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
@@ -98,13 +99,16 @@ def train_everything(folder, process_index, num_processes):
         run = fit()
     keep(folder / f"fit_{process_index}.npz", run.eval_metrics, run.state)
 
-    options = {"max_grad_norm": 0.5, "strategy": "zero1"}
-    split = jddp.DataParallel(ConvNet(), optax.sgd(0.2, momentum=0.9), loss_fn, **options)
-    try:
-        fit(BreakOff(), ddp=split, run_dir=folder / "split")
-    except Broken:
-        run = fit(ddp=split, run_dir=folder / "split")
-    keep(folder / f"split_{process_index}.npz", run.eval_metrics, run.state.replace(opt_state=()))
+    for name, strategy in (("split", "zero1"), ("divided", "fsdp")):
+        options = {"max_grad_norm": 0.5, "strategy": strategy}
+        split = jddp.DataParallel(ConvNet(), optax.sgd(0.2, momentum=0.9), loss_fn, **options)
+        try:
+            fit(BreakOff(), ddp=split, run_dir=folder / name)
+        except Broken:
+            run = fit(ddp=split, run_dir=folder / name)
+        params = multihost_utils.process_allgather(run.state.params, tiled=True)
+        state = run.state.replace(opt_state=(), params=params)
+        keep(folder / f"{name}_{process_index}.npz", run.eval_metrics, state)
 
 
 if __name__ == "__main__":
