@@ -1,6 +1,6 @@
 """The optimizer's update on one replica.
 
-    PlacedOptimizer    of the parameters as they lie on the replica: whole, or its parts of them
+    PlacedOptimizer    all parameters, or the replica's parts of them where they are divided
     Zero1              of a shard of each array: ZeRO, stage 1
 
 With `Zero1` each replica has its shard of every gradient, keeps the optimizer's state only for its
@@ -44,7 +44,7 @@ class PlacedOptimizer:
       tx: Any optax optimizer.
       unused: Treatment of parameters that no gradient reaches.
       num_micro_batches: Number of micro-batches of a step.
-      placement: How parameters lie.
+      placement: Placement of the parameters.
     """
 
     tx: optax.GradientTransformation
@@ -57,7 +57,7 @@ class PlacedOptimizer:
         return own_copy(self.tx.init(params))
 
     def layouts(self, params: Params) -> PyTree:
-        """Returns that leaves lie as parameters of their shapes do."""
+        """Returns the layouts of parameters of the same shapes."""
         opt_state = jax.eval_shape(self.tx.init, params)
         return jax.tree.map(lambda x: self.placement.layout(x.shape), opt_state)
 
@@ -192,7 +192,7 @@ def choose_optimizer(
       tx: The optimizer.
       unused_parameters: "zero", "skip" or "error".
       num_micro_batches: Number of micro-batches of a step.
-      placement: How parameters lie.
+      placement: Placement of the parameters.
       sharded_by: Reducer of the gradients, where each replica updates its shard; else None.
 
     Raises:

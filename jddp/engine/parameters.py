@@ -1,6 +1,6 @@
-"""Where a replica's model gets its parameters from.
+"""The source from which a replica's model gets its parameters.
 
-    WholeParameters      they are whole on each replica
+    WholeParameters      each replica has all parameters
     DividedParameters    each replica has a part, and gathers the rest where it is used
 
 A model is run and differentiated by the source of its parameters, and knows nothing of it.
@@ -24,7 +24,7 @@ Pullback = Callable[[jax.Array], tuple[Params]]
 
 @runtime_checkable
 class ParameterSource(Protocol):
-    """Where a replica's model gets its parameters from."""
+    """The source from which a replica's model gets its parameters."""
 
     @property
     def dims(self) -> Dims:
@@ -35,11 +35,11 @@ class ParameterSource(Protocol):
 
         Args:
           function: Function of whole parameters.
-          params: What this replica has of them.
+          params: This replica's parameters, or its parts of them.
         """
 
     def linearize(self, loss: Loss, params: Params) -> tuple[jax.Array, Pullback, PyTree]:
-        """Returns the loss, its pullback and what is beside it, as `jax.vjp` does.
+        """Returns the loss, its pullback and its auxiliary values, as `jax.vjp` does.
 
         The pullback returns this replica's gradients of whole parameters, and its part of the mean
         of all replicas' gradients of the others.
@@ -49,7 +49,7 @@ class ParameterSource(Protocol):
 @final
 @dataclass(frozen=True)
 class WholeParameters:
-    """Parameters that each replica has."""
+    """Each replica has all parameters."""
 
     dims = ()
 
@@ -69,12 +69,12 @@ WHOLE = WholeParameters()
 @final
 @dataclass(frozen=True)
 class DividedParameters:
-    """Parameters of which each replica has a part.
+    """Each replica has a part of the parameters.
 
     Attributes:
       dims: Dims along which parameters are divided, leaf by leaf; None for one that is whole.
       num: Number of replicas.
-      lazy: Evaluation that gathers them.
+      lazy: Evaluation that gathers parameters where they are used.
     """
 
     dims: Dims
@@ -82,7 +82,7 @@ class DividedParameters:
     lazy: Lazy
 
     def run(self, function: Callable[[Params], PyTree], params: Params) -> PyTree:
-        """Traces the function for whole parameters, and evaluates it with those of all replicas."""
+        """Traces the function for whole parameters, and gathers them as it evaluates the trace."""
         leaves, treedef = jax.tree.flatten(params)
         parts = [*map(self._part, leaves, self.dims)]
         both = zip(parts, leaves, strict=True)

@@ -1,10 +1,11 @@
-"""How parameters lie on the replicas, with their moving average and the optimizer's state.
+"""The placement of parameters on the replicas, with their moving average and optimizer state.
 
     Everywhere      whole on each replica
     FullySharded    each divided over all replicas, along one of its dims
 
-What is divided, and along which dim, follows from shapes alone (`jddp.reduce.units`): a moving
-average and the optimizer's state have the shapes of parameters, and so lie as they do.
+Which parameters are divided, and along which dim, follows from their shapes alone
+(`jddp.reduce.units`). A moving average and the optimizer's state have the same shapes, and so the
+same placement.
 
 References:
   Rajbhandari et al., "ZeRO", 2020, stage 3. https://arxiv.org/abs/1910.02054. Zhao et al., "PyTorch
@@ -34,20 +35,20 @@ from jddp.typing import Leaf, Params, PyTree
 @final
 @dataclass(frozen=True)
 class Everywhere:
-    """Whole on each replica."""
+    """Parameters are whole on each replica."""
 
     part_shape = None
 
     def layout(self, shape: Shape) -> Layout:
-        """Returns that it is replicated."""
+        """Returns the replicated layout."""
         return Replicated()
 
     def source(self, layouts: PyTree) -> ParameterSource:
-        """Returns that they are there."""
+        """Returns the source of whole parameters."""
         return WHOLE
 
     def place(self, params: Params, mesh: Mesh) -> Params:
-        """Returns them as they are."""
+        """Returns the parameters as they are."""
         return params
 
     def note(self, plan: BucketPlan, params: Params) -> BucketPlan:
@@ -58,18 +59,18 @@ class Everywhere:
 @final
 @dataclass(frozen=True)
 class FullySharded:
-    """Divided over all replicas.
+    """Parameters are divided over all replicas.
 
     Attributes:
       num: Number of replicas.
-      lazy: Evaluation that gathers them.
+      lazy: Evaluation that gathers parameters where they are used.
     """
 
     num: int
     lazy: Lazy
 
     def layout(self, shape: Shape) -> Layout:
-        """Returns along which dim it is divided; replicated if none fits."""
+        """Returns the layout of a divided array; the replicated one if no dim fits."""
         dim = divided_dim(shape, self.num)
         return Replicated() if dim is None else Divided(dim, self.num)
 
@@ -79,7 +80,7 @@ class FullySharded:
         return layout.part_shape(shape) if isinstance(layout, Divided) else shape or (1,)
 
     def source(self, layouts: PyTree) -> ParameterSource:
-        """Returns that they are gathered."""
+        """Returns the source that gathers parameters."""
         found = jax.tree.leaves(layouts)
         dims = tuple(x.dim if isinstance(x, Divided) else None for x in found)
         return DividedParameters(dims, self.num, self.lazy)
@@ -95,7 +96,7 @@ class FullySharded:
         return jax.tree.map(put, params)
 
     def note(self, plan: BucketPlan, params: Params) -> BucketPlan:
-        """Notes what is divided, and what stays whole."""
+        """Notes which parameters are divided, and which stay whole."""
         leaves = jax.tree.leaves(params)
         kept = [x for x in leaves if self.layout(x.shape) == Replicated()]
         size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in kept))
@@ -108,7 +109,7 @@ class FullySharded:
 
 
 def choose_placement(reducer: Reducer, mesh: Mesh, regather: bool | None) -> Placement:
-    """Returns how parameters lie.
+    """Returns the placement of parameters.
 
     Args:
       reducer: Reducer of the gradients of whole parameters.

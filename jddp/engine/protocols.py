@@ -5,7 +5,7 @@
     View               how much of the mean gradient does a replica hold?
     Clip               what is the mean gradient clipped to?
     Optimizer          which parameters does a replica update?
-    Placement          how do parameters lie on the replicas?
+    Placement          how are parameters placed on the replicas?
     MovingAverage      is there a moving average of the parameters?
     StepGuard          which steps count, and what is the loss scale?
 
@@ -283,17 +283,17 @@ class Optimizer(Protocol):
 
 @runtime_checkable
 class Placement(Protocol):
-    """How parameters lie on the replicas, with their moving average and the optimizer's state."""
+    """Placement of parameters on the replicas, with their average and the optimizer's state."""
 
     @property
     def part_shape(self) -> Callable[[Shape], Shape] | None:
-        """Function of a parameter's shape that returns that of a replica's part; None if whole."""
+        """Function from a parameter's shape to the shape of a replica's part; None if whole."""
 
     def layout(self, shape: Shape) -> Layout:
         """Returns the layout of a leaf of the shape of a parameter."""
 
     def source(self, layouts: PyTree) -> ParameterSource:
-        """Returns where a model gets parameters of these layouts from."""
+        """Returns the source of parameters of these layouts."""
 
     def place(self, params: Params, mesh: Mesh) -> Params:
         """Places whole parameters, in a program over the mesh."""

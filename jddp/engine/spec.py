@@ -6,7 +6,7 @@
     step.sync         EveryStep | LocalSteps                  when replicas synchronize
     step.clip         NoClip | ClipByGlobalNorm               limit of the mean gradient
     step.optimizer    PlacedOptimizer | Zero1                 parameters that a replica updates
-    step.placement    Everywhere | FullySharded               how parameters lie on the replicas
+    step.placement    Everywhere | FullySharded               placement of the parameters
     step.average      NoAverage | Ema                         moving average of the parameters
     step.guard        NoGuard | SkipNonfinite | DynamicScale  steps that count, the loss scale
 
@@ -49,7 +49,7 @@ class Step:
       sync: Synchronization of the replicas, in each step or now and then.
       clip: Clipping of the mean gradient.
       optimizer: Update of all parameters, or of a shard.
-      placement: How parameters lie on the replicas.
+      placement: Placement of the parameters on the replicas.
       average: Moving average of the parameters.
       guard: Rule by which steps count, and the loss scale.
     """
@@ -85,7 +85,7 @@ class Step:
     def placed(self, layouts: PyTree) -> "Step":
         """The step for parameters of these layouts, as it runs; unplaced, it is traced for plans.
 
-        Facts of a model, such as its buckets and digests, are the same however parameters lie.
+        Facts of a model, such as its buckets and digests, are the same for every placement.
         """
         backward = replace(self.backward, source=self.placement.source(layouts))
         return replace(self, backward=backward)

@@ -7,11 +7,11 @@ The program was traced for whole parameters, and knows nothing of it. Parameters
 units, in the order of their first use. A parameter that a scan slices is gathered in the body of
 the scan, a slice at a time; one that a loop or a branch takes whole is gathered before it.
 
-Between the forward and the backward pass nothing is kept that is made of parameters alone: they are
-gathered again, and cast and transposed again. All other values are kept as JAX keeps them. The
-policy `forget` of `jax.checkpoint` decides so. JAX would apply it to regions that a model itself
-recomputes (`nn.remat`) too, and keep all of their values; so such a region becomes one call with a
-backward pass of its own.
+Values made of parameters alone are not kept from the forward to the backward pass: parameters are
+gathered, cast and transposed again. All other values are kept as JAX keeps them. `forget` is the
+policy by which `jax.checkpoint` repeats those calls. JAX would apply it to regions that a model
+itself recomputes (`nn.remat`) too, and keep all of their values; so such a region becomes one call
+with a backward pass of its own.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from jddp.typing import PyTree
 
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
 REMAT = {"checkpoint", "remat2", "remat"}
-# What a value is made of: no parameter that is divided, such parameters alone, or anything.
+# The sources of a value: no divided parameter, divided parameters alone, or anything.
 CONSTANT, PARAMETERS, ANYTHING = range(3)
 
 
@@ -146,7 +146,7 @@ class Lazy:
         first, last = carried(eqn)
         slices = [x if isinstance(x, Part) and x.dim > 0 else _whole(x) for x in ins[last:]]
         consts, carry = ([*map(_whole, x)] for x in (ins[:first], ins[first:last]))
-        # What a loop carries is of anything, whatever it begins with.
+        # A loop may carry values of any source, whatever they begin with.
         made = [*of[:first], *[ANYTHING] * (last - first), *of[last:]]
 
         def body(carry: list[PyTree], values: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
@@ -191,7 +191,7 @@ class Lazy:
         shapes = [jax.ShapeDtypeStruct(given[i].shape, given[i].value.dtype) for i in places]
         ready = [first.get(jaxpr.invars[i]) for i in places]
         plan = plan_buckets(shapes, bucket_bytes=self.unit_bytes, ready=ready)
-        # What no equation uses may still be a result.
+        # A parameter that no equation uses may still be a result.
         rest = {*range(len(places))}.difference(*(bucket.leaves for bucket in plan.buckets))
         for members in (*(bucket.leaves for bucket in plan.buckets), *((i,) for i in sorted(rest))):
             own = [places[i] for i in members]
