@@ -93,7 +93,7 @@ def imported(modules: structure.Modules) -> list[Figure]:
     return [
         Figure("circles of imports", len(circles), 0, 0, names),
         Figure("modules that data_parallel imports", len(facade), 93, 50),
-        Figure("modules that engine/step imports", len(step), 34, 32),
+        Figure("modules that engine/step imports", len(step), 32, 32),
     ]
 
 

@@ -1,10 +1,10 @@
 """The placement of parameters on the replicas, with their moving average and optimizer state.
 
     Everywhere      whole on each replica
-    FullySharded    each divided over all replicas, along one of its dims
+    FullySharded    each divided over all replicas, along one of its dims: `DividedParameters`
 
 Which parameters are divided, and along which dim, follows from their shapes alone
-(`jddp.reduce.units`). A moving average and the optimizer's state have the same shapes, and so the
+(`jddp.reduce.shards`). A moving average and the optimizer's state have the same shapes, and so the
 same placement.
 
 References:
@@ -12,23 +12,26 @@ References:
   FSDP", VLDB 2023. https://arxiv.org/abs/2304.11277.
 """
 
+import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 import jax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jddp.engine.mesh import axis_of, platform
-from jddp.engine.parameters import WHOLE, DividedParameters, ParameterSource
+from jddp.engine.parameters import WHOLE, Dims, Loss, ParameterSource, Pullback
 from jddp.engine.protocols import Placement
 from jddp.engine.state import Divided, Layout, Replicated
-from jddp.reduce.lazy import Lazy
+from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, Part, forget
 from jddp.reduce.packing import average_of_shards
 from jddp.reduce.plan import BucketPlan, in_mebibytes
 from jddp.reduce.reducer import Reducer
-from jddp.reduce.shards import Shape
-from jddp.reduce.units import Gather, divided_dim
+from jddp.reduce.shards import Shape, divided_dim
+from jddp.reduce.units import Gather
 from jddp.typing import Leaf, Params, PyTree
 
 
@@ -91,7 +94,7 @@ class FullySharded:
 
         def put(x: Leaf) -> Leaf:
             sharding = NamedSharding(mesh, self.layout(x.shape).spec(axis))
-            return jax.lax.with_sharding_constraint(x, sharding)
+            return lax.with_sharding_constraint(x, sharding)
 
         return jax.tree.map(put, params)
 
@@ -106,6 +109,53 @@ class FullySharded:
             f"fsdp: {len(kept)} parameters, {size} MiB, stay whole: {self.num} divides none of "
             "their dims",
         )
+
+
+@final
+@dataclass(frozen=True)
+class DividedParameters:
+    """Each replica has a part of the parameters.
+
+    Attributes:
+      dims: Dims along which parameters are divided, leaf by leaf; None for one that is whole.
+      num: Number of replicas.
+      lazy: Evaluation that gathers parameters where they are used.
+    """
+
+    dims: Dims
+    num: int
+    lazy: Lazy
+
+    def run(self, function: Callable[[Params], PyTree], params: Params) -> PyTree:
+        """Traces the function for whole parameters, and gathers them as it evaluates the trace."""
+        leaves, treedef = jax.tree.flatten(params)
+        parts = [*map(self._part, leaves, self.dims)]
+        both = zip(parts, leaves, strict=True)
+        shapes = [jax.ShapeDtypeStruct(x.shape, leaf.dtype) for x, leaf in both]
+        traced, results = jax.make_jaxpr(function, return_shape=True)(
+            jax.tree.unflatten(treedef, shapes)
+        )
+        made = [PARAMETERS if isinstance(x, Part) else CONSTANT for x in parts]
+        return jax.tree.unflatten(
+            jax.tree.structure(results), self.lazy.evaluate(traced, parts, made)
+        )
+
+    def linearize(self, loss: Loss, params: Params) -> tuple[jax.Array, Pullback, PyTree]:
+        """Differentiates; the backward pass gathers parameters again, unless they are kept."""
+        run: Loss = functools.partial(self.run, loss)
+        if self.lazy.keeps:
+            return WHOLE.linearize(run, params)
+        # CSE may merge what a model computes twice, as it may without the call: parameters are
+        # kept apart below.
+        run = jax.checkpoint(run, policy=forget, prevent_cse=False)
+        value, pullback, aux = jax.vjp(run, params, has_aux=True)
+        return value, _after(pullback, params, value), aux
+
+    def _part(self, x: jax.Array, dim: int | None) -> jax.Array | Part:
+        if dim is None:
+            return x
+        shape = (*x.shape[:dim], x.shape[dim] * self.num, *x.shape[dim + 1 :])
+        return Part(x, dim, shape)
 
 
 def choose_placement(reducer: Reducer, mesh: Mesh, regather: bool | None) -> Placement:
@@ -124,3 +174,15 @@ def choose_placement(reducer: Reducer, mesh: Mesh, regather: bool | None) -> Pla
         return Everywhere()
     gather = Gather(reducer.axis, average_of_shards(platform(mesh)), reducer.wire_dtype)
     return FullySharded(mesh.size, Lazy(gather, reducer.bucket_bytes, keeps=not regather))
+
+
+def _after(pullback: PyTree, params: Params, value: jax.Array) -> PyTree:
+    """The pullback, whose parameters are there only after the forward pass."""
+    # XLA would see that the backward pass gathers what the forward pass has gathered, and keep it.
+    mine = {id(x) for x in jax.tree.leaves(params)}
+    leaves, treedef = jax.tree.flatten(pullback)
+    places = [i for i, x in enumerate(leaves) if id(x) in mine]
+    later, _ = lax.optimization_barrier(([leaves[i] for i in places], value))
+    for i, x in zip(places, later, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves)

@@ -14,7 +14,7 @@ from jddp.reduce.average import bucket_sizes, choose_layout, make_reducer
 from jddp.reduce.hooks import as_is
 from jddp.reduce.packing import choose_packing
 from jddp.reduce.reducer import Reducer
-from jddp.reduce.units import divided_dim
+from jddp.reduce.shards import divided_dim
 
 # Pairs of options that cannot be combined, and why. They are refused by their names: the parts
 # themselves know nothing of each other.

@@ -17,8 +17,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from jddp.reduce.shards import own_shard
-from jddp.reduce.units import whole
+from jddp.reduce.shards import own_shard, whole
 from jddp.typing import Grads, PyTree
 
 

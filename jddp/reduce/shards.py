@@ -4,6 +4,10 @@ An array is flattened, filled up with zeros and cut into rows of equal length, o
 A shard keeps the number of dims of its array, so that an optax mask by that number still works.
 
     kernel (3, 3, 10) on 4 replicas  ─►  4 rows of 23, the last with 2 zeros  ─►  shards (23, 1, 1)
+
+Or it is divided along one of its dims, and keeps its shape but for that dim:
+
+    kernel (768, 3072) on 8 replicas  ─►  parts (768, 384), along dim 1
 """
 
 import itertools
@@ -50,3 +54,17 @@ def own_shard(x: jax.Array, axis: str) -> jax.Array:
 def shard_shape(shape: Shape, num_shards: int) -> Shape:
     """The shape of a shard: its elements first, then ones; at least one dim."""
     return (-(-math.prod(shape) // num_shards), *[1] * (len(shape) - 1))
+
+
+def divided_dim(shape: Shape, num: int) -> int | None:
+    """The dim along which an array is divided over so many replicas; None for one that stays whole.
+
+    By its shape alone, so that a moving average and an optimizer's state are divided alike.
+    """
+    fitting = [dim for dim, size in enumerate(shape) if size and size % num == 0]
+    return max(fitting, key=lambda dim: shape[dim], default=None) if math.prod(shape) else None
+
+
+def whole(x: jax.Array, dim: int | None, axis: str) -> jax.Array:
+    """An array from the parts of all replicas."""
+    return x if dim is None else lax.all_gather(x, axis, axis=dim, tiled=True)

@@ -27,20 +27,6 @@ Function = Callable[..., PyTree]
 FORGOTTEN = "made_of_parameters"  # the name of calls whose results are not kept for a backward pass
 
 
-def divided_dim(shape: Shape, num: int) -> int | None:
-    """The dim along which an array is divided over so many replicas; None for one that stays whole.
-
-    By its shape alone, so that a moving average and an optimizer's state are divided alike.
-    """
-    fitting = [dim for dim, size in enumerate(shape) if size and size % num == 0]
-    return max(fitting, key=lambda dim: shape[dim], default=None) if math.prod(shape) else None
-
-
-def whole(x: jax.Array, dim: int | None, axis: str) -> jax.Array:
-    """An array from the parts of all replicas."""
-    return x if dim is None else lax.all_gather(x, axis, axis=dim, tiled=True)
-
-
 @dataclasses.dataclass(frozen=True)
 class Gather:
     """How a unit is gathered, and how its gradients are averaged.

@@ -11,7 +11,8 @@ from jax import P, lax
 from jddp.jaxprs import equations
 from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, Part, forget
 from jddp.reduce.packing import exchange_mean, scatter_mean
-from jddp.reduce.units import Gather, divided_dim
+from jddp.reduce.shards import divided_dim
+from jddp.reduce.units import Gather
 
 NUM, WIDTH, LAYERS = 4, 8, 3
 
