@@ -44,7 +44,7 @@ class StrategyConfig(WordedSection):
 
     name: Literal["ddp", "zero1", "fsdp", "local_steps", "logical_replicas"] = option(
         "ddp",
-        "zero1 shards the optimizer's state, fsdp parameters too; others have the keys below.",
+        "zero1 shards the optimizer's state, fsdp parameters too; others: keys below.",
         alike=("ddp", "zero1", "fsdp"),
     )
     regather: bool = option(

@@ -87,5 +87,7 @@ class Step:
 
         Facts of a model, such as its buckets and digests, are the same for every placement.
         """
-        backward = replace(self.backward, source=self.placement.source(layouts))
-        return replace(self, backward=backward)
+        source = self.placement.source(layouts)
+        # The traces of the plan serve a step of the same source.
+        same = source == self.backward.source
+        return self if same else replace(self, backward=replace(self.backward, source=source))

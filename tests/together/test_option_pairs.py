@@ -27,6 +27,7 @@ VALUES = {
     "accumulate_steps": {"accumulate_steps": 2},
     "zero1": {"strategy": "zero1"},
     "logical replicas": {"strategy": jddp.LogicalReplicas(8)},
+    "fsdp": {"strategy": "fsdp", "reduction": jddp.Reduction(layout="flat")},
     "local steps from the first": {"strategy": jddp.LocalSteps(2)},
     "max_grad_norm": {"max_grad_norm": 0.05},
     "ema_decay": {"ema_decay": 0.5},
@@ -72,7 +73,8 @@ def refused_by_table(pair):
 
 def is_refused(pair):
     is_apart = APART & set(pair) and TOGETHER & set(pair)
-    return bool(refused_by_table(pair) or is_apart)
+    is_divided = "fsdp" in pair and OF_NO_GROUP & set(pair)
+    return bool(refused_by_table(pair) or is_apart or is_divided)
 
 
 @pytest.mark.slow
@@ -98,7 +100,8 @@ def test_a_pair_of_options_equals_one_device_or_is_refused(pair):
 
 def test_the_pairs_are_of_options_that_there_are():
     assert set().union(*VALUES.values()) <= set(DEFAULTS)
-    within_one = {"reduction.layout='leaf'"}
+    within_one = {"reduction.layout='leaf'", "reduction.wire_dtype='float16'"}
+    within_one |= {"batch_norm='local' or 'broadcast'"}
     assert {name for pair in REFUSED for name in pair} <= {*VALUES, *within_one, "local steps"}
     assert jax.device_count() >= DEFAULTS["mesh"]
 
