@@ -76,8 +76,8 @@ def has_random_bits(jaxpr: Jaxpr) -> bool:
     return any(eqn.primitive.name in DRAWING for eqn in equations(jaxpr))
 
 
-def dtypes(jaxpr: Jaxpr) -> set[np.dtype]:
-    """The dtypes of all inputs and results of the equations of a program."""
+def dtypes(jaxpr: Jaxpr) -> set[object]:
+    """The dtypes of all inputs and results of the equations of a program, those of keys too."""
     variables = (v for eqn in equations(jaxpr) for v in (*eqn.invars, *eqn.outvars))
     return {v.aval.dtype for v in variables if hasattr(v.aval, "dtype")}
 

@@ -82,10 +82,10 @@ class Numerics:
         """The counts, and the loss scale of the last step if it was skipped, for a checkpoint."""
         return [self.skipped, self.in_a_row, self._skipped_at]
 
-    def restore(self, kept: Sequence[float]) -> None:
+    def restore(self, kept: Sequence[float | None]) -> None:
         """Continues to count from a checkpoint; one of an earlier version has no loss scale."""
         skipped, in_a_row, *scale = kept
-        self.skipped, self.in_a_row = int(skipped), int(in_a_row)
+        self.skipped, self.in_a_row = int(skipped or 0), int(in_a_row or 0)
         self._skipped_at = scale[0] if scale else None
 
     def look(self, sent: Sent, state: TrainState) -> bool:

@@ -143,5 +143,5 @@ def exact(x: jax.Array | np.ndarray) -> np.ndarray:
     return np.asarray(x).astype(np.promote_types(x.dtype, np.float64))
 
 
-def _size(x: np.ndarray) -> float:
+def _size(x: np.ndarray | np.generic) -> float:
     return float(np.abs(x).max(initial=0.0))
