@@ -38,7 +38,7 @@ from jddp.typing import Grads, OptState, Params, PyTree
 @final
 @dataclass(frozen=True)
 class PlacedOptimizer:
-    """Each replica updates what it has of each parameter: all of it, or its part.
+    """Each replica updates its part of each parameter, which may be all of it.
 
     Attributes:
       tx: Any optax optimizer.
@@ -53,7 +53,7 @@ class PlacedOptimizer:
     placement: Placement
 
     def init(self, params: Params) -> OptState:
-        """Returns the state for what the replica has."""
+        """Returns the state for the replica's parameters, or its parts of them."""
         return own_copy(self.tx.init(params))
 
     def layouts(self, params: Params) -> PyTree:
@@ -75,7 +75,7 @@ class PlacedOptimizer:
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
     ) -> tuple[Params, OptState]:
-        """Updates what the replica has."""
+        """Updates the replica's parameters, or its parts of them."""
         after = updated(self.tx, grads, state.opt_state, state.params, value)
         # After the update, since weight decay and momentum move a parameter also with a gradient of
         # 0.
@@ -104,7 +104,7 @@ class Zero1:
         return own_copy(self.tx.init(own_shards(params, self.reducer.axis)))
 
     def layouts(self, params: Params) -> PyTree:
-        """Returns that arrays are sharded."""
+        """Returns sharded layouts."""
         opt_state = jax.eval_shape(self.tx.init, at_least_1d(params))
         # Scalars, such as a count of steps, are the same for every shard.
         return jax.tree.map(lambda x: Sharded(x.shape) if x.shape else Replicated(), opt_state)

@@ -1,4 +1,4 @@
-"""What a run trains: digests of its model, its loss and its optimizer, to compare when it resumes.
+"""Digests of the model, loss and optimizer of a run, to compare when it resumes.
 
     digest_passes(traced, "data")      # {"model": ..., "loss": ...}, of passes that were traced
     digest_step(step, spec)            # {"optimizer": ...}, of a step that was traced

@@ -218,7 +218,7 @@ class View(Protocol):
 
 @runtime_checkable
 class Clip(Protocol):
-    """What the mean gradient is clipped to."""
+    """Clipping of the mean gradient."""
 
     def __call__(self, grads: Grads, view: View, /) -> tuple[Grads, Metrics]:
         """Returns the clipped gradients, and metrics of them."""
@@ -226,7 +226,7 @@ class Clip(Protocol):
 
 @runtime_checkable
 class Unused(Protocol):
-    """What becomes of parameters that no gradient reaches; a part of `Optimizer`."""
+    """Treatment of parameters that no gradient reaches; a part of `Optimizer`."""
 
     def check(self, plan: BucketPlan) -> None:
         """Refuses a plan with unused parameters, where they are not allowed.
@@ -248,7 +248,7 @@ class Unused(Protocol):
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """Which parameters a replica updates, and by what optimizer."""
+    """The optimizer's update of a replica's parameters."""
 
     @property
     def unused(self) -> Unused:
@@ -309,7 +309,7 @@ class Placement(Protocol):
 
 @runtime_checkable
 class MovingAverage(Protocol):
-    """Whether there is a moving average of the parameters, to evaluate with."""
+    """A moving average of the parameters to evaluate with, or none."""
 
     def init(self, params: Params) -> Params:
         """Returns the first average; None for nothing."""
@@ -320,7 +320,7 @@ class MovingAverage(Protocol):
 
 @runtime_checkable
 class StepGuard(Protocol):
-    """Which steps count, and what the loss scale is."""
+    """The guard of a step: which steps count, and the loss scale."""
 
     @property
     def follows_overflows(self) -> bool:

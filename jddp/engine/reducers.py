@@ -1,4 +1,4 @@
-"""The reducer of a step, from a strategy and a reduction; and those that do not go together."""
+"""Chooses the reducer of a step from a strategy and a reduction; refuses pairs that conflict."""
 
 import dataclasses
 

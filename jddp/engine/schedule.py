@@ -109,7 +109,7 @@ class InsideLastPass:
 def choose_backward(
     model: FlaxModel, loss_fn: LossFn, num: int, *, overlaps: bool, is_scaled: bool
 ) -> MicroBatches:
-    """Returns how gradients are computed.
+    """Returns the part of a step that computes gradients.
 
     Args:
       model: The model.

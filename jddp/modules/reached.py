@@ -1,4 +1,4 @@
-"""What the inputs of a program reach: results, and keys of random numbers.
+"""Results and random keys of a program that depend on its inputs.
 
 A random key that no input reaches is made from constants, as in `jax.random.key(0)` inside a loss,
 or is closed over: its numbers are the same in every step and on every replica. In the programs
@@ -16,7 +16,7 @@ _KEYED = DRAWING - {"rng_uniform"}
 
 
 def reached_by(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Which results of a program those of its inputs reach that are true in `given`."""
+    """Returns which results of a program depend on the inputs that are true in `given`."""
     return [bool(label) for label in follow(jaxpr, given, _find_constant_key)[0]]
 
 

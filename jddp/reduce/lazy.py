@@ -57,7 +57,7 @@ class Part:
 
 
 def forget(primitive: PyTree, *_: PyTree, **params: PyTree) -> bool:
-    """A policy of `jax.checkpoint`: keeps everything but what is made of parameters alone."""
+    """A policy of `jax.checkpoint`: keeps all values but those made of parameters alone."""
     called = params.get("call_jaxpr")
     if called is None or not primitive.name.startswith("custom_vjp_call"):
         return True
@@ -94,7 +94,7 @@ class Lazy:
     def _evaluate(
         self, program: ClosedJaxpr, given: Sequence[PyTree], made: Sequence[int]
     ) -> tuple[list[PyTree], list[int]]:
-        """Results, which may be parts, and what they are made of."""
+        """Results, some of which may be parts, and their sources."""
         jaxpr = program.jaxpr
         inputs = (*jaxpr.constvars, *jaxpr.invars)
         values = dict(zip(inputs, (*program.consts, *given), strict=True))
@@ -184,7 +184,7 @@ class Lazy:
         return call(*map(_own, ins))
 
     def _in_units(self, jaxpr: Jaxpr, given: Sequence[PyTree]) -> list[PyTree]:
-        """The inputs of a program, with parts that know their whole."""
+        """The inputs of a program, with parts that can be gathered."""
         found = [*given]
         places = [i for i, x in enumerate(given) if isinstance(x, Part)]
         first = first_uses(jaxpr, {jaxpr.invars[i]: given[i].dim for i in places})

@@ -1,4 +1,4 @@
-"""Packings: forms in which the gradients of a bucket are sent, and what each replica gets.
+"""Packings: forms in which gradients of a bucket are sent, and each replica's part of the mean.
 
     WholeLeaves      as they are, or in one vector; each replica gets the whole mean
     ShardedLeaves    cut into a shard for each replica (`shards`), which gets its shard of the mean;
@@ -45,7 +45,7 @@ NOTES = {
 
 @runtime_checkable
 class Packing(Protocol):
-    """The form in which the gradients of a bucket are sent, and what of their mean a replica gets.
+    """The form in which gradients of a bucket are sent, and a replica's part of their mean.
 
     Its methods are passed one array's leaves at a time: `members` decides which leaves share one.
     """

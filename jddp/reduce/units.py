@@ -29,7 +29,7 @@ FORGOTTEN = "made_of_parameters"  # the name of calls whose results are not kept
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """How a unit is gathered, and how its gradients are averaged.
+    """Gathers the parameters of a unit, and averages their gradients.
 
     Attributes:
       axis: Name of the mapped axis.
