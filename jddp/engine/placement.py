@@ -102,12 +102,12 @@ class FullySharded:
         """Notes which parameters are divided, and which stay whole."""
         leaves = jax.tree.leaves(params)
         kept = [x for x in leaves if self.layout(x.shape) == Replicated()]
-        size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in kept))
+        divided = [x for x in leaves if self.layout(x.shape) != Replicated()]
+        gathered = "once" if self.lazy.keeps else "twice"
         return plan.noted(
-            f"fsdp: {len(leaves) - len(kept)} parameters are divided over {self.num} replicas, and "
-            "in no bucket: their gradients are reduce-scattered inside the backward pass",
-            f"fsdp: {len(kept)} parameters, {size} MiB, stay whole: {self.num} divides none of "
-            "their dims",
+            f"fsdp: {_size_of(divided)} divided over {self.num} replicas, in no bucket:",
+            f"  all-gathered {gathered} and reduce-scattered once for each micro-batch",
+            f"fsdp: {_size_of(kept)} whole: {self.num} divides none of their dims",
         )
 
 
@@ -156,6 +156,11 @@ class DividedParameters:
             return x
         shape = (*x.shape[:dim], x.shape[dim] * self.num, *x.shape[dim + 1 :])
         return Part(x, dim, shape)
+
+
+def _size_of(params: list[Leaf]) -> str:
+    size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in params))
+    return f"{len(params)} parameters, {size} MiB, are"
 
 
 def choose_placement(reducer: Reducer, mesh: Mesh, regather: bool | None) -> Placement:

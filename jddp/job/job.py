@@ -113,10 +113,15 @@ class Job:
     @property
     def num_parameters(self) -> int:
         """Number of trained elements of the model."""
-        params = self.ddp.steps.abstract_state(self.batch_spec).params
+        steps = self.ddp.steps
+        state = steps.abstract_state(self.batch_spec)
         # Of one replica: each may have its own.
-        shapes = (leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(params))
-        return sum(map(math.prod, shapes))
+        sizes = jax.tree.map(
+            lambda x, layout: math.prod(layout.one_device_shape(x.shape)),
+            state.params,
+            steps.layouts(state).params,
+        )
+        return sum(jax.tree.leaves(sizes))
 
     @property
     def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -14,9 +14,11 @@ from tiny import MODELS, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
+from jddp.config.schema import Config
 from jddp.engine.digest import as_words, digests
 from jddp.engine.state import Divided, Replicated
 from jddp.errors import ConfigError
+from jddp.job.job import build
 from jddp.zoo.optimizers import decay_mask
 
 # Sums of the replicas in another order, five steps long, of the largest entry; a large epsilon
@@ -130,8 +132,18 @@ def test_what_does_not_divide_stays_whole_and_the_plan_says_so():
     layouts = ddp.steps.layouts(state).params
     assert layouts["scalar"] == layouts["empty"] == Replicated() == layouts["odd"]["bias"]
     assert layouts["odd"]["kernel"] == Divided(0, 4)
-    assert "stay whole" in str(ddp.plan)
-    assert "are divided over 4 replicas" in str(ddp.plan)
+    assert "are whole: 4 divides none of their dims" in str(ddp.plan)
+    assert "are divided over 4 replicas, in no bucket" in str(ddp.plan)
+    assert "all-gathered twice and reduce-scattered once" in str(ddp.plan)
+    assert max(map(len, str(ddp.plan).splitlines())) <= 80
+
+
+def test_a_job_counts_the_elements_of_whole_parameters():
+    def count(strategy):
+        config = Config(train={"num_steps": 1}, ddp={"strategy": strategy})
+        return build(config, needs_data=False).num_parameters
+
+    assert count("fsdp") == count("ddp") == count("zero1")
 
 
 def test_a_replica_keeps_its_part_of_parameters_average_and_optimizer():
