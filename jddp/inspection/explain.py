@@ -17,6 +17,7 @@ from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
 from jddp.reduce.plan import BucketPlan, in_mebibytes
+from jddp.reduce.units import UNIT
 from jddp.typing import Batch
 
 GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
@@ -80,7 +81,16 @@ class Explanation(Shown):
         moves = f"{in_mebibytes(wire_bytes)} MiB; a ring of {self.num_devices} devices moves"
         into = f"{in_mebibytes(ring_bytes)} MiB into and out of each."
         if local.every is None:
-            return [f"Gradients of an optimizer step are {moves}", into]
+            units = [x for x in self.compiled if UNIT in x.op_name]
+            if not units:
+                return [f"Gradients of an optimizer step are {moves}", into]
+            size = in_mebibytes(sum(x.bytes * self._runs(x) for x in units))
+            return [
+                f"Gradients in buckets are {moves}",
+                into,
+                f"Parameters and gradients of units are {size} MiB a step, each array counted",
+                "once for each time that it is sent.",
+            ]
         lines = []
         if local.start:
             lines.append(f"Each of the first {local.start} steps sends gradients, as many bytes.")
@@ -116,6 +126,9 @@ def _purpose(collective: Collective) -> str:
         return PARAMETERS
     if re.search(r"\bbucket_\d+/", collective.op_name):
         return GRADIENTS
+    if UNIT in collective.op_name:
+        is_gathered = f"{UNIT}parameters" in collective.op_name
+        return f"parameters, {_direction(collective)}" if is_gathered else GRADIENTS
     if "parameters/" in collective.op_name:
         return "parameters, updated"
     if "metrics/" in collective.op_name:

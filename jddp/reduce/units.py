@@ -24,6 +24,7 @@ from jddp.reduce.shards import Shape
 from jddp.typing import PyTree
 
 Function = Callable[..., PyTree]
+UNIT = "unit_of_"  # begins the scopes of what is sent for a unit
 FORGOTTEN = "made_of_parameters"  # the name of calls whose results are not kept for a backward pass
 
 
@@ -46,7 +47,7 @@ class Gather:
         shapes = [x.shape for x in parts]
 
         def gather(*parts: jax.Array) -> tuple[jax.Array, ...]:
-            with jax.named_scope("parameters"):
+            with jax.named_scope(f"{UNIT}parameters"):
                 rows = lax.all_gather(_joined(parts), self.axis)
                 return tuple(map(_merged, _cut(rows, shapes), dims))
 
@@ -62,7 +63,7 @@ class Gather:
         self, grads: Sequence[jax.Array], dims: Sequence[int], shapes: Sequence[Shape]
     ) -> list[jax.Array]:
         num, dtype = lax.axis_size(self.axis), grads[0].dtype
-        with jax.named_scope("gradients"):
+        with jax.named_scope(f"{UNIT}gradients"):
             divided = [_divided(x, dim, num) for x, dim in zip(grads, dims, strict=True)]
             rows = jnp.concatenate([x.reshape(num, -1) for x in divided], axis=1)
             narrow = self.wire_dtype is not None and self.wire_dtype.itemsize < dtype.itemsize

@@ -1,6 +1,7 @@
 """`strategy="fsdp"`: each replica keeps a part of parameters, their average and optimizer state."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,10 @@ def test_what_travels_is_each_parameter_twice_and_each_gradient_once():
         # XLA:CPU drops the barrier that keeps the second gather apart from the first.
         assert sum(x.num_elements for x in read if x.op == "all-gather") == divided
         assert sum(x.num_elements for x in read if x.op == "all-to-all") == divided
+    explained = str(jddp.explain(ddp, make_rows()))
+    assert re.search(r"all-gather .* parameters, forward\n", explained)
+    assert re.search(r"all-to-all .* gradients\n", explained)
+    assert "Parameters and gradients of units are" in explained
     # Buckets of 80 bytes: a unit is one kernel and no more, or a bias; no bias is gathered again,
     # nor the first kernel, which the backward pass does not need.
     gathers, means = found[False]
