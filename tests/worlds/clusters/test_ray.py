@@ -224,7 +224,7 @@ def test_an_address_without_a_cluster_and_a_cluster_that_is_too_small_are_one_li
     assert line.startswith("jddp: --ray h1:9: no cluster of `ray start --head` answers there (")
     asked = ["--ray", ADDRESS, "--num-processes", "5", "--start-seconds", "2"]
     with cluster.launch(launch=asked) as job:
-        assert job.end(SECONDS) == ExitCode.UNAVAILABLE
+        assert job.end(SECONDS) == ExitCode.UNAVAILABLE, job.err
     *_, line = job.err.splitlines()
     asked = "5 processes need 1 CPU each, and the nodes of Ray have 1 CPU, 1 CPU"
     assert line == f"jddp: {asked}. Ask for less, or start more nodes."
