@@ -46,14 +46,14 @@ def make_evaluate(step: Step, mesh: Mesh) -> Wrapped:
     """
 
     def replica(
-        key: Array, values: Read, number: Array, inputs: Inputs, valid: Float[Array, "b"]
+        key: Array, read: Read, number: Array, inputs: Inputs, valid: Float[Array, "b"]
     ) -> Sums:
         def one(rows: Batch, valid: Array, key: Array) -> Sums:
             def run(values: Values) -> Sums:
                 given = (*values, rows, key, inputs.constants)
                 return run_forward(step.model, step.eval_fn, *given, train=False, valid=valid)[1][0]
 
-            sums = values(run)
+            sums = read(run)
             examples = count_valid_rows(mask_of(rows, valid))
             return {**sums, "examples": Sum(examples, examples)}
 
@@ -66,15 +66,13 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
     """Returns `predict`, called as `evaluate` is: the results of `function` for each row."""
 
     def replica(
-        key: Array, values: Read, number: Array, inputs: Inputs, valid: Float[Array, "b"]
+        key: Array, read: Read, number: Array, inputs: Inputs, valid: Float[Array, "b"]
     ) -> PyTree:
         # Folded with batch and replica: a model that samples while it is evaluated would otherwise
         # use the same numbers for every batch.
         key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
         named = name_key(name_constants(function, inputs.constants), key)
-        outputs = values(
-            lambda values: step.model.evaluate(named, *thaw(*values), inputs.rows, key)
-        )
+        outputs = read(lambda values: step.model.evaluate(named, *thaw(*values), inputs.rows, key))
         for x in jax.tree.leaves(outputs):
             if jnp.shape(x)[:1] != valid.shape:
                 raise ConfigError(

@@ -186,8 +186,10 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
 def _fetch(x: Leaf) -> Leaf:
     """A whole array; of a replicated one this process's view, without a collective."""
     is_here = isinstance(x, jax.Array) and x.is_fully_replicated
-    if is_here or not isinstance(x, jax.Array) or x.is_fully_addressable:
-        return x.addressable_data(0) if is_here else x
+    if is_here:
+        return x.addressable_data(0)
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return x
     # Divided over devices of other processes: gathered, this array alone.
     assert isinstance(x.sharding, NamedSharding)
     gather = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))
