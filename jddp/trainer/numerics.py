@@ -10,7 +10,7 @@ before them; otherwise the state is not finite, and the norms show where.
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,14 +78,14 @@ class Numerics:
         self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
 
     @property
-    def kept(self) -> list[float | None]:
+    def kept(self) -> tuple[int, int, float | None]:
         """The counts, and the loss scale of the last step if it was skipped, for a checkpoint."""
-        return [self.skipped, self.in_a_row, self._skipped_at]
+        return self.skipped, self.in_a_row, self._skipped_at
 
-    def restore(self, kept: Sequence[float | None]) -> None:
+    def restore(self, kept: tuple[int, int, *tuple[float | None, ...]]) -> None:
         """Continues to count from a checkpoint; one of an earlier version has no loss scale."""
         skipped, in_a_row, *scale = kept
-        self.skipped, self.in_a_row = int(skipped or 0), int(in_a_row or 0)
+        self.skipped, self.in_a_row = int(skipped), int(in_a_row)
         self._skipped_at = scale[0] if scale else None
 
     def look(self, sent: Sent, state: TrainState) -> bool:

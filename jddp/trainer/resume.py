@@ -52,7 +52,7 @@ def _restore_from(loop: Loop, beside: JsonObject) -> None:
     """Restores the values that were saved beside the state."""
     run = loop.run
     run.stopped = beside["stopped"]
-    loop.numerics.restore(beside["skipped"])
+    loop.numerics.restore(tuple(beside["skipped"]))
     run.metrics = dict(beside["metrics"])
     run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
     in_another_world = _compare_worlds(loop, beside["world"])  # while the first batch is there
