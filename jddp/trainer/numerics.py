@@ -82,11 +82,11 @@ class Numerics:
         """The counts, and the loss scale of the last step if it was skipped, for a checkpoint."""
         return self.skipped, self.in_a_row, self._skipped_at
 
-    def restore(self, kept: tuple[int, int, *tuple[float | None, ...]]) -> None:
-        """Continues to count from a checkpoint; one of an earlier version has no loss scale."""
-        skipped, in_a_row, *scale = kept
-        self.skipped, self.in_a_row = int(skipped), int(in_a_row)
-        self._skipped_at = scale[0] if scale else None
+    def restore(self, kept: tuple[int, int, float | None]) -> None:
+        """Continues to count from a checkpoint."""
+        skipped, in_a_row, self._skipped_at = kept
+        self.skipped = int(skipped)
+        self.in_a_row = int(in_a_row)
 
     def look(self, sent: Sent, state: TrainState) -> bool:
         """Waits for a step; returns whether it is the first one skipped in a row.

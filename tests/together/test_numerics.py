@@ -348,5 +348,3 @@ def test_a_row_of_skips_is_counted_on_where_a_run_resumes():
         resumed = numerics()
         resumed.restore(json.loads(json.dumps(looked_at(numerics(), range(1, stop + 1)).kept)))
         assert looked_at(resumed, range(stop + 1, 7)).kept == whole.kept
-    resumed.restore([3, 2])  # of an earlier version
-    assert resumed.kept == [3, 2, None]
