@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from jax import lax
 from states import equal
+from sweeps import swept
 from test_batch_norm import (
     CopiedNorm,
     Foreign,
@@ -46,7 +47,7 @@ def trained(model, **options):
     return jax.device_get((state.params, statistics(state), metrics))
 
 
-@pytest.mark.parametrize("kind, mode, options", MODES)
+@pytest.mark.parametrize("kind, mode, options", swept(MODES, every=3))
 def test_a_batch_norm_that_names_an_axis_is_that_which_names_none(kind, mode, options):
     got = trained(KINDS[kind]("batch"), batch_norm=mode, **options)
     equal(got, trained(KINDS[kind](None), batch_norm=mode, **{**options, "mesh": 2}))
@@ -108,7 +109,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", swept(OPTIONS, every=4))
 def test_an_axis_of_another_name_gives_the_same_bits(options):
     ends = []
     plain = {name: x for name, x in options.items() if name != "mesh"}

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from judge import assert_same_on_all_devices, joined
 from states import close, equal
+from sweeps import swept
 from tiny import ConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
@@ -255,7 +256,8 @@ def test_a_batch_norm_that_knows_no_axis_is_refused_under_sync_on_several_replic
 
 
 @pytest.mark.parametrize(
-    "model, overlap", [(Foreign(RegisteredNorm), False), (NnxForeign(NnxRegisteredNorm), True)]
+    "model, overlap",
+    swept([(Foreign(RegisteredNorm), False), (NnxForeign(NnxRegisteredNorm), True)], every=2),
 )
 def test_a_registered_batch_norm_is_that_of_one_device(model, overlap):
     jddp.register_batch_norm(RegisteredNorm)
@@ -279,7 +281,8 @@ def test_a_registered_batch_norm_is_that_of_one_device(model, overlap):
 
 
 @pytest.mark.parametrize(
-    "model, size", [(Norm(), 1), (Norm(), 2), (NnxNorm(), 2), (Foreign(RegisteredNorm), 2)]
+    "model, size",
+    swept([(Norm(), 1), (Norm(), 2), (NnxNorm(), 2), (Foreign(RegisteredNorm), 2)], every=2),
 )
 def test_a_group_of_replicas_is_a_device_of_its_own(model, size):
     """The judge is one device that takes the rows of each group apart."""
@@ -314,7 +317,7 @@ def test_groups_and_classes_that_there_cannot_be_are_refused():
 
 
 @pytest.mark.parametrize(
-    "model", [Norm(), NnxNorm(), Foreign(CopiedNorm), NnxForeign(NnxCopiedNorm)]
+    "model", swept([Norm(), NnxNorm(), Foreign(CopiedNorm), NnxForeign(NnxCopiedNorm)], every=3)
 )
 def test_a_model_is_converted_for_a_step_of_one_s_own(model):
     """On eight replicas of a custom `shard_map` it is what it is on one device."""
@@ -445,7 +448,7 @@ class Named(nn.Module):
         return nn.Dense(4)(nn.BatchNorm(use_running_average=not train, name="norm")(x))
 
 
-@pytest.mark.parametrize("batch_norm", ["sync", "local"])
+@pytest.mark.parametrize("batch_norm", swept(["sync", "local"], every=2))
 def test_parameters_without_the_statistics_of_their_layers_are_refused(batch_norm):
     batch = make_batch()
     for model, is_known in ((ConvNet(), True), (Named(), False)):

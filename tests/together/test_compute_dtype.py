@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from states import equal
+from sweeps import swept
 from tiny import MODELS, Of, loss_fn, make_batch, take_steps
 
 import jddp
@@ -36,7 +37,7 @@ def cast_by_hand(model, batch, train):
     return loss_fn(logits, batch, train)
 
 
-@pytest.mark.parametrize("name", ["mlp", "recurrent", "transformer"])
+@pytest.mark.parametrize("name", swept(["mlp", "recurrent", "transformer"], every=3))
 def test_it_is_bitwise_the_model_cast_by_hand(name):
     results = []
     for loss, options in ((cast_by_hand, {}), (loss_fn, {"precision": "bfloat16"})):
@@ -48,7 +49,7 @@ def test_it_is_bitwise_the_model_cast_by_hand(name):
 
 
 @pytest.mark.parametrize("batch_norm", ["sync", "local"])
-@pytest.mark.parametrize("name", ["conv", "nnx"])
+@pytest.mark.parametrize("name", swept(["conv", "nnx"], every=2))
 def test_statistics_are_those_of_layers_that_have_the_dtype_themselves(name, batch_norm):
     """Bitwise, until scales that layers of a dtype leave wide differ from 1."""
     results = []
@@ -155,6 +156,7 @@ def test_other_widths_are_refused():
             ).init(0, BATCHES[0])
 
 
+@pytest.mark.slow
 def test_a_job_is_evaluated_in_its_compute_dtype_when_it_is_opened_again(tmp_path):
     config = jddp.Config(
         run={"dir": str(tmp_path)},

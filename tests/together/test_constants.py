@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from judge import host
 from states import close, equal
+from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
@@ -23,7 +24,9 @@ def constants_of(scale):
     return {"scale": np.float32(scale), "weights": np.arange(1, 5, dtype=np.float32)}
 
 
-@pytest.mark.parametrize("accumulate_steps, overlap", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    "accumulate_steps, overlap", swept([(1, False), (2, False), (2, True)], every=2)
+)
 def test_constants_reach_every_replica_and_micro_batch_whole(mesh, accumulate_steps, overlap):
     def written_out(model, batch, train):
         return scaled_loss(model, batch, train, jax.tree.map(jnp.asarray, constants_of(3)))
@@ -106,7 +109,9 @@ def test_gradients_are_those_that_a_step_takes_and_change_nothing(model, mesh):
 SPLIT = {"reduction": jddp.Reduction(overlap=True), "accumulate_steps": 2}
 
 
-@pytest.mark.parametrize("options", [{"reduction": jddp.Reduction(overlap=False)}, SPLIT], ids=len)
+@pytest.mark.parametrize(
+    "options", swept([{"reduction": jddp.Reduction(overlap=False)}, SPLIT], every=2), ids=len
+)
 def test_a_model_is_traced_once_to_make_it_and_once_for_each_form_of_rows(options):
     traced = []
 

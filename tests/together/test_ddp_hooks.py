@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 from judge import PLACES, Net, Plane, host, in_both_places, joined, make_rows, sent, start, wrapped
 from states import assert_same, equal
+from sweeps import swept
 from tiny import take_steps
 
 import jddp
@@ -107,8 +108,8 @@ def test_the_mean_is_the_same_in_each_of_a_hundred_steps(place, wire_dtype):
 
 
 @pytest.mark.parametrize("feedback", [True, False])
-@pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize("rank, place", [(1, "leaf-end"), (2, "flat-ready")])
+@pytest.mark.parametrize("warm", swept([True, False], every=2))
+@pytest.mark.parametrize("rank, place", swept([(1, "leaf-end"), (2, "flat-ready")], every=2))
 def test_before_it_begins_powersgd_is_no_hook(feedback, warm, rank, place):
     """HK-2: three steps before the start, one behind it."""
     options = {"error_feedback": feedback, "warm_start": warm, "rank": rank}

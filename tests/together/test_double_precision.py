@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from runs import records
+from sweeps import swept
 
 import jddp
 
@@ -36,7 +37,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", swept(OPTIONS, every=3))
 def test_a_step_in_double_precision_is_one_on_one_device(options):
     def loss(params):
         return errors(

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from judge import Net, make_rows, squares, wrapped
+from sweeps import swept
 from test_option_pairs import hold_options
 from tiny import ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
@@ -22,7 +23,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", swept(OPTIONS, every=3))
 def test_the_other_parameters_train_as_if_the_frozen_ones_were_constants(options):
     """Pairs with all options are in test_option_pairs."""
     hold_options(options | {"frozen": ["first/.*"]}, mask="row", optimizer="adamw")
@@ -40,7 +41,7 @@ def test_frozen_parameters_are_neither_sent_nor_in_the_optimizer_state():
 
 
 @pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
-@pytest.mark.parametrize("batch_norm", ["sync", "local"])
+@pytest.mark.parametrize("batch_norm", swept(["sync", "local"], every=2))
 def test_a_run_with_frozen_parameters_is_read_as_that_of_a_whole_model(tmp_path, model, batch_norm):
     """Kept, opened, evaluated by its moving average, and continued with all parameters."""
     batch, options = make_batch(), {"mesh": 2, "batch_norm": batch_norm}

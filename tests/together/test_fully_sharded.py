@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from judge import Net, assert_close, host, make_rows, sent, start, wrapped
 from models import GALLERY
+from sweeps import swept
 from tiny import MODELS, Of, loss_fn, make_batch, take_steps
 
 import jddp
@@ -26,8 +27,8 @@ from jddp.zoo.optimizers import decay_mask
 # keeps Adam from making whole updates of the rounding of a zero gradient.
 ROUNDING = 2e-6
 OPTIMIZERS = {
-    "sgd": optax.sgd(0.1, momentum=0.9),
     "adamw": optax.adamw(1e-2, eps=1e-3, weight_decay=0.1, mask=decay_mask),
+    "sgd": optax.sgd(0.1, momentum=0.9),
 }
 # Scanned and unrolled layers, a loop that takes parameters whole, tied weights, batch norm.
 QUICK = ["scanned_transformer", "tied_autoencoder"]
@@ -60,7 +61,7 @@ def both(make, batches, *, rtol=ROUNDING, strategy="fsdp"):
     return ddp, state
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", swept([*OPTIMIZERS], every=2))
 @pytest.mark.parametrize("name", MODELS_OF_OTHERS)
 def test_five_steps_are_those_of_replicated_parameters(name, optimizer):
     example = GALLERY[name]
@@ -89,6 +90,7 @@ def test_other_options_are_those_of_replicated_parameters(options):
     both(make, [make_rows(seed=i) for i in range(5)], rtol=1e-5, strategy=strategy)
 
 
+@pytest.mark.slow
 def test_gradients_are_whole_and_within_rounding():
     found = {}
     for strategy in ("ddp", "fsdp"):
@@ -217,7 +219,7 @@ def test_evaluation_prediction_and_the_model_are_those_of_whole_parameters():
     )
 
 
-@pytest.mark.parametrize("dropout_rate", [0.0, 0.2])
+@pytest.mark.parametrize("dropout_rate", swept([0.0, 0.2], every=2))
 def test_verify_holds_it_against_one_device_or_its_shares_side_by_side(dropout_rate):
     model, batch = MODELS["mlp"](dropout_rate=dropout_rate), make_batch()
     report = jddp.verify(model, optax.adam(1e-3), loss_fn, batch, strategy="fsdp")

@@ -7,6 +7,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from judge import Net, make_rows, wrapped
 from states import close
+from sweeps import swept
 
 import jddp
 from jddp.commands.preview import preview
@@ -27,7 +28,7 @@ PATHS = ["embed/w", "block_0/w", "block_2/w", "block_10/w", "head/w"]
 LAYERS = ["embed/.*", "block_([0-9]+)/.*"]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", swept(OPTIONS, every=3))
 def test_each_group_trains_as_by_its_own_optimizer_on_one_device(options):
     """The judge updates each layer by itself, with the optimizers of optax alone."""
     alone, is_still = {"first": optax.adam(0.01), "last": optax.sgd(0.1, 0.9)}, "frozen" in options

@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 from runs import ROOT, printed
 from states import assert_same, close
+from sweeps import swept
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
@@ -146,7 +147,9 @@ OF_EACH = {"batch_norm": "local", "ema_decay": 0.5}
 GIVEN_BACK = [("Line", {}, "params"), ("LineNnx", {}, "params"), ("Line", OF_EACH, "ema")]
 
 
-@pytest.mark.parametrize("name, ddp, params", GIVEN_BACK, ids=["linen", "nnx", "averages"])
+@pytest.mark.parametrize(
+    "name, ddp, params", swept(GIVEN_BACK, every=2), ids=["linen", "nnx", "averages"]
+)
 def test_ones_own_data_model_loss_and_optimizer_are_trained_and_given_back(mine, name, ddp, params):
     changes = {"model": {"target": f"mine:{name}"}, "ddp": ddp}
     length = {"num_steps": 3, "log_every_steps": 1, "eval_params": params}
@@ -164,7 +167,9 @@ OWN = {"target": "mine:scale", "kwargs": {"slope": 2.0}}
 HOOKS = [({}, ""), ({"name": "mean"}, ""), (POWERSGD, "powersgd"), (OWN, "scaled")]
 
 
-@pytest.mark.parametrize("values, name", HOOKS, ids=["default", "mean", "powersgd", "custom"])
+@pytest.mark.parametrize(
+    "values, name", swept(HOOKS, every=2), ids=["default", "mean", "powersgd", "custom"]
+)
 def test_the_hook_of_a_config_reduces_its_gradients(mine, values, name):
     job = build(own_config(ddp=hook(**values)))
     assert job.ddp.steps.spec.reducer.hook_name == name
@@ -278,6 +283,7 @@ def test_a_target_that_is_wrong_is_one_clear_line(mine):
         make_model("cnn", kwargs={"dtype": "bflot16"})
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_over_all_devices_trains_as_on_one(mine):
     def trained(num_devices):
         data = {"target": "mine:points", "global_batch_size": 12}
@@ -402,7 +408,7 @@ SCHEDULES = sorted(name for name, x in vars(optax.schedules).items() if is_sched
 assert NEEDED.keys() | {"warmup_cosine_decay_schedule"} <= set(SCHEDULES)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", swept(SCHEDULES, every=4))
 def test_every_schedule_of_optax_works_from_a_config(tmp_path, name):
     file = tmp_path / "config.yaml"
     # As long as the warm-up and longer, and shorter than it.
@@ -436,6 +442,7 @@ def of_steps(num_steps, run_dir="run", *, schedule="constant_schedule", train=()
     return own_config(**{**sections, **changes})
 
 
+@pytest.mark.slow
 def test_a_longer_run_is_as_if_it_had_been_as_long_from_the_start(mine, capsys):
     train(of_steps(3))
     assert "->" not in printed(capsys)
@@ -450,6 +457,7 @@ def test_a_longer_run_is_as_if_it_had_been_as_long_from_the_start(mine, capsys):
     assert "num_steps=3: the run is at step 7 already" in printed(capsys)
 
 
+@pytest.mark.slow
 def test_a_schedule_follows_the_length_of_a_run_or_is_kept_in_a_longer_one(mine, capsys):
     def cosine(num_steps, folder, **kwargs):
         run = train(of_steps(num_steps, folder, schedule="cosine_decay_schedule", kwargs=kwargs))
@@ -473,7 +481,9 @@ def test_a_schedule_follows_the_length_of_a_run_or_is_kept_in_a_longer_one(mine,
         cosine(8, "kept", decay_steps=5)
 
 
-@pytest.mark.parametrize("size", [20, 24])  # Two epochs of the second are full batches.
+@pytest.mark.parametrize(
+    "size", swept([20, 24], every=2)
+)  # Two epochs of the second are full batches.
 def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys, size):
     def epochs(number, run_dir="run", **checkpoint):
         data = {"target": "mine:points", "kwargs": {"num_examples": size}}
@@ -498,6 +508,7 @@ def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys, si
     assert epochs(3, "third", start_from="run").run().step == 6
 
 
+@pytest.mark.slow
 def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, capsys):
     reduction = {"bucket_mb": [8e-6, 1e-5], "layout": "flat", "overlap": True}
     given = {"ddp": {"reduction": reduction}, "mesh": {"num_devices": 2, "axis_name": "batch"}}
@@ -516,6 +527,7 @@ def stopping(num_steps=6, **stop):
     return own_config(train=train, checkpoint={"best_metric": "loss"})
 
 
+@pytest.mark.slow
 def test_a_config_stops_a_run_early_and_a_run_that_is_given_more_patience_continues(mine, capsys):
     never_better = {"metric": "loss", "min_delta": 1e9}
     run = train(stopping(**never_better, patience=2))
@@ -675,6 +687,7 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
     )
 
 
+@pytest.mark.slow
 def test_a_new_run_starts_with_the_optimizer_and_the_place_in_the_data_of_another(mine, capsys):
     whole = train(of_steps(5, "whole"))
     train(of_steps(3, "first"))
@@ -734,6 +747,7 @@ def test_paths_of_a_config_are_those_of_its_start_whatever_its_parts_do(mine):
     assert not any((mine / "other").iterdir())
 
 
+@pytest.mark.slow
 def test_a_schedule_is_as_long_as_epochs_that_go_on_behind_a_partial_batch(mine, capsys):
     """Of 20 rows and 16 a step, two epochs take 3 steps; one and then another take 4."""
     for num_epochs, num_steps in ((1, 2), (2, 4), (3, 6)):
@@ -755,6 +769,7 @@ def of_epochs(num_epochs, **changes):
     return own_config(**{"train": train, "data": data, "optimizer": optimizer, **changes})
 
 
+@pytest.mark.slow
 def test_an_edited_loss_is_another_program_under_the_same_config(mine, capsys):
     train(of_steps(2))
     (mine / "mine.py").write_text(MINE.replace("** power", "** (power + 1)"))

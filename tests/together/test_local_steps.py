@@ -21,6 +21,7 @@ from judge import (
     wrapped,
 )
 from states import assert_same
+from sweeps import swept
 from test_option_pairs import hold_options
 from tiny import ConvNet, Of, loss_fn, make_batch
 
@@ -81,7 +82,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("optimizer, mask, options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("optimizer, mask, options", swept(CASES, every=3))
 def test_replicas_are_models_on_one_device_each_that_synchronize(optimizer, mask, options):
     """Each divides by its own valid rows, waits where it has none, and clips its own gradient."""
     how = {"num_steps": 8, "evaluates": False, "rtol": ROUNDING}
@@ -190,6 +191,7 @@ def test_what_does_not_go_with_it_is_refused():
         jddp.verify(Net(), optax.sgd(0.1), squares, make_rows(), **local())
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_between_outer_steps_resumes_bitwise(tmp_path):
     def train(num_steps, run_dir):
         options = {"ema_decay": 0.9, **local(outer=DILOCO, start=1)}
@@ -203,7 +205,7 @@ def test_a_run_that_stops_between_outer_steps_resumes_bitwise(tmp_path):
     assert_same(got.state, want.state)
 
 
-@pytest.mark.parametrize("num", [3, 8])
+@pytest.mark.parametrize("num", swept([3, 8], every=2))
 def test_on_another_number_of_replicas_each_begins_with_the_mean(tmp_path, num):
     options = {"optimizer": optax.sgd(0.1, momentum=0.9), **local(outer=DILOCO)}
     ddp, (*_, old) = taken(batches_of(4, rows=24), **options)
@@ -269,6 +271,7 @@ def test_a_config_describes_it():
     assert (job.num_parameters, plain.ddp.steps.spec.sync) == (plain.num_parameters, EveryStep())
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_read_as_the_mean_of_its_replicas(tmp_path):
     run = jddp.train(configured(every=3), **{"run.dir": str(tmp_path / "run")})
     mean = mean_of(run.state.params)

@@ -12,6 +12,7 @@ from flax import linen as nn
 from jax import lax
 from judge import BUCKET_MB, assert_close, host, joined, sent
 from models import GALLERY
+from sweeps import swept
 from tiny import MODELS, NUM_CLASSES, Of, loss_fn, make_batch
 
 import jddp
@@ -79,7 +80,7 @@ def centred(m, x, train):
 
 # On one device XLA merged equal operations later than on several, so that divisions by these sums
 # became multiplications on one of them.
-@pytest.mark.parametrize("function", [softmax, centred], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", swept([softmax, centred], every=2), ids=lambda f: f.__name__)
 def test_gradients_of_a_division_by_a_sum_are_bitwise_equal_on_one_device(
     function, as_users_compile
 ):
@@ -164,7 +165,7 @@ def test_the_optimizer_is_compiled_alike_and_with_nothing_else_on_any_number_of_
     assert not any("slice" in operations for operations in one)
 
 
-@pytest.mark.parametrize("num_outputs", [3, 5, 6])
+@pytest.mark.parametrize("num_outputs", swept([3, 5, 6], every=3))
 def test_momentum_of_odd_sizes_is_bitwise_equal(num_outputs, as_users_compile):
     assert_same_bits(optimizer=MOMENTUM, evaluated=BATCHES, **odd(num_outputs))
 
@@ -191,6 +192,7 @@ NAMES = ["mlp", *(pytest.param(x, marks=pytest.mark.slow) for x in (*SLOW, "no p
 NAMES += [pytest.param(x, marks=pytest.mark.long) for x in (*LONG, "a loss scale", "momentum")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_state_metrics_and_evaluation_are_bitwise_equal(name, as_users_compile):
     if name in MODELS:
@@ -221,6 +223,7 @@ def test_a_run_moved_from_eight_devices_to_one_and_to_four_ends_with_the_same_bi
     assert moved == params("stayed", [(8, 6)])
 
 
+@pytest.mark.slow
 def test_as_many_shards_as_devices_are_the_replicas_that_there_always_were():
     options = {"optimizer": optax.sgd(0.1, momentum=0.9), "model": MODELS["conv"](dropout_rate=0.2)}
     strategies = (jddp.LogicalReplicas(8), "ddp")
@@ -273,7 +276,7 @@ def test_what_would_change_bits_is_refused():
         ddp.step(state, make_batch(12))
 
 
-@pytest.mark.parametrize("dropout_rate", [0.0, 0.2])
+@pytest.mark.parametrize("dropout_rate", swept([0.0, 0.2], every=2))
 def test_verify_holds_it_against_one_device(dropout_rate):
     model, options = (
         MODELS["mlp"](dropout_rate=dropout_rate),

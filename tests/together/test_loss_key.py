@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from sweeps import swept
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
@@ -61,7 +62,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", swept(OPTIONS, every=3))
 def test_the_key_of_a_loss_is_folded_per_step_replica_and_micro_batch(options):
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), keyed, **{"mesh": REPLICAS, **options})
     state = first = ddp.init(0, make_batch())

@@ -12,6 +12,7 @@ from flax import linen as nn
 from judge import PLACES, assert_same_on_all_devices, joined
 from runs import records
 from states import assert_same, close, copied, equal
+from sweeps import swept
 from tiny import MLP, ConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
@@ -146,7 +147,7 @@ UNCHANGED = {
 }
 
 
-@pytest.mark.parametrize("name", UNCHANGED)
+@pytest.mark.parametrize("name", swept([*UNCHANGED], every=3))
 def test_a_float32_model_has_the_same_bits_whatever_the_scale(name):
     options, ends = {"skip_nonfinite": True, **UNCHANGED[name]}, []
     for scale in (None, 2.0**24, "dynamic"):
@@ -184,7 +185,7 @@ OVERFLOWING = {
 }
 
 
-@pytest.mark.parametrize("row, options", OVERFLOWING.values(), ids=OVERFLOWING)
+@pytest.mark.parametrize("row, options", swept(OVERFLOWING, every=3))
 def test_where_one_replica_overflows_all_skip_and_halve(row, options):
     ddp = wrapped(ConvNet(dtype=jnp.float16), weighed, **options, optimizer=optax.adam(0.01))
     first, batch = with_weights(make_batch()), with_weights(make_batch(), 2.0**9, row)
@@ -235,6 +236,7 @@ def test_a_step_doubles_it_after_two_thousand_good_ones():
     assert found == [(2.0**8, 2.0**8, 1999), (2.0**8, 2.0**9, 0), (2.0**9, 2.0**9, 1)]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_its_scale_on_any_number_of_devices(tmp_path):
     batches = [with_weights(make_batch(seed=seed), 2.0**2) for seed in range(6)]
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from states import close
+from sweeps import swept
 from test_option_pairs import hold_options
 
 import jddp
@@ -116,14 +117,15 @@ OPTIONS = {
 
 # Both forms are the same sums; what is beside them differs where entries are counted.
 @pytest.mark.parametrize("form", ["mean", "arrays"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", swept([*OPTIONS], every=3))
 def test_steps_and_evaluation_are_those_of_the_global_mean(form, name):
     rtol = None if "wire" in name else ROUNDING
     hold_options(OPTIONS[name], norm="none", form=form, rtol=rtol)
 
 
 @pytest.mark.parametrize(
-    "form, loss_scale", [("arrays", None), ("scalars", 128.0), ("arrays", "dynamic")]
+    "form, loss_scale",
+    swept([("arrays", None), ("scalars", 128.0), ("arrays", "dynamic")], every=3),
 )
 def test_a_model_in_float16_learns_what_one_in_float32_does(form, loss_scale):
     batch = make_batch()
@@ -167,12 +169,15 @@ def cut(rows, *ends):
 
 @pytest.mark.parametrize(
     "loss, rows, ends, options",
-    [
-        (as_arrays, 45, (0, 16, 32, 48), {}),
-        (as_rows, 45, (0, 16, 32, 48), {}),
-        (as_arrays, 45, (0, 16, 32, 48), {"strategy": jddp.LogicalReplicas(16)}),
-        (as_scalars, 32, (0, 16), {}),
-    ],
+    swept(
+        [
+            (as_arrays, 45, (0, 16, 32, 48), {}),
+            (as_rows, 45, (0, 16, 32, 48), {}),
+            (as_arrays, 45, (0, 16, 32, 48), {"strategy": jddp.LogicalReplicas(16)}),
+            (as_scalars, 32, (0, 16), {}),
+        ],
+        every=2,
+    ),
 )
 def test_evaluation_is_exact_over_partial_and_empty_batches(loss, rows, ends, options):
     """Of scalars it is exact over full batches, and refused over a partial one."""
@@ -231,7 +236,7 @@ def test_a_mean_of_another_number_of_rows_is_refused():
         wrapped(loss).init(0, make_batch())
 
 
-@pytest.mark.parametrize("name", ["mask", "weights", "loss_mask"])
+@pytest.mark.parametrize("name", swept(["mask", "weights", "loss_mask"], every=3))
 def test_a_scalar_loss_beside_weights_is_warned_about_once(name, caplog):
     def scalar(model, batch, train):
         return (token_losses(model, batch) * batch[name]).sum() / batch[name].sum()
@@ -315,6 +320,7 @@ def test_verify_advises_means_over_all_replicas_for_a_balancing_loss_and_is_righ
         assert right.passed, right
 
 
+@pytest.mark.slow
 def test_a_balancing_loss_of_global_means_goes_into_a_scalar_loss_and_a_mean_too():
     """As a scalar it is each replica's all, in a `Mean` it is one entry beside others."""
     losses = balanced_loss(global_mean_of)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from sweeps import swept
 
 from jddp.config.files import load_config, read_yaml, with_overrides
 from jddp.config.schema import Config
@@ -47,6 +48,7 @@ def outputs_of(job):
     return num_outputs(job.ddp, job.batch_spec)
 
 
+@pytest.mark.slow
 def test_the_number_of_classes_is_filled_in_and_kept_with_the_run(folders):
     run = train(config(folders))
     assert read_yaml(run.run_dir / "config.yaml")["model"]["kwargs"] == {"num_classes": 5}
@@ -57,7 +59,7 @@ def test_the_number_of_classes_is_filled_in_and_kept_with_the_run(folders):
     assert build(made).config.model.kwargs == {}
 
 
-@pytest.mark.parametrize("name", ["cnn", "cnn_nnx", "resnet18", "vit"])
+@pytest.mark.parametrize("name", swept(["cnn", "cnn_nnx", "resnet18", "vit"], every=4))
 def test_every_model_of_images_takes_the_number_of_classes(folders, name):
     more = {"cnn_nnx": {"image_size": 8, "num_channels": 3}}.get(name, {})
     assert outputs_of(build(config(folders, name=name, kwargs=more))) == 5

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from runs import records
 from states import assert_same, copied
+from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
@@ -70,7 +71,7 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("row, model, options", SKIPPED.values(), ids=SKIPPED)
+@pytest.mark.parametrize("row, model, options", swept(SKIPPED, every=3))
 def test_a_step_that_is_not_finite_changes_nothing_but_its_counts(row, model, options):
     ddp = wrapped(model, **options)
     state, metrics = take_steps(ddp, [make_batch(8)])
@@ -190,7 +191,7 @@ def test_a_run_skips_counts_and_says_so_once_for_a_row(tmp_path, capsys):
     assert_same(run.state, take_steps(wrapped(), batches(2, 4, 5))[0])
 
 
-@pytest.mark.parametrize("save_every_steps", [3, None])
+@pytest.mark.parametrize("save_every_steps", swept([3, None], every=2))
 def test_too_many_skips_in_a_row_end_the_run_with_the_evidence(tmp_path, save_every_steps):
     plan = {"checks": skips(3), "save_every_steps": save_every_steps, **SKIPPING}
     with pytest.raises(NumericsError, match="at step 6, the last of 3 in a row") as caught:
@@ -305,7 +306,7 @@ DEBUGGED = {
 }
 
 
-@pytest.mark.parametrize("options", DEBUGGED.values(), ids=DEBUGGED)
+@pytest.mark.parametrize("options", swept(DEBUGGED, every=4))
 def test_the_check_for_nan_of_jax_finds_one_also_after_it_was_off_for_a_while(options):
     def loss(model, batch, train):
         return jnp.log(batch["sign"] + 0 * model(batch["x"], train=train).sum(-1))

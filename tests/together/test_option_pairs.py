@@ -7,6 +7,7 @@ import jax
 import optax
 import pytest
 from judge import joined, squares
+from sweeps import swept
 from test_random_options import MIB, Case, Net, halves, hold
 
 import jddp
@@ -78,7 +79,7 @@ def is_refused(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("pair", swept([(pair,) for pair in PAIRS], every=3), ids="-".join)
 def test_a_pair_of_options_equals_one_device_or_is_refused(pair):
     """Rows without a replica's valid ones, steps that are skipped, decay of what is unused."""
     chosen = set(pair)

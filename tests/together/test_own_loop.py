@@ -11,6 +11,7 @@ import optax
 import pytest
 from runs import environment
 from states import assert_same, close, copied, equal
+from sweeps import swept
 from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
 
 import jddp
@@ -139,7 +140,9 @@ def test_a_save_that_fails_is_logged_and_raised_by_wait_and_the_next_is_tried(tm
     assert saved.restore(ddp)[0].step == 2
 
 
-@pytest.mark.parametrize("rows, masked", [(1, False), (5, True), (8, False), (13, True)])
+@pytest.mark.parametrize(
+    "rows, masked", swept([(1, False), (5, True), (8, False), (13, True)], every=2)
+)
 def test_a_padded_batch_is_one_device_on_its_rows(rows, masked):
     batch = make_batch(rows)
     if masked:

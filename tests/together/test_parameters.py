@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from judge import WIDTH, Net, beside_one_device, host, in_both_places, make_rows, start, wrapped
+from sweeps import swept
 from tiny import Of
 
 import jddp
@@ -74,7 +75,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", swept([*MODELS], every=3))
 def test_n_devices_equal_one_device(name):
     beside_one_device(MODELS[name]())
 

@@ -351,6 +351,7 @@ def url():
     return f"memory:///run-{next(NUMBERS)}"
 
 
+@pytest.mark.slow
 def test_a_run_at_a_url_resumes_bitwise_identically(url, tmp_path, capsys):
     first = fit(4, run_dir=url, **SAVED)
     resumed, whole = fit(8, run_dir=url, **SAVED), fit(8, run_dir=tmp_path, **SAVED)

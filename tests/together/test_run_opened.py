@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
@@ -39,7 +40,7 @@ def of_objects(request, tmp_path_factory):
     return run, model
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize("num_devices", swept([1, 2, 8], every=2))
 def test_an_opened_run_is_the_run_that_was_trained(of_objects, num_devices):
     run, model = of_objects
     opened = jddp.open_run(run.run_dir, model=model, loss_fn=loss_fn, mesh=num_devices)

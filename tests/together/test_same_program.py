@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from sweeps import swept
 from tiny import MODELS, NUM_CLASSES, loss_fn, make_batch
 
 import jddp
@@ -151,7 +152,9 @@ def test_digests_are_the_same_in_every_process(model):
     assert printed("1") == printed("2") != ""
 
 
-@pytest.mark.parametrize("name, options", [(n, o) for _, (n, o) in sorted(OTHERS.items())][::4])
+@pytest.mark.parametrize(
+    "name, options", swept([(n, o) for _, (n, o) in sorted(OTHERS.items())][::4], every=3)
+)
 def test_another_program_is_refused_also_where_nothing_is_left_to_do(tmp_path, name, options):
     fit(wrapped(), tmp_path)
     for num_steps in (2, 4):
@@ -191,6 +194,7 @@ WORLDS = [
 OF_MODELS = ["conv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlp", "nnx"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_MODELS)
 def test_other_devices_batches_and_forms_of_a_step_are_the_same_program(tmp_path, name, capsys):
     options = {"model": MODELS[name](), "max_grad_norm": 1.0}

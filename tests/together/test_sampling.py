@@ -89,6 +89,7 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_model():
     assert set(sample(run, [0], 50, length=1, vocab_size=2)) == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_command_continues_a_text(trained, capsys):
     command = ["predict", str(trained), "--temperature", "0", "--num-tokens", "9", "--prompt"]
     assert main([*command, "aba"]) == 0

@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from judge import Net, assert_close, host, in_both_places, make_rows, sent, start, wrapped
+from sweeps import swept
 from tiny import MODELS, Of, loss_fn, make_batch, take_steps
 
 import jddp
@@ -44,7 +45,7 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", swept([*OPTIMIZERS], every=3))
 def test_parameters_are_those_of_the_whole_update(name):
     ends = []
     for sharded in (True, False):
@@ -116,7 +117,7 @@ def test_what_travels_is_each_gradient_out_and_each_parameter_back(place):
     assert {("all-to-all", "gradients"), ("all-gather", "parameters,", "updated")} <= purposes
 
 
-@pytest.mark.parametrize("dropout_rate", [0.0, 0.2])
+@pytest.mark.parametrize("dropout_rate", swept([0.0, 0.2], every=2))
 def test_verify_holds_it_against_one_device_or_its_shares_side_by_side(dropout_rate):
     model, batch = MODELS["mlp"](dropout_rate=dropout_rate), make_batch()
     report = jddp.verify(model, optax.adam(1e-3), loss_fn, batch, strategy="zero1")
@@ -136,6 +137,7 @@ def test_arrays_are_their_shards_put_together(num):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_sharded_or_whole_on_any_number_of_devices(tmp_path):
     batch, optimizer = make_rows(24), optax.adam(1e-2)
 

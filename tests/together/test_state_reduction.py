@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 from states import close, equal
+from sweeps import swept
 from tiny import MLP, NUM_CLASSES, Of, loss_fn, make_batch, take_steps
 
 import jddp
@@ -78,11 +79,14 @@ def test_counts_of_rows_that_are_not_declared_are_refused_by_name(name, mode):
 
 @pytest.mark.parametrize(
     "name, options",
-    [
-        ("linen", {}),
-        ("linen", {"accumulate_steps": 2, "reduction": jddp.Reduction(overlap=True)}),
-        ("nnx", {"strategy": jddp.LogicalReplicas(8), "mesh": 2, "accumulate_steps": 2}),
-    ],
+    swept(
+        [
+            ("linen", {}),
+            ("linen", {"accumulate_steps": 2, "reduction": jddp.Reduction(overlap=True)}),
+            ("nnx", {"strategy": jddp.LogicalReplicas(8), "mesh": 2, "accumulate_steps": 2}),
+        ],
+        every=2,
+    ),
     ids=["plain", "overlap", "nnx on logical replicas"],
 )
 def test_a_sum_over_replicas_is_the_count_of_one_device(name, options):
@@ -142,6 +146,7 @@ def codebook(m, x, train):
     return y
 
 
+@pytest.mark.slow
 def test_a_declared_mean_is_that_of_one_device_and_of_logical_replicas_bitwise():
     with pytest.raises(jddp.ConfigError, match="'ema/center' depends on the rows"):
         train(Of(codebook), 1)
@@ -224,7 +229,7 @@ def test_state_that_is_the_same_on_all_replicas_needs_no_rule(functions, options
     assert find_divergence(digests(state), state) is None
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", swept([*APART], every=3))
 def test_state_that_is_not_needs_one(name):
     with pytest.raises(jddp.ConfigError, match=f"'kept/{name}' depends on the rows or random"):
         train(written({name: APART[name]}), 1, mesh=2)

@@ -41,12 +41,20 @@ def covering(settings):
 RTOL = {"float32": 1e-5, "bfloat16": 2**-6}
 
 
-# Every model on two devices and on eight; all 320 cases are long tests.
-SOME = list(covering({**SETTINGS, "replicas": [2, 8]}))
-CASES = [*SOME, *(x for x in itertools.product(*SETTINGS.values()) if x not in SOME)]
+# Each pair of settings, on two devices and on eight; all 320 cases are long tests.
+PAIRS = list(covering({**SETTINGS, "replicas": [2, 8]}))
+
+
+def mark_of(case):
+    """The mark of a case by how often it runs; none for every second of those of pairs."""
+    if case in PAIRS[::2]:
+        return []
+    return pytest.mark.slow if case in PAIRS else pytest.mark.long
+
+
 CASES = [
-    pytest.param(*x, id="-".join(map(str, x)), marks=[pytest.mark.long] * (x not in SOME))
-    for x in CASES
+    pytest.param(*case, id="-".join(map(str, case)), marks=mark_of(case))
+    for case in itertools.product(*SETTINGS.values())
 ]
 
 

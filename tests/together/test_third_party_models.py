@@ -16,6 +16,7 @@ from flax import nnx
 from judge import WIDTH, host, make_rows
 from runs import ROOT
 from states import equal
+from sweeps import swept
 from tiny import MLP, NUM_CLASSES, NnxConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
@@ -91,7 +92,7 @@ NORMED = {
 }
 
 
-@pytest.mark.parametrize("model", NORMED.values(), ids=NORMED)
+@pytest.mark.parametrize("model", swept(NORMED, every=2))
 def test_a_batch_norm_that_is_shared_or_vmapped_is_synchronised(model, caplog):
     passes(model)
     assert "cannot synchronise" not in caplog.text
@@ -196,7 +197,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", swept([*NAMED], every=2))
 def test_a_model_written_to_be_sharded_trains_and_evaluates_as_one_that_is_not(name, caplog):
     batch, ends = make_batch(), []
     rules = [("rows", "fsdp"), ("embed", "model"), ("heads", None)]
@@ -266,6 +267,7 @@ def streams(m, x, train):
     return nn.SpectralNorm(nn.Dense(NUM_CLASSES))(x, update_stats=train)
 
 
+@pytest.mark.slow
 def test_streams_and_collections_are_kept_apart():
     passes(Of(streams))
     state, _ = take_steps(wrapped(Of(streams)), [make_batch()] * 3)

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from runs import contents, printed, records
 from states import assert_same, close, copied
+from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
@@ -317,7 +318,9 @@ def test_a_note_names_what_is_not_the_same_in_another_world(now, facts, note):
     assert note is None or f"all counts continue exactly; {note}" in said
 
 
-@pytest.mark.parametrize("model, num_devices", [(IN_BOTH[0], 2), (IN_BOTH[1], 1)], ids=type)
+@pytest.mark.parametrize(
+    "model, num_devices", swept([(IN_BOTH[0], 2), (IN_BOTH[1], 1)], every=2), ids=type
+)
 def test_what_is_not_the_same_in_another_world_is_said_once(tmp_path, capsys, model, num_devices):
     for num_steps, mesh, parts in ((2, 2, 1), (4, num_devices, 2), (6, num_devices, 2)):
         ddp = wrapped(model, mesh=mesh, accumulate_steps=parts)
@@ -644,7 +647,7 @@ BROKEN_OFF = {
 }
 
 
-@pytest.mark.parametrize("source, options", BROKEN_OFF.values(), ids=BROKEN_OFF)
+@pytest.mark.parametrize("source, options", swept(BROKEN_OFF, every=4))
 def test_what_a_run_has_learnt_is_saved_whatever_raises(ddp, tmp_path, source, options):
     options = {"eval_every_steps": None, "save_every_steps": None, **options}
     recorder = Recorder()

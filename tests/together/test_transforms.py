@@ -15,6 +15,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from judge import REPLICAS, ROWS, WIDTH, Either, Net, beside_one_device, make_rows, squares
+from sweeps import swept
 from tiny import Of
 
 KERNEL = nn.initializers.normal()
@@ -126,7 +127,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("name", swept([*TRANSFORMED], every=3))
 def test_transformed_models_equal_one_device(name):
     judged(TRANSFORMED[name])
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from sweeps import swept
 from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, Of, loss_fn, make_batch
 
 import jddp
@@ -24,7 +25,8 @@ def verified(model=None, loss=loss_fn, batch=None, optimizer=None, **options):
 
 
 @pytest.mark.parametrize(
-    "name, dropout_rate", [("conv", 0.0), ("nnx", 0.3), ("transformer", 0.3), ("nnx", 0.0)]
+    "name, dropout_rate",
+    swept([("conv", 0.0), ("nnx", 0.3), ("transformer", 0.3), ("nnx", 0.0)], every=2),
 )
 def test_models_pass_with_and_without_random_numbers(name, dropout_rate):
     report = verified(MODELS[name](dropout_rate=dropout_rate), batch=make_batch(masked=True))
@@ -39,7 +41,7 @@ PASSING += [
 ]
 
 
-@pytest.mark.parametrize("options", PASSING, ids="-".join)
+@pytest.mark.parametrize("options", swept(PASSING, every=2), ids="-".join)
 def test_options_pass(options):
     report = verified(ConvNet(), optimizer=optax.sgd(0.1), batch=make_batch(32), **options)
     assert report.passed, report
@@ -151,7 +153,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("given, message", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("given, message", swept(WRONG, every=3))
 def test_what_is_not_one_device_is_found_and_named(given, message):
     report = verified(**given)
     assert not report.passed
@@ -222,13 +224,14 @@ def compared_in_tf32():
     return verified(Of(six_layers_in_tf32), batch=make_batch(256), optimizer=optax.sgd(0.1))
 
 
+@pytest.mark.slow
 def test_tf32_alone_makes_gradients_differ():
     report = compared_in_tf32()
     assert [x.what for x in report.comparisons if not x.passed] == ["gradients"]
     assert report.comparisons[1].error < 1e-2
 
 
-@pytest.mark.parametrize("precision", [None, "tensorfloat32"])
+@pytest.mark.parametrize("precision", swept([None, "tensorfloat32"], every=2))
 def test_products_are_compared_exactly_on_a_gpu_and_the_precision_of_training_is_named(
     gpu, precision
 ):
@@ -242,6 +245,7 @@ def test_products_are_compared_exactly_on_a_gpu_and_the_precision_of_training_is
     assert max(map(len, finding.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_a_precision_that_is_set_is_kept_on_a_gpu(gpu):
     with jax.default_matmul_precision("highest"):
         report = verified(MLP())
@@ -328,6 +332,7 @@ class Codebook(nn.Module):
         return x + jax.lax.stop_gradient(hits @ codes.value - x)
 
 
+@pytest.mark.slow
 def test_a_codebook_is_exact_by_counts_and_sums_over_the_replicas_and_no_mean_of_ratios():
     batch = make_batch(64)
     assert verified(Codebook(jddp.AXIS), batch=batch).passed
@@ -376,6 +381,7 @@ def test_a_job_is_verified_from_the_command_line(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_job_is_verified_at_the_peak_of_its_schedule(capsys):
     warm = ["optimizer.warmup_steps=50", "train.num_steps=5", "optimizer.learning_rate=0.02"]
     assert main([*JOB, *warm]) == 0

@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from runs import environment
+from sweeps import swept
 from tiny import MLP, MODELS, Of, loss_fn, make_batch
 
 import jddp
@@ -42,6 +43,7 @@ except jddp.ConfigError as error:
 """
 
 
+@pytest.mark.slow
 def test_an_optimizer_or_local_steps_that_are_none_are_refused_with_what_to_give():
     command = [sys.executable, "-c", WRONG]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
@@ -82,7 +84,7 @@ def test_fit_knows_the_names_of_its_options_before_it_reads_a_batch():
             jddp.fit(wrapped(), never(), num_steps=2, **{foreign: 3})
 
 
-@pytest.mark.parametrize("model", ["mlp", "nnx"])
+@pytest.mark.parametrize("model", swept(["mlp", "nnx"], every=2))
 def test_a_state_of_another_model_is_refused_by_name_and_one_of_another_object_taken(model):
     batch = make_batch()
     wide = Of(lambda m, x, train: nn.Dense(4)(nn.Dense(17)(x)))

@@ -39,7 +39,8 @@ from pathlib import Path
 
 me = os.environ["JAX_PROCESS_ID"]
 told = [x.removesuffix(f"-{me}") for x in sys.argv if x == "stay" or x.endswith(f"-{me}")]
-Path(f"pid-{me}").write_text(str(os.getpid()))
+Path(f"own-{me}").write_text(str(os.getpid()))
+Path(f"own-{me}").rename(f"pid-{me}")  # never there without its number
 print("here is", me, "of", os.environ["JAX_NUM_PROCESSES"], sys.argv[1:])
 with open("attempts-" + me, "a") as attempts:
     attempts.write(" ".join(os.environ[x] for x in ("JAX_COORDINATOR_ADDRESS", "JDDP_JOB")) + "\\n")
@@ -689,7 +690,8 @@ import os, signal, time
 from pathlib import Path
 
 me = os.environ["JAX_PROCESS_ID"]
-Path(f"pid-{me}").write_text(str(os.getpid()))
+Path(f"own-{me}").write_text(str(os.getpid()))
+Path(f"own-{me}").rename(f"pid-{me}")  # never there without its number
 while not Path("go").exists():
     time.sleep(0.01)
 if me == "1":

@@ -23,6 +23,7 @@ from flax import nnx
 from jax import P
 from runs import contents, write_sealed
 from states import assert_same, copied, equal
+from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
@@ -209,7 +210,7 @@ def statistics_of(state):
 ON_TWO = {"sum": lambda x: x.sum(0) / 2, "mean": lambda x: x.mean(0), "drop": lambda x: 0 * x[0]}
 
 
-@pytest.mark.parametrize("rule", ON_TWO)
+@pytest.mark.parametrize("rule", swept([*ON_TWO], every=2))
 def test_what_replicas_have_of_their_own_follows_its_rule_on_another_mesh(checkpoints, rule):
     options = {"batch_norm": "local", "reduction": jddp.Reduction(hook=memory(rule))}
     before, after = (wrapped(ConvNet(), mesh=size, **options) for size in (4, 2))
@@ -688,6 +689,7 @@ def test_a_directory_that_cannot_be_made_is_an_error_and_one_that_was_moved_is_n
     assert names_in(tmp_path / "run" / "saved") == {"3"}
 
 
+@pytest.mark.slow
 def test_saves_leave_little_memory_behind(tmp_path, state):
     def taken(steps):
         for step in steps:

@@ -287,6 +287,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_what_starts_the_parts_holds_no_device_and_a_bad_part_refuses_the_machine(tmp_path):
     facts = {"num_devices": 1, "kind": "NVIDIA H200"}
     line = write_result(PartResult("ok", "it is so", facts=facts))
@@ -302,6 +303,7 @@ def test_what_starts_the_parts_holds_no_device_and_a_bad_part_refuses_the_machin
     assert "\n## Memory\n\n`XLA_FLAGS=--xla_gpu_autotune_level=0`\n\n```text\nlost\n```\n" in text
 
 
+@pytest.mark.slow
 def test_without_a_gpu_one_line_has_the_reason(monkeypatch, tmp_path, capfd):
     file, earlier = tmp_path / "page.md", tmp_path / "earlier.md"
     earlier.write_text("an earlier page")

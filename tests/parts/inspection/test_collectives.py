@@ -5,6 +5,7 @@ import optax
 import pytest
 from compiled import collectives
 from flax import nnx
+from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
@@ -48,7 +49,7 @@ def test_synced_batch_norm_adds_one_collective_a_direction_and_local_none(model)
         assert len(found) == len(plan) + 1 + num
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("options", swept(WAYS, every=2))
 def test_collectives_depend_neither_on_the_batch_nor_on_accumulate_steps(options):
     want = sorted(step_collectives(MLP(), **options)[1])
     for rows, parts in ((16, 2), (64, 1), (64, 2)):

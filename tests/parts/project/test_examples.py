@@ -45,6 +45,7 @@ def test_the_regression_learns(capsys):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_not_sent_and_later_released(capsys):
     rows = load("fine_tune")["main"](num_steps=2)
     head, adapters, all_of_them = 256 * 10 + 10, 4 * (784 + 3 * 256), 1_077_288 // 4
@@ -129,6 +130,7 @@ def test_signs_of_which_nothing_is_lost_learn_from_fewer_bytes():
     assert example["send_signs"]().on_resize == "mean"
 
 
+@pytest.mark.slow
 def test_players_in_worlds_of_their_own_learn_from_all_of_them_and_playing_sends_nothing():
     example = load("reinforce")
     worlds, ages = example["main"](num_rounds=75)
@@ -144,6 +146,7 @@ def test_players_in_worlds_of_their_own_learn_from_all_of_them_and_playing_sends
     assert not re.findall(r" (?:all-\w+|collective-\w+|reduce-scatter)[(-]", program)
 
 
+@pytest.mark.slow
 def test_a_generator_comes_near_to_what_it_should_make():
     made, distances = load("gan")["main"](num_steps=200)
     assert made.shape == (512, 2)

@@ -75,6 +75,7 @@ def test_no_module_imports_conftest_of_which_there_are_several():
     assert not [p for p in (ROOT / "tests").rglob("*.py") if pattern.search(p.read_text())]
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_named_and_a_test_that_aborts_ends_a_run(tmp_path, commands_by_marker):
     options = PYPROJECT["tool"]["pytest"]["ini_options"]
     known = set(commands_by_marker)

@@ -25,6 +25,7 @@ from judge import (
     wrapped,
 )
 from states import assert_same, copied
+from sweeps import swept
 from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
 
 import jddp
@@ -168,7 +169,7 @@ def test_without_warm_start_each_step_looks_another_way_and_nothing_but_the_coun
 
 
 @in_both_places
-@pytest.mark.parametrize("dtype, eps", [("bfloat16", 2**-7), ("float16", 2**-10)])
+@pytest.mark.parametrize("dtype, eps", swept([("bfloat16", 2**-7), ("float16", 2**-10)], every=2))
 def test_a_narrow_wire_rounds_and_no_more(place, dtype, eps):
     batches = [{"x": matrices(seed=i)} for i in range(3)]
     wide, narrow = (
@@ -247,7 +248,7 @@ def promised(bucket, rank, rate):
 @in_both_places
 @pytest.mark.parametrize(
     "model, rank, rate, dtype",
-    [(MLP(), 1, 2.0, None), (MLP(), 2, 1.0, "bfloat16"), (ConvNet(), 1, 1.0, None)],
+    swept([(MLP(), 1, 2.0, None), (MLP(), 2, 1.0, "bfloat16"), (ConvNet(), 1, 1.0, None)], every=2),
     ids=["mlp", "narrow", "conv"],
 )
 def test_a_bucket_sends_its_factors_in_two_collectives(model, rank, rate, dtype, place):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from runs import ROOT
+from sweeps import swept
 
 from jddp.config.cli import run_command
 from jddp.errors import ConfigError
@@ -39,7 +40,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("unbuffered", ["", "-u"], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("redirection", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("redirection", swept(BROKEN, every=3))
 def test_a_command_goes_on_without_a_stream_that_breaks(tmp_path, redirection, unbuffered):
     (tmp_path / "program.py").write_text(PROGRAM)
     line = f"{sys.executable} {unbuffered} program.py {redirection}"

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from states import close
+from sweeps import swept
 
 from jddp.errors import ConfigError
 from jddp.zoo.models import CNN, CNN_NNX, GPT, MLP, MODELS, ViT, resnet18, resnet50
@@ -65,7 +66,7 @@ def promotion_inside_flax():
         yield
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", swept([*TINY], every=3))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_and_parameters_are_float32_whatever_the_arithmetic(name, dtype):
     model, inputs = TINY[name]
@@ -94,7 +95,7 @@ def test_gradients_of_embeddings_are_added_up_in_float32():
     assert reduced.format("4x4x8", "4x8") in text
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", swept(["float32", "bfloat16"], every=2))
 def test_a_gradient_by_one_hot_rows_equals_that_by_a_scatter(dtype):
     model, _ = TINY["gpt"]
     tokens = jnp.array([[0, 2, 2, 10, 2, 0], [3, 3, 0, 1, 7, 2]])
@@ -169,7 +170,7 @@ def stacked(params):
     return others | {"blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
 
 
-@pytest.mark.parametrize("name", ["gpt", "vit"])
+@pytest.mark.parametrize("name", swept(["gpt", "vit"], every=2))
 def test_remat_and_a_scan_over_layers_equal_plain(name):
     plain, inputs = TINY[name]
     params = jax.jit(plain.init)(jax.random.key(0), inputs)["params"]
