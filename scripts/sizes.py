@@ -114,7 +114,7 @@ def named(modules: structure.Modules, lines: dict[str, set[int]]) -> list[Figure
     ]
     public = assigned(PACKAGE / "__init__.py", "_HOMES")
     return [
-        Figure("Any, in 1,000 lines", untyped, 5.3, 8),
+        Figure("Any, in 1,000 lines", untyped, 5.2, 8),
         Figure("public names defined twice", len(twice), 4, 4, ", ".join(twice)),
         Figure("options of DataParallel", options, 14, 16),
         Figure("options of fit", fit, 16, 16),
@@ -150,7 +150,7 @@ def whole(modules: structure.Modules, num_lines: int) -> list[Figure]:
     rooms = {room_of(name) for name in modules} - floors[DOORS] - {"jddp"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [
-        Figure("jddp/", num_lines, 19_562, 16_000),
+        Figure("jddp/", num_lines, 19_628, 16_000),
         Figure("rooms at the top level", len(rooms), 23, 23),
         Figure("floors", len(floors), 10, 10),
         Figure("dependencies", len(project["dependencies"]), 12, 12),

@@ -1,12 +1,14 @@
 """Describes the communication of a step: the plan, and the collectives of its program.
 
     print(jddp.explain(ddp, batch))      # text in a terminal, HTML in a notebook
+    jddp.explain(ddp, batch).as_json()   # the same as numbers and words
 
 This module reads plans and programs, and runs nothing.
 """
 
 import dataclasses
 import re
+import textwrap
 
 import jax
 
@@ -16,9 +18,9 @@ from jddp.engine.trainable import Trainable
 from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
-from jddp.reduce.plan import BucketPlan, in_mebibytes
+from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes
 from jddp.reduce.units import UNIT
-from jddp.typing import Batch
+from jddp.typing import Batch, JsonObject
 
 GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
 SENT = (GRADIENTS, PARAMETERS)
@@ -50,6 +52,35 @@ class Explanation(Shown):
         """
         return sum(x.bytes * self._runs(x) for x in self.compiled)
 
+    @property
+    def verdict(self) -> str:
+        """What a step sends and how much of it is hidden, in one sentence."""
+        if self.num_devices == 1:
+            return "Nothing is sent: there is one device."
+        hidden = sum(x.bytes * self._runs(x) for x in self.compiled if x.is_async)
+        share = hidden / self.bytes_per_step if hidden else 0.0
+        return (
+            f"A step sends {in_mebibytes(self.bytes_per_step)} MiB in {len(self.compiled)} "
+            f"collectives, with gradients in {_buckets(len(self.plan))}; {share:.0%} of these "
+            "bytes can be sent while it computes."
+        )
+
+    def as_json(self) -> JsonObject:
+        """Verdict, buckets and collectives as values of JSON; sizes are in bytes."""
+        return {
+            "verdict": self.verdict,
+            "num_devices": self.num_devices,
+            "platform": self.platform,
+            "jax": jax.__version__,
+            "bytes_per_step": self.bytes_per_step,
+            "buckets": [_bucket_as_json(x) for x in self.plan.buckets],
+            "unused": [*self.plan.unused],
+            "notes": [*self.plan.notes],
+            "collectives": [
+                {"for": _purpose(x), **x._asdict(), "dtypes": [*x.dtypes]} for x in self.compiled
+            ],
+        }
+
     def _runs(self, collective: Collective) -> float:
         every, purpose = self.sync.every, _purpose(collective)
         if every is not None and purpose in SENT:
@@ -57,12 +88,14 @@ class Explanation(Shown):
         return collective.num_runs or 1
 
     def __repr__(self) -> str:
-        """The plan, the compiled collectives, and a summary."""
+        """A verdict, the plan, the compiled collectives, and a summary."""
         rows: dict[tuple[str, ...], list[Collective]] = {}
         for x in self.compiled:
             row = ",".join(x.dtypes), x.op, "yes" if x.is_async else "no", _purpose(x)
             rows.setdefault(row, []).append(x)
         lines = [
+            *textwrap.wrap(self.verdict, 79),
+            "",
             str(self.plan),
             "",
             f"compiled for {self.num_devices} {self.platform} devices, jax {jax.__version__}",
@@ -118,6 +151,18 @@ def explain(ddp: Trainable, batch: Batch) -> Explanation:
         compiled=collectives(read_program(compiled.as_text() or "")),
         sync=ddp.steps.spec.sync,
     )
+
+
+def _buckets(num: int) -> str:
+    return "1 bucket" if num == 1 else f"{num} buckets"
+
+
+def _bucket_as_json(bucket: Bucket) -> JsonObject:
+    return {
+        "bytes": bucket.bytes,
+        "dtype": str(bucket.wire_dtype),
+        "parameters": [*bucket.paths],
+    }
 
 
 def _purpose(collective: Collective) -> str:
