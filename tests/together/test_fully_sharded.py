@@ -32,8 +32,18 @@ OPTIMIZERS = {
 }
 # Scanned and unrolled layers, a loop that takes parameters whole, tied weights, batch norm.
 QUICK = ["scanned_transformer", "tied_autoencoder"]
-OTHERS = ["lstm_tagger", "resnet_nnx", "stacked_nnx", "seq2seq", "moe", "vae", "diffusion"]
-MODELS_OF_OTHERS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+OTHERS = {
+    "slow": ["lstm_tagger", "resnet_nnx", "moe"],
+    "long": ["stacked_nnx", "seq2seq", "vae", "diffusion"],
+}
+MODELS_OF_OTHERS = [
+    *QUICK,
+    *(
+        pytest.param(name, marks=getattr(pytest.mark, mark))
+        for mark, names in OTHERS.items()
+        for name in names
+    ),
+]
 
 
 def values_of(ddp, state):

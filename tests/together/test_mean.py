@@ -254,7 +254,7 @@ def test_a_scalar_loss_beside_weights_is_warned_about_once(name, caplog):
 
 
 @pytest.mark.parametrize(
-    "by_row, parts, fills", [(False, 1, True), (False, 2, False), (True, 1, True)]
+    "by_row, parts, fills", swept([(False, 1, True), (False, 2, False), (True, 1, True)], every=3)
 )
 @pytest.mark.slow
 def test_verify_advises_a_mean_and_the_advice_is_right(by_row, parts, fills):

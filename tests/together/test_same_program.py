@@ -141,7 +141,7 @@ print(dict(ddp.steps.program(ddp.init(0, make_batch()), make_batch()).digests))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["transformer", "nnx"])
+@pytest.mark.parametrize("model", swept(["transformer", "nnx"], every=2))
 def test_digests_are_the_same_in_every_process(model):
     def printed(seed):
         paths = os.pathsep.join(["tests", "tests/together"])

@@ -272,7 +272,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("model, worlds", WORLDS.values(), ids=WORLDS)
+@pytest.mark.parametrize("model, worlds", swept(WORLDS, every=2))
 @pytest.mark.slow
 def test_a_run_moves_from_world_to_world_up_to_rounding(tmp_path, capsys, model, worlds):
     def train(world, run_dir, num_steps):

@@ -374,7 +374,7 @@ def accepted(tmp_path, num_devices):
     return {title: (level, what) for title, level, what in rows}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_acceptance_runs_on_two_virtual_devices_and_writes_its_page(tmp_path):
     results = accepted(tmp_path, 2)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from runs import ROOT
+from sweeps import swept
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -64,7 +65,7 @@ def test_a_step_needs_the_memory_of_one_by_hand():
     assert all(float(ratio) <= 1.05 for *_, ratio in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_data_prints_a_row_for_each_figure_and_a_line_of_json():
     *rows, line = run(BENCHMARKS / "data.py", "--rounds", 1, "--only", "pipeline", "order")
     measured = json.loads(line)["results"]
@@ -74,7 +75,9 @@ def test_data_prints_a_row_for_each_figure_and_a_line_of_json():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("figures", ["overhead save", "overhead opened", "launch start death"])
+@pytest.mark.parametrize(
+    "figures", swept(["overhead save", "overhead opened", "launch start death"], every=3)
+)
 def test_each_figure_has_a_row_and_a_place_in_the_line_of_json(figures):
     name, *parts = figures.split()
     *rows, line = run(BENCHMARKS / f"{name}.py", "--rounds", 1, "--only", *parts)
@@ -93,7 +96,7 @@ def test_the_first_step_is_timed_for_each_number_of_leaves():
     assert min(found.values()) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mutants_are_made_and_the_tests_notice_them():
     """Two of hundreds; benchmarks/README.md has the score of all."""
     files = ["--files", "jddp/reduce/plan.py"]
@@ -103,7 +106,7 @@ def test_mutants_are_made_and_the_tests_notice_them():
     assert score == "killed 2 of 2 mutants: 100.0%"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_coverage_is_printed_by_room():
     rows = run(BENCHMARKS / "coverage_by_room.py", "tests/parts/project/test_errors.py")
     shares = {row.split()[0]: row.split()[-1] for row in rows if row.endswith("%")}
@@ -111,7 +114,7 @@ def test_coverage_is_printed_by_room():
     assert shares["errors"] > "50"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_time_of_tests_is_printed_by_cause_and_file():
     rows = run(BENCHMARKS / "time_by_cause.py", "tests/parts/engine/test_sums_of_calls.py")
     names, *lines = [row.split() for row in rows if row.startswith(("seconds", "all", "parts"))]
@@ -172,7 +175,7 @@ def test_contenders_that_fail_say_why_in_their_rows_and_the_others_continue(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("num", swept([1, 2], every=2))
 def test_all_devices_are_used_by_jddp_and_by_processes_of_torch(tmp_path, num):
     only = ["--only", "resnet50", "--contenders", "by_hand", "jddp", "jddp_sync", "torch"]
     rows, measured = contend(tmp_path, "--smoke", num, *only)
@@ -234,7 +237,7 @@ def test_peaks_are_of_gpus_by_their_own_names(monkeypatch):
     assert peaks["NVIDIA H100 NVL"] < peaks["NVIDIA H100 80GB HBM3"] < peaks["NVIDIA B200"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_contenders_that_get_no_time_are_reported_so(tmp_path):
     only = ["--only", "vit_b16", "--contenders", "by_hand", "jddp"]
     rows, _ = contend(tmp_path, *only, "--budget-seconds", 0.5)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from runs import environment, free_port
+from sweeps import swept
 
 from jddp.distributed.failure_file import VARIABLE
 from jddp.distributed.identity import VARIABLES
@@ -53,14 +54,17 @@ def run(folder, how, number, *, launcher="by hand", num_devices=1):
 
 @pytest.mark.parametrize(
     "how, number, code, words, options",
-    [
-        ("stop", 1, 0, EARLY, {"launcher": "torchrun"}),
-        ("stop", 0, 0, EARLY, {"num_devices": 2}),
-        ("exit", 1, 3, "failed first, with exit code 3", {}),
-        ("exit", 0, 3, "failed first, with exit code 3", {}),
-        ("answer", 1, 0, EARLY, {}),
-        ("callback", 1, 1, BUG, {"num_devices": 2}),
-    ],
+    swept(
+        [
+            ("stop", 1, 0, EARLY, {"launcher": "torchrun"}),
+            ("stop", 0, 0, EARLY, {"num_devices": 2}),
+            ("exit", 1, 3, "failed first, with exit code 3", {}),
+            ("exit", 0, 3, "failed first, with exit code 3", {}),
+            ("answer", 1, 0, EARLY, {}),
+            ("callback", 1, 1, BUG, {"num_devices": 2}),
+        ],
+        every=2,
+    ),
 )
 def test_a_process_that_ends_while_the_other_waits_is_named(
     tmp_path, how, number, code, words, options

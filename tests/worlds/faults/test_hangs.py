@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from sweeps import swept
 
 from faults.jobs import Job
 from jddp.errors import ExitCode
@@ -42,7 +43,9 @@ def stacks(job, process):
     return (job.run_dir / "logs" / f"process_{process}.stacks").read_text()
 
 
-@pytest.mark.parametrize("what, code", [("hang-0", HANG), ("hold-0", -signal.SIGQUIT)])
+@pytest.mark.parametrize(
+    "what, code", swept([("hang-0", HANG), ("hold-0", -signal.SIGQUIT)], every=2)
+)
 def test_a_run_of_one_process_that_hangs_or_holds_the_lock_ends_with_stacks(folder, what, code):
     job, codes, _ = disturbed(folder, what, SOON, num_processes=1)
     assert codes == [code], job.outputs
@@ -65,7 +68,7 @@ def test_a_process_that_was_paused_is_not_ended_by_the_watchdog(folder, num_proc
         assert job.codes() == [0] * num_processes, job.outputs
 
 
-@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("process", swept([0, 1], every=2))
 def test_the_process_that_hangs_is_named_by_all(folder, process):
     job, codes, _ = disturbed(folder, f"hang-{process}", SOON)
     assert codes == [HANG, HANG], job.outputs
@@ -79,7 +82,7 @@ def test_the_process_that_hangs_is_named_by_all(folder, process):
     assert failure["exception"] is None
 
 
-@pytest.mark.parametrize("how", ["stopped", "holds_the_lock"])
+@pytest.mark.parametrize("how", swept(["stopped", "holds_the_lock"], every=2))
 def test_a_process_that_is_stopped_or_holds_the_interpreter_s_lock_does_not_answer(folder, how):
     def disturb(job):
         if how == "stopped":
@@ -98,7 +101,9 @@ def test_a_process_that_is_stopped_or_holds_the_interpreter_s_lock_does_not_answ
     assert found == (1, socket.gethostname(), None)
 
 
-@pytest.mark.parametrize("process, saves", [(0, []), (1, ["checkpoint.every_steps=1"])])
+@pytest.mark.parametrize(
+    "process, saves", swept([(0, []), (1, ["checkpoint.every_steps=1"])], every=2)
+)
 def test_a_process_that_fails_also_in_saving_ends_the_job_with_its_words(folder, process, saves):
     job, codes, seconds = disturbed(folder, f"fail-{process}", *saves)
     assert codes[process] == 1, job.outputs

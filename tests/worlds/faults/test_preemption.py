@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+from sweeps import swept
 
 from faults.jobs import Job, assert_ends, assert_same_run
 from jddp.distributed.signals import SAME_SECONDS
@@ -67,7 +68,7 @@ def test_a_signal_while_compiling_stops_at_the_first_step_at_the_latest(folder):
     assert job.saved() in ([], [0], [1])
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", swept([1, 2], every=2))
 def test_a_signal_before_the_first_step_ends_all_in_good_order(folder, num_processes):
     for process in range(num_processes):
         (folder / f"hang-{process}").touch()  # while the data are looked at
