@@ -85,10 +85,14 @@ def may_use_gpus(platforms: str | None) -> bool:
     return not platforms or not PLATFORMS.isdisjoint(platforms.split(","))
 
 
+def has_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether there is a GPU here, and JAX_PLATFORMS permits it."""
+    return may_use_gpus(environ.get("JAX_PLATFORMS")) and num_nvidia() + num_amd() > 0
+
+
 def gpu_facts(environ: Mapping[str, str]) -> dict[str, str]:
     """Facts that must be equal on all processes: one without a GPU would use its CPU."""
-    is_there = may_use_gpus(environ.get("JAX_PLATFORMS")) and num_nvidia() + num_amd() > 0
-    return {"a GPU": "present" if is_there else "absent"}
+    return {"a GPU": "present" if has_gpu(environ) else "absent"}
 
 
 def why_missing(reasons: Sequence[str] = ()) -> Missing | None:

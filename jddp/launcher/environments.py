@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jddp.distributed.gpus import num_amd, num_nvidia
+from jddp.distributed.huge_pages import huge_pages
 from jddp.distributed.identity import CUDA, JOB, ROCR, VARIABLES, visible_in
 from jddp.distributed.resolve import LAUNCHED
 from jddp.errors import ConfigError
@@ -85,7 +86,7 @@ def environments(launch: Launch, place: Place, environ: Mapping[str, str]) -> li
         own |= {"JAX_NUM_CPU_DEVICES": launch.devices_per_process, variable: share}
         own = {name: str(value) for name, value in own.items() if value is not None}
         # A kill loses buffered output.
-        made.append({"PYTHONUNBUFFERED": "1", **environ, **own})
+        made.append({"PYTHONUNBUFFERED": "1", **environ, **huge_pages(environ), **own})
     return made
 
 
