@@ -43,7 +43,7 @@ def start_again(argv: Sequence[str] = sys.orig_argv) -> None:
     """
     added = huge_pages(os.environ)
     if added and _is_own(argv):
-        with contextlib.suppress(OSError):  # and goes on without them
+        with contextlib.suppress(OSError):  # and continues without them
             os.execve(sys.executable, [sys.executable, *argv[1:]], {**os.environ, **added})
 
 
