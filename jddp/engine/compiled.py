@@ -28,7 +28,7 @@ from jddp.engine.first_state import make_init
 from jddp.engine.mesh import is_key, replicate, replicated, sharded
 from jddp.engine.planned import Planned, Plans, form_key, shapes_of
 from jddp.engine.program import Form, Program, digest_passes, digest_step, form_of
-from jddp.engine.row_split import RowSplit
+from jddp.engine.row_split import RowSplit, topology_of
 from jddp.engine.spec import Step
 from jddp.engine.state import (
     CommState,
@@ -43,7 +43,6 @@ from jddp.engine.state import (
     own_layouts,
 )
 from jddp.engine.step import make_gradients, make_step
-from jddp.engine.topology import topology_of
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.frozen import thaw
 from jddp.modules.functional import refuse_constants

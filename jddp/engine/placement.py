@@ -26,11 +26,12 @@ from jddp.engine.mesh import axis_of, platform
 from jddp.engine.parameters import WHOLE, Dims, Loss, ParameterSource, Pullback
 from jddp.engine.protocols import Placement
 from jddp.engine.state import Divided, Layout, Replicated
-from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, Part, forget
+from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, forget
 from jddp.reduce.packing import average_of_shards
 from jddp.reduce.plan import BucketPlan, in_mebibytes
 from jddp.reduce.reducer import Reducer
 from jddp.reduce.shards import Shape, divided_dim
+from jddp.reduce.unit_plan import Part
 from jddp.reduce.units import Gather
 from jddp.typing import Leaf, Params, PyTree
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jddp.engine.spec import Step
 from jddp.modules.rows import check_rows, count_rows
-from jddp.typing import Batch
+from jddp.typing import Batch, Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +76,23 @@ class RowSplit:
         """Rows of a micro-batch; at least one."""
         # A batch that is empty, or has fewer rows than micro-batches, is planned for as one row.
         return max(1, count_rows(batch) // self.count_micro_batches(batch))
+
+
+def topology_of(spec: Step, mesh: Mesh) -> Settings:
+    """Processes, devices and options by which a step divides its rows and statistics.
+
+    A checkpoint keeps them, and a run that resumes reports where they differ.
+    """
+    model = spec.model
+    sync = model.sync
+    state = {**dict.fromkeys(model.per_replica, "per_replica"), **dict(sync.rules)}
+    return {
+        **({"state": state} if state else {}),
+        "num_processes": jax.process_count(),
+        "num_devices": mesh.size,
+        "accumulate_steps": spec.backward.num,
+        "batch_norm": model.batch_norm,
+        "batch_norm_group_size": sync.group_size,
+        "logical_replicas": spec.replicas.num,
+        "local_steps": spec.sync.every,
+    }

@@ -4,8 +4,8 @@
     results = lazy.evaluate(traced, [Part(...), ..., rows], made)
 
 The program was traced for whole parameters, and knows nothing of it. Parameters are gathered in
-units, in the order of their first use. A parameter that a scan slices is gathered in the body of
-the scan, a slice at a time; one that a loop or a branch takes whole is gathered before it.
+units (`jddp.reduce.unit_plan`). A parameter that a scan slices is gathered in the body of the scan,
+a slice at a time; one that a loop or a branch takes whole is gathered before it.
 
 Values made of parameters alone are not kept from the forward to the backward pass: parameters are
 gathered, cast and transposed again. All other values are kept as JAX keeps them. `forget` is the
@@ -19,41 +19,18 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jddp.jaxprs import carried
 from jddp.reduce.backward import evaluate, variables
-from jddp.reduce.plan import plan_buckets
-from jddp.reduce.shards import Shape
+from jddp.reduce.unit_plan import CALLS, REMAT, Part, is_narrowing, plan_units
 from jddp.reduce.units import FORGOTTEN, Gather, forgotten
 from jddp.typing import PyTree
 
-CALLS = {"jit", "pjit", "closed_call", "core_call"}
-REMAT = {"checkpoint", "remat2", "remat"}
 # The sources of a value: no divided parameter, divided parameters alone, or anything.
 CONSTANT, PARAMETERS, ANYTHING = range(3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A replica's part of a parameter.
-
-    Attributes:
-      value: The part.
-      dim: Dim along which the parameter is divided.
-      shape: Shape of the whole parameter.
-      whole: Function that returns the whole parameter; None outside of a program.
-    """
-
-    value: jax.Array
-    dim: int
-    shape: Shape
-    whole: Callable[[], jax.Array] | None = None
-
-    def sliced(self, value: jax.Array) -> "Part":
-        """A slice along the first dim, which is not the divided one."""
-        return Part(value, self.dim - 1, self.shape[1:])
 
 
 def forget(primitive: PyTree, *_: PyTree, **params: PyTree) -> bool:
@@ -118,6 +95,8 @@ class Lazy:
                 outs = self._repeated(eqn, ins, of)
             elif name == "scan" and has_parts:
                 outs = self._scan(eqn, ins, of)
+            elif has_parts and is_narrowing(eqn, ins[0]):
+                outs = [self._cast(ins[0], eqn.params["new_dtype"])]
             else:
                 outs = self._apply(jaxpr, eqn, values, is_pure=results[:1] == [PARAMETERS])
             values |= zip(eqn.outvars, outs, strict=True)
@@ -186,57 +165,29 @@ class Lazy:
     def _in_units(self, jaxpr: Jaxpr, given: Sequence[PyTree]) -> list[PyTree]:
         """The inputs of a program, with parts that can be gathered."""
         found = [*given]
-        places = [i for i, x in enumerate(given) if isinstance(x, Part)]
-        first = first_uses(jaxpr, {jaxpr.invars[i]: given[i].dim for i in places})
-        shapes = [jax.ShapeDtypeStruct(given[i].shape, given[i].value.dtype) for i in places]
-        ready = [first.get(jaxpr.invars[i]) for i in places]
-        plan = plan_buckets(shapes, bucket_bytes=self.unit_bytes, ready=ready)
-        # A parameter that no equation uses may still be a result.
-        rest = {*range(len(places))}.difference(*(bucket.leaves for bucket in plan.buckets))
-        for members in (*(bucket.leaves for bucket in plan.buckets), *((i,) for i in sorted(rest))):
-            own = [places[i] for i in members]
-            unit = functools.cache(functools.partial(self._gather, [given[i] for i in own]))
-            for at, i in enumerate(own):
-                found[i] = dataclasses.replace(given[i], whole=lambda at=at, unit=unit: unit()[at])
+        for unit in plan_units(jaxpr, given, self.unit_bytes):
+            gather = functools.cache(
+                functools.partial(self._gather, [given[i] for i in unit.places], unit.dtype)
+            )
+            for at, i in enumerate(unit.places):
+                own = dataclasses.replace(
+                    given[i], cast=None, whole=lambda at=at, gather=gather: gather()[at]
+                )
+                found[i] = own if given[i].cast is None else self._cast(own, given[i].cast)
         return found
 
-    def _gather(self, parts: Sequence[Part]) -> list[jax.Array]:
-        return self.gather([x.value for x in parts], [x.dim for x in parts])
+    def _gather(self, parts: Sequence[Part], dtype: np.dtype) -> list[jax.Array]:
+        return self.gather([x.value for x in parts], [x.dim for x in parts], dtype)
 
+    def _cast(self, x: Part, dtype: np.dtype) -> Part:
+        """The part of a parameter that the program casts."""
 
-def first_uses(jaxpr: Jaxpr, dims: dict[Var, int]) -> dict[Var, int]:
-    """Numbers of the equations that first need parameters whole, by variable.
+        def cast(x: jax.Array) -> list[jax.Array]:
+            return [x.astype(dtype)]
 
-    A region that is recomputed, and the body of a scan over a parameter, gather it themselves.
-
-    Args:
-      jaxpr: The program.
-      dims: Dim along which each parameter is divided.
-    """
-    found: dict[Var, int] = {}
-    num = 0
-
-    def visit(jaxpr: Jaxpr, names: dict[Var, Var]) -> None:
-        nonlocal num
-        for eqn in jaxpr.eqns:
-            num += 1
-            name = eqn.primitive.name
-            used = {
-                i: names[v]
-                for i, v in enumerate(eqn.invars)
-                if not isinstance(v, Literal) and v in names
-            }
-            if name in CALLS:
-                inner = eqn.params["jaxpr"].jaxpr
-                visit(inner, {inner.invars[i]: v for i, v in used.items()})
-            elif name not in REMAT:
-                last = carried(eqn)[1] if name == "scan" else len(eqn.invars)
-                for i, v in used.items():
-                    if i < last or dims[v] == 0:
-                        found.setdefault(v, num)
-
-    visit(jaxpr, {v: v for v in dims})
-    return found
+        run = cast if self.keeps else _made_again(cast)
+        # Once, as the equation that casts: what comes back is added up in the narrow dtype.
+        return dataclasses.replace(x, cast=dtype, whole=functools.cache(lambda: run(_whole(x))[0]))
 
 
 def _whole(x: PyTree) -> PyTree:

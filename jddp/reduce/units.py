@@ -42,14 +42,26 @@ class Gather:
     average: TakeMean
     wire_dtype: np.dtype | None = None
 
-    def __call__(self, parts: Sequence[jax.Array], dims: Sequence[int]) -> list[jax.Array]:
-        """Gathers arrays of one dtype, each divided along its dim."""
+    def __call__(
+        self, parts: Sequence[jax.Array], dims: Sequence[int], dtype: np.dtype
+    ) -> list[jax.Array]:
+        """Gathers arrays of one dtype.
+
+        Args:
+          parts: This replica's parts.
+          dims: Dim along which each is divided.
+          dtype: Dtype in which they are gathered; the results have their own.
+        """
         shapes = [x.shape for x in parts]
+        own = parts[0].dtype
 
         def gather(*parts: jax.Array) -> tuple[jax.Array, ...]:
             with jax.named_scope(f"{UNIT}parameters"):
-                rows = lax.all_gather(_joined(parts), self.axis)
-                return tuple(map(_merged, _cut(rows, shapes), dims))
+                rows = lax.all_gather(_joined(parts).astype(dtype), self.axis)
+                wholes = map(_merged, _cut(rows, shapes), dims)
+                # The program casts them back at once, and XLA drops both casts. So gradients come
+                # back in the parameters' own dtype, and are averaged in it.
+                return tuple(x.astype(own) for x in wholes)
 
         def forward(*parts: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[()]]:
             return forgotten(gather)(*parts), ()

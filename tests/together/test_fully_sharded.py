@@ -90,8 +90,9 @@ def test_five_steps_are_those_of_replicated_parameters(name, optimizer):
         {"accumulate_steps": 2, "max_grad_norm": 0.1},
         {"ema_decay": 0.9, "skip_nonfinite": True, "unused_parameters": "skip"},
         {"precision": jddp.Precision(loss_scale=1024.0), "frozen": ["first/bias"]},
+        {"precision": "bfloat16"},
     ],
-    ids=["kept", "accumulated", "averaged", "scaled"],
+    ids=["kept", "accumulated", "averaged", "scaled", "narrow"],
 )
 def test_other_options_are_those_of_replicated_parameters(options):
     options = dict(options)
@@ -206,6 +207,19 @@ def test_what_travels_is_each_parameter_twice_and_each_gradient_once():
     gathers, means = found[False]
     assert (gathers, means) == (6, 6)
     assert found[True] == [gathers + 2, means]
+
+
+def test_mixed_precision_gathers_half_the_bytes():
+    def layers(m, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(8)(x)))[:, 0]
+
+    for dtype, precision in (("f32", None), ("bf16", "bfloat16")):
+        ddp = wrapped(Of(layers), precision=precision, strategy=jddp.FSDP(regather=False))
+        text = ddp.steps.lower(make_rows()).as_text()
+        found = re.findall(
+            r"stablehlo\.(all_gather|all_to_all).*?-> tensor<[\dx]*x(\w+)>", text, re.S
+        )
+        assert {*found} == {("all_gather", dtype), ("all_to_all", "f32")}
 
 
 def test_evaluation_prediction_and_the_model_are_those_of_whole_parameters():

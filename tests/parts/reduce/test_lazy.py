@@ -1,6 +1,7 @@
 """Programs with divided parameters: gathered at the first use, a slice at a time in scans."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ import pytest
 from jax import P, lax
 
 from jddp.jaxprs import equations
-from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, Part, forget
+from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, forget
 from jddp.reduce.packing import exchange_mean, scatter_mean
 from jddp.reduce.shards import divided_dim
+from jddp.reduce.unit_plan import Part
 from jddp.reduce.units import Gather
 
 NUM, WIDTH, LAYERS = 4, 8, 3
@@ -173,6 +175,58 @@ def test_parameters_that_a_scan_slices_are_gathered_in_its_body(program):
     assert found
     assert not {v.aval.shape for e in found for v in e.outvars} & whole
     assert max(v.aval.size for e in found for v in e.outvars) <= WIDTH * WIDTH
+
+
+def narrow(*arrays):
+    return [x.astype(jnp.bfloat16) for x in arrays]
+
+
+def cast_twice(w, x):
+    """As a model whose layers cast a parameter that they share."""
+    return (jnp.matmul(*narrow(x, w)) @ w.astype(jnp.bfloat16)).sum(dtype=jnp.float32)
+
+
+def cast_in_a_call(w, x):
+    return jnp.square(jnp.matmul(*narrow(x), *jax.jit(narrow)(w))).sum(dtype=jnp.float32)
+
+
+def cast_before_a_scan(w, x):
+    x, w = narrow(x, w)
+    return lax.scan(lambda c, w: (c @ w, None), x, w)[0].sum(dtype=jnp.float32)
+
+
+def seen_in_two_dtypes(w, x):
+    return jnp.square(jnp.matmul(*narrow(x, w))).sum(dtype=jnp.float32) + (x @ w).sum()
+
+
+def cast_after_another(w, x):
+    w = w.astype(jnp.bfloat16).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    return jnp.square(x @ w).sum()
+
+
+@pytest.mark.parametrize(
+    "program, dtype",
+    [
+        (cast_twice, "bf16"),
+        (cast_in_a_call, "bf16"),
+        (cast_before_a_scan, "bf16"),
+        (cast_after_another, "bf16"),
+        (seen_in_two_dtypes, "f32"),
+    ],
+)
+def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrow_dtype(program, dtype):
+    layers = [LAYERS] if program is cast_before_a_scan else []
+    # Whole numbers, of which few bits are set: sums are exact in any order and either dtype.
+    w = jnp.round(numbers(*layers, WIDTH, WIDTH))
+    x = jnp.round(numbers(2 * NUM, WIDTH, seed=1))
+    run = gradients(program, w, x, keeps=True)
+    want = jax.grad(lambda w: sum(map(functools.partial(program, w), jnp.split(x, NUM))) / NUM)(w)
+    np.testing.assert_array_equal(run(w, x), want)
+    text = run.lower(w, x).as_text()
+    sent = re.findall(
+        r"stablehlo\.(all_gather|reduce_scatter).*?-> tensor<[\dx]*x(\w+)>", text, re.S
+    )
+    assert sent == [("all_gather", dtype), ("reduce_scatter", "f32")]
 
 
 @pytest.mark.parametrize("program", [called, normalized, repeated, scanned, scanned_and_repeated])
