@@ -16,6 +16,7 @@ COMMANDS = {
     "launch": "start the processes of a job, on one host or several",
     "evaluate": "evaluate a run again, on its data or on other data",
     "predict": "write what a run predicts for rows, images or a text",
+    "compare": "tell which run is better, by how much, and what differs",
     "explain": "compile a step, and list what it sends and when",
     "verify": "compare a step on all devices with one on a single device",
     "doctor": "check this host, or this job, before training",

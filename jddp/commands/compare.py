@@ -1,0 +1,32 @@
+"""`python -m jddp.compare RUN...`: which run is better, by how much, and what differs?
+
+A RUN is a run directory, or a folder of them. Their records and configs are read, and nothing runs.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from jddp.config.cli import Parser, run_command
+from jddp.config.permissions import expand
+from jddp.errors import show
+from jddp.names.directions import MODES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    description = "Compare runs by their best evaluations. Seeds of one config are one group."
+    parser = Parser(prog="python -m jddp.compare", description=description)
+    add = parser.add_argument
+    add("runs", type=expand, nargs="+", metavar="RUN", help="run directory, or folder of runs")
+    add("--metric", help="metric of the evaluations; by default checkpoint.best_metric")
+    add("--mode", choices=MODES, default="auto", help="what is better; auto: by the name")
+    add("--json", action="store_true", help="print one line of JSON instead")
+    return run_command(lambda: _compare(**vars(parser.parse_args(argv))))
+
+
+def _compare(*, runs: list[Path], metric: str | None, mode: str, **how: bool) -> None:
+    from jddp.runs.comparison import compare_runs, find_runs
+
+    found = compare_runs(find_runs(runs), metric, mode)
+    show(json.dumps(found.as_json()) if how["json"] else str(found))

@@ -1,0 +1,286 @@
+"""Compares runs by what they have recorded: which is better, by how much, and what differs.
+
+    print(compare_runs(find_runs([Path("runs/a"), Path("runs/b")])))
+
+Runs whose settings differ by the seed alone are a group, with a mean and a spread. Nothing is run:
+`metrics.jsonl` and `config.yaml` are read, of running ones, too.
+"""
+
+import dataclasses
+import itertools
+import math
+import statistics
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from jddp.config.effects import effect_of, in_effect
+from jddp.config.files import flatten, read_yaml
+from jddp.errors import UsageError
+from jddp.names.directions import choose_mode
+from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.progress import COLUMNS
+from jddp.typing import JsonObject, Record
+
+METRICS = ("accuracy", "loss")  # the first that has been recorded, if none is chosen
+NO_SETTINGS = {"seed", "run.dir"}
+MOST_KEYS = 3  # in the sentence
+CLEAR = 2.0  # standard errors beyond which a difference is no chance
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What one run has recorded.
+
+    Attributes:
+      name: The directory of the run.
+      settings: The config by dotted keys; {} for a run of `jddp.fit`.
+      best: The best value of the metric in an evaluation; None without a number.
+      step: The step of that evaluation.
+      last: The last evaluation's value; None without a number.
+      step_seconds: Median time of a step; None if no record has one.
+    """
+
+    name: str
+    settings: JsonObject
+    best: float | None
+    step: int | None
+    last: float | None
+    step_seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeds:
+    """Runs that differ by the seed alone.
+
+    Attributes:
+      results: The runs.
+      values: The metric of their best evaluations.
+    """
+
+    results: tuple[RunResult, ...]
+    values: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the first run, and the number of runs."""
+        first, num = self.results[0].name, len(self.results)
+        return first if num == 1 else f"{first} ({num} seeds)"
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values; NaN without any."""
+        return statistics.fmean(self.values) if self.values else math.nan
+
+    @property
+    def variance(self) -> float | None:
+        """Variance of the mean, from the spread over seeds; None for fewer than two."""
+        num = len(self.values)
+        return statistics.variance(self.values) / num if num > 1 else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean time of a step; None if no run has one."""
+        known = [x.step_seconds for x in self.results if x.step_seconds is not None]
+        return statistics.fmean(known) if known else None
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedRuns:
+    """Groups of runs, the best first; its `str` is a table with a verdict above it.
+
+    Attributes:
+      metric: The metric by which runs are compared.
+      mode: "max" or "min", what is better.
+      groups: The groups.
+    """
+
+    metric: str
+    mode: str
+    groups: tuple[Seeds, ...]
+
+    @property
+    def verdict(self) -> str:
+        """Which is better and by how much, or why nobody can tell, in one or two sentences."""
+        first, *others = self.groups
+        if not first.values:
+            return f"No evaluation of these runs has a number for {self.metric!r}."
+        if not others or not others[0].values:
+            return f"{self.metric} is {_with_error(first.mean, first.variance)}: {first.name}."
+        second = others[0]
+        difference = abs(first.mean - second.mean)
+        if first.variance is None or second.variance is None:
+            said = f"{first.name} is better than {second.name} by {difference:.2g} {self.metric}; "
+            said += "one seed does not show how much of that is chance"
+        else:
+            error = math.sqrt(first.variance + second.variance)
+            is_clear = difference > CLEAR * error
+            said = (
+                f"{first.name} is better than {second.name} by"
+                if is_clear
+                else (
+                    f"{first.name} and {second.name} are equal within their spread: they differ by"
+                )
+            )
+            said += f" {_with_error(difference, error**2)} {self.metric}"
+        return ". ".join([said, *self._costs(first, second)]) + "."
+
+    def _costs(self, first: Seeds, second: Seeds) -> list[str]:
+        """Sentences on time and settings."""
+        costs = list[str]()
+        if first.step_seconds and second.step_seconds:
+            ratio = first.step_seconds / second.step_seconds
+            costs.append(f"Its steps take {ratio:.2f} times as long")
+        keys = differing([first.results[0], second.results[0]])
+        if keys:
+            more = f" and {len(keys) - MOST_KEYS} more keys" if len(keys) > MOST_KEYS else ""
+            costs.append(f"They differ in {', '.join(keys[:MOST_KEYS])}{more}")
+        return costs
+
+    def as_json(self) -> JsonObject:
+        """Verdict and runs as values of JSON."""
+        return {
+            "verdict": self.verdict,
+            "metric": self.metric,
+            "mode": self.mode,
+            "differing": differing(self._results()),
+            "groups": [
+                {"mean": None if math.isnan(x.mean) else x.mean, **dataclasses.asdict(x)}
+                for x in self.groups
+            ],
+        }
+
+    def _results(self) -> list[RunResult]:
+        return [*itertools.chain.from_iterable(group.results for group in self.groups)]
+
+    def __str__(self) -> str:
+        """The verdict, a row for each run, and below it the settings in which it differs."""
+        results = self._results()
+        keys = ["seed", *differing(results)]
+        width = max(3, *(len(x.name) for x in results))
+        lines = [
+            *textwrap.wrap(self.verdict, COLUMNS - 1, break_on_hyphens=False),
+            "",
+            f"{'run':<{width}}  {self.metric:>10}     step      last   step s",
+        ]
+        for x in results:
+            step = "-" if x.step is None else f"{x.step:,}"
+            numbers = f"{_number(x.best):>10} {step:>8} {_number(x.last):>9}"
+            lines.append(f"{x.name:<{width}}  {numbers} {_number(x.step_seconds, digits=3):>8}")
+            shown = "  ".join(f"{key}={x.settings[key]}" for key in keys if key in x.settings)
+            lines += textwrap.wrap(shown, COLUMNS - 3, initial_indent="  ", subsequent_indent="  ")
+        return "\n".join(lines)
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run directories among paths; of another folder those in it.
+
+    Raises:
+      UsageError: If a path holds no run.
+    """
+    found = list[Path]()
+    for path in paths:
+        inside = [path] if _is_run(path) else sorted(filter(_is_run, path.glob("*")))
+        if not inside:
+            raise UsageError(
+                f"{path} holds no metrics.jsonl, and no run. Give the run.dir of runs."
+            )
+        found += inside
+    return found
+
+
+def compare_runs(
+    runs: Sequence[Path], metric: str | None = None, mode: str = "auto"
+) -> ComparedRuns:
+    """Compares runs by their best evaluations.
+
+    Args:
+      runs: Their directories.
+      metric: Metric of the evaluations; by default that of `checkpoint.best_metric`, or else
+        accuracy or loss.
+      mode: Whether "max" or "min" is better; "auto" goes by the metric's name.
+
+    Raises:
+      UsageError: If no run has evaluations of the metric.
+      ConfigError: If a config cannot be read, or it is not known what is better.
+      FileSystemError: If records cannot be read.
+    """
+    records = [MetricsFile(run / "metrics.jsonl", is_writer=False).read() for run in runs]
+    settings = [_settings(run) for run in runs]
+    names = {name for record in itertools.chain(*records) for name in _evaluated(record)}
+    chosen = metric or settings[0].get("checkpoint.best_metric")
+    chosen = chosen or next((name for name in METRICS if name in names), None)
+    if chosen not in names:
+        raise UsageError(
+            f"No evaluation of these runs has the metric {chosen!r}. They have "
+            f"{', '.join(sorted(names)) or 'no evaluations'}."
+        )
+    mode = choose_mode(chosen, mode, key="--mode")
+    sign = 1 if mode == "max" else -1
+    results = [
+        _result(str(run), values, own, chosen, sign)
+        for run, values, own in zip(runs, settings, records, strict=True)
+    ]
+    groups = dict[str, list[RunResult]]()
+    for number, x in enumerate(results):
+        same = {key: value for key, value in x.settings.items() if _counts(key)}
+        groups.setdefault(str(sorted(same.items())) if same else f"run {number}", []).append(x)
+    made = [
+        Seeds(tuple(x), tuple(own.best for own in x if own.best is not None))
+        for x in groups.values()
+    ]
+    made.sort(key=lambda group: -sign * group.mean if group.values else math.inf)
+    return ComparedRuns(chosen, mode, tuple(made))
+
+
+def differing(results: Sequence[RunResult]) -> list[str]:
+    """The keys, other than the seed, of which not all configs have the same value."""
+    configs = [in_effect(x.settings) for x in results if x.settings]
+    keys = dict.fromkeys(itertools.chain(*configs))
+    return [k for k in keys if _counts(k) and any(x.get(k) != configs[0].get(k) for x in configs)]
+
+
+def _counts(key: str) -> bool:
+    """Whether runs with other values of a key are other runs."""
+    return key not in NO_SETTINGS and effect_of(key) != "none"
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "metrics.jsonl").is_file()
+
+
+def _settings(run: Path) -> JsonObject:
+    path = run / "config.yaml"
+    return flatten(read_yaml(path)) if path.exists() else {}
+
+
+def _evaluated(record: Record) -> dict[str, float]:
+    """The numbers of an evaluation; {} of another record."""
+    if record.get("split") != "eval":
+        return {}
+    about = {"step", "examples"}
+    return {k: x for k, x in record.items() if isinstance(x, int | float) and k not in about}
+
+
+def _result(
+    name: str, settings: JsonObject, records: Sequence[Record], metric: str, sign: int
+) -> RunResult:
+    found = [x for x in records if metric in _evaluated(x)]
+    best = max(found, key=lambda x: sign * x[metric], default=None)
+    seconds = [x["step_seconds"] for x in records if x.get("step_seconds") is not None]
+    return RunResult(
+        name=name,
+        settings=settings,
+        best=None if best is None else best[metric],
+        step=None if best is None else best["step"],
+        last=found[-1][metric] if found else None,
+        step_seconds=statistics.median(seconds) if seconds else None,
+    )
+
+
+def _with_error(value: float, variance: float | None) -> str:
+    return f"{value:.4g}" if variance is None else f"{value:.4g} +- {math.sqrt(variance):.2g}"
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"

@@ -1,0 +1,103 @@
+"""Runs are compared by their records, over seeds, and settings that differ are named."""
+
+import json
+
+import pytest
+
+from jddp.commands.compare import main
+from jddp.errors import ConfigError, UsageError
+from jddp.runs.comparison import compare_runs, find_runs
+
+RATES = {"a": 0.001, "b": 0.003}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes a run: its evaluations by step, the time of a step, and its config."""
+
+    def make(name, values, seconds=0.1, metric="accuracy", rate=None, seed=0):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        lines = [{"step": 1, "split": "train", "loss": 1.0, "step_seconds": seconds}]
+        lines += [
+            {"step": step, "split": "eval", metric: value, "examples": 10}
+            for step, value in enumerate(values, 1)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "metrics.jsonl").write_text(text + '{"step": 9, "split": "ev')
+        if rate is not None:
+            about = {"run": {"dir": str(folder)}, "optimizer": {"learning_rate": rate}}
+            (folder / "config.yaml").write_text(json.dumps({"seed": seed, **about}))
+        return folder
+
+    return make
+
+
+def of_seeds(make, name, values, **options):
+    return [
+        make(f"{name}{seed}", [value], seed=seed, rate=RATES[name], **options)
+        for seed, value in enumerate(values)
+    ]
+
+
+def test_the_better_of_two_configs_is_named_with_its_error_over_seeds_its_time_and_its_keys(make):
+    runs = [
+        *of_seeds(make, "a", [0.900, 0.904, 0.902]),
+        *of_seeds(make, "b", [0.910, 0.914, 0.912], seconds=0.108),
+    ]
+    found = compare_runs(runs)
+    b, a = found.groups
+    assert (found.metric, found.mode) == ("accuracy", "max")
+    assert [x.name for x in b.results] == [str(x) for x in runs[3:]]
+    assert found.verdict == (
+        f"{b.name} is better than {a.name} by 0.01 +- 0.0016 accuracy. Its steps take 1.08 times "
+        "as long. They differ in optimizer.learning_rate."
+    )
+    assert b.name.endswith("b0 (3 seeds)")
+
+
+def test_what_chance_may_have_made_is_not_called_better(make):
+    runs = [*of_seeds(make, "a", [0.90, 0.92]), *of_seeds(make, "b", [0.91, 0.92])]
+    assert (
+        "are equal within their spread: they differ by 0.005 +- 0.011 accuracy"
+        in compare_runs(runs).verdict
+    )
+    one_of_each = compare_runs([runs[0], runs[2]]).verdict
+    assert "one seed does not show how much of that is chance" in one_of_each
+
+
+def test_a_smaller_loss_is_better_and_numbers_that_are_none_are_left_out(make):
+    worse, better = make("worse", [1.0, 0.9], metric="loss"), make("c", [0.8, None], metric="loss")
+    found = compare_runs([worse, better])
+    assert (found.mode, found.groups[0].results[0].name) == ("min", str(better))
+    assert (found.groups[0].results[0].step, found.groups[0].results[0].last) == (1, 0.8)
+    assert compare_runs([better]).verdict == f"loss is 0.8: {better}."
+
+
+def test_what_cannot_be_compared_is_refused_in_one_line(make, tmp_path):
+    run = make("run", [0.5], metric="oddness")
+    with pytest.raises(UsageError, match=r"No evaluation .* None. They have oddness\."):
+        compare_runs([run])
+    with pytest.raises(ConfigError, match="--mode 'auto': the name 'oddness' does not show"):
+        compare_runs([run], "oddness")
+    assert compare_runs([run], "oddness", "min").groups[0].mean == 0.5
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="empty holds no metrics.jsonl, and no run"):
+        find_runs([tmp_path / "empty"])
+
+
+def test_the_command_prints_a_table_of_a_folder_of_runs_or_json(make, tmp_path, capsys):
+    of_seeds(make, "a", [0.9])
+    of_seeds(make, "b", [0.8])
+    assert main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 + len(str(tmp_path))
+    lines = lines[lines.index("") - 1 :]
+    assert lines[2].split() == ["run", "accuracy", "step", "last", "step", "s"]
+    assert lines[3].split() == [str(tmp_path / "a0"), "0.9", "1", "0.9", "0.1"]
+    assert lines[4] == "  seed=0  optimizer.learning_rate=0.001"
+    assert main([str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["differing"] == ["optimizer.learning_rate"]
+    assert [group["mean"] for group in told["groups"]] == [0.9, 0.8]
+    assert main([str(tmp_path / "none")]) == 2
