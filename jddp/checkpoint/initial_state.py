@@ -21,6 +21,7 @@ from jddp.checkpoint.weights import Loaded, fit_weights, read_weights
 from jddp.config.permissions import expand
 from jddp.engine.calls import call
 from jddp.engine.compiled import CompiledSteps
+from jddp.engine.first_state import put_given
 from jddp.engine.mesh import replicate, replicated, sharded
 from jddp.engine.planned import Planned
 from jddp.engine.processes import connect, from_process_zero
@@ -63,7 +64,8 @@ class InitialState:
         values = self._values(seed, inputs, params, partial=partial)
         # The rows of process 0, so that all processes start with the same state.
         example = inputs._replace(rows=from_process_zero(steps.example(inputs.rows, values)))
-        state = call(steps.init, np.uint32(seed), example, *replicate(values, self._mesh))
+        values = put_given(steps.spec, self._mesh, values)
+        state = call(steps.init, np.uint32(seed), example, *values)
         self._model.check_kinds(state.model_state)
         planned = steps.plan(state, inputs)
         outer, comm_state = state.comm_state.outer, replicate(steps.comm_state(planned), self._mesh)

@@ -2,17 +2,18 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import P
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.stages import Wrapped
 from jaxtyping import Array
 
-from jddp.engine.mesh import over_replicas
+from jddp.engine.mesh import over_replicas, put, replicate
 from jddp.engine.spec import Step
-from jddp.engine.state import CommState, Inputs, TrainState, specs
-from jddp.modules.frozen import freeze
+from jddp.engine.state import CommState, Inputs, Layout, Replicated, TrainState, Values, specs
+from jddp.modules.frozen import freeze, thaw
 from jddp.modules.functional import name_constants, name_key
-from jddp.typing import ModelState, Params, PyTree
+from jddp.typing import Leaf, ModelState, Params, PyTree
 
 
 def make_init(step: Step, mesh: Mesh) -> Wrapped:
@@ -36,7 +37,7 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         state = TrainState(
             step=jnp.int32(0),
             params=params,
-            ema_params=step.average.init(params),
+            ema_params=None,
             model_state=model_state,
             opt_state=(),
             comm_state=CommState(outer=step.sync.init(params)),  # a hook's needs the buckets
@@ -46,15 +47,21 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         # Given values are kept, and an average begins with them: each leaf needs its own buffer.
         return jax.tree.map(jnp.copy, state)
 
-    def init(*given: PyTree) -> TrainState:
-        state = over_replicas(replica, mesh, P(), P())(*given)
+    def init(seed: Array, inputs: Inputs, params: Params, model_state: ModelState) -> TrainState:
+        parts = specs(given_layouts(step, params), step.axis)
+        trained = P() if params is None else freeze(parts, {}, step.model.frozen)[0]
+        leave = TrainState(P(), trained, P(), P(), P(), CommState(P(), P(), P()), P(), P())
+        enter = P(), P(), parts, P()
+        state = over_replicas(replica, mesh, enter, leave)(seed, inputs, params, model_state)
         step.optimizer.check(state.params, mesh.size)
         layout = specs(step.optimizer.layouts(state.params), step.axis)
         placed = specs(
             jax.tree.map(lambda x: step.placement.layout(x.shape), state.params), step.axis
         )
-        # Whole on each device for a moment, leaf by leaf, and divided there: nothing is sent.
-        params, ema_params = step.placement.place((state.params, state.ema_params), mesh)
+        # Those that a model makes are whole on each device for a moment, and divided there: nothing
+        # is sent. Given ones are divided already.
+        params = step.placement.place(state.params, mesh)
+        ema_params = jax.tree.map(jnp.copy, step.average.init(params))
         state = state.replace(params=params, ema_params=ema_params)
         # Mapped by itself, since a sharded optimizer's state leaves with another spec, which needs
         # the shapes of the parameters.
@@ -62,3 +69,23 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         return state.replace(opt_state=optimizer(state.params))
 
     return step.replicas.jit(init)
+
+
+def given_layouts(step: Step, params: Params) -> PyTree:
+    """Layouts of given parameters; those that are not trained are whole."""
+    if params is None:
+        return None
+    layouts = jax.tree.map(lambda x: step.placement.layout(np.shape(x)), params)
+    trained, rest = freeze(layouts, {}, step.model.frozen)
+    return thaw(trained, jax.tree.map(lambda _: Replicated(), rest))[0]
+
+
+def put_given(step: Step, mesh: Mesh, values: Values) -> Values:
+    """Puts given values on the mesh, array by array: no device has the whole of a divided one."""
+    params, model_state = values
+    layouts = given_layouts(step, params)
+
+    def place(x: Leaf, layout: Layout) -> jax.Array:
+        return put(x, NamedSharding(mesh, layout.spec(step.axis)))
+
+    return jax.tree.map(place, params, layouts), replicate(model_state, mesh)

@@ -169,18 +169,19 @@ def is_of_several_processes(mesh: Mesh) -> bool:
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     """Puts a host or device tree, keys included, on every device of the mesh."""
     sharding = replicated(mesh)
+    return jax.tree.map(lambda x: put(x, sharding), tree)
 
-    def put(x: Leaf) -> jax.Array:
-        if getattr(x, "sharding", None) == sharding:
-            return x
-        if is_key(x):
-            # A typed key cannot be put on devices of other processes; its data can.
-            data = put(jax.random.key_data(x))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        # By way of the host, from which arrays can be placed on a mesh of several processes.
-        return jax.device_put(np.array(_fetch(x)), sharding)
 
-    return jax.tree.map(put, tree)
+def put(x: Leaf, sharding: NamedSharding) -> jax.Array:
+    """Puts an array that all processes have on a mesh; each device gets its part alone."""
+    if getattr(x, "sharding", None) == sharding:
+        return x
+    if is_key(x):
+        # A typed key cannot be put on devices of other processes; its data can.
+        data = put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    # By way of the host, from which arrays can be placed on a mesh of several processes.
+    return jax.device_put(np.array(_fetch(x)), sharding)
 
 
 def _fetch(x: Leaf) -> Leaf:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from flax import linen as nn
 from judge import Net, assert_close, host, make_rows, sent, start, wrapped
 from models import GALLERY
@@ -18,9 +19,13 @@ import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.config.schema import Config
 from jddp.engine.digest import as_words, digests
-from jddp.engine.state import Divided, Replicated
+from jddp.engine.first_state import put_given
+from jddp.engine.state import Divided, Inputs, Replicated, by_path
 from jddp.errors import ConfigError
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import read_program
 from jddp.job.job import build
+from jddp.modules.frozen import thaw
 from jddp.zoo.optimizers import decay_mask
 
 # Sums of the replicas in another order, five steps long, of the largest entry; a large epsilon
@@ -241,6 +246,33 @@ def test_evaluation_prediction_and_the_model_are_those_of_whole_parameters():
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-6), *map(found.get, ("ddp", "fsdp"))
     )
+
+
+def test_given_parameters_are_whole_on_no_device(tmp_path, monkeypatch):
+    device_put, parts = jax.device_put, []
+
+    def recorded(x, sharding):
+        parts.append((x.shape, sharding.shard_shape(x.shape)))
+        return device_put(x, sharding)
+
+    ddp = wrapped(Net(), strategy="fsdp", ema_decay=0.9, frozen=["first/bias"])
+    values = Net().init(jax.random.key(0), make_rows()["x"])["params"]
+    file = tmp_path / "weights.safetensors"
+    safetensors.numpy.save_file({n: np.asarray(x) for n, x in by_path(values).items()}, file)
+    monkeypatch.setattr(jax, "device_put", recorded)
+    for given in (values, file):
+        parts.clear()
+        state = ddp.init(0, make_rows(), params=given)
+        assert ((4, 4), (1, 4)) in parts
+        assert ((4, 1), (1, 1)) in parts
+        assert ((4,), (4,)) in parts  # frozen
+        for tree in (state.params, state.ema_params):
+            whole, _ = thaw(tree, state.model_state)
+            jax.tree.map(np.testing.assert_array_equal, host(whole), host(values))
+    # The program that makes a state of them gathers nothing.
+    given = put_given(ddp.steps.spec, ddp.mesh, (values, {}))
+    compiled = ddp.steps.init.lower(np.uint32(0), Inputs(None), *given).compile()
+    assert not collectives(read_program(compiled.as_text()))
 
 
 @pytest.mark.parametrize("dropout_rate", swept([0.0, 0.2], every=2))
