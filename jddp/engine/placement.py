@@ -15,7 +15,7 @@ References:
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import jax
@@ -24,16 +24,16 @@ from jax.sharding import Mesh, NamedSharding
 
 from jddp.engine.mesh import axis_of, platform
 from jddp.engine.parameters import WHOLE, Dims, Loss, ParameterSource, Pullback
-from jddp.engine.protocols import Placement
-from jddp.engine.state import Divided, Layout, Replicated
+from jddp.engine.protocols import Placement, TraceLoss
+from jddp.engine.state import Divided, Layout, Replicated, name_of
 from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, forget
 from jddp.reduce.packing import average_of_shards
 from jddp.reduce.plan import BucketPlan, in_mebibytes
 from jddp.reduce.reducer import Reducer
 from jddp.reduce.shards import Shape, divided_dim
-from jddp.reduce.unit_plan import Part
+from jddp.reduce.unit_plan import Part, list_units
 from jddp.reduce.units import Gather
-from jddp.typing import Leaf, Params, PyTree
+from jddp.typing import Leaf, Params, Path, PyTree
 
 
 @final
@@ -55,7 +55,7 @@ class Everywhere:
         """Returns the parameters as they are."""
         return params
 
-    def note(self, plan: BucketPlan, params: Params) -> BucketPlan:
+    def note(self, plan: BucketPlan, params: Params, program: TraceLoss) -> BucketPlan:
         """Notes nothing."""
         return plan
 
@@ -99,17 +99,36 @@ class FullySharded:
 
         return jax.tree.map(put, params)
 
-    def note(self, plan: BucketPlan, params: Params) -> BucketPlan:
-        """Notes which parameters are divided, and which stay whole."""
+    def note(self, plan: BucketPlan, params: Params, program: TraceLoss) -> BucketPlan:
+        """Notes the units of divided parameters, and which parameters stay whole."""
         leaves = jax.tree.leaves(params)
         kept = [x for x in leaves if self.layout(x.shape) == Replicated()]
         divided = [x for x in leaves if self.layout(x.shape) != Replicated()]
         gathered = "once" if self.lazy.keeps else "twice"
-        return plan.noted(
+        plan = plan.noted(
             f"fsdp: {_size_of(divided)} divided over {self.num} replicas, in no bucket:",
             f"  all-gathered {gathered} and reduce-scattered once for each micro-batch",
             f"fsdp: {_size_of(kept)} whole: {self.num} divides none of their dims",
         )
+        if program is None:
+            return plan
+        parts = [self._part_of(path, x) for path, x in jax.tree_util.tree_leaves_with_path(params)]
+        num_passes = 1 if self.lazy.keeps else 2
+        units = [*list_units(program(), parts, self.lazy.unit_bytes, num_passes=num_passes)]
+        share = (self.num - 1) / self.num
+        gathers = share * sum(x.bytes * x.num_passes for x in units)
+        scatters = share * sum(x.size * x.dtype.itemsize for x in divided)
+        return replace(plan, units=tuple(units)).noted(
+            f"fsdp: a device receives {in_mebibytes(gathers)} MiB of parameters at most, and sums",
+            f"  {in_mebibytes(scatters)} MiB of gradients, for each micro-batch",
+        )
+
+    def _part_of(self, path: Path, x: Leaf) -> Part | None:
+        layout = self.layout(x.shape)
+        if not isinstance(layout, Divided):
+            return None
+        value = jax.ShapeDtypeStruct(layout.part_shape(x.shape), x.dtype)
+        return Part(value, layout.dim, x.shape, name=name_of(path))
 
 
 @final

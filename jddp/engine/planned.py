@@ -8,6 +8,7 @@ Rows of another form may use other parameters, so they have other buckets too.
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Hashable
 
@@ -16,10 +17,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jddp.engine.calls import call
 from jddp.engine.program import Form
+from jddp.engine.protocols import TraceLoss
 from jddp.engine.row_split import RowSplit
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState
-from jddp.engine.step import Traced, trace
+from jddp.engine.step import Traced, trace, trace_loss
 from jddp.errors import ConfigError
 from jddp.modules.frozen import describe_frozen
 from jddp.modules.metrics import Sums, weights_in
@@ -94,7 +96,9 @@ class Plans:
                 _warn_of_micro_batches(traced, spec.backward.num)
             _refuse_constant_loss(traced)
             plan = spec.reducer.plan(state.params, traced.ready)
-            self._planned[form] = Planned(self._noted(plan, state, traced.num_looped), traced)
+            loss = functools.partial(call, trace_loss, spec.backward, self._mesh, state, part)
+            plan = self._noted(plan, state, traced.num_looped, loss)
+            self._planned[form] = Planned(plan, traced)
         # Checked for each form of rows: another batch may leave other parameters unused.
         spec.optimizer.unused.check(self._planned[form].plan)
         return self._planned[form]
@@ -122,10 +126,12 @@ class Plans:
         part = part._replace(rows=form.applied_to(part.rows))
         return call(trace, spec, mesh, shapes_of(state), part)
 
-    def _noted(self, plan: BucketPlan, state: TrainState, num_looped: int = 0) -> BucketPlan:
+    def _noted(
+        self, plan: BucketPlan, state: TrainState, num_looped: int = 0, loss: TraceLoss = None
+    ) -> BucketPlan:
         """The plan, with notes on when buckets are sent, and on parameters that never are."""
         plan = plan.noted(*describe_frozen(state.model_state))
-        plan = self._spec.placement.note(plan, state.params)
+        plan = self._spec.placement.note(plan, state.params, loss)
         return self._spec.sync.note(self._spec.backward.schedule.note(plan, num_looped))
 
 

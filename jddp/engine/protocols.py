@@ -37,6 +37,7 @@ Evaluate = Callable[[Batch, Array, Array], Sums]  # of a replica's rows, which c
 Function = Callable[..., PyTree]
 Options = dict[str, PyTree] | None
 Places = tuple[int, ...]
+TraceLoss = Callable[[], Jaxpr] | None  # the loss of the parameters; None where there are no rows
 Averaged = tuple[Grads, HookState]
 Outcome = tuple[TrainState, Metrics]
 
@@ -298,12 +299,13 @@ class Placement(Protocol):
     def place(self, params: Params, mesh: Mesh) -> Params:
         """Places whole parameters, in a program over the mesh."""
 
-    def note(self, plan: BucketPlan, params: Params) -> BucketPlan:
-        """Returns the plan with notes on parameters that are in no bucket.
+    def note(self, plan: BucketPlan, params: Params, program: TraceLoss) -> BucketPlan:
+        """Returns the plan with units and notes of parameters that are in no bucket.
 
         Args:
           plan: The buckets.
           params: Shapes of the parameters.
+          program: Function that traces the loss.
         """
 
 

@@ -18,7 +18,7 @@ from jax.stages import Wrapped
 from jaxtyping import Array
 
 from jddp.engine.mesh import input_specs, over_replicas, platform
-from jddp.engine.micro_batches import Local
+from jddp.engine.micro_batches import Local, MicroBatches
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, name_of, specs
 from jddp.engine.sync import EveryStep
@@ -177,6 +177,31 @@ def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inpu
         backward=backward.traced.jaxpr,
         inputs=tuple(name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(given)),
     )
+
+
+def trace_loss(
+    passes: MicroBatches, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inputs
+) -> Jaxpr:
+    """Traces the loss of a micro-batch of one replica, whose inputs are the parameters.
+
+    Args:
+      passes: The forward pass.
+      mesh: The mesh, for the size of its axis.
+      state: Shapes of one replica's state.
+      inputs: Shapes of the rows, and of constants.
+    """
+    traced: list[ClosedJaxpr] = []
+
+    def replica(state: TrainState, inputs: Inputs) -> None:
+        batch = inputs.rows, state.key, inputs.constants
+
+        def loss(params: Params) -> PyTree:
+            return passes.forward(params, state.model_state, *batch)
+
+        traced.append(jax.make_jaxpr(loss)(state.params))
+
+    jax.eval_shape(over_replicas(replica, mesh, P(), P()), state, inputs)
+    return traced[0].jaxpr
 
 
 def _reach_statistics(

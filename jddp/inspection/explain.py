@@ -9,6 +9,7 @@ This module reads plans and programs, and runs nothing.
 import dataclasses
 import re
 import textwrap
+from collections.abc import Sequence
 
 import jax
 
@@ -74,6 +75,10 @@ class Explanation(Shown):
             "jax": jax.__version__,
             "bytes_per_step": self.bytes_per_step,
             "buckets": [_bucket_as_json(x) for x in self.plan.buckets],
+            "units": [
+                _bucket_as_json(x.bucket) | {"num_slices": x.num_slices, "num_passes": x.num_passes}
+                for x in self.plan.units
+            ],
             "unused": [*self.plan.unused],
             "notes": [*self.plan.notes],
             "collectives": [
@@ -123,6 +128,7 @@ class Explanation(Shown):
                 into,
                 f"Parameters and gradients of units are {size} MiB a step, each array counted",
                 "once for each time that it is sent.",
+                *self._of_units(units),
             ]
         lines = []
         if local.start:
@@ -134,6 +140,21 @@ class Explanation(Shown):
             "Each array counted once, all collectives are "
             f"{in_mebibytes(self.bytes_per_step)} MiB a step on average.",
         ]
+
+    def _of_units(self, found: Sequence[Collective]) -> list[str]:
+        """The planned units beside the gathers of the program."""
+        gathers = [x for x in found if _purpose(x).startswith("parameters, forward")]
+        planned = len(self.plan.units), sum(x.num_slices > 1 for x in self.plan.units)
+        compiled = len(gathers), sum(x.is_in_loop for x in gathers)
+        lines = [
+            f"Planned are {planned[0]} units, {planned[1]} of them in loops; the program gathers",
+            f"{compiled[0]} in the forward pass, {compiled[1]} of them in loops.",
+        ]
+        if compiled[0] != planned[0] or compiled[1] < planned[1]:
+            lines.append(
+                "The compiler has merged, split or dropped some, or moved them out of loops."
+            )
+        return lines
 
 
 def explain(ddp: Trainable, batch: Batch) -> Explanation:
@@ -173,7 +194,8 @@ def _purpose(collective: Collective) -> str:
         return GRADIENTS
     if UNIT in collective.op_name:
         is_gathered = f"{UNIT}parameters" in collective.op_name
-        return f"parameters, {_direction(collective)}" if is_gathered else GRADIENTS
+        where = ", in loops" if collective.is_in_loop else ""
+        return (f"parameters, {_direction(collective)}" if is_gathered else GRADIENTS) + where
     if "parameters/" in collective.op_name:
         return "parameters, updated"
     if "metrics/" in collective.op_name:

@@ -165,11 +165,17 @@ class Lazy:
     def _in_units(self, jaxpr: Jaxpr, given: Sequence[PyTree]) -> list[PyTree]:
         """The inputs of a program, with parts that can be gathered."""
         found = [*given]
-        for unit in plan_units(jaxpr, given, self.unit_bytes):
+        units = [(x.leaves, x.wire_dtype) for x in plan_units(jaxpr, given, self.unit_bytes)]
+        used = {i for places, _ in units for i in places}
+        # A parameter that no equation uses may still be a result.
+        units += [
+            ((i,), x.dtype) for i, x in enumerate(given) if isinstance(x, Part) and i not in used
+        ]
+        for places, dtype in units:
             gather = functools.cache(
-                functools.partial(self._gather, [given[i] for i in unit.places], unit.dtype)
+                functools.partial(self._gather, [given[i] for i in places], dtype)
             )
-            for at, i in enumerate(unit.places):
+            for at, i in enumerate(places):
                 own = dataclasses.replace(
                     given[i], cast=None, whole=lambda at=at, gather=gather: gather()[at]
                 )

@@ -54,6 +54,27 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class GatheredUnit:
+    """Divided parameters that are gathered by one collective, for each micro-batch.
+
+    Attributes:
+      bucket: The parameters, in the order in which they are packed.
+      num_slices: Iterations of the loops over layers in which they are gathered, a slice at a time;
+        1 outside of loops.
+      num_passes: Passes that gather them: 2 where the backward pass gathers them again.
+    """
+
+    bucket: Bucket
+    num_slices: int
+    num_passes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slices of the parameters, once around."""
+        return self.num_slices * self.bucket.bytes
+
+
+@dataclass(frozen=True)
 class BucketPlan(Shown):
     """The gradients that are sent, each exactly once, in buckets from first to last.
 
@@ -62,11 +83,13 @@ class BucketPlan(Shown):
       unused: Names of the leaves that no gradient reaches: they are zero on every replica, and
         nothing is sent for them.
       notes: Further facts, a sentence each.
+      units: Divided parameters, in the units in which they are gathered.
     """
 
     buckets: tuple[Bucket, ...]
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    units: tuple[GatheredUnit, ...] = ()
 
     def __len__(self) -> int:
         """Number of buckets."""
@@ -86,12 +109,11 @@ class BucketPlan(Shown):
         num = f"{len(self)} bucket{'' if len(self) == 1 else 's'}"
         rows = [f"{num}, {in_mebibytes(self.wire_bytes)} MiB on the wire per step"]
         rows.append(f"{'bucket':>6} {'MiB':>9} {'leaves':>6}  {'dtype':<9} first and last leaf")
-        for i, bucket in enumerate(self.buckets):
-            ends = " .. ".join(dict.fromkeys((bucket.paths[0], bucket.paths[-1])))
-            rows.append(
-                f"{i:>6} {in_mebibytes(bucket.bytes):>9} {len(bucket.paths):>6}  "
-                f"{bucket.wire_dtype.name:<9} {_shorten(ends, 45)}"
-            )
+        rows += [_row(i, bucket, 45) for i, bucket in enumerate(self.buckets)]
+        if self.units:
+            rows.append(f"{'unit':>6} {'MiB':>9} {'leaves':>6}  {'dtype':<9} passes x slices")
+        for i, x in enumerate(self.units):
+            rows.append(_row(i, x.bucket, 36, f"{x.num_passes} x {x.num_slices:<4} "))
         return "\n".join((*rows, *self._remarks()))
 
     def _remarks(self) -> tuple[str, ...]:
@@ -99,6 +121,12 @@ class BucketPlan(Shown):
             return self.notes
         named = ", ".join(self.unused[:3]) + (", ..." if len(self.unused) > 3 else "")
         return (*self.notes, f"{len(self.unused)} unused, not sent: {_shorten(named, 55)}")
+
+
+def _row(number: int, bucket: Bucket, width: int, times: str = "") -> str:
+    ends = " .. ".join(dict.fromkeys((bucket.paths[0], bucket.paths[-1])))
+    size = f"{number:>6} {in_mebibytes(bucket.bytes):>9} {len(bucket.paths):>6}"
+    return f"{size}  {bucket.wire_dtype.name:<9} {times}{_shorten(ends, width)}"
 
 
 @dataclass(frozen=True)

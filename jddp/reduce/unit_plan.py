@@ -1,7 +1,7 @@
 """Plans the units in which a program gathers its divided parameters, from its equations.
 
     for unit in plan_units(jaxpr, [Part(...), ..., rows], unit_bytes):
-        print(unit.places, unit.dtype)
+        print(unit.paths, unit.wire_dtype)
 
 Parameters are gathered in the order of their first use. One that the program only casts to a
 narrower float, as mixed precision does, is cast first and gathered in that dtype: half the bytes.
@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jddp.jaxprs import carried
-from jddp.reduce.plan import plan_buckets
+from jddp.reduce.plan import Bucket, GatheredUnit, plan_buckets
 from jddp.reduce.shards import Shape
 from jddp.typing import Leaf, PyTree
 
@@ -37,6 +37,7 @@ class Part:
       shape: Shape of the whole parameter.
       cast: Narrower dtype to which the program has cast the parameter; None for its own.
       whole: Function that returns the whole parameter; None outside of a program.
+      name: Path of the parameter, for plans.
     """
 
     value: Leaf
@@ -44,6 +45,7 @@ class Part:
     shape: Shape
     cast: np.dtype | None = None
     whole: Callable[[], jax.Array] | None = None
+    name: str = ""
 
     @property
     def dtype(self) -> np.dtype:
@@ -52,19 +54,7 @@ class Part:
 
     def sliced(self, value: Leaf) -> "Part":
         """A slice along the first dim, which is not the divided one."""
-        return Part(value, self.dim - 1, self.shape[1:], self.cast)
-
-
-class Unit(NamedTuple):
-    """Parameters that are gathered together.
-
-    Attributes:
-      places: Places of the parameters among the inputs of the program.
-      dtype: Dtype in which they are gathered.
-    """
-
-    places: tuple[int, ...]
-    dtype: np.dtype
+        return Part(value, self.dim - 1, self.shape[1:], self.cast, name=self.name)
 
 
 class Input(NamedTuple):
@@ -79,8 +69,10 @@ class Input(NamedTuple):
     part: Part
 
 
-def plan_units(jaxpr: Jaxpr, given: Sequence[PyTree], unit_bytes: tuple[int, ...]) -> list[Unit]:
-    """Returns the units of a program, each parameter exactly once.
+def plan_units(jaxpr: Jaxpr, given: Sequence[PyTree], unit_bytes: tuple[int, ...]) -> list[Bucket]:
+    """Returns the units of a program, whose `leaves` are places among its inputs.
+
+    Each parameter that the program needs whole stands in exactly one.
 
     Args:
       jaxpr: The program.
@@ -102,9 +94,42 @@ def plan_units(jaxpr: Jaxpr, given: Sequence[PyTree], unit_bytes: tuple[int, ...
     for dtype in dict.fromkeys(sent.values()):
         ready = [first.get(i) if sent[i] == dtype else None for i in places]
         plan = plan_buckets(shapes, bucket_bytes=unit_bytes, ready=ready, wire_dtype=dtype)
-        units += [Unit(tuple(places[i] for i in b.leaves), b.wire_dtype) for b in plan.buckets]
-    # A parameter that no equation uses may still be a result.
-    return [*units, *(Unit((i,), sent[i]) for i in places if i not in first)]
+        for bucket in plan.buckets:
+            own = tuple(places[i] for i in bucket.leaves)
+            paths = tuple(parts[i].name for i in own)
+            units.append(dataclasses.replace(bucket, leaves=own, paths=paths))
+    return units
+
+
+def list_units(
+    jaxpr: Jaxpr,
+    given: Sequence[PyTree],
+    unit_bytes: tuple[int, ...],
+    num_slices: int = 1,
+    num_passes: int = 1,
+) -> Iterator[GatheredUnit]:
+    """Yields the units of a program, and of its loops over layers and regions that are recomputed.
+
+    Args:
+      jaxpr: The program.
+      given: Inputs of the program, as of `plan_units`; parts may be shapes.
+      unit_bytes: Largest sizes of units.
+      num_slices: Number of times that a pass runs the program.
+      num_passes: Number of passes that gather: 2 if the backward pass does.
+    """
+    for bucket in plan_units(jaxpr, given, unit_bytes):
+        yield GatheredUnit(bucket, num_slices, num_passes)
+    for eqn, used in takers(jaxpr, given):
+        own = [
+            used[i].part if i in used and not needs_whole(eqn, i, used[i].part) else None
+            for i in range(len(eqn.invars))
+        ]
+        if eqn.primitive.name in REMAT:
+            yield from list_units(eqn.params["jaxpr"], own, unit_bytes, num_slices, 2)
+        elif eqn.primitive.name == "scan":
+            slices = [x and x.sliced(jax.eval_shape(lambda v: v[0], x.value)) for x in own]
+            num = num_slices * eqn.params["length"]
+            yield from list_units(eqn.params["jaxpr"].jaxpr, slices, unit_bytes, num, num_passes)
 
 
 def takers(jaxpr: Jaxpr, given: Sequence[PyTree]) -> Iterator[tuple[JaxprEqn, dict[int, Input]]]:

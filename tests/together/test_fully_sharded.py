@@ -207,11 +207,36 @@ def test_what_travels_is_each_parameter_twice_and_each_gradient_once():
     assert re.search(r"all-gather .* parameters, forward\n", explained)
     assert re.search(r"all-to-all .* gradients\n", explained)
     assert "Parameters and gradients of units are" in explained
+    assert "Planned are 6 units, 0 of them in loops; the program gathers\n6 in" in explained
     # Buckets of 80 bytes: a unit is one kernel and no more, or a bias; no bias is gathered again,
     # nor the first kernel, which the backward pass does not need.
     gathers, means = found[False]
     assert (gathers, means) == (6, 6)
     assert found[True] == [gathers + 2, means]
+
+
+def test_the_plan_lists_units_with_their_loops_and_passes():
+    example = GALLERY["scanned_transformer"]
+    options = {"mesh": 4, "reduction": jddp.Reduction(bucket_mb=2e-4), **example.options}
+    for regather, num_passes in ((True, 2), (False, 1)):
+        ddp = jddp.DataParallel(
+            example.model(),
+            optax.sgd(0.1),
+            example.loss_fn,
+            strategy=jddp.FSDP(regather=regather),
+            **options,
+        )
+        batch = example.make_batch(16, 0)
+        plan, params = ddp.steps.planned(batch).plan, ddp.steps.abstract_state(batch).params
+        # What is recomputed is gathered again in any case.
+        assert all(x.num_passes == (2 if x.num_slices == 3 else num_passes) for x in plan.units)
+        assert sum(x.bytes for x in plan.units) == sum(4 * x.size for x in jax.tree.leaves(params))
+        in_loops = [p for x in plan.units if x.num_slices == 3 for p in x.bucket.paths]
+        assert sorted(in_loops) == [x for x in by_path(params) if "layers" in x]
+        received = sum(x.bytes * x.num_passes for x in plan.units) * 3 / 4 / 2**20
+        assert f"receives {received:.3g} MiB of parameters" in str(plan)
+        assert re.search(rf"\n +0 .* float32   {num_passes} x 1 +\S*embedding", str(plan))
+        assert max(map(len, str(plan).splitlines())) <= 80
 
 
 def test_mixed_precision_gathers_half_the_bytes():
