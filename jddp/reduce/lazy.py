@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jddp.jaxprs import carried
@@ -128,12 +129,21 @@ class Lazy:
         # A loop may carry values of any source, whatever they begin with.
         made = [*of[:first], *[ANYTHING] * (last - first), *of[last:]]
 
-        def body(carry: list[PyTree], values: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
+        def layer(*given: PyTree) -> list[PyTree]:
             own = [
                 x.sliced(value) if isinstance(x, Part) else value
-                for x, value in zip(slices, values, strict=True)
+                for x, value in zip(slices, given[last:], strict=True)
             ]
-            results = self.evaluate(eqn.params["jaxpr"], [*consts, *carry, *own], made)
+            return self.evaluate(eqn.params["jaxpr"], [*given[:last], *own], made)
+
+        if not self.keeps:
+            # Else the backward pass begins with a scan that gathers all slices, and keeps them.
+            layer = _repeating(layer, forget, prevent_cse=False)
+
+        def body(carry: list[PyTree], values: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
+            # Kept as it comes in: else one more scan copies it from what goes out.
+            carry = [checkpoint_name(x, "carried") for x in carry]
+            results = layer(*consts, *carry, *values)
             return results[: last - first], results[last - first :]
 
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
@@ -157,10 +167,8 @@ class Lazy:
                 return False
             return policy(primitive, *avals, **about)
 
-        repeated = jax.checkpoint(region, policy=keep, prevent_cse=params["prevent_cse"])
-        call = jax.custom_vjp(lambda *values: repeated(*values))
-        call.defvjp(functools.partial(jax.vjp, repeated), lambda pullback, grads: pullback(grads))
-        return call(*map(_own, ins))
+        repeating = _repeating(region, keep, prevent_cse=params["prevent_cse"])
+        return repeating(*map(_own, ins))
 
     def _in_units(self, jaxpr: Jaxpr, given: Sequence[PyTree]) -> list[PyTree]:
         """The inputs of a program, with parts that can be gathered."""
@@ -205,6 +213,16 @@ def _whole(x: PyTree) -> PyTree:
 
 def _own(x: PyTree) -> PyTree:
     return x.value if isinstance(x, Part) else x
+
+
+def _repeating(
+    region: Callable[..., list[PyTree]], policy: Callable[..., PyTree], *, prevent_cse: bool
+) -> Callable[..., list[PyTree]]:
+    """The region as one call with a backward pass of its own, which repeats what is not kept."""
+    repeated = jax.checkpoint(region, policy=policy, prevent_cse=prevent_cse)
+    call = jax.custom_vjp(lambda *values: repeated(*values))
+    call.defvjp(functools.partial(jax.vjp, repeated), lambda pullback, grads: pullback(grads))
+    return call
 
 
 def _made_again(run: Callable[..., list[PyTree]]) -> Callable[..., list[PyTree]]:

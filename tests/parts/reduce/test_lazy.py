@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +228,29 @@ def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrow_dtype(program, 
         r"stablehlo\.(all_gather|reduce_scatter).*?-> tensor<[\dx]*x(\w+)>", text, re.S
     )
     assert sent == [("all_gather", dtype), ("reduce_scatter", "f32")]
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, *SCANS])
+def test_a_parameter_is_gathered_once_in_each_pass_however_often_it_is_used(program):
+    w = numbers(*([LAYERS] if program in SCANS else []), WIDTH, WIDTH)
+    x = numbers(2 * NUM, WIDTH, seed=1)
+    traced = jax.make_jaxpr(gradients(program, w, x))(w, x)
+    times = Counter(e.primitive.name for e in equations(traced.jaxpr))
+    num_used = int(program is not used_by_none)
+    # The gradient of a last product needs the rows alone.
+    num_passes = 1 if program in (called, in_branches, in_a_loop) else 2 * num_used
+    assert (times["all_gather"], times["reduce_scatter"]) == (num_passes, num_used)
+
+
+@pytest.mark.parametrize("program", [scanned, scanned_and_repeated, scanned_backwards])
+def test_a_scan_runs_once_in_each_pass_and_keeps_no_whole_parameter_of_any_slice(program):
+    w, x = numbers(LAYERS, WIDTH, WIDTH), numbers(2 * NUM, WIDTH, seed=1)
+    traced = jax.make_jaxpr(gradients(program, w, x))(w, x)
+    scans = [e for e in equations(traced.jaxpr) if e.primitive.name == "scan"]
+    assert len(scans) == 2
+    stacked = {v.aval.shape for e in scans for v in (*e.invars, *e.outvars)}
+    assert (LAYERS, WIDTH // NUM, WIDTH) in stacked
+    assert (LAYERS, WIDTH, WIDTH) not in stacked
 
 
 @pytest.mark.parametrize("program", [called, normalized, repeated, scanned, scanned_and_repeated])
