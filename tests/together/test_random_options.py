@@ -146,7 +146,7 @@ def choose(seed):
     mask = maybe(*masks, default="no", chance=0.7) if form in ("tokens", "rows") else "no"
     norm = maybe("batch", "layer", default="none", chance=0.7)
     model = Net(norm, *(rng.random() < chance for chance in (0.3, 0.25, 0.2)))
-    strategies = "zero1", jddp.LogicalReplicas(8), jddp.LocalSteps(2)
+    strategies = "zero1", "fsdp", jddp.LogicalReplicas(8), jddp.LocalSteps(2)
     options = {
         "mesh": rng.choice([1, 2, 4, 8]),
         "strategy": maybe(*strategies, default="ddp", chance=0.5),
@@ -196,6 +196,12 @@ def change_what_is_refused(model, options, reduction):
             options["batch_norm"] = "local"
     if isinstance(strategy, jddp.LogicalReplicas):
         reduction["wire_dtype"] = None
+    if strategy == "fsdp":
+        reduction |= {"hook": None, "overlap": False, "layout": "flat"}
+        if reduction["wire_dtype"] == "float16":
+            reduction["wire_dtype"] = "bfloat16"
+        if options["batch_norm"] in ("local", "broadcast"):
+            options["batch_norm"] = "sync"
     if model.unused and options["unused_parameters"] == "error":
         options["unused_parameters"] = "zero"
 
