@@ -64,6 +64,16 @@ def mesh(request):
     return jax.sharding.Mesh(np.array(jax.devices()[: request.param]), ("data",))
 
 
+@pytest.fixture(scope="module")
+def as_users_compile():
+    """Undoes what the other tests ask of JAX to compile fast."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
 @pytest.fixture
 def commands_by_marker():
     """The commands that run the tests of each marker."""

@@ -1,10 +1,11 @@
-"""ResNet-50 and GPT-2 124M, compiled through `jddp.DataParallel` for H100s that are not there."""
+"""ResNet-50 and GPT-2, compiled through `jddp.DataParallel` for H100s that are not there."""
 
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 import optax
+from flax import linen as nn
 
 import jddp
 from jddp.inspection.hlo import HloProgram, read_program
@@ -33,11 +34,13 @@ class Compiled:
     Attributes:
       plan: The buckets that it was asked to send.
       program: What the compiler made of it.
+      argument_bytes: Memory of its arguments on each GPU.
       temporary_bytes: Memory that it needs on each GPU beside its arguments and results.
     """
 
     plan: BucketPlan
     program: HloProgram
+    argument_bytes: int
     temporary_bytes: int
 
 
@@ -65,9 +68,72 @@ def compile_gpt2(*, num_hosts=1, devices_per_host=8, **options):
     return _compile(jddp.DataParallel(model, optimizer, next_token, mesh=mesh, **options), batch)
 
 
+FORMS = ("unrolled", "scanned", "scanned, remat")
+
+
+class Block(nn.Module):
+    """A block of GPT-2, in bfloat16."""
+
+    num_heads: int
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        width, dtype = x.shape[-1], "bfloat16"
+        y = nn.Dense(3 * width, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x))
+        heads = y.reshape(*x.shape[:2], 3, self.num_heads, -1)
+        mixed = jax.nn.dot_product_attention(*heads.transpose(2, 0, 1, 3, 4), is_causal=True)
+        x = x + nn.Dense(width, dtype=dtype)(mixed.reshape(x.shape))
+        y = nn.gelu(nn.Dense(4 * width, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x)))
+        return x + nn.Dense(width, dtype=dtype)(y), None
+
+
+class Layers(nn.Module):
+    """GPT-2, whose blocks are written out, or are one scan, each recomputed or not."""
+
+    form: str
+    num_layers: int
+    num_heads: int
+    width: int
+    vocab_size: int
+    length: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(self.vocab_size, self.width, dtype="bfloat16")
+        places = self.param("places", nn.initializers.normal(0.02), (1, self.length, self.width))
+        x = embed(tokens) + places.astype("bfloat16")
+        if self.form == "unrolled":
+            for _ in range(self.num_layers):
+                x, _ = Block(self.num_heads)(x)
+        else:
+            block = nn.remat(Block, prevent_cse=False) if "remat" in self.form else Block
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            x, _ = nn.scan(block, length=self.num_layers, **axes)(self.num_heads)(x, None)
+        return embed.attend(nn.LayerNorm(dtype="bfloat16")(x)).astype("float32")
+
+
+def layers_loss(model, batch):
+    """The losses of the next tokens."""
+    logits = model(batch["tokens"][:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
+
+
+def compile_layers(form, *, rows, num_hosts=1, devices_per_host=8, sizes, **options):
+    """A GPT-2 of `sizes` in one of `FORMS`, `rows` sequences a GPU, AdamW."""
+    batch_shape = (rows * num_hosts * devices_per_host, sizes["length"] + 1)
+    batch = {"tokens": jax.ShapeDtypeStruct(batch_shape, np.int32)}
+    mesh = described_mesh("h100_sxm", num_hosts=num_hosts, devices_per_host=devices_per_host)
+    optimizer = optax.adamw(6e-4, b2=0.95, weight_decay=0.1)
+    ddp = jddp.DataParallel(Layers(form, **sizes), optimizer, layers_loss, mesh=mesh, **options)
+    return _compile(ddp, batch)
+
+
 def _compile(ddp, batch):
     compiled = ddp.steps.lower(batch).compile()
-    temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
     return Compiled(
-        ddp.steps.planned(batch).plan, read_program(compiled.as_text()), temporary_bytes
+        plan=ddp.steps.planned(batch).plan,
+        program=read_program(compiled.as_text()),
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
     )

@@ -82,13 +82,22 @@ def _cost_of_control(program: HloProgram, instruction: Instruction, gpu: Gpu) ->
         parts.append(sum(costs, Cost()))
     if instruction.op != "while":
         return max(parts, key=lambda part: part.seconds)  # of a conditional, the longest branch
-    if instruction.trip_count is None:
+    once, times = sum(parts, Cost()), trip_count(instruction)
+    return Cost(once.seconds * times, once.num_products * times)
+
+
+def trip_count(loop: Instruction) -> int:
+    """Returns how often a loop runs.
+
+    Raises:
+      UsageError: If the compiler does not know it.
+    """
+    if loop.trip_count is None:
         raise UsageError(
-            f"Loop {instruction.name!r} runs an unknown number of times, so its time is unknown. "
+            f"Loop {loop.name!r} runs an unknown number of times, so its time is unknown. "
             "Model a step whose loops have fixed lengths (lax.scan, fori_loop with constants)."
         )
-    once, times = sum(parts, Cost()), instruction.trip_count
-    return Cost(once.seconds * times, once.num_products * times)
+    return loop.trip_count
 
 
 def _operations(

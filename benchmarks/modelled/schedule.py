@@ -5,18 +5,19 @@
 
 There is one clock for computing and one queue for communicating. A collective enters the queue
 where it starts; where it must be done, computing waits for it. What waits is exposed, the rest is
-hidden behind what was computed in between.
+hidden behind what was computed in between. A loop that communicates is walked as often as it runs.
 
 This is a model, from the order that XLA has chosen and from assumed rates, not a measurement. It
 leaves out that kernels slow down beside a collective, which shares their cores and memory.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jddp.errors import UsageError
-from jddp.inspection.collectives import collectives_of
-from jddp.inspection.hlo import HloProgram, Instruction
-from modelled.cost import Cost, cost
+from jddp.inspection.collectives import Collective, collectives_of
+from jddp.inspection.hlo import Computation, HloProgram, Instruction
+from modelled.cost import Cost, cost, trip_count
 from modelled.gpus import Gpu, Network
 
 LARGE_BYTES = 64 * 1024
@@ -24,7 +25,7 @@ LARGE_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Transfer:
-    """One all-reduce of the schedule.
+    """One run of a collective of the schedule.
 
     Attributes:
       name: Name of the instruction that starts it.
@@ -52,7 +53,7 @@ class Timeline:
     Attributes:
       step_seconds: Time from the first instruction to the last.
       compute_seconds: Time of computation in that.
-      transfers: Every all-reduce, in the order in which they must be done.
+      transfers: Every run of a collective, in the order in which they must be done.
     """
 
     step_seconds: float
@@ -61,7 +62,7 @@ class Timeline:
 
     @property
     def large(self) -> tuple[Transfer, ...]:
-        """Transfers above 64 KiB: gradients."""
+        """Transfers above 64 KiB: gradients and parameters."""
         return tuple(x for x in self.transfers if x.bytes > LARGE_BYTES)
 
     @property
@@ -97,19 +98,33 @@ def walk(program: HloProgram, gpu: Gpu, network: Network) -> Timeline:
             "program, not of a lowered one."
         )
     clock = _Clock()
+    _run(program, program.entry, clock, gpu, network)
+    return Timeline(clock.now, clock.computed.seconds, tuple(clock.transfers))
+
+
+def _run(
+    program: HloProgram, computation: Computation, clock: "_Clock", gpu: Gpu, network: Network
+) -> None:
+    """Runs a computation once."""
     flights: dict[str, _Flight | None] = {}  # None once it has landed.
-    for instruction in program.entry.instructions:
+    for instruction in computation.instructions:
         if instruction.op.endswith("-done") and instruction.operands[0] in flights:
             if flight := flights.pop(instruction.operands[0]):
                 clock.wait_for(flight)
-        elif payload := _payload(program, instruction):
+            continue
+        found = tuple(collectives_of(program, computation, instruction))
+        if found and instruction.op == "while":
+            for _ in range(trip_count(instruction)):
+                for name in instruction.runs:
+                    _run(program, program.computations[name], clock, gpu, network)
+        elif found:
+            payload = _payload(instruction, found)
             flight = clock.start(payload, network)
             flights[instruction.name] = flight if payload.is_async else None
             if not payload.is_async:
                 clock.wait_for(flight)
         else:
-            clock.computed += cost(program, program.entry, instruction, gpu)
-    return Timeline(clock.now, clock.computed.seconds, tuple(clock.transfers))
+            clock.computed += cost(program, computation, instruction, gpu)
 
 
 # Of an all-reduce's time: in a ring it is a reduce-scatter and then an all-gather.
@@ -126,17 +141,14 @@ class _Payload:
     share: float
 
 
-def _payload(program: HloProgram, instruction: Instruction) -> _Payload | None:
-    found = list(collectives_of(program, program.entry, instruction))
+def _payload(instruction: Instruction, found: Sequence[Collective]) -> _Payload:
     for each in found:
-        if each.op not in _SHARES or instruction.op in ("while", "conditional", "call"):
+        if each.op not in _SHARES or instruction.op in ("conditional", "call"):
             where = "" if each.name == instruction.name else f" inside {instruction.op!r}"
             raise UsageError(
                 f"Instruction {each.name!r}: there is no model of {each.op!r}{where}. What is "
-                f"modelled are {', '.join(_SHARES)} outside loops, branches and calls."
+                f"modelled are {', '.join(_SHARES)} outside branches and calls."
             )
-    if not found:
-        return None
     share = _SHARES[found[0].op]
     return _Payload(instruction.name, sum(x.bytes for x in found), found[0].is_async, share)
 

@@ -17,7 +17,7 @@ from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import CNN, GPT
 from modelled import described_mesh
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("as_users_compile")]
 
 IMAGES = {
     "image": jax.ShapeDtypeStruct((64, 28, 28, 1), np.float32),
@@ -33,16 +33,6 @@ COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULT
 # Libraries of NVIDIA, such as cuDNN and cuBLAS, are called by names with "__cu".
 SUMS = re.compile(r' (reduce|reduce-window|dot|convolution|scatter)\(|custom_call_target="__cu')
 UNREAD = re.compile(r", (metadata|frontend_attributes|sharding)=\{[^}]*\}|, backend_config=.*")
-
-
-@pytest.fixture(autouse=True)
-def as_users_compile():
-    """Undoes what the other tests ask of JAX to compile fast."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_enable_compilation_cache", True)
 
 
 def canonical(text):

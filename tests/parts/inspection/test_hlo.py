@@ -244,6 +244,13 @@ def test_transfers_queue_behind_each_other_and_a_blocking_one_stops_the_clock():
     assert timeline.step_seconds == 6.0
 
 
+def test_a_loop_that_communicates_is_walked_as_often_as_it_runs():
+    body = PRODUCT.format("a"), START.format("r"), PRODUCT.format("b"), DONE.format("r")
+    timeline = walked(LOOP, PRODUCT.format("c"), parts=with_part("%looping", *body))
+    assert [x.waited_seconds for x in timeline.large] == [2.0] * 5
+    assert (timeline.compute_seconds, timeline.step_seconds) == (11.0, 21.0)
+
+
 def test_small_transfers_are_counted_apart():
     small = "%s = f32[4]{0} all-reduce(%g), to_apply=%sum"
     timeline = walked("%g = f32[4]{0} constant(0)", small)
@@ -321,8 +328,7 @@ def test_what_cannot_be_modelled_is_refused():
     looped = [with_part("%looping", line) for line in (PLAIN, PRODUCT.format("r"))]
     for message, line, options in (
         *((message, line, {}) for message, line in REFUSED.items()),
-        ("'all-reduce' inside 'while'", LOOP, {"parts": looped[0]}),
-        ("unknown number of times", ENDLESS, {"parts": looped[1]}),
+        *(("unknown number of times", ENDLESS, {"parts": parts}) for parts in looped),
         ("not scheduled", PRODUCT.format("r"), {"scheduled": False}),
     ):
         with pytest.raises(UsageError, match=message):

@@ -5,8 +5,8 @@ so belongs to one version of JAX: the pinned one.
 """
 
 import functools
+from collections import Counter
 
-import jax
 import pytest
 from described import VARIANTS, compile_gpt2, compile_resnet50
 from runs import ROOT
@@ -16,7 +16,7 @@ from modelled import GPUS, make_network, walk
 from modelled.gpus import target_config
 from modelled.schedule import LARGE_BYTES
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("as_users_compile")]
 
 MODELS = {"resnet50": compile_resnet50, "gpt2": compile_gpt2}
 
@@ -25,16 +25,6 @@ each_model = pytest.mark.parametrize("model", MODELS)
 # Buckets that are complete only after the last product of the backward pass: nothing of it is left
 # to hide them, but the optimizer is. The position and token embeddings of GPT-2 fill two.
 NUM_LATE = {"resnet50": 1, "gpt2": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_users_compile():
-    """Undoes what the other tests ask of JAX to compile fast."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_enable_compilation_cache", True)
 
 
 @functools.cache
@@ -91,6 +81,17 @@ def test_a_sharded_update_scatters_each_bucket_and_gathers_it_again(model):
     assert all(x.is_async for x in found)
     # The last bucket is scattered and gathered with nothing left to compute: 0.1 and 0.2 %.
     assert timeline(model, "sharded").exposed_share <= 0.003
+
+
+def test_fully_sharded_parameters_travel_hidden_and_take_little_memory():
+    step, replicated = compile_gpt2(strategy="fsdp"), compiled("gpt2", "flat, ready")
+    times = Counter(x.op for x in collectives(step.program))
+    assert times["all-gather"] == 2 * times["reduce-scatter"] >= 2 * 8  # of up to 25 MiB
+    assert step.temporary_bytes <= 1.05 * replicated.temporary_bytes
+    found = walk(step.program, GPUS["h100_sxm"], make_network())
+    assert all(transfer.is_async for transfer in found.large)
+    assert found.exposed_share <= 0.01
+    assert found.step_seconds <= 1.05 * timeline("gpt2", "flat, ready").step_seconds
 
 
 def test_on_one_gpu_jddp_becomes_what_a_step_by_hand_does(monkeypatch):

@@ -1,0 +1,121 @@
+"""Compares memory and modelled time of ddp, zero1 and fsdp on H100s that are not there.
+
+    "$(scripts/venv aot)" benchmarks/sharded.py
+    "$(scripts/venv aot)" benchmarks/sharded.py --only 124m --strategies ddp fsdp --hosts 2
+
+GPT-2 of three sizes (8 sequences of 1,024 tokens a GPU, bfloat16 on float32 parameters, AdamW) and
+ResNet-50 are compiled through `jddp.DataParallel`, without a GPU and without their parameters.
+Nothing is measured but the compiling: the times of a step are modelled as those of overlap.py.
+Ratios are to the first strategy.
+
+    state          GiB of the step's arguments on a device: parameters, optimizer, and its rows
+    temporaries    GiB beside these on a device, and their ratio
+    step           modelled milliseconds of a step, and their ratio
+    exposed        share of the step that waits for gradients and parameters
+    sent           all-reduces, all-gathers and reduce-scatters in the program's text, in which
+                   those of a loop stand once
+    compile        ratio of the processor time of tracing and compiling
+"""
+
+import argparse
+import functools
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import jddp
+from jddp.inspection.collectives import collectives
+from modelled import GPUS, make_network, walk
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from described import compile_layers, compile_resnet50
+
+DEVICES_PER_HOST = 8
+GPU = GPUS["h100_sxm"]
+GIBIBYTE = 2**30
+STRATEGIES = {
+    "ddp": "ddp",
+    "zero1": "zero1",
+    "fsdp": "fsdp",
+    "fsdp, kept": jddp.FSDP(regather=False),
+}
+
+
+def gpt2(form: str, num_layers: int, num_heads: int, width: int) -> functools.partial:
+    sizes = {"num_layers": num_layers, "num_heads": num_heads, "width": width}
+    sizes |= {"vocab_size": 50257, "length": 1024}
+    return functools.partial(compile_layers, form, rows=8, sizes=sizes)
+
+
+JOBS = {
+    "124m": ("GPT-2 124M, unrolled", gpt2("unrolled", 12, 12, 768)),
+    "124m_scanned": ("GPT-2 124M, scanned", gpt2("scanned", 12, 12, 768)),
+    "124m_remat": ("GPT-2 124M, scanned, remat", gpt2("scanned, remat", 12, 12, 768)),
+    "1.5b": ("GPT-2 1.5B, scanned, remat", gpt2("scanned, remat", 48, 25, 1600)),
+    "6.7b": ("GPT-2 6.7B, scanned, remat", gpt2("scanned, remat", 32, 32, 4096)),
+    "resnet50": ("ResNet-50", functools.partial(compile_resnet50, batch_norm="sync")),
+}
+
+
+def measure(job: str, strategy: str, num_hosts: int) -> dict[str, float]:
+    """What one compiled step takes."""
+    sizes = {"num_hosts": num_hosts, "devices_per_host": DEVICES_PER_HOST}
+    begun = time.process_time()
+    step = JOBS[job][1](strategy=STRATEGIES[strategy], **sizes)
+    seconds = time.process_time() - begun
+    sent = Counter(x.op for x in collectives(step.program))
+    timeline = walk(step.program, GPU, make_network(**sizes))
+    return {
+        "state": step.argument_bytes,
+        "temporaries": step.temporary_bytes,
+        "step": timeline.step_seconds,
+        "exposed": timeline.exposed_share,
+        "compile": seconds,
+        **{op: sent[op] for op in ("all-reduce", "all-gather", "reduce-scatter")},
+    }
+
+
+def compare(job: str, strategies: list[str], num_hosts: int) -> None:
+    """Prints a row for each strategy."""
+    first: dict[str, float] = {}
+    for strategy in strategies:
+        row = measure(job, strategy, num_hosts)
+        first = first or row
+        ratio = {name: row[name] / first[name] for name in ("temporaries", "step", "compile")}
+        print(
+            f"{JOBS[job][0]:26} {strategy:10} {row['state'] / GIBIBYTE:7.2f} "
+            f"{row['temporaries'] / GIBIBYTE:8.2f} {ratio['temporaries']:6.3f} "
+            f"{row['step'] * 1e3:9.2f} {ratio['step']:6.3f} {row['exposed']:8.2%} "
+            f"{row['all-reduce']:4}{row['all-gather']:4}{row['reduce-scatter']:4} "
+            f"{ratio['compile']:8.2f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--hosts", nargs="+", type=int, default=[1])
+    arguments = parser.parse_args()
+    # The first program of a process costs more.
+    tiny = {"num_layers": 2, "num_heads": 2, "width": 64, "vocab_size": 64, "length": 64}
+    compile_layers("scanned", rows=1, sizes=tiny)
+    for num_hosts in arguments.hosts:
+        print(
+            f"Modelled, not measured: {num_hosts} x {DEVICES_PER_HOST} {GPU.name}, jax "
+            f"{jax.__version__}\n\n{'':37} {'state':>7} {'temporaries':>15} {'step, ms':>16} "
+            f"{'exposed':>8} {'sent':>12} {'compile':>8}"
+        )
+        for job in arguments.only:
+            compare(job, arguments.strategies, num_hosts)
+
+
+if __name__ == "__main__":
+    main()
