@@ -29,7 +29,8 @@ is the most that the framework's allocator gave out; JAX's includes choosing ker
 not. The loss is that after warming up; the JAX contenders start from the same values, and a row is
 marked where its loss is not that by hand: by 1 %; on several GPUs, with their rows, and for
 PyTorch, which starts from other values, by 10 %.
-MFU is over the dense peak of the device (gpu_jobs.py has these and counts operations).
+MFU is over the dense peak of the device in bfloat16 (jddp/inspection/peaks.py); gpu_jobs.py counts
+operations.
 """
 
 import argparse
@@ -49,7 +50,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu_crew import ROOT, Contender, Facts, Failure
-from gpu_jobs import JOBS, PEAKS, SMOKE_JOBS, Job, runs
+from gpu_jobs import JOBS, SMOKE_JOBS, Job, runs
+
+from jddp.inspection.peaks import seconds_at_peak
 
 # In the order in which they build, as far as they are ready to.
 SCRIPTS = {
@@ -231,12 +234,12 @@ def format_row(name: str, job: Job, contender: str, facts: dict[str, Facts]) -> 
         return f"{label} {row.get('failure', 'out of time: it had no turn')}"
     seconds = statistics.median(times)
     flops = job.flops_per_row() * job.rows / seconds
-    peak = PEAKS.get(row["device"])
+    at_peak = seconds_at_peak({"bfloat16": flops}, row["device"])
     measured = {
         "median_seconds": seconds,
         "spread": (max(times) - min(times)) / seconds,
         "per_second": job.rows * job.units_per_row / seconds,
-        "mfu": flops / peak if peak else None,
+        "mfu": at_peak,
         **{f"speed_over_{other}": speed_over(facts.get(other), row) for other in COMPARED},
     }
     row |= rounded(measured)

@@ -12,45 +12,6 @@ from typing import Any
 
 import numpy as np
 
-# Dense bfloat16 with sums in float32, in FLOP/s, by what the device calls itself. From NVIDIA's
-# documents, with their TFLOP/s; where one has only the rate with sparsity, it is half of it.
-# They were found again, 2026-11-25, in copies of these or in tables of others; those of the H200 in
-# tables alone (the NVL as 836), and those of the GH200 not.
-PEAKS = {
-    # 312. "NVIDIA A100 Tensor Core GPU", data sheet 1758950, r4. https://www.nvidia.com/a100
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    # SXM 1,979 and NVL 1,671 with sparsity; the PCIe card had 1,513.
-    # https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100 PCIe": 756e12,
-    # SXM 1,979 and NVL 1,671 with sparsity. https://www.nvidia.com/en-us/data-center/h200/
-    "NVIDIA H200": 989e12,
-    "NVIDIA H200 NVL": 835e12,
-    # 1,979 with sparsity. https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/
-    "NVIDIA GH200 480GB": 989e12,
-    "NVIDIA GH200 144G HBM3e": 989e12,
-    # Eight have 36,000 with sparsity. https://www.nvidia.com/en-us/data-center/hgx/
-    "NVIDIA B200": 2250e12,
-    # 362.05 beside 733 with sparsity, half of which is 366: the lower one.
-    # https://www.nvidia.com/en-us/data-center/l40s/
-    "NVIDIA L40S": 362e12,
-    # Tables 2 and 3.
-    # https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf
-    "NVIDIA GeForce RTX 3090": 71e12,
-    "NVIDIA RTX A6000": 154.8e12,
-    # Table 2 and appendix; the RTX 6000 has 1,457 in fp8 with sparsity.
-    # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
-    "NVIDIA GeForce RTX 4090": 165.2e12,
-    "NVIDIA RTX 6000 Ada Generation": 364.2e12,
-    # Table 3, at https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/
-    # nvidia-rtx-blackwell-gpu-architecture.pdf
-    "NVIDIA GeForce RTX 5090": 209.5e12,
-}
-
 
 @dataclass(frozen=True)
 class Job:

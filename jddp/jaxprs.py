@@ -9,7 +9,7 @@ This room knows equations, and nothing of models or steps.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,7 @@ LOOPS = {"scan", "while"}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 # Up to here a dtype has all whole numbers: a sum of more ones than that does not grow.
 LARGEST_COUNTS = {np.dtype(jnp.bfloat16): 2**8, np.dtype(np.float16): 2**11}
+_Found = TypeVar("_Found")
 # The labels of results, and whether something was found in what makes them.
 Followed = tuple[list[int], bool]
 # What an equation makes of the labels of its inputs; None for an equation that a rule leaves alone.
@@ -83,16 +84,17 @@ def dtypes(jaxpr: Jaxpr) -> set[object]:
 
 
 def coarse_products(jaxpr: Jaxpr) -> bool:
-    """Whether a float32 product or convolution allows hardware to round its factors.
+    """Whether a float32 product or convolution allows hardware to round its factors."""
+    return any(x.primitive.name in PRODUCTS and may_round(x) for x in equations(jaxpr))
 
-    It does at any precision but the highest; a precision that is not set is None.
+
+def may_round(product: JaxprEqn) -> bool:
+    """Whether both factors are float32, and hardware may round them.
+
+    It may at any precision but the highest; a precision that is not set is None.
     """
-    return any(
-        eqn.primitive.name in PRODUCTS
-        and {dtype_of(v) for v in eqn.invars} == {np.dtype(np.float32)}
-        and eqn.params["precision"] not in EXACT
-        for eqn in equations(jaxpr)
-    )
+    is_exact = product.params.get("precision") in EXACT
+    return {dtype_of(v) for v in product.invars[:2]} == {np.dtype(np.float32)} and not is_exact
 
 
 def sums_in_16_bits(jaxpr: Jaxpr) -> set[tuple[str, str, int]]:
@@ -183,7 +185,7 @@ def _follow_inside(eqn: JaxprEqn, given: list[int], rule: Rule) -> Followed:
             return [max(given[0], *labels) for labels in results], found
         case "scan":
             first, last = carried(eqn)
-            return _follow_loop(
+            return follow_loop(
                 given[first:last],
                 lambda carry: follow(
                     params["jaxpr"].jaxpr, [*given[:first], *carry, *given[last:]], rule
@@ -201,14 +203,24 @@ def _follow_inside(eqn: JaxprEqn, given: list[int], rule: Rule) -> Followed:
                 )
                 return [max(ends, label) for label in after], found
 
-            return _follow_loop(given[last:], body)
+            return follow_loop(given[last:], body)
     if inner := called(eqn):
         return follow(inner, given, rule)
     return [max(given, default=0)] * len(eqn.outvars), False
 
 
-def _follow_loop(carry: list[int], body: Callable[[list[int]], Followed]) -> Followed:
-    """Labels of the results of a loop: its carry, after any number of steps, and stacked ones."""
+def follow_loop(
+    carry: list[int], body: Callable[[list[int]], tuple[list[int], _Found]]
+) -> tuple[list[int], _Found]:
+    """Labels of the results of a loop: its carry, after any number of steps, and stacked ones.
+
+    Args:
+      carry: Labels of the carry before the first step.
+      body: Function of them that returns labels of a step's results, and what it has found.
+
+    Returns:
+      The labels, and what the last pass has found.
+    """
     while True:
         results, found = body(carry)
         grown = [max(pair) for pair in zip(carry, results, strict=False)]

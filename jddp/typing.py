@@ -45,6 +45,8 @@ RESERVED = (
     *("step", "split"),  # of each record
     *("loss", "count", "examples", "grad_norm", "skipped", "loss_scale"),  # beside the metrics
     *("learning_rate", "step_seconds", "data_wait_seconds", "examples_per_second"),  # of steps
+    *("tokens_per_second", "model_flops_per_second", "mfu"),
+    *("peak_memory_bytes", "predicted_memory_bytes"),
 )
 
 # `loss_fn(model, batch)`, or one that also names `train`, `constants` or `key`: a loss for each

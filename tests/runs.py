@@ -12,7 +12,8 @@ from jddp.checkpoint import checksums
 from jddp.distributed.identity import VARIABLES
 
 ROOT = Path(jddp.__file__).parents[1]
-TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds")
+TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds", "tokens_per_second")
+TIMINGS += ("model_flops_per_second", "mfu", "peak_memory_bytes", "predicted_memory_bytes")
 
 
 def environment(**variables):

@@ -9,7 +9,7 @@ computed at once, and the rest is constant.
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -127,18 +127,32 @@ def memory(
     analysis, text = compiled.memory_analysis(), compiled.as_text()
     assert analysis is not None, "CPUs and GPUs have one"
     gradients = _bytes_per_device(state.params)
-    # The new state takes the place of the old one, which is donated.
-    beyond = max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+    beside_arguments = compiled_bytes(compiled) - analysis.argument_size_in_bytes
     return Memory(
         parameters=_bytes_per_device((state.params, state.ema_params)),
         gradients=gradients,
         optimizer=_bytes_per_device(state.opt_state),
         other_state=_bytes_per_device((state.model_state, state.comm_state)),
         batch=_bytes_per_device(batch) // len(mesh.local_devices),
-        temporaries=max(0, analysis.temp_size_in_bytes + beyond - gradients),
+        temporaries=max(0, beside_arguments - gradients),
         limit=_device_limit(mesh.local_devices),
         largest=largest_arrays(read_program(text or "")),
     )
+
+
+def compiled_bytes(compiled: jax.stages.Compiled) -> int:
+    """The memory that the compiler has assigned to a program on each device."""
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "CPUs and GPUs have one"
+    # The new state takes the place of the old one, which is donated.
+    beyond = max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+    return int(analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + beyond)
+
+
+def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """The most memory that one of the devices has given out so far; None without statistics."""
+    known = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max((x for x in known if x), default=None)
 
 
 def largest_arrays(program: HloProgram, most: int = 3) -> tuple[Array, ...]:

@@ -37,6 +37,7 @@ from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.trainer.same_program import SameProgram
 from jddp.trainer.saving import LATEST, Saving
+from jddp.trainer.throughput import measure
 from jddp.trainer.watching import settings_of, watching
 from jddp.typing import Batch, JsonObject
 
@@ -134,6 +135,7 @@ class Loop:
             self.reporter.note(f"stopped at step {run.step}: {run.stopped}")
         self._evaluate_and_save(at_end=True)
         self.reporter.report_best()
+        self.reporter.report_throughput()
         call_each(self.plan.callbacks, lambda callback: callback.on_end(run))
         self.act(self.requests.last())
 
@@ -158,6 +160,7 @@ class Loop:
             if run.step == first:
                 jax.block_until_ready(metrics)
                 early.end()
+                self.reporter.work = measure(self.ddp, batch)
                 self.reporter.clock = Clock(run.step)  # compiled: from here on it is training time
             self.watchdog.enter("step", run.step)
             is_due = self._is_due(self.plan.eval_every_steps, self.plan.save_every_steps)

@@ -8,19 +8,21 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 
-from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.reports.progress import Progress
+from jddp.trainer.reports.rates import summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
+from jddp.trainer.throughput import Work
 from jddp.trainer.watching import watching
 from jddp.typing import JsonObject
 
@@ -71,6 +73,7 @@ class Reporter:
 
     Attributes:
       clock: Time of steps since the last record.
+      work: What a step does, for its rates.
       progress: Printer of the reports.
       note: Function that prints a sentence.
     """
@@ -85,6 +88,7 @@ class Reporter:
         self.progress = Progress(self.plan.num_steps, is_writer=jax.process_index() == 0)
         self.note = self.progress.note
         self.clock = Clock(0)
+        self.work = Work((), {})
         self._waiting: Sent | None = None  # the newest step, whose metrics are not read yet
 
     def next(self, sent: Sent | None = None) -> None:
@@ -126,20 +130,20 @@ class Reporter:
             return {}
         values = {name: float(x) for name, x in jax.device_get(dict(sent.metrics)).items()}
         if is_logged:
-            self._log(step, values, count_rows(sent.batch))
+            self._log(step, values)
         return values
 
-    def _log(self, step: int, values: Mapping[str, float], rows: int) -> None:
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
         record: JsonObject = {"step": step, "split": "train", **values}
         if self.plan.learning_rate is not None:
             record["learning_rate"] = self.learning_rate(step)
         if seconds := self.clock.seconds_per_step(step):
-            record |= {**seconds, "examples_per_second": rows / seconds["step_seconds"]}
+            record |= {**seconds, **self.work.rates(seconds["step_seconds"])}
         self.run.metrics = copy.deepcopy(record)  # a callback may change it
         self.run.records.append(record)
         if self.files is not None:
             self.files.metrics.append(record)
-        self.progress.log(record)
+        self.progress.log(record, self.work.unit)
 
     def learning_rate(self, step: int) -> float | None:
         """The learning rate of a step, numbered from 1; None without a step or a schedule."""
@@ -166,3 +170,10 @@ class Reporter:
         lines = {x.metric: x.conclusion(self.run) for x in watching(self.plan.callbacks)}
         for line in lines.values():
             self.note(line)
+
+    def report_throughput(self) -> None:
+        """Prints a line on the speed of the run, that of its median record, and on peak memory."""
+        seconds = [x["step_seconds"] for x in self.run.records if "step_seconds" in x]
+        if seconds:
+            rates = self.work.rates(statistics.median(seconds))
+            self.note(f"median {summary(rates, self.work.unit)}")

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 
@@ -108,7 +109,8 @@ def test_a_run_says_what_it_does_and_keeps_what_it_measured(trained):
     assert f"jax {jax.__version__} | 1 process x 2 cpu devices" in lines[0]
     sections = {"config   line", "data     mine:points: 20 train / 7 test examples"}
     assert sections | {"model    mine:Line, 7 parameters", "run dir  runs/line"} <= set(lines)
-    assert lines[-2].startswith("eval 8  loss ")
+    assert lines[-3].startswith("eval 8  loss ")
+    assert re.fullmatch(r"median .* ex/s, .* .?FLOP/s", lines[-2])
     assert lines[-1].startswith("done     8 steps")
     assert all(len(line) <= 80 for line in lines)
     steps = [(record["step"], record["split"]) for record in records(run_dir)]

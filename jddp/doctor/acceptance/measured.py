@@ -9,7 +9,7 @@ from jddp.doctor.finding import OK, WARN, Finding
 from jddp.doctor.links import measure_all_reduce
 from jddp.engine.mesh import make_mesh
 from jddp.inspection.explain import explain
-from jddp.inspection.memory import in_words, memory
+from jddp.inspection.memory import in_words, memory, peak_bytes
 
 _SIZES = {"gpu": (1, 4, 16, 64, 256), "cpu": (1, 2)}  # MiB
 _NUM_STEPS = {"gpu": 20, "cpu": 4}
@@ -75,8 +75,7 @@ def peak_memory(machine: Machine) -> PartResult:
     ddp = job.replicate()
     predicted = memory(ddp, job.batch)
     step_seconds(ddp, job.batch, 2)
-    known = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.devices()]
-    finding = judge_memory(predicted.total, max((x for x in known if x), default=None))
+    finding = judge_memory(predicted.total, peak_bytes(jax.devices()))
     return PartResult(*finding, details=f"```text\n{predicted}\n```")
 
 

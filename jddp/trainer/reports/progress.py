@@ -1,6 +1,6 @@
 """The progress of a run: one live line on a terminal, a plain line every few seconds elsewhere.
 
-    step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k ex/s  ETA 0:18
+    step 400/1170  loss 0.2384  accuracy 0.9123  10.8k images/s  MFU 41.2 %  ETA 0:18
     eval 400  loss 0.361  accuracy 0.869  examples 10000
     recall     0     1
             0.81  0.93
@@ -18,6 +18,7 @@ import time
 from typing import Any, TextIO
 
 from jddp.errors import printable, printable_lines
+from jddp.trainer.reports import rates
 from jddp.trainer.reports.log_file import said
 from jddp.trainer.reports.tables import tables_in
 from jddp.typing import RESERVED, Record
@@ -65,17 +66,24 @@ class Progress:
         is_live = is_writer and _is_watched(self._stream)
         self._bar = _live_line(num_steps, self._stream) if is_live else None
 
-    def log(self, record: Record) -> None:
-        """Shows a record of training; off a terminal, only every few seconds and at the end."""
+    def log(self, record: Record, unit: str = "ex") -> None:
+        """Shows a record of training; off a terminal, only every few seconds and at the end.
+
+        Args:
+          record: The record.
+          unit: Unit of examples.
+        """
         now = time.monotonic()
+        full = train_line(record, self.num_steps, unit=unit)
         if self._bar:
-            line = train_line(record, self.num_steps, columns=COLUMNS - BAR_COLUMNS - 1)
+            columns = COLUMNS - BAR_COLUMNS - 1
+            line = train_line(record, self.num_steps, unit=unit, columns=columns)
             done = {"total": self.num_steps, "completed": record["step"]}
             self._bar.update(self._bar.task_ids[0], description=line, **done)
         elif record["step"] >= self.num_steps or now >= self._printed_at + SECONDS_BETWEEN_LINES:
             self._printed_at = now
-            self._print(train_line(record, self.num_steps))
-        said.info(train_line(record, self.num_steps))
+            self._print(full)
+        said.info(full)
 
     def evaluated(self, record: Record) -> None:
         """Shows a record of an evaluation, and a table for each metric that is an array."""
@@ -138,28 +146,28 @@ def _live_line(num_steps: int, stream: TextIO) -> Any:
     return bar
 
 
-def train_line(record: Record, num_steps: int, *, columns: int = COLUMNS) -> str:
-    """Step, loss, metrics, learning rate, speed and remaining time, in one line that fits.
+def train_line(record: Record, num_steps: int, *, unit: str = "ex", columns: int = COLUMNS) -> str:
+    """Step, loss, metrics, learning rate, speed, MFU and remaining time, in one line that fits.
 
-    If it is too long, the speed is left out, then digits, then the last metrics.
+    If it is too long, FLOP/s are left out, then the learning rate, MFU and the speed, then digits,
+    then the last metrics.
     """
     step = record["step"]
-    rate = list[str]()
-    speed = list[str]()
     time_left = list[str]()
-    if (value := record.get("learning_rate")) is not None:
-        rate.append(f"lr {value:.2g}")
-    if (value := record.get("examples_per_second")) is not None:
-        speed.append(f"{_short(value)} ex/s")
     if (seconds := record.get("step_seconds")) is not None:
         time_left.append(f"ETA {_duration((num_steps - step) * seconds)}")
-    head = f"step {step}/{num_steps}"
-    full, short = ([head, *_metrics(record, digits)] for digits in (4, 3))
-    for start, end in ((full, rate + speed), (full, rate), (short, rate)):
-        line = "  ".join([*start, *end, *time_left])
+    full, short = ([f"step {step}/{num_steps}", *_metrics(record, digits)] for digits in (4, 3))
+    rate, speed = record.get("learning_rate"), rates.speed(record, unit)
+    use = rates.mfu(record) or rates.flops(record)  # FLOP/s on a device of unknown peak
+    shown = {"rate": "" if rate is None else f"lr {rate:.2g}", "speed": speed, "use": use}
+    # The learning rate is known beforehand, but FLOP/s without a peak mean even less.
+    order = ("rate", "use") if "mfu" in record else ("use", "rate")
+    for name in ("", *order, "speed"):
+        shown.pop(name, None)
+        line = "  ".join([*full, *filter(None, shown.values()), *time_left])
         if len(line) <= columns:
             return line
-    return _join(short, rate + time_left, columns)
+    return _join(short, time_left, columns)
 
 
 def _metrics(record: Record, digits: int = 4) -> list[str]:
@@ -173,13 +181,6 @@ def _join(start: list[str], end: list[str], columns: int) -> str:
     """All fields in a line; without the last fields of `start` if there is no room for them."""
     lines = ["  ".join([*start[:kept], *end]) for kept in range(len(start), 1, -1)]
     return next((line for line in lines if len(line) <= columns), lines[-1][:columns])
-
-
-def _short(number: float) -> str:
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
 
 
 def _duration(seconds: float) -> str:

@@ -231,12 +231,6 @@ def test_batch_norm_is_compared_where_there_is_any_and_attention_where_there_is_
     assert of == {"resnet50": {"jddp_sync"}, "vit_b16": attention, "gpt2_124m": attention}
 
 
-def test_peaks_are_of_gpus_by_their_own_names(monkeypatch):
-    peaks = gpu_module(monkeypatch, "gpu_jobs").PEAKS
-    assert all(name.startswith("NVIDIA ") for name in peaks)
-    assert peaks["NVIDIA H100 NVL"] < peaks["NVIDIA H100 80GB HBM3"] < peaks["NVIDIA B200"]
-
-
 @pytest.mark.long
 def test_contenders_that_get_no_time_are_reported_so(tmp_path):
     only = ["--only", "vit_b16", "--contenders", "by_hand", "jddp"]

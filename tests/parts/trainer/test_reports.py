@@ -164,13 +164,29 @@ def test_a_train_line_says_all_and_fits():
     many = RECORD | {f"a_metric_with_a_long_name_{i}": 0.5 for i in range(9)}
     assert len(train_line(many, 1170)) <= 80
     assert train_line(many, 1170).endswith("ETA 0:15")
-    # Beside a bar there is less room: the rate goes before a metric does.
-    assert train_line(RECORD, 1170, columns=69) == line.replace("10.8k ex/s  ", "")
-    clipped = train_line(RECORD | {"grad_norm": 1.2345}, 1170)
-    short = "step 400/1170  loss 0.238  accuracy 0.912  grad_norm 1.23  lr 0.0016  ETA 0:15"
-    assert clipped == short
+    # Beside a bar there is less room: the learning rate goes first, and the speed before a metric.
+    assert train_line(RECORD, 1170, columns=69) == line.replace("lr 0.0016  ", "")
+    clipped = train_line(RECORD | {"grad_norm": 1.2345}, 1170, columns=69)
+    assert clipped == "step 400/1170  loss 0.238  accuracy 0.912  grad_norm 1.23  ETA 0:15"
     assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, 500_000)
     assert train_line({"step": 1, "loss": float("nan")}, 9) == "step 1/9  loss nan"
+
+
+def test_a_train_line_has_tokens_and_mfu_or_else_flops_if_there_is_room():
+    rates = {"tokens_per_second": 1.2e6, "model_flops_per_second": 3.2e15, "mfu": 0.41234}
+    line = "step 400/1170  loss 0.2384  accuracy 0.9123  1.2M tokens/s  MFU 41.2 %  ETA 0:15"
+    assert train_line(RECORD | rates, 1170) == line  # the learning rate is known beforehand
+    assert train_line(RECORD | rates, 1170, columns=69) == line.replace("MFU 41.2 %  ", "")
+    del rates["mfu"]
+    short = {name: x for name, x in (RECORD | rates).items() if name != "accuracy"}
+    line = "step 400/1170  loss 0.2384  lr 0.0016  1.2M tokens/s  3.2 PFLOP/s  ETA 0:15"
+    assert train_line(short, 1170) == line
+    del short["tokens_per_second"]
+    short["model_flops_per_second"] = 8.9e9
+    line = "step 400/1170  loss 0.2384  lr 0.0016  10.8k images/s  8.9 GFLOP/s  ETA 0:15"
+    assert train_line(short, 1170, unit="images") == line
+    # On a device whose peak is unknown, FLOP/s mean less than the learning rate.
+    assert "FLOP" not in train_line(short, 1170, unit="images", columns=69)
 
 
 def report(records=(RECORD,), is_writer=True):

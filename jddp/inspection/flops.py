@@ -1,0 +1,157 @@
+"""The floating-point operations of a model: products and convolutions of its traced passes.
+
+    found = count_flops(planned.traced)     # of one micro-batch; nothing is traced for it
+    found                                   # {"bfloat16": 1.1e12, "tf32": 0.1e12}
+    uncounted(planned.traced)               # {"pallas_call"}: kernels that the trace does not show
+
+These are the *model FLOPs* of the MFU of Chowdhery et al. A multiplication and the addition that
+follows are two operations. A loop counts times its length, a branch as its most expensive one, and
+attention whole, also where a mask makes half of it needless. What the backward pass computes again
+counts for nothing: only its products with something that depends on the cotangent of the loss do.
+The optimizer and the sums over replicas are not part of it.
+
+A convolution counts each position of its smaller side with each of the kernel's: padding counts, as
+is usual in tables of models, and the zeros that a gradient puts between positions do not.
+
+References:
+  Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B.
+  https://arxiv.org/abs/2204.02311
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+
+from jddp.engine.step import Traced
+from jddp.inspection.peaks import TF32
+from jddp.jaxprs import aval_shape, called, carried, dtype_of, equations, follow_loop, may_round
+
+# Products that are not counted: those of kernels, which no traced program shows, and of groups.
+_UNCOUNTED = {"ffi_call", "pallas_call", "ragged_dot_general", "scaled_matmul_wrapper"}
+_UNCOUNTED |= {"dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fp8_bwd_wrapper"}
+
+# By dtype of the factors; "tf32" for float32 that hardware may round.
+Flops = Counter[str]
+# For each result whether it depends on inputs that do, and operations.
+_Counted = tuple[list[int], Flops]
+
+
+def count_flops(traced: Traced) -> Flops:
+    """The operations of the forward and the backward pass over one micro-batch of one replica.
+
+    Args:
+      traced: The traced passes, `Planned.traced`.
+    """
+    return count_inside(traced.forward.jaxpr) + count_inside(traced.backward)
+
+
+def count_inside(jaxpr: Jaxpr) -> Flops:
+    """The operations of a program that depend on its inputs, which constants do not."""
+    return _count(jaxpr, [1] * len(jaxpr.invars))[1]
+
+
+def uncounted(traced: Traced) -> set[str]:
+    """Names of the primitives of which a step has more operations than are counted.
+
+    A `while` is one: its length is not known, so that it counts as one iteration.
+    """
+    found = [*equations(traced.forward.jaxpr), *equations(traced.backward)]
+    names = {eqn.primitive.name for eqn in found} & _UNCOUNTED
+    loops = (eqn.params["body_jaxpr"].jaxpr for eqn in found if eqn.primitive.name == "while")
+    return names | {"while" for body in loops if count_inside(body)}
+
+
+def _count(jaxpr: Jaxpr, given: Sequence[int]) -> _Counted:
+    """Counts what depends on inputs that are labelled 1, and labels the results."""
+    labels = dict(zip(jaxpr.invars, given, strict=True))
+    total = Flops()
+
+    def label_of(v: Var | Literal) -> int:
+        return 0 if isinstance(v, Literal) else labels.get(v, 0)
+
+    for eqn in jaxpr.eqns:
+        results, found = _count_equation(eqn, [*map(label_of, eqn.invars)])
+        labels |= zip(eqn.outvars, results, strict=True)
+        total.update(found)
+    return [*map(label_of, jaxpr.outvars)], total
+
+
+def _count_equation(eqn: JaxprEqn, given: list[int]) -> _Counted:
+    name = eqn.primitive.name
+    results = [max(given, default=0)] * len(eqn.outvars)
+    if not any(given) or name in _UNCOUNTED:
+        return results, Flops()
+    if name in _PRODUCTS:
+        return results, _product(eqn, _PRODUCTS[name](eqn))
+    if name == "optimization_barrier":
+        return given, Flops()
+    if name in _CONTROL:
+        return _CONTROL[name](eqn, given)
+    if inner := called(eqn):
+        return _count(inner, given)
+    return results, sum(map(count_inside, jaxprs_in_params(eqn.params)), Flops())
+
+
+def _branches(eqn: JaxprEqn, given: list[int]) -> _Counted:
+    counted = [_count(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]]
+    labels = zip(*(results for results, _ in counted), strict=True)
+    most = max((found for _, found in counted), key=Flops.total)
+    return [max(given[0], *of_one) for of_one in labels], most
+
+
+def _scan(eqn: JaxprEqn, given: list[int]) -> _Counted:
+    first, last = carried(eqn)
+    body = eqn.params["jaxpr"].jaxpr
+    results, found = follow_loop(
+        given[first:last], lambda carry: _count(body, [*given[:first], *carry, *given[last:]])
+    )
+    return results, Flops({kind: x * eqn.params["length"] for kind, x in found.items()})
+
+
+def _while(eqn: JaxprEqn, given: list[int]) -> _Counted:
+    first = eqn.params["cond_nconsts"]
+    last = first + eqn.params["body_nconsts"]
+    body = eqn.params["body_jaxpr"].jaxpr
+    return follow_loop(given[last:], lambda carry: _count(body, [*given[first:last], *carry]))
+
+
+def _product(eqn: JaxprEqn, number: int) -> Flops:
+    """Operations from the number of multiplications; those of whole numbers are none."""
+    dtype = jnp.promote_types(*map(dtype_of, eqn.invars[:2]))
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return Flops()
+    return Flops({TF32 if may_round(eqn) else dtype.name: 2 * number})
+
+
+def _dot(eqn: JaxprEqn) -> int:
+    (summed, _), _ = eqn.params["dimension_numbers"]
+    factor = aval_shape(eqn.invars[0])
+    return math.prod(aval_shape(eqn.outvars[0])) * math.prod(factor[dim] for dim in summed)
+
+
+def _convolution(eqn: JaxprEqn) -> int:
+    shapes = map(aval_shape, (*eqn.invars, *eqn.outvars))
+    dims = zip(shapes, eqn.params["dimension_numbers"], strict=True)
+    inputs, kernel, outputs = ([shape[dim] for dim in spec] for shape, spec in dims)
+    positions = math.prod(map(min, inputs[2:], outputs[2:]))
+    return math.prod(outputs[:2]) * positions * math.prod(kernel[1:])
+
+
+def _attention(eqn: JaxprEqn) -> int:
+    """Of cuDNN's kernel: scores and sums of values, or the two gradients of both."""
+    num_products = 4 if "_bwd_" in eqn.primitive.name else 2
+    query, key = map(aval_shape, eqn.invars[:2])
+    # Arrays are (b, t, heads, ...), or else (b, heads, t, ...).
+    return num_products * math.prod(query) * key[2 if eqn.params["layout"] else 1]
+
+
+_CONTROL = {"cond": _branches, "scan": _scan, "while": _while}
+_PRODUCTS: dict[str, Callable[[JaxprEqn], int]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "dot_product_attention_fwd_wrapper": _attention,
+    "dot_product_attention_bwd_wrapper": _attention,
+}

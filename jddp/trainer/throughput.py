@@ -1,0 +1,104 @@
+"""Throughput of a run: examples, tokens and model FLOPs per second, MFU, and peak memory.
+
+    work = measure(ddp, batch)       # once, after the first step: traces and compiles nothing again
+    work.rates(seconds)              # fields of a record, from the time of a step
+
+What a step computes does not change from step to step, so a record costs divisions alone.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jddp.engine.state import name_of
+from jddp.engine.trainable import Trainable
+from jddp.inspection.flops import count_flops, uncounted
+from jddp.inspection.memory import compiled_bytes, peak_bytes
+from jddp.inspection.peaks import seconds_at_peak
+from jddp.modules.rows import count_rows
+from jddp.typing import Batch
+
+# Names of arrays in a batch by which its examples are images, or sequences of tokens.
+_IMAGES = {"image", "images", "pixel_values"}
+_TOKENS = {"tokens", "input_ids", "inputs"}
+
+log = logging.getLogger("jddp")
+
+
+@dataclasses.dataclass
+class Work:
+    """What a step does, on all devices together.
+
+    Attributes:
+      devices: Devices of this process, of which peak memory is read.
+      per_step: What a step has of each rate, by name of its field in records.
+      unit: Unit of its examples, for people.
+      predicted_bytes: Memory that the compiler has assigned to it on a device; None if not asked.
+    """
+
+    devices: Sequence[jax.Device]
+    per_step: dict[str, float]
+    unit: str = "ex"
+    predicted_bytes: int | None = None
+
+    def rates(self, seconds: float) -> dict[str, float | None]:
+        """Fields of a record, of those that are known, for steps of so many seconds."""
+        fields: dict[str, float | None] = {n: x / seconds for n, x in self.per_step.items()}
+        if (peak := peak_bytes(self.devices)) is None:
+            return fields
+        return fields | {"peak_memory_bytes": peak, "predicted_memory_bytes": self.predicted_bytes}
+
+
+def measure(ddp: Trainable, batch: Batch) -> Work:
+    """Counts the work of a step that has run; if that fails, the log has the reason.
+
+    Args:
+      ddp: The object that took the step.
+      batch: Rows of the step, of all processes.
+    """
+    work = Work(ddp.mesh.local_devices, {"examples_per_second": count_rows(batch)})
+    try:
+        _count(work, ddp, batch)
+    except Exception as error:  # A report is no reason to end a run.
+        log.warning("The FLOPs of a step are not reported, since they cannot be counted: %r", error)
+    return work
+
+
+def _count(work: Work, ddp: Trainable, batch: Batch) -> None:
+    """Adds facts from the traced passes and the compiled step."""
+    mesh, steps = ddp.mesh, ddp.steps
+    num_processes = mesh.size // len(mesh.local_devices)
+    # Rows of other processes cannot be read, and shapes are all that is needed.
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((len(x) // num_processes, *x.shape[1:]), x.dtype), batch
+    )
+    traced, num_parts = steps.planned(rows).traced, steps.rows.num_micro_batches
+    assert traced is not None  # There were rows.
+    flops = {kind: x * num_parts for kind, x in count_flops(traced).items()}
+    if names := uncounted(traced):
+        log.warning("A step has more FLOPs than are reported, in %s.", ", ".join(sorted(names)))
+    work.per_step["model_flops_per_second"] = sum(flops.values())
+    seconds = seconds_at_peak(flops, mesh.devices.flat[0].device_kind)
+    if seconds:
+        work.per_step["mfu"] = seconds / mesh.size
+    _name_examples(work, batch, traced.sums["loss"].num_entries * num_parts)
+    if peak_bytes(work.devices) is not None:
+        # JAX has kept the program of the step, and compiles nothing again.
+        work.predicted_bytes = compiled_bytes(steps.lower(rows).compile())
+
+
+def _name_examples(work: Work, batch: Batch, num_entries: int) -> None:
+    """Adds the unit of examples, and the number of tokens in sequences.
+
+    Tokens are the entries of the loss; if it has one for a row, those of the batch.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    named = {name_of(path).rpartition("/")[2]: x for path, x in leaves}
+    if named.keys() & _IMAGES:
+        work.unit = "images"
+    for x in (named[name] for name in named.keys() & _TOKENS):
+        if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer):
+            work.per_step["tokens_per_second"] = num_entries if num_entries > len(x) else x.size

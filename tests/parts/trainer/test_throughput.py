@@ -1,0 +1,103 @@
+"""A run reports examples, tokens, FLOPs and memory per second of what its steps do."""
+
+import logging
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.inspection import peaks
+from jddp.inspection.memory import peak_bytes
+from jddp.trainer import throughput
+from jddp.trainer.reports.rates import summary
+from jddp.trainer.throughput import Work, measure
+from jddp.typing import RESERVED
+
+# Two layers of 16 x 16 and 16 x 4, of which the first has no gradient of its inputs.
+FLOPS_PER_ROW = 2 * (2 * 16 * 16 + 3 * 16 * 4)
+
+
+class Device:
+    def __init__(self, stats):
+        self.memory_stats = lambda: stats
+
+
+def wrapped(**options):
+    return jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2, **options)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A peak rate of CPUs, and statistics of their memory."""
+    monkeypatch.setitem(peaks.PEAKS, "cpu", (0, 0, 1e-6, 0))  # a million a second
+    monkeypatch.setattr(throughput, "peak_bytes", lambda devices: 3 * 2**30)
+
+
+def test_records_have_rates_and_the_end_a_line_of_them(gpu, capsys, caplog):
+    ddp = wrapped(accumulate_steps=2)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        run = jddp.fit(ddp, [make_batch(8)] * 3, num_steps=3, log_every_steps=1)
+    first, second, last = run.history
+    assert "mfu" not in first  # which was compiled
+    assert second.keys() - {"accuracy"} <= {*RESERVED}
+    seconds = second["step_seconds"]
+    assert second["examples_per_second"] * seconds == pytest.approx(8)
+    assert second["model_flops_per_second"] * seconds == pytest.approx(8 * FLOPS_PER_ROW)
+    assert second["mfu"] * seconds == pytest.approx(8 * FLOPS_PER_ROW / 1e6 / 2)
+    predicted = jddp.memory(ddp, make_batch(8)).total
+    assert second["predicted_memory_bytes"] == pytest.approx(predicted, rel=0.2)
+    assert (last["peak_memory_bytes"], "tokens_per_second" in last) == (3 * 2**30, False)
+    end = capsys.readouterr().out.splitlines()[-1]
+    assert end.startswith("median ")
+    assert "FLOP/s, MFU " in end
+    assert end.endswith("peak memory 3.0 GiB (0.0 predicted)")
+    compiled = [x for x in caplog.messages if "Compiling jit(step)" in x]
+    assert len(compiled) == 1, caplog.messages  # and not a second time for the prediction
+
+
+def test_examples_are_images_or_tokens_by_the_names_of_their_arrays():
+    def work(num_entries, **batch):
+        found = Work((), {})
+        throughput._name_examples(found, batch, num_entries)
+        return found.unit, found.per_step.get("tokens_per_second")
+
+    tokens = np.zeros((4, 9), np.int32)
+    assert work(4, image=np.zeros((4, 8, 8, 3))) == ("images", None)
+    assert work(32, tokens=tokens) == ("ex", 32)  # predicted ones
+    assert work(4, input_ids=tokens) == ("ex", 36)  # with one loss for a row
+    assert work(4, inputs=np.zeros((4, 9), np.float32)) == ("ex", None)
+    assert work(4, x=tokens) == ("ex", None)
+
+
+def test_a_step_that_cannot_be_counted_is_reported_without_flops_and_logged_once(
+    monkeypatch, caplog
+):
+    def fails(traced):
+        raise NotImplementedError("such a step")
+
+    monkeypatch.setattr(throughput, "count_flops", fails)
+    ddp = wrapped()
+    work = measure(ddp, ddp.shard_batch(make_batch(8)))
+    assert work.rates(2.0) == {"examples_per_second": 4}
+    assert caplog.messages == [
+        "The FLOPs of a step are not reported, since they cannot be counted: "
+        "NotImplementedError('such a step')"
+    ]
+
+
+def test_kernels_that_no_trace_shows_are_named(monkeypatch, caplog):
+    monkeypatch.setattr(throughput, "uncounted", lambda traced: {"while", "pallas_call"})
+    ddp = wrapped()
+    assert measure(ddp, make_batch(8)).per_step["model_flops_per_second"] == 8 * FLOPS_PER_ROW
+    assert caplog.messages == ["A step has more FLOPs than are reported, in pallas_call, while."]
+
+
+def test_peak_memory_is_that_of_the_fullest_device():
+    assert peak_bytes([Device({"peak_bytes_in_use": 2}), Device({"peak_bytes_in_use": 3})]) == 3
+    assert peak_bytes([Device(None), Device({})]) is None
+    record = {"peak_memory_bytes": 62.1 * 2**30, "predicted_memory_bytes": 60 * 2**30}
+    assert summary(record, "ex") == "peak memory 62.1 GiB (60.0 predicted)"
+    assert summary(record | {"predicted_memory_bytes": None}, "ex") == "peak memory 62.1 GiB"
