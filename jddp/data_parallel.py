@@ -154,7 +154,7 @@ class DataParallel(Shown):
         reducer, overlaps = choose_reducer(
             sent, parts, statistics.name, self.mesh, is_scaled=is_scaled
         )
-        placement = choose_placement(reducer, self.mesh, parts.regathers)
+        placement = choose_placement(reducer, self.mesh, parts.fsdp)
         sync = Sync(reducer.axis, statistics.group_size, statistics.unbiased, parts.num_logical)
         sync.check(self.mesh.size)
         flax_model = functional(

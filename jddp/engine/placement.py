@@ -26,6 +26,7 @@ from jddp.engine.mesh import axis_of, platform
 from jddp.engine.parameters import WHOLE, Dims, Loss, ParameterSource, Pullback
 from jddp.engine.protocols import Placement, TraceLoss
 from jddp.engine.state import Divided, Layout, Replicated, name_of
+from jddp.engine.strategy import FSDP
 from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, forget
 from jddp.reduce.packing import average_of_shards
 from jddp.reduce.plan import BucketPlan, in_mebibytes
@@ -183,22 +184,21 @@ def _size_of(params: list[Leaf]) -> str:
     return f"{len(params)} parameters, {size} MiB, are"
 
 
-def choose_placement(reducer: Reducer, mesh: Mesh, regather: bool | None) -> Placement:
+def choose_placement(reducer: Reducer, mesh: Mesh, fsdp: FSDP | None) -> Placement:
     """Returns the placement of parameters.
 
     Args:
       reducer: Reducer of the gradients of whole parameters.
       mesh: The devices.
-      regather: Whether divided parameters are gathered again in the backward pass; None for
-        parameters that are whole on each replica.
+      fsdp: The division of the parameters; None where they are whole on each replica.
     """
-    if regather is None:
+    if fsdp is None:
         return Everywhere()
     if mesh.size == 1:
         logging.getLogger("jddp").warning("strategy='fsdp' on one device is 'ddp'.")
         return Everywhere()
     gather = Gather(reducer.axis, average_of_shards(platform(mesh)), reducer.wire_dtype)
-    return FullySharded(mesh.size, Lazy(gather, reducer.bucket_bytes, keeps=not regather))
+    return FullySharded(mesh.size, Lazy(gather, reducer.bucket_bytes, keeps=not fsdp.regather))
 
 
 def _after(pullback: PyTree, params: Params, value: jax.Array) -> PyTree:

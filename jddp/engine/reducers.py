@@ -70,7 +70,7 @@ def choose_reducer(
     # There is nothing to overlap where a step sends no gradients; and where some steps do, the
     # program, which holds steps with and without a mean, would hold the backward pass twice.
     sends = mesh.size > 1 and strategy.sync.every is None and strategy.num_logical is None
-    sends = sends and strategy.regathers is None
+    sends = sends and strategy.fsdp is None
     overlap = reduction.overlap if sends or reduction.overlap is True else False
     hardware = platform(mesh)
     layout, overlaps = choose_layout(reduction.layout, overlap, lambda: hardware)
@@ -87,7 +87,7 @@ def choose_reducer(
     seen = unscaled if is_scaled else as_is
     sizes = bucket_sizes(reduction.bucket_mb)
     reducer = make_reducer(axis_of(mesh), packed, sizes, reduction.wire_dtype, seen)
-    if strategy.regathers is not None and mesh.size > 1:
+    if strategy.fsdp is not None and mesh.size > 1:
         reducer = dataclasses.replace(
             reducer, is_divided=lambda shape: divided_dim(shape, mesh.size) is not None
         )
@@ -97,7 +97,7 @@ def choose_reducer(
 def _refuse_pairs(strategy: StrategyParts, reduction: Reduction, batch_norm: str) -> None:
     given = {
         "logical replicas": strategy.num_logical is not None,
-        "fsdp": strategy.regathers is not None,
+        "fsdp": strategy.fsdp is not None,
         "local steps": strategy.sync.every is not None,
         "local steps from the first": strategy.sync.every is not None and not strategy.sync.start,
         "reduction.hook": reduction.hook is not None,

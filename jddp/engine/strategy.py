@@ -80,14 +80,13 @@ class StrategyParts(NamedTuple):
       sync: Synchronization of the replicas.
       shards_optimizer: Whether each replica updates its shard of the parameters.
       num_logical: Number of logical replicas; None for one replica a device.
-      regathers: Whether divided parameters are gathered again in the backward pass; None for
-        parameters that are whole on each replica.
+      fsdp: The division of the parameters; None where they are whole on each replica.
     """
 
     sync: Synchronization = EveryStep()
     shards_optimizer: bool = False
     num_logical: int | None = None
-    regathers: bool | None = None
+    fsdp: FSDP | None = None
 
 
 def choose_strategy(strategy: Strategy) -> StrategyParts:
@@ -102,9 +101,9 @@ def choose_strategy(strategy: Strategy) -> StrategyParts:
         case "zero1" | ZeRO1():
             return StrategyParts(shards_optimizer=True)
         case "fsdp":
-            return StrategyParts(regathers=True)
+            return StrategyParts(fsdp=FSDP())
         case FSDP():
-            return StrategyParts(regathers=strategy.regather)
+            return StrategyParts(fsdp=strategy)
         case LogicalReplicas():
             return StrategyParts(num_logical=strategy.number)
         case LocalSteps():
