@@ -120,7 +120,7 @@ def layers_loss(model, batch):
 
 def compile_layers(form, *, rows, num_hosts=1, devices_per_host=8, sizes, **options):
     """A GPT-2 of `sizes` in one of `FORMS`, `rows` sequences a GPU, AdamW."""
-    batch_shape = (rows * num_hosts * devices_per_host, sizes["length"] + 1)
+    batch_shape = (rows * devices_per_host, sizes["length"] + 1)  # of one process, a host
     batch = {"tokens": jax.ShapeDtypeStruct(batch_shape, np.int32)}
     mesh = described_mesh("h100_sxm", num_hosts=num_hosts, devices_per_host=devices_per_host)
     optimizer = optax.adamw(6e-4, b2=0.95, weight_decay=0.1)
