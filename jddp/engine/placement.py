@@ -107,9 +107,9 @@ class FullySharded:
         divided = [x for x in leaves if self.layout(x.shape) != Replicated()]
         gathered = "once" if self.lazy.keeps else "twice"
         plan = plan.noted(
-            f"fsdp: {_size_of(divided)} divided over {self.num} replicas, in no bucket:",
+            f"fsdp: divided over {self.num} replicas, in no bucket: {_size_of(divided)},",
             f"  all-gathered {gathered} and reduce-scattered once for each micro-batch",
-            f"fsdp: {_size_of(kept)} whole: {self.num} divides none of their dims",
+            f"fsdp: whole, as {self.num} divides none of their dims: {_size_of(kept)}",
         )
         if program is None:
             return plan
@@ -181,7 +181,7 @@ class DividedParameters:
 
 def _size_of(params: list[Leaf]) -> str:
     size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in params))
-    return f"{len(params)} parameters, {size} MiB, are"
+    return f"{len(params)} parameter{'' if len(params) == 1 else 's'}, {size} MiB"
 
 
 def choose_placement(reducer: Reducer, mesh: Mesh, fsdp: FSDP | None) -> Placement:

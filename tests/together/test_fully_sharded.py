@@ -178,8 +178,8 @@ def test_what_does_not_divide_stays_whole_and_the_plan_says_so():
     layouts = ddp.steps.layouts(state).params
     assert layouts["scalar"] == layouts["empty"] == Replicated() == layouts["odd"]["bias"]
     assert layouts["odd"]["kernel"] == Divided(0, 4)
-    assert "are whole: 4 divides none of their dims" in str(ddp.plan)
-    assert "are divided over 4 replicas, in no bucket" in str(ddp.plan)
+    assert "whole, as 4 divides none of their dims: " in str(ddp.plan)
+    assert "divided over 4 replicas, in no bucket: " in str(ddp.plan)
     assert "all-gathered twice and reduce-scattered once" in str(ddp.plan)
     assert max(map(len, str(ddp.plan).splitlines())) <= 80
 
