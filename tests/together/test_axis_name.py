@@ -109,6 +109,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", swept(OPTIONS, every=4))
 def test_an_axis_of_another_name_gives_the_same_bits(options):
     ends = []
@@ -126,7 +127,7 @@ def test_an_axis_of_another_name_gives_the_same_bits(options):
     equal(*ends)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", swept([0.0, 0.3], every=2))
 def test_verify_takes_the_axis_over(dropout):
     batch = {name: x for name, x in rows().items() if name != "mask"}
     report = named("batch", dropout, make=jddp.verify, batch=batch, mesh=on_axis("batch"))

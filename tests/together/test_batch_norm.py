@@ -82,7 +82,7 @@ in_both = pytest.mark.parametrize("kind", [Norm, NnxNorm])
 
 
 @in_both
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("fast", swept([True, False], every=2))
 def test_replicas_weigh_by_what_their_masks_hold_empty_ones_included(kind, fast):
     """The judge is Flax's own layer over the valid rows alone, on one device."""
     ddp = wrapped(kind(use_fast_variance=fast, use_mask=True))
@@ -124,6 +124,7 @@ def scanned(m, x, train):
     return nn.Dense(4)(nn.scan(nn.remat(Layer), length=2, **axes)()(x, None)[0])
 
 
+@pytest.mark.slow
 def test_a_scanned_batch_norm_under_remat_is_the_same_on_eight_devices_as_on_one():
     ends = []
     for replicas in (1, 8):
@@ -245,7 +246,7 @@ def test_a_library_s_own_copy_of_the_class_is_synchronised_too(model):
         grouped.init(0, batch)
 
 
-@pytest.mark.parametrize("model", [Foreign(), Foreign(DeafNorm), NnxForeign()])
+@pytest.mark.parametrize("model", swept([Foreign(), Foreign(DeafNorm), NnxForeign()], every=3))
 def test_a_batch_norm_that_knows_no_axis_is_refused_under_sync_on_several_replicas(model):
     message = "batch_norm='sync': .*mean.* jddp.register_batch_norm.*'local'.*verify"
     with pytest.raises(jddp.ConfigError, match=message) as caught:

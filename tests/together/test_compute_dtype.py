@@ -126,7 +126,7 @@ def words(module, y):
 @pytest.mark.parametrize(
     "make", [Words, lambda: Of(words), lambda: nnx.Embed(5, 3, rngs=nnx.Rngs(0))]
 )
-@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("compute_dtype", swept(["bfloat16", None], every=2))
 def test_the_gradient_of_an_embedding_is_added_up_in_float32(make, compute_dtype):
     def loss(model, batch):
         outputs = model(batch["y"])

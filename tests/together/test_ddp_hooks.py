@@ -129,7 +129,7 @@ def test_before_it_begins_powersgd_is_no_hook(feedback, warm, rank, place):
 
 
 @in_both_places
-@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
+@pytest.mark.parametrize("feedback", swept([True, False], every=2), ids=["feedback", "no feedback"])
 def test_the_mean_of_powersgd_is_the_same_in_each_of_a_hundred_steps(place, feedback):
     """HK-6: of a gradient of rank 1, and so to rounding; two steps travel exactly."""
     hook = jddp.powersgd(start_step=2, min_compression_rate=1, error_feedback=feedback)
@@ -139,6 +139,7 @@ def test_the_mean_of_powersgd_is_the_same_in_each_of_a_hundred_steps(place, feed
     )
 
 
+@pytest.mark.slow
 def test_what_powersgd_remembers_is_saved_and_the_next_ten_steps_are_the_same(tmp_path):
     """HK-9, bitwise."""
     hook = jddp.powersgd(start_step=2, min_compression_rate=0.1)

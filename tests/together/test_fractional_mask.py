@@ -6,6 +6,7 @@ import optax
 import pytest
 from judge import host
 from states import equal
+from sweeps import swept
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
@@ -40,7 +41,7 @@ def test_weights_in_the_place_of_a_mask_are_refused(call):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("loss", [loss_fn, as_mean], ids=["losses", "mean"])
+@pytest.mark.parametrize("loss", swept([loss_fn, as_mean], every=2), ids=["losses", "mean"])
 def test_on_a_device_every_number_above_zero_counts_once(loss):
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss, mesh=2)
     ends = []

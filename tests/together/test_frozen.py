@@ -40,7 +40,9 @@ def test_frozen_parameters_are_neither_sent_nor_in_the_optimizer_state():
     assert "2 frozen leaves, 7.63e-05 MiB: neither trained nor sent" in str(plans[1])
 
 
-@pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
+@pytest.mark.parametrize(
+    "model", swept([ConvNet(), NnxConvNet(nnx.Rngs(0))], every=2), ids=["linen", "nnx"]
+)
 @pytest.mark.parametrize("batch_norm", swept(["sync", "local"], every=2))
 def test_a_run_with_frozen_parameters_is_read_as_that_of_a_whole_model(tmp_path, model, batch_norm):
     """Kept, opened, evaluated by its moving average, and continued with all parameters."""

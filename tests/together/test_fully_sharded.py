@@ -36,9 +36,9 @@ OPTIMIZERS = {
     "sgd": optax.sgd(0.1, momentum=0.9),
 }
 # Scanned and unrolled layers, a loop that takes parameters whole, tied weights, batch norm.
-QUICK = ["scanned_transformer", "tied_autoencoder"]
+QUICK = ["scanned_transformer"]
 OTHERS = {
-    "slow": ["lstm_tagger", "resnet_nnx", "moe"],
+    "slow": ["tied_autoencoder", "lstm_tagger", "resnet_nnx", "moe"],
     "long": ["stacked_nnx", "seq2seq", "vae", "diffusion"],
 }
 MODELS_OF_OTHERS = [
@@ -114,7 +114,7 @@ MODELS_OF_CASES = {"averaged": (Either(), of_one_branch), "scaled": (Net(), twic
 ROUNDED = {"narrow": 2**-7}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", swept([*CASES], every=2))
 def test_other_options_are_those_of_replicated_parameters(case):
     options, (model, loss) = dict(CASES[case]), MODELS_OF_CASES.get(case, (Net(), squares))
     strategy = options.pop("strategy", "fsdp")
@@ -335,6 +335,7 @@ def test_verify_holds_it_against_one_device_or_its_shares_side_by_side(dropout_r
     assert report.is_side_by_side == (dropout_rate > 0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_by_any_strategy_on_any_number_of_devices(tmp_path):
     batch, optimizer = make_rows(24), optax.adam(1e-2, eps=1e-3)
 

@@ -21,9 +21,8 @@ SOURCES = sorted(set(Path(models.__file__).parent.glob("*.py")) - {Path(models._
 # float32: 16 rows are summed in another order, and so are squares in batch norms.
 RTOL = 1e-5
 
-# Linen and NNX, statistics and random numbers beside the parameters, an average of them, and
-# parameters of two names.
-QUICK = {"vae", "spectral_critic", "diffusion", "tied_autoencoder"}
+# Linen and NNX, statistics and random numbers beside the parameters, and parameters of two names.
+QUICK = {"vae", "tied_autoencoder"}
 
 
 def for_each_example(mark):

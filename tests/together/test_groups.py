@@ -86,6 +86,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.slow
 def test_a_dry_run_lists_how_each_parameter_is_trained():
     config, _ = load_config(["fashion_mnist_cnn"], {**GROUPS, "optimizer.learning_rate": 0.01})
     table = preview(build(config)).partition(" peak rate")[2].splitlines()[1:]

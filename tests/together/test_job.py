@@ -408,7 +408,7 @@ SCHEDULES = sorted(name for name, x in vars(optax.schedules).items() if is_sched
 assert NEEDED.keys() | {"warmup_cosine_decay_schedule"} <= set(SCHEDULES)
 
 
-@pytest.mark.parametrize("name", swept(SCHEDULES, every=4))
+@pytest.mark.parametrize("name", swept(SCHEDULES, every=6))
 def test_every_schedule_of_optax_works_from_a_config(tmp_path, name):
     file = tmp_path / "config.yaml"
     # As long as the warm-up and longer, and shorter than it.
@@ -481,6 +481,7 @@ def test_a_schedule_follows_the_length_of_a_run_or_is_kept_in_a_longer_one(mine,
         cosine(8, "kept", decay_steps=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size", swept([20, 24], every=2)
 )  # Two epochs of the second are full batches.

@@ -80,6 +80,7 @@ def centred(m, x, train):
 
 # On one device XLA merged equal operations later than on several, so that divisions by these sums
 # became multiplications on one of them.
+@pytest.mark.slow
 @pytest.mark.parametrize("function", swept([softmax, centred], every=2), ids=lambda f: f.__name__)
 def test_gradients_of_a_division_by_a_sum_are_bitwise_equal_on_one_device(
     function, as_users_compile
@@ -156,6 +157,7 @@ def compiled_text(ddp):
 
 # Which product of `gradient / count + momentum * 0.9` is rounded depended on what it was fused
 # with, though not on every processor.
+@pytest.mark.slow
 def test_the_optimizer_is_compiled_alike_and_with_nothing_else_on_any_number_of_devices(
     as_users_compile,
 ):
@@ -165,6 +167,7 @@ def test_the_optimizer_is_compiled_alike_and_with_nothing_else_on_any_number_of_
     assert not any("slice" in operations for operations in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_outputs", swept([3, 5, 6], every=3))
 def test_momentum_of_odd_sizes_is_bitwise_equal(num_outputs, as_users_compile):
     assert_same_bits(optimizer=MOMENTUM, evaluated=BATCHES, **odd(num_outputs))
@@ -233,7 +236,7 @@ def test_as_many_shards_as_devices_are_the_replicas_that_there_always_were():
         assert_close(got, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["leaf", "flat"])
+@pytest.mark.parametrize("layout", swept(["leaf", "flat"], every=2))
 def test_the_bytes_are_those_of_a_ring(layout):
     ddp = wrapped(4, reduction=jddp.Reduction(layout=layout))
     state = ddp.init(0, BATCHES[0])
@@ -276,6 +279,7 @@ def test_what_would_change_bits_is_refused():
         ddp.step(state, make_batch(12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout_rate", swept([0.0, 0.2], every=2))
 def test_verify_holds_it_against_one_device(dropout_rate):
     model, options = (

@@ -105,6 +105,7 @@ def test_a_resumed_run_repeats_the_keys_of_its_loss(tmp_path):
     assert len({x["loss"] for x in whole}) == 4
 
 
+@pytest.mark.slow
 def test_a_model_that_takes_its_streams_as_an_argument_is_verified():
     batch, model, options = make_batch(), Dropping(nnx.Rngs(0)), {"mesh": 2, "accumulate_steps": 2}
     report = jddp.verify(model, optax.sgd(0.1), of_streams, batch, **options)

@@ -123,6 +123,7 @@ def test_steps_and_evaluation_are_those_of_the_global_mean(form, name):
     hold_options(OPTIONS[name], norm="none", form=form, rtol=rtol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form, loss_scale",
     swept([("arrays", None), ("scalars", 128.0), ("arrays", "dynamic")], every=3),

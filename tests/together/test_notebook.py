@@ -118,7 +118,7 @@ def test_the_first_steps_run_to_their_end_learn_and_draw(tmp_path):
     assert re.search(r"interrupted at step \d+", shown)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # scripts/docs runs it, too
 def test_your_model_equals_one_device_and_a_wrong_loss_does_not(tmp_path):
     shown, _ = run_notebook("your_model", tmp_path)
     first, second = re.findall(r"^8 devices .+: (.+)$", shown, re.M)
@@ -127,7 +127,7 @@ def test_your_model_equals_one_device_and_a_wrong_loss_does_not(tmp_path):
     assert all(float(x) > 0.9 for x in re.findall(r"depth \d: (\S+)", shown))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # scripts/docs runs it, too
 def test_what_is_sent_has_fewer_bytes_by_a_hook_and_nearly_the_same_loss(tmp_path):
     shown, drawn = run_notebook("what_is_sent", tmp_path)
     assert drawn == 1

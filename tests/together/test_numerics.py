@@ -151,6 +151,7 @@ def test_the_step_after_a_skipped_one_draws_random_numbers_of_its_own():
     assert not np.array_equal(later.params["Dense_0"]["kernel"], sooner.params["Dense_0"]["kernel"])
 
 
+@pytest.mark.slow
 def test_layers_are_measured_as_one_device_would_measure_them():
     batch, ddp = make_batch(8), wrapped(mesh=4)
     state = ddp.init(0, batch)
@@ -210,6 +211,7 @@ def test_too_many_skips_in_a_row_end_the_run_with_the_evidence(tmp_path, save_ev
         np.testing.assert_array_equal(rows["x"], batches(6)[5]["x"])
 
 
+@pytest.mark.slow
 def test_steps_skipped_before_a_resume_count_in_the_row(tmp_path):
     plan = {"run_dir": tmp_path, "save_every_steps": 1, "checks": skips(3)}
     jddp.fit(wrapped(), batches(2, 3, 4), num_steps=3, **plan)

@@ -81,7 +81,9 @@ def test_n_devices_equal_one_device(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{"accumulate_steps": 2}, {"strategy": jddp.LogicalReplicas(8)}], ids="".join
+    "options",
+    swept([{"accumulate_steps": 2}, {"strategy": jddp.LogicalReplicas(8)}], every=2),
+    ids="".join,
 )
 def test_rows_without_elements_are_cut_like_others(options):
     batch, ends = make_rows(), []

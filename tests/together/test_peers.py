@@ -76,7 +76,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("is_pmap, model, loss, axis", swept(BY_HAND, every=2))
+@pytest.mark.parametrize("is_pmap, model, loss, axis", swept(BY_HAND, every=4))
 def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap, model, loss, axis):
     schedule = optax.cosine_decay_schedule(0.1, 10)
     optimizer = optax.sgd(schedule, momentum=0.9, nesterov=True)

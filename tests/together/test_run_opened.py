@@ -40,7 +40,7 @@ def of_objects(request, tmp_path_factory):
     return run, model
 
 
-@pytest.mark.parametrize("num_devices", swept([1, 2, 8], every=2))
+@pytest.mark.parametrize("num_devices", swept([1, 2, 8], every=3))
 def test_an_opened_run_is_the_run_that_was_trained(of_objects, num_devices):
     run, model = of_objects
     opened = jddp.open_run(run.run_dir, model=model, loss_fn=loss_fn, mesh=num_devices)

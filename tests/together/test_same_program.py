@@ -152,6 +152,7 @@ def test_digests_are_the_same_in_every_process(model):
     assert printed("1") == printed("2") != ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, options", swept([(n, o) for _, (n, o) in sorted(OTHERS.items())][::4], every=3)
 )
@@ -222,6 +223,7 @@ def rewrite(path, change):
     seal(folder)
 
 
+@pytest.mark.slow
 def test_another_version_of_jax_is_a_note(tmp_path, capsys):
     for number, rate in enumerate((1e-3, 1e-2)):
         path = tmp_path / str(number)

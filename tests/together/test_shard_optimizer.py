@@ -117,6 +117,7 @@ def test_what_travels_is_each_gradient_out_and_each_parameter_back(place):
     assert {("all-to-all", "gradients"), ("all-gather", "parameters,", "updated")} <= purposes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout_rate", swept([0.0, 0.2], every=2))
 def test_verify_holds_it_against_one_device_or_its_shares_side_by_side(dropout_rate):
     model, batch = MODELS["mlp"](dropout_rate=dropout_rate), make_batch()

@@ -92,7 +92,7 @@ NORMED = {
 }
 
 
-@pytest.mark.parametrize("model", swept(NORMED, every=2))
+@pytest.mark.parametrize("model", swept(NORMED, every=4))
 def test_a_batch_norm_that_is_shared_or_vmapped_is_synchronised(model, caplog):
     passes(model)
     assert "cannot synchronise" not in caplog.text
@@ -197,6 +197,7 @@ NAMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", swept([*NAMED], every=2))
 def test_a_model_written_to_be_sharded_trains_and_evaluates_as_one_that_is_not(name, caplog):
     batch, ends = make_batch(), []
@@ -367,6 +368,7 @@ def test_batches_of_one_evaluation_draw_other_numbers_and_evaluations_the_same()
     assert two == ddp.evaluate(state, [make_rows()] * 2)["loss"]
 
 
+@pytest.mark.slow
 def test_a_network_in_nnx_compiles_to_what_it_does_in_linen():
     """So it costs a step the same: leaves are plain on the hot path."""
     batch, seen = {"image": np.ones((16, 28, 28, 1), np.float32), "label": np.arange(16) % 10}, []

@@ -318,6 +318,7 @@ def test_a_note_names_what_is_not_the_same_in_another_world(now, facts, note):
     assert note is None or f"all counts continue exactly; {note}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, num_devices", swept([(IN_BOTH[0], 2), (IN_BOTH[1], 1)], every=2), ids=type
 )

@@ -26,7 +26,7 @@ def verified(model=None, loss=loss_fn, batch=None, optimizer=None, **options):
 
 @pytest.mark.parametrize(
     "name, dropout_rate",
-    swept([("conv", 0.0), ("nnx", 0.3), ("transformer", 0.3), ("nnx", 0.0)], every=2),
+    swept([("conv", 0.0), ("nnx", 0.3), ("transformer", 0.3), ("nnx", 0.0)], every=4),
 )
 def test_models_pass_with_and_without_random_numbers(name, dropout_rate):
     report = verified(MODELS[name](dropout_rate=dropout_rate), batch=make_batch(masked=True))
@@ -89,6 +89,7 @@ def test_a_step_draws_if_its_loss_does_forward_or_backward(function, draws):
     assert ddp.steps.planned(make_batch()).uses_rng == draws
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_draws_is_judged_beside_the_whole_batch():
     """Its numbers are those of its own key, the same on one device and on many."""
     noisy = optax.chain(optax.sgd(0.1), optax.add_noise(0.01, 0.55, 0))
@@ -153,7 +154,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("given, message", swept(WRONG, every=3))
+@pytest.mark.parametrize("given, message", swept(WRONG, every=4))
 def test_what_is_not_one_device_is_found_and_named(given, message):
     report = verified(**given)
     assert not report.passed
@@ -231,6 +232,7 @@ def test_tf32_alone_makes_gradients_differ():
     assert report.comparisons[1].error < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", swept([None, "tensorfloat32"], every=2))
 def test_products_are_compared_exactly_on_a_gpu_and_the_precision_of_training_is_named(
     gpu, precision
@@ -273,6 +275,7 @@ def cast_after_the_gather(m, x, train):
     return rows.mean(1).astype(jnp.float32)
 
 
+@pytest.mark.slow
 def test_a_long_sum_in_16_bits_is_a_finding_and_no_failure():
     tokens = np.arange(64 * 40, dtype=np.int32).reshape(64, 40) % 311
     batch = {"x": tokens, "y": make_batch(64)["y"]}

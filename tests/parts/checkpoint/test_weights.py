@@ -15,6 +15,7 @@ from flax import linen as nn
 from flax import nnx
 from judge import host
 from states import equal
+from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
@@ -68,7 +69,7 @@ def test_safetensors_of_anybody_s_are_taken_by_their_names_and_cast_to_what_the_
     assert {x.dtype.name for x in jax.tree.leaves(kept.params)} == {"float16"}
 
 
-@pytest.mark.parametrize("kind", [ConvNet, NnxConvNet])
+@pytest.mark.parametrize("kind", swept([ConvNet, NnxConvNet], every=2))
 def test_a_run_and_what_is_exported_of_it_are_taken(tmp_path, kind):
     run = jddp.fit(wrapped(make(kind)), [make_batch()] * 2, num_steps=2, run_dir=tmp_path / "run")
     for name in ("out.safetensors", "out.msgpack"):

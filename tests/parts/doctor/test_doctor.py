@@ -242,6 +242,7 @@ def test_sums_over_the_devices_are_right_and_timed_and_a_wrong_one_is_reported(m
     assert "64, 128 bytes" in found.what
 
 
+@pytest.mark.slow
 def test_one_process_is_examined(capsys, tmp_path, monkeypatch):
     preallocate = "XLA_PYTHON_CLIENT_PREALLOCATE"
     monkeypatch.setenv(preallocate, "")  # so that it is as before in the end

@@ -97,6 +97,7 @@ def test_the_page_does_what_the_library_does(layout, bucket_bytes):
     close(params, ddp.model(state)["params"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_of_your_own_ends_as_data_parallel_does_however_it_is_mapped():
     example = load("bring_your_own_step")
     initial, ends = example["main"](num_steps=5)
@@ -120,6 +121,7 @@ def test_a_run_goes_back_and_learns_on_behind_a_bad_batch(monkeypatch):
     assert run.metrics["loss"] < 1.5 * good.metrics["loss"]
 
 
+@pytest.mark.slow
 def test_signs_of_which_nothing_is_lost_learn_from_fewer_bytes():
     """And all that was not said yet stays, on other numbers of replicas too, as a mean."""
     example = load("send_signs")

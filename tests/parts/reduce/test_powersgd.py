@@ -82,7 +82,9 @@ def one_step(x, hook, **options):
     return -host(through(linear(hook, **options), [{"x": x}]).params["w"])
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["once", "in parts"])
+@pytest.mark.parametrize(
+    "options", swept([{}, {"accumulate_steps": 2}], every=2), ids=["once", "in parts"]
+)
 def test_of_full_rank_it_equals_one_device(options):
     """Three steps, so that what is remembered, which is rounding, has come back."""
     batches = [make_rows(seed=i) for i in range(3)]
@@ -286,7 +288,7 @@ close = {"rtol": 0, "atol": 1e-4}
 
 
 @in_both_places
-@pytest.mark.parametrize("start_step, parts", [(0, 1), (3, 2)])
+@pytest.mark.parametrize("start_step, parts", swept([(0, 1), (3, 2)], every=2))
 def test_what_was_applied_and_what_is_left_are_all_gradients(start_step, parts, place):
     """Whatever numbers of rows they come in."""
     ddp = linear(powersgd(start_step=start_step), accumulate_steps=parts, **place)
@@ -313,6 +315,7 @@ def test_it_draws_the_same_whatever_kind_of_key_jax_makes(kind):
     np.testing.assert_array_equal(got, one_step(x, hook))
 
 
+@pytest.mark.slow
 def test_all_gradients_survive_8_replicas_that_become_4_and_8_again(tmp_path):
     x = [matrices(seed=i) for i in range(9)]
     checkpoints, state, seen = CheckpointFolder(tmp_path, keep=9), None, 0

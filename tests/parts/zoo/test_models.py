@@ -95,6 +95,7 @@ def test_gradients_of_embeddings_are_added_up_in_float32():
     assert reduced.format("4x4x8", "4x8") in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", swept(["float32", "bfloat16"], every=2))
 def test_a_gradient_by_one_hot_rows_equals_that_by_a_scatter(dtype):
     model, _ = TINY["gpt"]
@@ -111,7 +112,7 @@ def test_a_gradient_by_one_hot_rows_equals_that_by_a_scatter(dtype):
         model.clone(embedding_gradient="sort").init(jax.random.key(0), tokens)
 
 
-@pytest.mark.parametrize("name", ["cnn", "gpt", "vit"])
+@pytest.mark.parametrize("name", swept(["cnn", "gpt", "vit"], every=3))
 def test_bfloat16_arithmetic_is_used_and_close(name):
     model, inputs = TINY[name]
     variables = jax.jit(model.init)(jax.random.key(0), inputs)
@@ -170,6 +171,7 @@ def stacked(params):
     return others | {"blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", swept(["gpt", "vit"], every=2))
 def test_remat_and_a_scan_over_layers_equal_plain(name):
     plain, inputs = TINY[name]
@@ -213,7 +215,7 @@ def test_linen_and_nnx_networks_agree_in_training_and_after_it():
     close(module(IMAGES), outputs)
 
 
-@pytest.mark.parametrize("name", ["cnn", "resnet18"])
+@pytest.mark.parametrize("name", swept(["cnn", "resnet18"], every=2))
 def test_images_of_mask_0_change_nothing_for_the_others(name):
     model, images = TINY[name]
     variables = model.init(jax.random.key(0), images)
