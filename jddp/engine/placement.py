@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import final
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
@@ -172,7 +171,7 @@ class DividedParameters:
         run = jax.checkpoint(run, policy=forget, prevent_cse=False)
         value, pullback, aux = jax.vjp(run, params, has_aux=True)
         # A result that is a constant is no array yet, behind a checkpoint.
-        return value, _after(pullback, params, value), jax.tree.map(jnp.asarray, aux)
+        return value, _after(pullback, params, value), jax.tree.map(jax.numpy.asarray, aux)
 
     def _part(self, x: jax.Array, dim: int | None) -> jax.Array | Part:
         if dim is None:
