@@ -8,6 +8,7 @@ and signals of a worker for itself. An actor beside the driver, the board, passe
 driver and the first failure to all workers.
 """
 
+import atexit
 import json
 import os
 import secrets
@@ -39,6 +40,7 @@ with suppress(ImportError):  # which `RayRunner` reports
     from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.jax import JaxConfig, JaxTrainer
 
+_FITTING = "jddp-ray"  # name of the thread that waits for Ray Train
 _ASK_SECONDS = 0.5  # from one question to the board to the next
 _MOMENT = 2.0  # seconds in which a process ends by itself after the failure of another
 _PASSED_ON = ("JAX_", "JDDP_", "NCCL_", "PYTHONPATH", "XDG_CACHE_HOME", "XLA_")
@@ -98,7 +100,7 @@ class RayRunner:
         os.environ.update(_DEFAULTS | os.environ)
         with ExitStack() as stack:
             if not ray.is_initialized():
-                stack.callback(ray.shutdown)
+                stack.callback(_disconnect)
                 with signals.exiting():
                     _connect(self._address)
             stack.enter_context(signals.received())  # Ray has a handler of its own from here on
@@ -196,6 +198,14 @@ def _connect(address: str) -> None:
         raise CoordinatorError(f"{text} ({' '.join(str(error).split())}).") from error
 
 
+def _disconnect() -> None:
+    """Leaves the cluster, which ends the process with 1 if a thread of ours still asks it."""
+    if any(thread.name == _FITTING for thread in threading.enumerate()):
+        atexit.unregister(ray.shutdown)  # It is left with the process, which is about to end.
+    else:
+        ray.shutdown()
+
+
 def _missing(each: Mapping[str, int], num_processes: int) -> str:
     """The resources that the job needs and the cluster has, if they are too few; else empty."""
     there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -219,7 +229,7 @@ def _fit(trainer: Any, board: Any, missing: Any, signals: Signals) -> Exception 
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=fit, name="jddp-ray", daemon=True)
+    thread = threading.Thread(target=fit, name=_FITTING, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(_ASK_SECONDS)
