@@ -386,7 +386,7 @@ def test_the_acceptance_runs_on_two_virtual_devices_and_writes_its_page(tmp_path
     assert re.search(r"all-reduces of .+, [2-9] large", results["Scatter and large buckets"][1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes
 def test_on_one_device_what_needs_several_is_not_tried(tmp_path):
     results = accepted(tmp_path, 1)

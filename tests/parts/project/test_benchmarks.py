@@ -124,7 +124,7 @@ def test_the_time_of_tests_is_printed_by_cause_and_file():
     assert min(float(imports), float(lowering)) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_wire_carries_the_parameters_and_no_more():
     rows = [row.split() for row in run(BENCHMARKS / "wire.py", "mlp", "gpt")[1:]]
     assert {row[4] for row in rows} == {"1.0000"}
@@ -174,7 +174,7 @@ def test_contenders_that_fail_say_why_in_their_rows_and_the_others_continue(tmp_
         assert contenders[name]["speed_over_torch_compiled"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("num", swept([1, 2], every=2))
 def test_all_devices_are_used_by_jddp_and_by_processes_of_torch(tmp_path, num):
     only = ["--only", "resnet50", "--contenders", "by_hand", "jddp", "jddp_sync", "torch"]

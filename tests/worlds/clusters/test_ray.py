@@ -185,6 +185,7 @@ def test_what_would_repeat_is_not_restarted(cluster):
     assert len(list((cluster.folder / "logs-wrong").glob("failure_*.json"))) == 1  # of an attempt
 
 
+@pytest.mark.long
 def test_a_second_job_in_the_same_directory_is_refused(cluster):
     with Job(cluster.folder, "run.dir=taken") as first:
         first.wait_for(lambda: first.num_steps() >= 20)

@@ -204,7 +204,7 @@ def test_the_default_job_trains_on_four_tasks_of_srun_and_of_the_template(slurm,
     assert result(folder, "by-sbatch") == result(folder, "by-srun")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_template_resumes_in_another_turn_bitwise_identically(slurm, folder, golden):
     job = submit(slurm, folder, "signalled", FOUR, *OFTEN)
     slurm.wait_for(lambda: saved_steps(folder / "signalled"))
