@@ -44,7 +44,7 @@ def taken_or_refused(act):
 MAPPINGS = st.dictionaries(st.sampled_from([*Config.model_fields, "x"]), VALUES, max_size=5)
 
 
-@settings(FUZZ, max_examples=100)
+@settings(FUZZ, max_examples=200)
 @given(MAPPINGS.map(json.dumps) | st.text(max_size=200) | st.binary(max_size=200))
 def test_any_values_or_bytes_are_a_config_or_a_list_of_mistakes(tmp_path, text):
     file = tmp_path / "c.yaml"
@@ -52,7 +52,7 @@ def test_any_values_or_bytes_are_a_config_or_a_list_of_mistakes(tmp_path, text):
     taken_or_refused(lambda: load_config([str(file)]))
 
 
-@settings(FUZZ, max_examples=100)
+@settings(FUZZ, max_examples=200)
 @example(["[=", "[a=1"])
 @given(st.lists(st.builds("{}={}".format, st.sampled_from(KEYS) | st.text(max_size=9), st.text())))
 def test_any_overrides_are_a_config_or_a_list_of_mistakes(overrides):
