@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
+from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
@@ -73,7 +74,7 @@ class Reporter:
 
     Attributes:
       clock: Time of steps since the last record.
-      work: What a step does, for its rates.
+      work: The work of a step, for its rates.
       progress: Printer of the reports.
       note: Function that prints a sentence.
     """
@@ -88,7 +89,7 @@ class Reporter:
         self.progress = Progress(self.plan.num_steps, is_writer=jax.process_index() == 0)
         self.note = self.progress.note
         self.clock = Clock(0)
-        self.work = Work((), {})
+        self.work = Work((), 0, {})
         self._waiting: Sent | None = None  # the newest step, whose metrics are not read yet
 
     def next(self, sent: Sent | None = None) -> None:
@@ -130,15 +131,15 @@ class Reporter:
             return {}
         values = {name: float(x) for name, x in jax.device_get(dict(sent.metrics)).items()}
         if is_logged:
-            self._log(step, values)
+            self._log(step, values, count_rows(sent.batch))
         return values
 
-    def _log(self, step: int, values: Mapping[str, float]) -> None:
+    def _log(self, step: int, values: Mapping[str, float], num_rows: int) -> None:
         record: JsonObject = {"step": step, "split": "train", **values}
         if self.plan.learning_rate is not None:
             record["learning_rate"] = self.learning_rate(step)
         if seconds := self.clock.seconds_per_step(step):
-            record |= {**seconds, **self.work.rates(seconds["step_seconds"])}
+            record |= {**seconds, **self.work.rates(seconds["step_seconds"], num_rows)}
         self.run.metrics = copy.deepcopy(record)  # a callback may change it
         self.run.records.append(record)
         if self.files is not None:
@@ -175,5 +176,5 @@ class Reporter:
         """Prints a line on the speed of the run, that of its median record, and on peak memory."""
         seconds = [x["step_seconds"] for x in self.run.records if "step_seconds" in x]
         if seconds:
-            rates = self.work.rates(statistics.median(seconds))
+            rates = self.work.rates(statistics.median(seconds), self.work.num_rows)
             self.note(f"median {summary(rates, self.work.unit)}")

@@ -1,9 +1,9 @@
 """Throughput of a run: examples, tokens and model FLOPs per second, MFU, and peak memory.
 
     work = measure(ddp, batch)       # once, after the first step: traces and compiles nothing again
-    work.rates(seconds)              # fields of a record, from the time of a step
+    work.rates(seconds, num_rows)    # fields of a record, from the time and the rows of a step
 
-What a step computes does not change from step to step, so a record costs divisions alone.
+The work of a step is in proportion to its rows, so a record costs divisions alone.
 """
 
 import dataclasses
@@ -30,23 +30,26 @@ log = logging.getLogger("jddp")
 
 @dataclasses.dataclass
 class Work:
-    """What a step does, on all devices together.
+    """The work of a step, on all devices together.
 
     Attributes:
       devices: Devices of this process, of which peak memory is read.
-      per_step: What a step has of each rate, by name of its field in records.
+      num_rows: Number of rows of the step that was measured.
+      per_step: The amount behind each rate in that step, by name of its field in records.
       unit: Unit of its examples, for people.
       predicted_bytes: Memory that the compiler has assigned to it on a device; None if not asked.
     """
 
     devices: Sequence[jax.Device]
+    num_rows: int
     per_step: dict[str, float]
     unit: str = "ex"
     predicted_bytes: int | None = None
 
-    def rates(self, seconds: float) -> dict[str, float | None]:
-        """Fields of a record, of those that are known, for steps of so many seconds."""
-        fields: dict[str, float | None] = {n: x / seconds for n, x in self.per_step.items()}
+    def rates(self, seconds: float, num_rows: int) -> dict[str, float | None]:
+        """Fields of a record, of those that are known, for steps of so many seconds and rows."""
+        share = num_rows / max(self.num_rows, 1) / seconds
+        fields: dict[str, float | None] = {n: x * share for n, x in self.per_step.items()}
         if (peak := peak_bytes(self.devices)) is None:
             return fields
         return fields | {"peak_memory_bytes": peak, "predicted_memory_bytes": self.predicted_bytes}
@@ -59,7 +62,8 @@ def measure(ddp: Trainable, batch: Batch) -> Work:
       ddp: The object that took the step.
       batch: Rows of the step, of all processes.
     """
-    work = Work(ddp.mesh.local_devices, {"examples_per_second": count_rows(batch)})
+    num_rows = count_rows(batch)
+    work = Work(ddp.mesh.local_devices, num_rows, {"examples_per_second": num_rows})
     try:
         _count(work, ddp, batch)
     except Exception as error:  # A report is no reason to end a run.

@@ -60,7 +60,7 @@ def test_records_have_rates_and_the_end_a_line_of_them(gpu, capsys, caplog):
 
 def test_examples_are_images_or_tokens_by_the_names_of_their_arrays():
     def work(num_entries, **batch):
-        found = Work((), {})
+        found = Work((), 4, {})
         throughput._name_examples(found, batch, num_entries)
         return found.unit, found.per_step.get("tokens_per_second")
 
@@ -81,11 +81,17 @@ def test_a_step_that_cannot_be_counted_is_reported_without_flops_and_logged_once
     monkeypatch.setattr(throughput, "count_flops", fails)
     ddp = wrapped()
     work = measure(ddp, ddp.shard_batch(make_batch(8)))
-    assert work.rates(2.0) == {"examples_per_second": 4}
+    assert work.rates(2.0, 8) == {"examples_per_second": 4}
     assert caplog.messages == [
         "The FLOPs of a step are not reported, since they cannot be counted: "
         "NotImplementedError('such a step')"
     ]
+
+
+def test_rates_of_a_batch_of_another_size_are_those_of_its_rows():
+    work = Work((), 8, {"examples_per_second": 8, "tokens_per_second": 32, "mfu": 0.5})
+    half = {"examples_per_second": 2, "tokens_per_second": 8, "mfu": 0.125}
+    assert work.rates(2.0, 4) == half
 
 
 def test_kernels_that_no_trace_shows_are_named(monkeypatch, caplog):
