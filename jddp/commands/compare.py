@@ -3,8 +3,8 @@
 A RUN is a run directory, or a folder of them. Their records and configs are read, and nothing runs.
 """
 
-import json
 from collections.abc import Sequence
+from json import dumps
 from pathlib import Path
 
 from jddp.config.cli import Parser, run_command
@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: _compare(**vars(parser.parse_args(argv))))
 
 
-def _compare(*, runs: list[Path], metric: str | None, mode: str, **how: bool) -> None:
+def _compare(*, runs: list[Path], metric: str | None, mode: str, json: bool) -> None:
     from jddp.runs.comparison import compare_runs, find_runs
 
     found = compare_runs(find_runs(runs), metric, mode)
-    show(json.dumps(found.as_json()) if how["json"] else str(found))
+    show(dumps(found.as_json()) if json else str(found))

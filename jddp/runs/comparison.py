@@ -1,4 +1,4 @@
-"""Compares runs by what they have recorded: which is better, by how much, and what differs.
+"""Compares runs by their records: which is better, by how much, and what differs.
 
     print(compare_runs(find_runs([Path("runs/a"), Path("runs/b")])))
 
@@ -30,7 +30,7 @@ CLEAR = 2.0  # standard errors beyond which a difference is no chance
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """What one run has recorded.
+    """The result of one run.
 
     Attributes:
       name: The directory of the run.
@@ -101,7 +101,7 @@ class ComparedRuns:
 
     @property
     def verdict(self) -> str:
-        """Which is better and by how much, or why nobody can tell, in one or two sentences."""
+        """The better group, by how much, at which cost, and what differs, in a few sentences."""
         first, *others = self.groups
         if not first.values:
             return f"No evaluation of these runs has a number for {self.metric!r}."
@@ -114,15 +114,11 @@ class ComparedRuns:
             said += "one seed does not show how much of that is chance"
         else:
             error = math.sqrt(first.variance + second.variance)
-            is_clear = difference > CLEAR * error
-            said = (
-                f"{first.name} is better than {second.name} by"
-                if is_clear
-                else (
-                    f"{first.name} and {second.name} are equal within their spread: they differ by"
-                )
-            )
-            said += f" {_with_error(difference, error**2)} {self.metric}"
+            by = f"{_with_error(difference, error**2)} {self.metric}"
+            said = f"{first.name} is better than {second.name} by {by}"
+            if difference <= CLEAR * error:
+                said = f"{first.name} and {second.name} are equal within their spread: "
+                said += f"they differ by {by}"
         return ". ".join([said, *self._costs(first, second)]) + "."
 
     def _costs(self, first: Seeds, second: Seeds) -> list[str]:
@@ -130,7 +126,7 @@ class ComparedRuns:
         costs = list[str]()
         if first.step_seconds and second.step_seconds:
             ratio = first.step_seconds / second.step_seconds
-            costs.append(f"Its steps take {ratio:.2f} times as long")
+            costs.append(f"Steps of the first take {ratio:.2f} times as long")
         keys = differing([first.results[0], second.results[0]])
         if keys:
             more = f" and {len(keys) - MOST_KEYS} more keys" if len(keys) > MOST_KEYS else ""
@@ -223,7 +219,7 @@ def compare_runs(
     ]
     groups = dict[str, list[RunResult]]()
     for number, x in enumerate(results):
-        same = {key: value for key, value in x.settings.items() if _counts(key)}
+        same = {key: value for key, value in in_effect(x.settings).items() if _counts(key)}
         groups.setdefault(str(sorted(same.items())) if same else f"run {number}", []).append(x)
     made = [
         Seeds(tuple(x), tuple(own.best for own in x if own.best is not None))

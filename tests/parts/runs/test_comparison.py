@@ -50,8 +50,8 @@ def test_the_better_of_two_configs_is_named_with_its_error_over_seeds_its_time_a
     assert (found.metric, found.mode) == ("accuracy", "max")
     assert [x.name for x in b.results] == [str(x) for x in runs[3:]]
     assert found.verdict == (
-        f"{b.name} is better than {a.name} by 0.01 +- 0.0016 accuracy. Its steps take 1.08 times "
-        "as long. They differ in optimizer.learning_rate."
+        f"{b.name} is better than {a.name} by 0.01 +- 0.0016 accuracy. Steps of the first take "
+        "1.08 times as long. They differ in optimizer.learning_rate."
     )
     assert b.name.endswith("b0 (3 seeds)")
 
