@@ -55,14 +55,15 @@ class Explanation(Shown):
 
     @property
     def verdict(self) -> str:
-        """What a step sends and how much of it is hidden, in one sentence."""
+        """The bytes that a step sends, and the share that is hidden, in one sentence."""
         if self.num_devices == 1:
             return "Nothing is sent: there is one device."
         hidden = sum(x.bytes * self._runs(x) for x in self.compiled if x.is_async)
         share = hidden / self.bytes_per_step if hidden else 0.0
+        units = f" and in units ({len(self.plan.units)})" if self.plan.units else ""
         return (
             f"A step sends {in_mebibytes(self.bytes_per_step)} MiB in {len(self.compiled)} "
-            f"collectives, with gradients in {_buckets(len(self.plan))}; {share:.0%} of these "
+            f"collectives, with gradients in {self.plan.in_words}{units}; {share:.0%} of these "
             "bytes can be sent while it computes."
         )
 
@@ -172,10 +173,6 @@ def explain(ddp: Trainable, batch: Batch) -> Explanation:
         compiled=collectives(read_program(compiled.as_text() or "")),
         sync=ddp.steps.spec.sync,
     )
-
-
-def _buckets(num: int) -> str:
-    return "1 bucket" if num == 1 else f"{num} buckets"
 
 
 def _bucket_as_json(bucket: Bucket) -> JsonObject:

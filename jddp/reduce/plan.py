@@ -96,6 +96,11 @@ class BucketPlan(Shown):
         return len(self.buckets)
 
     @property
+    def in_words(self) -> str:
+        """Number of buckets, such as "1 bucket"."""
+        return f"{len(self)} bucket{'' if len(self) == 1 else 's'}"
+
+    @property
     def wire_bytes(self) -> int:
         """Bytes of all buckets: what each replica contributes per optimizer step."""
         return sum(bucket.bytes for bucket in self.buckets)
@@ -106,8 +111,7 @@ class BucketPlan(Shown):
 
     def __str__(self) -> str:
         """A table of one line per bucket, for a terminal of 80 columns."""
-        num = f"{len(self)} bucket{'' if len(self) == 1 else 's'}"
-        rows = [f"{num}, {in_mebibytes(self.wire_bytes)} MiB on the wire per step"]
+        rows = [f"{self.in_words}, {in_mebibytes(self.wire_bytes)} MiB on the wire per step"]
         rows.append(f"{'bucket':>6} {'MiB':>9} {'leaves':>6}  {'dtype':<9} first and last leaf")
         rows += [_row(i, bucket, 45) for i, bucket in enumerate(self.buckets)]
         if self.units:

@@ -55,11 +55,14 @@ class Seeds:
 
     Attributes:
       results: The runs.
-      values: The metric of their best evaluations.
     """
 
     results: tuple[RunResult, ...]
-    values: tuple[float, ...]
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The metric of their best evaluations, of those that have a number."""
+        return tuple(x.best for x in self.results if x.best is not None)
 
     @property
     def name(self) -> str:
@@ -221,10 +224,7 @@ def compare_runs(
     for number, x in enumerate(results):
         same = {key: value for key, value in in_effect(x.settings).items() if _counts(key)}
         groups.setdefault(str(sorted(same.items())) if same else f"run {number}", []).append(x)
-    made = [
-        Seeds(tuple(x), tuple(own.best for own in x if own.best is not None))
-        for x in groups.values()
-    ]
+    made = [Seeds(tuple(x)) for x in groups.values()]
     made.sort(key=lambda group: -sign * group.mean if group.values else math.inf)
     return ComparedRuns(chosen, mode, tuple(made))
 
