@@ -8,14 +8,12 @@ and signals of a worker for itself. An actor beside the driver, the board, passe
 driver and the first failure to all workers.
 """
 
-import atexit
 import json
 import os
 import secrets
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -40,7 +38,6 @@ with suppress(ImportError):  # which `RayRunner` reports
     from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.jax import JaxConfig, JaxTrainer
 
-_FITTING = "jddp-ray"  # name of the thread that waits for Ray Train
 _ASK_SECONDS = 0.5  # from one question to the board to the next
 _MOMENT = 2.0  # seconds in which a process ends by itself after the failure of another
 _PASSED_ON = ("JAX_", "JDDP_", "NCCL_", "PYTHONPATH", "XDG_CACHE_HOME", "XLA_")
@@ -100,7 +97,7 @@ class RayRunner:
         os.environ.update(_DEFAULTS | os.environ)
         with ExitStack() as stack:
             if not ray.is_initialized():
-                stack.callback(_disconnect)
+                stack.callback(ray.shutdown)
                 with signals.exiting():
                     _connect(self._address)
             stack.enter_context(signals.received())  # Ray has a handler of its own from here on
@@ -109,7 +106,11 @@ class RayRunner:
             each = _resources(launch.devices_per_process or 1)
             report(f"{launch.num_processes} processes on Ray; logs in {launch.logs}")
             missing = partial(_missing, each, launch.min_processes or launch.num_processes)
-            error = _fit(_trainer(launch, board, each), board, missing, signals)
+            # A task and not a thread, in which Ray could not be left before the trainer has ended.
+            task = ray.remote(_fit).options(num_cpus=0, label_selector=here, max_retries=0)
+            fitting = task.remote(launch, board, each, os.getcwd(), _variables())
+            stack.callback(ray.cancel, fitting, force=True)
+            error = _wait(fitting, board, missing, signals)
             _, first = ray.get(board.tell.remote())
         return _conclude(first, error)  # below the last lines of Ray
 
@@ -120,17 +121,24 @@ def _resources(num_devices: int) -> dict[str, int]:
     return {"GPU": num_devices, "CPU": 1} if has_gpus else {"CPU": num_devices}
 
 
-def _trainer(launch: Launch, board: Any, each: dict[str, int]) -> Any:
-    """The trainer of Ray Train, one worker for each process."""
-    environ = {name: x for name, x in os.environ.items() if name.startswith(_PASSED_ON)}
+def _variables() -> dict[str, str]:
+    """The environment variables that the driver passes on."""
+    return {name: x for name, x in os.environ.items() if name.startswith((*_PASSED_ON, *_DEFAULTS))}
+
+
+def _fit(
+    launch: Launch, board: Any, each: dict[str, int], folder: str, environ: dict[str, str]
+) -> None:
+    """Runs Ray Train, with one worker for each process, in the driver's folder."""
+    os.environ.update(environ)
     most, least = launch.num_processes, launch.min_processes
     workers = (least, most) if least else most
     asked = ScalingConfig(num_workers=workers, use_gpu="GPU" in each, resources_per_worker=each)
     limit = FailureConfig(max_failures=launch.max_restarts)
     kept = RunConfig(storage_path=str(launch.logs), failure_config=limit)
-    work = partial(_work, launch, board, os.getcwd(), environ)
+    work = partial(_work, launch, board, folder, environ)
     # Ray leaves jax.distributed, and the GPUs, to the child.
-    return JaxTrainer(work, jax_config=JaxConfig(), scaling_config=asked, run_config=kept)
+    JaxTrainer(work, jax_config=JaxConfig(), scaling_config=asked, run_config=kept).fit()
 
 
 def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> None:
@@ -198,14 +206,6 @@ def _connect(address: str) -> None:
         raise CoordinatorError(f"{text} ({' '.join(str(error).split())}).") from error
 
 
-def _disconnect() -> None:
-    """Leaves the cluster, which ends the process with 1 if a thread of ours still asks it."""
-    if any(thread.name == _FITTING for thread in threading.enumerate()):
-        atexit.unregister(ray.shutdown)  # It is left with the process, which is about to end.
-    else:
-        ray.shutdown()
-
-
 def _missing(each: Mapping[str, int], num_processes: int) -> str:
     """The resources that the job needs and the cluster has, if they are too few; else empty."""
     there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -216,23 +216,12 @@ def _missing(each: Mapping[str, int], num_processes: int) -> str:
     return f"{num_processes} processes need {asked} each, and the nodes of Ray have {has}"
 
 
-def _fit(trainer: Any, board: Any, missing: Any, signals: Signals) -> Exception | None:
-    """Runs the trainer in a thread, while signals are passed on; returns its error."""
-    errors = list[Exception]()
+def _wait(fitting: Any, board: Any, missing: Any, signals: Signals) -> Exception | None:
+    """Passes signals on until the task that runs the trainer has ended; returns its error."""
     seconds = read_seconds(os.environ, START)
     since = time.monotonic()
     said = ""
-
-    def fit() -> None:
-        try:
-            trainer.fit()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=fit, name=_FITTING, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_ASK_SECONDS)
+    while not ray.wait([fitting], timeout=_ASK_SECONDS)[0]:
         board.tell.remote(num_signals=len(signals.numbers))
         before = said
         said = missing()
@@ -242,7 +231,11 @@ def _fit(trainer: Any, board: Any, missing: Any, signals: Signals) -> Exception 
             raise DeviceError(f"{said}. Ask for less, or start more nodes.")
         elif said != before:
             report(f"{said}; waiting for more, at most {seconds} s")
-    return errors[0] if errors else None
+    try:
+        ray.get(fitting)
+    except Exception as error:
+        return getattr(error, "cause", error)
+    return None
 
 
 def _conclude(first: Failure | None, error: Exception | None) -> Failure | None:
