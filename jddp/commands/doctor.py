@@ -9,7 +9,9 @@ with its fix. The exit code is 0, or 69 if a finding will stop a job.
 """
 
 import argparse
+import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -106,7 +108,8 @@ def _examine(arguments: argparse.Namespace) -> int:
         show("\n".join(map(str, findings)))  # one of which may be the reason
         raise
     findings += [*check_devices(missing), check_directory(arguments.dir)]
-    of_processes = gather("doctor", "\n".join(map(str, findings)), timeout_seconds=120)
+    mine = json.dumps(list(map(str, findings)))
+    of_processes = gather("doctor", mine, timeout_seconds=120)
     shared = check_job(arguments.dir)
     mesh = make_mesh(jax.devices())  # of different kinds, too
     table, right = measure_all_reduce(mesh)
@@ -118,15 +121,17 @@ def _examine(arguments: argparse.Namespace) -> int:
 
 
 def _print(of_processes: list[str], shared: list[Finding], table: Sequence[object]) -> None:
-    for process, text in enumerate(of_processes):
-        if process and _without_names(text) == _without_names(of_processes[0]):
+    found: list[list[str]] = list(map(json.loads, of_processes))
+    for process, findings in enumerate(found):
+        if process and _comparable(findings) == _comparable(found[0]):
             print(f"process {process}: same as process 0")
         else:
-            show(f"process {process}\n{text}")
+            show("\n".join([f"process {process}", *findings]))
     show("\n".join(["together", *map(str, shared)]))
     print("\nall-reduce", f"{'size':>10} {'time':>13} {'bandwidth':>14}", *table, sep="\n")
 
 
-def _without_names(text: str) -> str:
-    """Findings without the host's name and addresses."""
-    return "\n".join(line for line in text.splitlines() if " resolves to " not in line)
+def _comparable(findings: list[str]) -> list[str]:
+    """The words of findings without the name of the host and without free space, which changes."""
+    words = (" ".join(each.split()) for each in findings if " resolves " not in each)
+    return [re.sub(r"[\d.,]+ GiB free", "GiB free", each) for each in words]

@@ -150,7 +150,7 @@ def assert_gone(folder):
 def is_alive(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second, if it ends while it is read
         return False
     return state != "Z"
 

@@ -1,6 +1,7 @@
 """The doctor names what will make a job fail, and what mends it."""
 
 import io
+import json
 import os
 import re
 import resource
@@ -13,7 +14,7 @@ import jax
 import pytest
 from runs import environment, free_port
 
-from jddp.commands.doctor import main
+from jddp.commands.doctor import _print, main
 from jddp.distributed import atomics, gpus
 from jddp.distributed.failure_file import VARIABLE, describe_failure, write_failure
 from jddp.distributed.gpus import Missing
@@ -285,6 +286,18 @@ def test_processes_are_examined_together(tmp_path):
 def findings_of(directory):
     found = agreement.check_directory(directory)
     return {found.level: found}
+
+
+def test_a_process_is_the_same_as_another_if_only_its_name_and_free_space_differ(capsys):
+    where = "/runs can be written, "
+    processes = [
+        ["a resolves to 1.2.3.4", f"{where}73.7 GiB free", "2 devices"],
+        ["b resolves to 1.2.3.5", f"{where}73.6\n        GiB free", "2 devices"],
+        ["a resolves to 1.2.3.4", f"{where}73.7 GiB free", "1 device"],
+    ]
+    _print(list(map(json.dumps, processes)), [], [])
+    out = capsys.readouterr().out
+    assert "process 1: same as process 0\nprocess 2\na resolves to " in out
 
 
 def test_a_directory_is_reported_with_its_room_as_absent_full_or_no_place(tmp_path, monkeypatch):
