@@ -3,6 +3,8 @@
 Takes a job as `jddp.train` does, compiles its step for the devices of its mesh, and prints the plan
 beside the collectives of the compiled program, as `jddp.explain` does for objects. Nothing runs,
 nothing is written, and the data may be absent.
+
+`python -m jddp.explain --trace RUN_DIR` prints how the time of traced steps was spent.
 """
 
 import argparse
@@ -19,7 +21,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m jddp.explain", description=description)
     add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead")
-    return run_command(lambda: _explain(parser.parse_intermixed_args(argv)))
+    parser.add_argument("--trace", metavar="RUN_DIR", help="print the times of a trace instead")
+    return run_command(lambda: _run(parser.parse_intermixed_args(argv)))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.trace is None:
+        return _explain(arguments)
+    from jddp.inspection.trace import read_trace
+
+    found = read_trace(arguments.trace)
+    show(json.dumps(found.as_json()) if arguments.json else str(found))
+    return ExitCode.DONE
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ packages. `options` has the sections that are options of `DataParallel`, too.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
 
 from jddp.config.keys import keys_of
@@ -87,7 +87,17 @@ class TrainConfig(Section):
     max_consecutive_skips: int = option(
         10, "Steps skipped in a row (ddp.skip_nonfinite) that end the run.", "none", ge=1
     )
+    profile_steps: list[int] | None = option(
+        None, "First and last step of which a trace is kept, as [10,13]; or null.", "none"
+    )
     stop: StopConfig = Field(default_factory=StopConfig)
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _are_two_steps(cls, steps: list[int] | None) -> list[int] | None:
+        if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
+            raise ValueError("give the numbers of the first and the last step, as [10,13]")
+        return steps
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":

@@ -162,6 +162,7 @@ class Job:
                     max_consecutive_skips=config.train.max_consecutive_skips,
                     limits=Limits(**config.watchdog.model_dump()),
                 ),
+                profile_steps=config.train.profile_steps,
                 seed=config.seed,
                 run_dir=self._place(config.run.dir),
                 config=config.model_dump(),

@@ -99,6 +99,7 @@ def close(loop: Loop, *, failed: bool = False) -> None:
     After a failure it waits for no other process, and raises no second error.
     """
     loop.source.close()
+    loop.profile.close()
     loop.reporter.progress.close()
     if not failed:
         loop.watchdog.enter("save", loop.run.step)

@@ -30,6 +30,7 @@ from jddp.trainer.given import refuse_same_rows
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source
+from jddp.trainer.profile import Profile
 from jddp.trainer.replica_check import ReplicaCheck
 from jddp.trainer.reporter import Clock, Reporter
 from jddp.trainer.reports.metrics_file import as_json
@@ -96,6 +97,8 @@ class Loop:
         self.numerics = Numerics(self.ddp, self.source, folder, plan.checks.max_consecutive_skips)
         self.reporter = Reporter(self.run, plan, files, self.numerics)
         self.replica_check = ReplicaCheck(plan.checks.replicas_every_steps)
+        profiles = None if files is None else files.profile(jax.process_index())
+        self.profile = Profile(plan.profile_steps, profiles)
         self.requests = Requests()
         self.signal: str | None = None
         self.position = self.source.position
@@ -151,7 +154,8 @@ class Loop:
                 break
             with self.reporter.clock.waiting():
                 batch = next(self.source)
-            run.state, metrics = self.ddp.step(run.state, batch)
+            with self.profile.step(run.step + 1, run.state):
+                run.state, metrics = self.ddp.step(run.state, batch)
             run.step += 1
             self.replica_check.finish()
             self.replica_check.begin(run.step, run.state)
@@ -170,6 +174,7 @@ class Loop:
             if is_due and not self.is_over:  # at the end all is due
                 self._evaluate_and_save()
         self.reporter.next()
+        self.profile.close()
         self.act(self.requests.due())
         self.replica_check.finish()
         if not self.is_over:

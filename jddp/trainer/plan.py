@@ -120,6 +120,7 @@ class Plan:
       eval_params: "params" or "ema".
       learning_rate: Learning rate as a function of the step, for the records, or None.
       checks: What the run checks of its processes and steps.
+      profile_steps: First and last step of which a trace is recorded, or None.
       seed: Seed of the first state.
       run_dir: Folder for metrics and checkpoints, or its URL; None keeps nothing.
       config: Settings of the run; a directory with other ones is refused.
@@ -141,6 +142,7 @@ class Plan:
     eval_params: str = "params"
     learning_rate: Callable[[int], ArrayLike] | None = None
     checks: Checks = CHECKS
+    profile_steps: Sequence[int] | None = None
     seed: int = 0
     run_dir: str | Path | None = None
     config: Settings | None = None
@@ -189,3 +191,5 @@ class Plan:
             save_every_steps=self.save_every_steps,
         )
         check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
+        if self.profile_steps is not None and self.run_dir is None:
+            raise ConfigError("train.profile_steps needs run.dir, where the trace is written.")

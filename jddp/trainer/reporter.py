@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
+from jddp.inspection.trace import DATA
 from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.numerics import Numerics, Sent
@@ -46,7 +47,8 @@ class Clock:
     def waiting(self) -> Iterator[None]:
         """While open, the loop waits for data."""
         since = time.perf_counter()
-        yield
+        with jax.profiler.TraceAnnotation(DATA):
+            yield
         self._waited += time.perf_counter() - since
 
     def seconds_per_step(self, step: int) -> dict[str, float]:

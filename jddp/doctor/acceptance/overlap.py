@@ -1,8 +1,7 @@
 """The share of the collectives that runs beside other kernels, with `overlap` on and off."""
 
 import tempfile
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Sequence
 
 import jax
 
@@ -10,8 +9,9 @@ from jddp.config.options import Reduction
 from jddp.doctor.acceptance.equal import BUCKET_MB
 from jddp.doctor.acceptance.jobs import gpt, step_seconds
 from jddp.doctor.acceptance.result import SKIP, Machine, PartResult
-from jddp.doctor.acceptance.trace import Covered, read_trace, shares
 from jddp.doctor.finding import OK, WARN
+from jddp.errors import DataError
+from jddp.inspection.trace import DeviceTime, read_trace
 
 _NUM_STEPS = 5
 
@@ -26,24 +26,32 @@ def overlap(machine: Machine) -> PartResult:
         with tempfile.TemporaryDirectory(prefix="jddp-") as folder:
             with jax.profiler.trace(folder):
                 step_seconds(ddp, job.batch, _NUM_STEPS)
-            paths = Path(folder).rglob("*.trace.json.gz")
-            found.append(shares(event for path in paths for event in read_trace(path)))
-    if machine.is_gpu or any(found):
+            found.append(_times(folder))
+    if machine.is_gpu:
         return judge_overlap(*found)
-    return PartResult(SKIP, "traces are recorded and read; traces of CPUs have no device lanes")
+    return PartResult(SKIP, "traces are recorded and read; CPUs share the cores that would overlap")
 
 
-def judge_overlap(on: Mapping[str, Covered], off: Mapping[str, Covered]) -> PartResult:
-    """The result for the shares of each device, with overlap on and off."""
-    sums = [Covered(*map(sum, zip(*by.values(), strict=True))) for by in (on, off) if by]
-    if len(sums) < 2 or not all(x.collectives for x in sums):
+def _times(folder: str) -> Sequence[DeviceTime]:
+    """The time of each device in a trace; empty if it holds no kernels."""
+    try:
+        return [*read_trace(folder).devices.values()]
+    except DataError:
+        return ()
+
+
+def judge_overlap(on: Sequence[DeviceTime], off: Sequence[DeviceTime]) -> PartResult:
+    """The result for the times of all devices, with overlap on and off."""
+    sums = [DeviceTime(*map(sum, zip(*times, strict=True))) for times in (on, off) if times]
+    if len(sums) < 2 or not all(x.communication for x in sums):
         fix = "Install CUPTI of the same CUDA: without it a profile has no kernels."
         return PartResult(WARN, "the trace shows no collective", fix)
     lines = ["| overlap | collectives, ms | beside kernels |", "| --- | ---: | ---: |"]
     for name, x in zip(("on", "off"), sums, strict=True):
-        lines.append(f"| {name} | {x.collectives / 1e3:.2f} | {x.share:.0%} |")
+        lines.append(f"| {name} | {x.communication * 1e3:.2f} | {x.hidden_share:.0%} |")
     details = "\n".join([*lines, "", f"Sums over {len(on)} devices, {_NUM_STEPS} steps and more."])
-    what = f"{sums[0].share:.0%} of the collectives beside kernels, {sums[1].share:.0%} when off"
-    if sums[0].share > sums[1].share:
+    shares = [x.hidden_share for x in sums]
+    what = "{:.0%} of the collectives beside kernels, {:.0%} when off".format(*shares)
+    if shares[0] > shares[1]:
         return PartResult(OK, what, details=details)
     return PartResult(WARN, what, "overlap does not help here: overlap=False is as fast.", details)

@@ -6,6 +6,7 @@
     metrics.jsonl    one record per line
     checkpoints/     states to resume from
     logs/            the lines of each process
+    profile/         traces of each process, of the steps that were asked for
     lock             the process that writes here, while it runs
 
 A directory belongs to the config that it was first used with: a rerun with the same one resumes,
@@ -37,7 +38,7 @@ KEYS_OF_A_START |= {"checkpoint.resume", "checkpoint.allow_changed"}
 # A schedule without a length has the length of the run: writing that length changes nothing.
 LENGTH_KEYS = {f"optimizer.schedule.kwargs.{x}" for x in ("decay_steps", "transition_steps")}
 # Files and folders of a run whose names a folder of checkpoints could have.
-OWN_NAMES = {"lock", "logs", "nonfinite"}
+OWN_NAMES = {"lock", "logs", "nonfinite", "profile"}
 MISSING = object()
 log = logging.getLogger("jddp")
 
@@ -206,6 +207,10 @@ class RunDirectory:
     def stacks(self, process_index: int) -> Path:
         """The file for the stacks of a process that hangs."""
         return self.path / "logs" / f"process_{process_index}.stacks"
+
+    def profile(self, process_index: int) -> Path:
+        """The folder for the traces of a process."""
+        return self.path / "profile" / f"process_{process_index}"
 
     def _refuse_another_run(self, config: Settings | None) -> None:
         before = read_yaml(self._config) if self._config.exists() else None

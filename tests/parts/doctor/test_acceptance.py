@@ -1,6 +1,5 @@
 """The acceptance of GPUs: its parts, its page, and how it survives a part that fails."""
 
-import gzip
 import json
 import re
 import subprocess
@@ -21,7 +20,7 @@ from jddp.doctor.acceptance.part import read_result, write_result
 from jddp.doctor.acceptance.parts import PARTS, Task
 from jddp.doctor.acceptance.published import FIGURES, choose_figure, link_of, topology
 from jddp.doctor.acceptance.result import SKIP, Machine, Part, PartResult
-from jddp.doctor.acceptance.trace import Covered, read_trace, shares
+from jddp.inspection.trace import DeviceTime
 from jddp.zoo.losses import cross_entropy
 
 ONE = Machine("gpu", 1, "NVIDIA H200")
@@ -101,54 +100,15 @@ def test_a_published_figure_is_chosen_by_gpu_and_link():
 # --- traces ---------------------------------------------------------------------------------------
 
 
-def name(kind, text, **place):
-    return {"ph": "M", "name": kind, "args": {"name": text}, **place}
-
-
-def kernel(text, start, seconds, pid=1, tid=10):
-    return {"ph": "X", "name": text, "ts": start, "dur": seconds, "pid": pid, "tid": tid}
-
-
-EVENTS = [
-    name("process_name", "/device:GPU:0", pid=1),
-    name("process_name", "/device:GPU:1", pid=2),
-    name("process_name", "/host:CPU", pid=3),
-    name("thread_name", "Stream #10(Compute)", pid=1, tid=10),
-    name("thread_name", "Stream #11(MemcpyD2D,Compute)", pid=1, tid=11),
-    name("thread_name", "XLA Ops", pid=1, tid=12),
-    name("thread_name", "Stream #10(Compute)", pid=2, tid=10),
-    name("thread_name", "Stream #10(Compute)", pid=3, tid=10),
-    kernel("gemm", 0, 10),
-    kernel("fusion", 5, 10),  # they overlap: 0 to 15
-    kernel("inner", 6, 1),
-    kernel("gemm", 20, 5),
-    kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 10, 12, tid=11),  # 5 + 2 beside
-    kernel("all_reduce_fusion", 12, 2, tid=11),  # within the one before
-    kernel("MemcpyD2D", 30, 10),
-    kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 30, 10, tid=11),  # beside a copy alone
-    kernel("loop", 30, 10, tid=12),  # repeats the streams
-    kernel("gemm", 30, 10, pid=3),  # of the host
-    kernel("all-reduce", 0, 4, pid=2),
-    {"ph": "X", "name": "no place", "ts": 0},
-]
-
-
-def test_a_share_is_the_time_of_collectives_beside_kernels_of_any_stream(tmp_path):
-    path = tmp_path / "host.trace.json.gz"
-    with gzip.open(path, "wt") as file:
-        json.dump({"traceEvents": EVENTS}, file)
-    assert shares(read_trace(path)) == {"GPU:0": Covered(22, 7), "GPU:1": Covered(4, 0)}
-    assert shares(event for event in EVENTS if event.get("pid") == 3) == {}
-
-
 def test_overlap_is_judged_by_both_settings():
-    on, off = {"GPU:0": Covered(100, 80), "GPU:1": Covered(100, 60)}, {"GPU:0": Covered(100, 5)}
+    on = [DeviceTime(1, 0.8, 1e-4, 2e-5), DeviceTime(1, 0.8, 1e-4, 4e-5)]
+    off = [DeviceTime(1, 0.8, 1e-4, 9.5e-5)]
     result = overlap.judge_overlap(on, off)
     assert result.level == "ok"
     assert result.what == "70% of the collectives beside kernels, 5% when off"
     assert "\n| on | 0.20 | 70% |\n| off | 0.10 | 5% |\n" in result.details
     assert overlap.judge_overlap(off, on).level == "warn"
-    for nothing in ({}, {"GPU:0": Covered(0, 0)}):
+    for nothing in ([], [DeviceTime(1, 1, 0, 0)]):
         assert overlap.judge_overlap(nothing, off).what == "the trace shows no collective"
 
 

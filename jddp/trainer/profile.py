@@ -1,0 +1,59 @@
+"""A trace of some steps of a run, by `jax.profiler`: `jddp explain --trace RUN` reads it."""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from jddp.engine.state import TrainState
+from jddp.inspection.trace import STEP
+
+log = logging.getLogger("jddp")
+
+
+class Profile:
+    """Records a trace from before the first of some steps until after the last.
+
+    Args:
+      steps: Numbers of the first and last step, from 1; None records nothing.
+      folder: Folder for the trace of this process.
+    """
+
+    def __init__(self, steps: Sequence[int] | None, folder: Path | None) -> None:
+        self._first, self._last = steps or (-1, -1)
+        self._folder = folder
+        self._is_open = False
+
+    @contextlib.contextmanager
+    def step(self, number: int, state: TrainState) -> Iterator[None]:
+        """While open, a step is sent; the trace begins and ends between steps.
+
+        Args:
+          number: Number of the step.
+          state: State before it.
+        """
+        if number in (self._first, self._last + 1):
+            jax.block_until_ready(state)
+        if number == self._first:
+            self._start()
+        elif number > self._last:
+            self.close()
+        with jax.profiler.StepTraceAnnotation(STEP, step_num=number):
+            yield
+
+    def close(self) -> None:
+        """Ends the trace, if one is recorded."""
+        if self._is_open:
+            self._is_open = False
+            jax.profiler.stop_trace()
+
+    def _start(self) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # Calls of Python slow the host, and fill the file.
+        try:
+            jax.profiler.start_trace(str(self._folder), profiler_options=options)
+            self._is_open = True
+        except RuntimeError as error:
+            log.warning("train.profile_steps: nothing is recorded: %s", error)
