@@ -26,6 +26,7 @@ from jddp.distributed.failure import owned_process
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
+from jddp.inspection.trace import read_trace
 from jddp.launcher.environments import Launch, Place, environments, split_gpus
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import DETERMINISTIC
@@ -528,12 +529,18 @@ TWO = ["--num-processes", 2, "--devices-per-process", 1]
 
 @pytest.mark.processes
 def test_processes_train_as_one_with_as_many_devices(jobs, one):
-    done = train(jobs, "--num-processes", 2, "--devices-per-process", 2, run="two", arguments=FEW)
+    arguments = [*FEW, "train.profile_steps=[2,3]"]  # which changes no step
+    options = ["--num-processes", 2, "--devices-per-process", 2]
+    done = train(jobs, *options, run="two", arguments=arguments)
     assert done.code == 0, done.err
     assert "[0] jddp " in done.out
     assert "job      2 processes, set by jddp.launch; process 0;" in done.out
     assert "[Gloo]" not in done.out
     assert_alike(result(jobs, "two")[0], one)
+    trace = read_trace(jobs / "two")
+    assert trace.steps == (2, 3)
+    assert {name.split()[0] for name in trace.devices} == {"process_0", "process_1"}
+    assert len(trace.devices) == 4
 
 
 UNJOINED = """
