@@ -44,11 +44,11 @@ class Source:
         self._batches = batches
         self._iterator = iter(batches)
         self._put = put
-        self._peeked: list[tuple[Batch, object]] = []
+        self._peeked: list[tuple[Batch, JsonObject]] = []
         self._first: Batch = None  # of `TrainBatches`, until reading begins
         self._num_read = 0
         self._before = range(0)  # numbers of the batches before the position to resume from
-        self.position: JsonObject = {"num_taken": 0}
+        self.position = self._position()  # The iterator may have delivered batches before.
         self._ready: queue.Queue[tuple[Batch | BaseException, JsonObject]] = queue.Queue(DEPTH)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -150,19 +150,22 @@ class Source:
 
     def _read(self) -> tuple[Batch, JsonObject]:
         """The next batch, on the host, and the position after it."""
-        batch, state = self._peeked.pop() if self._peeked else self._read_next()
+        batch, position = self._peeked.pop() if self._peeked else self._read_next()
         self._num_read += 1
-        own = {} if state is None else {"state": state}
-        return batch, {"num_taken": self._num_read, **own}
+        return batch, position | {"num_taken": self._num_read}
 
-    def _read_next(self) -> tuple[Batch, object]:
+    def _position(self) -> JsonObject:
+        state = self._get_state()
+        return {"num_taken": 0} if state is None else {"num_taken": 0, "state": state}
+
+    def _read_next(self) -> tuple[Batch, JsonObject]:
         batch = next(self._iterator, _END)
         if batch is _END:
             raise DataError(
                 f"The training batches ended after {self._num_read} batches. Give an endless "
                 "iterator, or fewer steps."
             )
-        return batch, self._get_state()
+        return batch, self._position()
 
     def _get_state(self) -> object:
         if hasattr(self._iterator, "get_state"):

@@ -121,6 +121,16 @@ def test_the_position_is_that_of_the_batch_taken_last(make, num_taken, is_peeked
     assert resumed.position["num_taken"] == num_taken + 3
 
 
+def test_the_position_before_the_first_batch_is_where_the_iterator_was():
+    moved = Counting()
+    moved.set_state({"next": 5})
+    position = Source(moved, put).position
+    resumed = Source(Counting(), put)
+    resumed.move_to(position)
+    resumed.start(2)
+    assert take(resumed, 2) == [5, 6]
+
+
 class InPlace:
     """Batches whose position is one nested dict, which it changes in place and hands out."""
 
