@@ -1,17 +1,19 @@
-"""`python -m jddp.data tokenize` writes token files."""
+"""`python -m jddp.data`: writes token files (`tokenize`), lists the examples of a step (`rows`)."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jddp.config.cli import Parser, run_command
+from jddp.config.cli import Parser, add_trust, run_command
 from jddp.config.permissions import expand
 from jddp.errors import show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    return run_command(lambda: _tokenize(_parser().parse_args(argv)))
+    arguments = _parser().parse_args(argv)
+    return run_command(lambda: arguments.run(arguments))
 
 
 def _parser() -> Parser:
@@ -25,7 +27,22 @@ def _parser() -> Parser:
     add("--end-of-document", metavar="TOKEN", help="token after each document; zero for bytes")
     add("--test-share", type=float, default=0.1, help="fraction of documents for testing (0.1)")
     add("--shard-tokens", type=int, default=2**27, help="tokens per file (2^27)")
+    tokenize.set_defaults(run=_tokenize)
+    rows = commands.add_parser("rows", help="list the examples of a step of a run")
+    add = rows.add_argument
+    add("run_dir", metavar="RUN", help="a run directory, or its URL")
+    add("--step", type=int, required=True, help="number of the step, from 1")
+    add_trust(rows)
+    add("--json", action="store_true", help="print one line of JSON instead")
+    rows.set_defaults(run=_rows)
     return parser
+
+
+def _rows(arguments: argparse.Namespace) -> None:
+    from jddp.runs.rows import rows_of_step
+
+    found = rows_of_step(arguments.run_dir, arguments.step, trust=arguments.trust)
+    show(json.dumps(found.as_json()) if arguments.json else str(found))
 
 
 def _tokenize(arguments: argparse.Namespace) -> None:

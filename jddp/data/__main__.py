@@ -1,4 +1,4 @@
-"""`python -m jddp.data tokenize` writes token files."""
+"""`python -m jddp.data`: writes token files, and lists the examples of a step."""
 
 import sys
 

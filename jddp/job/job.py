@@ -21,7 +21,7 @@ from jddp.checkpoint.folders import finished
 from jddp.checkpoint.storage import local_copy
 from jddp.checkpoint.weights import Misfit
 from jddp.config.files import flatten, load_config, with_overrides
-from jddp.config.permissions import folder_or_url
+from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, TrainBatches, WorkerBatches, eval_batches, load_weights
@@ -239,16 +239,14 @@ class Job:
     def _plain_batches(self) -> TrainBatches:
         """The batches, read by this process itself."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
-        config, weights = self.config.data, self._place(self.config.data.sample_weights)
-        passed_on = {"global_batch_size", "drop_remainder", "shuffle", "mixup"}
-        return TrainBatches(
-            self.data.train,
-            seed=self.config.seed,
-            num_epochs=self.config.train.num_epochs,
-            weights=None if weights is None else load_weights(Path(weights)),
+        config = self.config.data
+        return batches_in_order(
+            self.config,
+            self.data,
+            self.folder,
+            mixup=config.mixup,
             augment=self.parts.source.augment if config.augment else None,
             multiple_of=self.ddp.steps.rows.num_micro_batches,
-            **config.model_dump(include=passed_on),
         )
 
     def _facts(self) -> JsonObject:
@@ -352,6 +350,29 @@ def _check_outputs(job: Job) -> None:
             raise ConfigError(f"{mismatch} Set model.kwargs.{name}={size}.")
         if outputs is not None and outputs > size and known and job.is_writer:
             logging.getLogger("jddp").warning("%s The additional outputs learn nothing.", mismatch)
+
+
+def batches_in_order(
+    config: Config, data: DataSet, folder: Path | None = None, **options: Any
+) -> TrainBatches:
+    """This process's training batches of a job, in the order of its run.
+
+    Args:
+      config: Config of the job.
+      data: Examples of the job.
+      folder: Folder to which relative paths of the config belong; by default the current one.
+      **options: Options of `TrainBatches` beside the order.
+    """
+    path = config.data.sample_weights
+    passed_on = {"global_batch_size", "drop_remainder", "shuffle"}
+    return TrainBatches(
+        data.train,
+        seed=config.seed,
+        num_epochs=config.train.num_epochs,
+        weights=None if path is None else load_weights(absolute(path, folder=folder)),
+        **config.data.model_dump(include=passed_on),
+        **options,
+    )
 
 
 def test_batches(config: Config, data: DataSet) -> Batches:
