@@ -27,7 +27,6 @@ from jddp.engine.planned import Planned
 from jddp.engine.processes import connect, from_process_zero
 from jddp.engine.state import Inputs, TrainState, Values, stack_rows
 from jddp.errors import ConfigError, UsageError
-from jddp.modules.frozen import thaw
 from jddp.typing import Leaf, Params
 
 
@@ -122,11 +121,13 @@ class InitialState:
 
     def _own(self, seed: int, inputs: Inputs, *, with_values: bool) -> Values:
         """The model's own initial values, or their shapes."""
+        steps = self._steps
+        whole = steps.spec.model.whole
         if with_values:
             made = self.make(seed, inputs).state
-            return thaw(*self._steps.merged((made.params, made.model_state)))
-        shapes = self._steps.shapes(inputs)
-        return thaw(*jax.eval_shape(self._steps.merged, (shapes.params, shapes.model_state)))
+            return whole(*steps.merged((made.params, made.model_state)))
+        shapes = steps.shapes(inputs)
+        return whole(*jax.eval_shape(steps.merged, (shapes.params, shapes.model_state)))
 
 
 def _check_seed(seed: int) -> None:

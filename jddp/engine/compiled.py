@@ -44,7 +44,6 @@ from jddp.engine.state import (
 )
 from jddp.engine.step import make_gradients, make_step
 from jddp.errors import ConfigError, UsageError
-from jddp.modules.frozen import thaw
 from jddp.modules.functional import refuse_constants
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, Leaf, PyTree, Settings
@@ -127,7 +126,8 @@ class CompiledSteps:
           ConfigError: If no gradient reaches a parameter, and unused_parameters is "error"; or if
             state of the model must be the same on all replicas, and LocalSteps lets it differ.
         """
-        self.spec.sync.check(thaw({}, state.model_state)[1], self.spec.model.keeps_own)
+        model = self.spec.model
+        self.spec.sync.check(model.whole({}, state.model_state)[1], model.keeps_own)
         return self._plans.of(state, inputs)
 
     def abstract_state(self, batch: Batch) -> TrainState:

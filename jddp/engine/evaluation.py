@@ -30,7 +30,6 @@ from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, Values, specs
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.forward import mask_of, run_forward
-from jddp.modules.frozen import thaw
 from jddp.modules.functional import name_constants, name_key
 from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
 from jddp.modules.rows import count_rows
@@ -72,7 +71,8 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
         # use the same numbers for every batch.
         key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
         named = name_key(name_constants(function, inputs.constants), key)
-        outputs = read(lambda values: step.model.evaluate(named, *thaw(*values), inputs.rows, key))
+        model = step.model
+        outputs = read(lambda x: model.evaluate(named, *model.whole(*x), inputs.rows, key))
         for x in jax.tree.leaves(outputs):
             if jnp.shape(x)[:1] != valid.shape:
                 raise ConfigError(

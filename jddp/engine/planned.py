@@ -23,7 +23,6 @@ from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState
 from jddp.engine.step import Traced, trace, trace_loss
 from jddp.errors import ConfigError
-from jddp.modules.frozen import describe_frozen
 from jddp.modules.metrics import Sums, weights_in
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, PyTree
@@ -130,7 +129,7 @@ class Plans:
         self, plan: BucketPlan, state: TrainState, num_looped: int = 0, loss: TraceLoss = None
     ) -> BucketPlan:
         """The plan, with notes on when buckets are sent, and on parameters that never are."""
-        plan = plan.noted(*describe_frozen(state.model_state))
+        plan = plan.noted(*self._spec.model.notes(state.model_state))
         plan = self._spec.placement.note(plan, state.params, loss)
         return self._spec.sync.note(self._spec.backward.schedule.note(plan, num_looped))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.batch_norm import Sync
-from jddp.modules.frozen import Frozen, is_frozen
+from jddp.modules.frozen import Frozen, describe_frozen, is_frozen, thaw
 from jddp.modules.mesh_axes import MeshAxes
 from jddp.modules.rows import LEFT_OUT
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
@@ -47,6 +47,14 @@ class FlaxModel(abc.ABC):
     compute_dtype: np.dtype | None
     frozen: Frozen
     axes: MeshAxes
+
+    def whole(self, params: Params, model_state: ModelState) -> tuple[Params, ModelState]:
+        """Returns all parameters, trained or not, and the other state."""
+        return thaw(params, model_state)
+
+    def notes(self, model_state: ModelState) -> list[str]:
+        """Returns notes on parameters that are in no plan."""
+        return describe_frozen(model_state)
 
     def keeps_own(self, path: Path, x: Any) -> bool:
         """Whether each replica keeps its own of `x`, which is at `path` in the other state."""

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 from jddp.errors import ConfigError
 from jddp.modules.base import STATISTICS, FlaxModel, name_constants, name_key
 from jddp.modules.batch_norm import Sync
-from jddp.modules.frozen import thaw
 from jddp.modules.metrics import Mean, Metric, Sums, mask_in, weigh
 from jddp.modules.rows import count_rows
 from jddp.modules.varying import EQUAL, GROUPED, VARYING, find_varying
@@ -55,7 +54,7 @@ def run_forward(
       ConfigError: If the loss or a metric has another number of rows.
     """
     loss_fn = name_key(name_constants(loss_fn, constants), key)
-    arguments = (*thaw(params, model_state), batch, key)
+    arguments = (*model.whole(params, model_state), batch, key)
     if train:
         outputs, written = model.train(loss_fn, *arguments)
         model_state = {**model_state, **written}
