@@ -12,8 +12,8 @@ by them (`target_config`). Rates are what programs are assumed to reach of them;
 
 import bisect
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from jddp.errors import ConfigError
 
@@ -127,26 +127,38 @@ class Network:
       name: What it connects.
       times: Payload bytes, ascending, and seconds. Between two of them time follows a power
         of the bytes; below the first it stays, above the last bandwidth does.
+      devices_per_host: Number of GPUs of each host; None if it is not known.
+      slowness: Factor of all times.
     """
 
     name: str
     times: tuple[tuple[int, float], ...]
+    devices_per_host: int | None = None
+    slowness: float = 1.0
 
     def seconds(self, num_bytes: float) -> float:
         """The time of one all-reduce of `num_bytes` on each device."""
         sizes, times = zip(*self.times, strict=True)
         if num_bytes <= sizes[0]:
-            return times[0]
+            return self.slowness * times[0]
         if num_bytes >= sizes[-1]:
-            return times[-1] * num_bytes / sizes[-1]
+            return self.slowness * times[-1] * num_bytes / sizes[-1]
         right = bisect.bisect(sizes, num_bytes)
         share = math.log(num_bytes / sizes[right - 1]) / math.log(sizes[right] / sizes[right - 1])
-        return times[right - 1] * (times[right] / times[right - 1]) ** share
+        return self.slowness * times[right - 1] * (times[right] / times[right - 1]) ** share
 
     def slower(self, factor: float) -> "Network":
         """The same network, taking `factor` times as long for everything."""
-        times = tuple((num_bytes, factor * seconds) for num_bytes, seconds in self.times)
-        return Network(f"{self.name}, {factor:g}x slower", times)
+        name = f"{self.name}, {factor:g}x slower"
+        return replace(self, name=name, slowness=factor * self.slowness)
+
+    def among(self, devices: Sequence[int]) -> "Network":
+        """The network among some of its devices, as many of each host, or of all for ()."""
+        if not devices or self.devices_per_host is None:
+            return self
+        num_hosts = len({device // self.devices_per_host for device in devices})
+        sizes = {"num_hosts": num_hosts, "devices_per_host": len(devices) // num_hosts}
+        return replace(make_network(**sizes), slowness=self.slowness)
 
 
 # Seconds of the smallest all-reduce and bus bandwidths (GB/s by MiB), as `nccl-tests` reports them.
@@ -182,13 +194,13 @@ def make_network(*, num_hosts: int = 1, devices_per_host: int = 8) -> Network:
     name = f"{num_hosts} x {devices_per_host} GPUs"
     within = _ring(name, _WITHIN_SECONDS, _WITHIN, num_members=devices_per_host)
     if num_hosts == 1:
-        return within
+        return replace(within, devices_per_host=devices_per_host)
     between = _ring(name, _BETWEEN_SECONDS, _BETWEEN, num_members=num_hosts)
     times = {
         num_bytes: seconds + between.seconds(num_bytes / devices_per_host)
         for num_bytes, seconds in within.times
     }
-    return Network(name, tuple(times.items()))
+    return Network(name, tuple(times.items()), devices_per_host)
 
 
 def _ring(

@@ -139,6 +139,7 @@ class _Payload:
     bytes: int
     is_async: bool
     share: float
+    devices: tuple[int, ...]
 
 
 def _payload(instruction: Instruction, found: Sequence[Collective]) -> _Payload:
@@ -150,7 +151,9 @@ def _payload(instruction: Instruction, found: Sequence[Collective]) -> _Payload:
                 f"modelled are {', '.join(_SHARES)} outside branches and calls."
             )
     share = _SHARES[found[0].op]
-    return _Payload(instruction.name, sum(x.bytes for x in found), found[0].is_async, share)
+    first = found[0]
+    num_bytes = sum(x.bytes for x in found)
+    return _Payload(instruction.name, num_bytes, first.is_async, share, first.devices)
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class _Clock:
         return self.computed.seconds + self._waited
 
     def start(self, payload: _Payload, network: Network) -> _Flight:
-        needed = payload.share * network.seconds(payload.bytes)
+        needed = payload.share * network.among(payload.devices).seconds(payload.bytes)
         self._queue_end = max(self.now, self._queue_end) + needed
         return _Flight(payload, needed, self._queue_end, self.computed)
 

@@ -31,6 +31,7 @@ class Collective(NamedTuple):
       is_async: Whether other instructions can run while it does.
       is_in_loop: Whether it is in the body of a loop.
       num_runs: Total number of runs; None if the compiler does not know it, as in a branch.
+      devices: The first group of devices that send to each other; () where all are one group.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Collective(NamedTuple):
     is_async: bool
     is_in_loop: bool = False
     num_runs: int | None = 1
+    devices: tuple[int, ...] = ()
 
 
 def collectives(program: HloProgram) -> tuple[Collective, ...]:
@@ -65,6 +67,7 @@ def collectives_of(
                 num_elements=sum(shape.size for shape in payload),
                 bytes=sum(shape.bytes for shape in payload),
                 is_async=_is_async(instruction),
+                devices=instruction.devices,
             )
         elif not instruction.op.endswith(("-done", "-update")):
             for inner in map(program.computations.__getitem__, instruction.runs):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from jddp.errors import UsageError
 
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
@@ -27,6 +29,9 @@ _RUNS = re.compile(
 _TO_APPLY = re.compile(r", to_apply=%?([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+# Groups as lists, {{0,1},{2,3}}; or as the rows of a transposed range, [2,4]<=[4,2]T(1,0).
+_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_RANGE = re.compile(r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 class HloShape(NamedTuple):
@@ -78,6 +83,17 @@ class Instruction(NamedTuple):
         """Operation of the traced program that it came from, such as "jit(step)/add"; or empty."""
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The first group of devices among which a collective sends; () where all are one group."""
+        if found := _GROUP.search(self.attributes):
+            return _numbers(found[1])
+        if not (found := _RANGE.search(self.attributes)):
+            return ()
+        dims, order = _numbers(found[2]), _numbers(found[3] or "")
+        devices = np.arange(math.prod(dims)).reshape(dims).transpose(order or None)
+        return tuple(devices.reshape(int(found[1]), -1)[0].tolist())
 
     @property
     def trip_count(self) -> int | None:
@@ -187,6 +203,10 @@ def _read_runs(op: str, attributes: str) -> tuple[str, ...]:
     for names in _RUNS.findall(attributes):
         found += [name.strip().lstrip("%") for name in names.strip("{}").split(",")]
     return tuple(found)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
 
 
 def _bits(dtype: str) -> int:

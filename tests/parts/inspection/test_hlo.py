@@ -217,6 +217,23 @@ def test_programs_of_this_machine_are_read():
     assert by_op == {"all-reduce": (3, 8), "all-gather": (48, 1), "reduce-scatter": (24, 1)}
 
 
+@pytest.mark.parametrize(
+    "groups, devices",
+    [
+        ("", ()),
+        (", replica_groups={}", ()),
+        (", replica_groups={{0,1},{2,3}}", (0, 1)),
+        (", replica_groups=[2,2]<=[4]", (0, 1)),
+        (", replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4)),
+        (", replica_groups=[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5)),
+    ],
+)
+def test_the_devices_that_send_to_each_other_are_read(groups, devices):
+    line = f"%r = f32[32768]{{0}} all-reduce(%v){groups}, to_apply=%sum"
+    (found,) = collectives(make_program(line))
+    assert found.devices == devices
+
+
 def test_what_is_computed_meanwhile_hides_a_transfer_and_half_an_all_reduce_takes_half_of_it():
     a, b, c = map(PRODUCT.format, "abc")
     timeline = walked(a, START.format("r"), b, DONE.format("r"), c)
@@ -347,6 +364,15 @@ def test_a_network_keeps_to_its_table_and_rises_between():
     assert times == sorted(times)
     slower = network.slower(4).seconds(5 * MEBIBYTE)
     assert slower == pytest.approx(4 * network.seconds(5 * MEBIBYTE))
+
+
+def test_some_devices_have_the_links_between_them():
+    network = make_network(num_hosts=2, devices_per_host=4)
+    assert network.among(()) == network == network.among(range(8))
+    for devices, hosts, each in (((4, 5, 6, 7), 1, 4), ((0, 4), 2, 1), ((0, 1, 4, 5), 2, 2)):
+        assert network.among(devices) == make_network(num_hosts=hosts, devices_per_host=each)
+    slower = network.slower(3)
+    assert slower.among((0, 4)).seconds(2**20) == 3 * network.among((0, 4)).seconds(2**20)
 
 
 @pytest.mark.parametrize("mebibytes", [1e-5, 1, 25, 150])
