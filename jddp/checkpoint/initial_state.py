@@ -22,7 +22,7 @@ from jddp.config.permissions import expand
 from jddp.engine.calls import call
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.first_state import put_given
-from jddp.engine.mesh import replicate, replicated, sharded
+from jddp.engine.mesh import replicate, replicated, sharded, with_shardings
 from jddp.engine.planned import Planned
 from jddp.engine.processes import connect, from_process_zero
 from jddp.engine.state import Inputs, TrainState, Values, stack_rows
@@ -58,8 +58,8 @@ class InitialState:
     ) -> First:
         """Makes a state and its plan; the arguments are those of `jddp.DataParallel.init`."""
         _check_seed(seed)
-        connect(self._mesh)
         steps = self._steps
+        connect(self._mesh, steps.spec.placement.groups)
         values = self._values(seed, inputs, params, partial=partial)
         # The rows of process 0, so that all processes start with the same state.
         example = inputs._replace(rows=from_process_zero(steps.example(inputs.rows, values)))
@@ -70,6 +70,7 @@ class InitialState:
         outer, comm_state = state.comm_state.outer, replicate(steps.comm_state(planned), self._mesh)
         state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
         layouts, num = steps.layouts(state), steps.rows.num_replicas
+        state = with_shardings(state, layouts, self._mesh)
         return First(stack_rows(state, layouts, sharded(self._mesh), num), planned)
 
     def refuse_foreign(

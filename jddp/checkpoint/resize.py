@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.stages import Wrapped
 
-from jddp.engine.mesh import replicated, sharded
+from jddp.engine.mesh import in_a_row, replicated, sharded
 from jddp.engine.state import Layout, PerReplica, merged
 from jddp.reduce.shards import Shape
 from jddp.typing import Leaf
@@ -22,7 +22,7 @@ from jddp.typing import Leaf
 
 def to_read(shape: Sequence[int], layout: Layout, want: Leaf) -> jax.ShapeDtypeStruct:
     """Shape and sharding for reading an array, which may have been saved on another mesh."""
-    mesh = want.sharding.mesh
+    mesh = in_a_row(want.sharding.mesh)
     sharding = want.sharding
     if tuple(shape) != want.shape:
         fits = not layout.is_per_replica and shape and shape[0] % mesh.size == 0

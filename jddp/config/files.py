@@ -52,7 +52,7 @@ RIVALS = [
     ("loss", ("name", "target"), ("kwargs", "eval_target", "eval_kwargs")),
     ("loss", ("eval_target",), ("eval_kwargs",)),
     ("train", ("num_steps", "num_epochs"), ()),
-    ("ddp.strategy", ("name",), ("every", "start", "outer", "number", "regather")),
+    ("ddp.strategy", ("name",), ("every", "start", "outer", "number", "regather", "group_size")),
     ("ddp.batch_norm", ("name",), ("group_size", "unbiased")),
     ("ddp.precision", ("compute_dtype",), ("loss_scale",)),
 ]

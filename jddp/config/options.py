@@ -35,7 +35,7 @@ class OuterConfig(NamedSection):
 _KEYS_OF_STRATEGIES = {
     "local_steps": ("every", "start", "outer"),
     "logical_replicas": ("number",),
-    "fsdp": ("regather",),
+    "fsdp": ("regather", "group_size"),
 }
 
 
@@ -49,6 +49,12 @@ class StrategyConfig(WordedSection):
     )
     regather: bool = option(
         True, "fsdp: gather parameters again in the backward pass, or keep them.", "rounding"
+    )
+    group_size: int | None = option(
+        None,
+        "fsdp: neighbouring replicas that divide parameters among them; null for all.",
+        "rounding",
+        ge=2,
     )
     every: int | None = option(None, "local_steps: steps from one outer step to the next.", ge=1)
     start: int = option(0, "local_steps: number of first steps that average gradients.", ge=0)

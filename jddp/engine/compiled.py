@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.stages import Wrapped
 
 from jddp.distributed.waits import computing
 from jddp.engine.calls import call
 from jddp.engine.first_state import make_init
-from jddp.engine.mesh import is_key, replicate, replicated, sharded
+from jddp.engine.mesh import is_key, replicate, replicated, sharded, sharding_of
 from jddp.engine.planned import Planned, Plans, form_key, shapes_of
 from jddp.engine.program import Form, Program, digest_passes, digest_step, form_of
 from jddp.engine.row_split import RowSplit, topology_of
@@ -146,9 +146,8 @@ class CompiledSteps:
         state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
 
         def place(x: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self.mesh, layout.spec(self.spec.axis))
             shape = (self.rows.num_replicas, *x.shape) if layout.is_per_replica else x.shape
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding_of(layout, self.mesh))
 
         return jax.tree.map(place, state, self.layouts(state))
 

@@ -6,7 +6,7 @@
 Every word of an array is mixed with its place, and the mixed words are added up modulo 2^32. For
 one place the mix is one-to-one: a change of one element always shows, any other with all but 2^-32
 of chance. Replicas of one array have equal digests; those of the shards of a split array add up to
-the digest of the whole, on any number of devices.
+the digest of the whole, on any number of devices; of several copies, those of each.
 """
 
 import functools
@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.stages import Wrapped
 from jaxtyping import Array, UInt32
 
 from jddp.distributed.waits import computing
-from jddp.engine.mesh import axis_of, over_replicas
+from jddp.engine.mesh import axis_of, in_a_row, num_parts, over_replicas
 from jddp.engine.state import name_of
 from jddp.errors import UsageError
-from jddp.typing import Leaf, PyTree
+from jddp.typing import PyTree
 
 SMALL = 2**14  # elements
 # XLA:CPU would write all mixed words into memory, and add them up in several kernels, which take
@@ -46,9 +46,9 @@ def digests(tree: PyTree) -> UInt32[Array, "replicas leaves"]:
     leaves = jax.tree.leaves(tree)
     if any(x.is_deleted() for x in leaves):  # with which JAX would crash
         raise UsageError("This state was given to a step, which reused its memory.")
-    layout = tuple(x.sharding.spec for x in leaves)
+    placed = tuple(x.sharding for x in leaves)
     with computing(leaves):
-        return _on(leaves[0].sharding.mesh, layout)(leaves)
+        return _on(in_a_row(placed[0].mesh), placed)(leaves)
 
 
 def as_words(found: Found, tree: PyTree) -> list[str]:
@@ -60,8 +60,7 @@ def as_words(found: Found, tree: PyTree) -> list[str]:
     """
     leaves, rows = jax.tree.leaves(tree), np.asarray(found)
     return [
-        f"{rows[:, i].sum(dtype=np.uint32) if is_split(x) else rows[0, i]:08x}"
-        for i, x in enumerate(leaves)
+        f"{rows[: num_parts(x.sharding), i].sum(dtype=np.uint32):08x}" for i, x in enumerate(leaves)
     ]
 
 
@@ -76,31 +75,28 @@ def find_divergence(found: Found, tree: PyTree) -> str | None:
     """
     rows = np.asarray(found)
     for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
-        if is_split(x) or (rows[:, i] == rows[0, i]).all():
+        copies = [tuple(copy) for copy in rows[:, i].reshape(-1, num_parts(x.sharding)).tolist()]
+        if len({*copies}) == 1:
             continue
-        column = rows[:, i].tolist()
-        most = max(column, key=column.count)  # the first of those that are equally many
-        others = [n for n, digest in enumerate(column) if digest != most]
+        most = max(copies, key=copies.count)  # the first of those that are equally many
+        others = np.flatnonzero(np.array(copies) != most).tolist()
         devices = x.sharding.mesh.devices.flat
         where = ", ".join(f"{n} (process {devices[n].process_index})" for n in others)
         return f"{name_of(path)} differs on replica {where}"
     return None
 
 
-def is_split(x: Leaf) -> bool:
-    """Whether each device holds rows of its own."""
-    return any(axis is not None for axis in x.sharding.spec)
-
-
 @functools.cache
-def _on(mesh: Mesh, layout: Sequence[P]) -> Wrapped:
+def _on(mesh: Mesh, placed: Sequence[NamedSharding]) -> Wrapped:
     def on_replica(leaves: list[Array]) -> UInt32[Array, "replicas leaves"]:
         replica = lax.axis_index(axis_of(mesh))
-        found, groups = [], _alike(leaves, layout)
+        found, groups = [], _alike(leaves, placed)
         for group in groups:
-            dim = next((i for i, name in enumerate(layout[group[0]]) if name is not None), None)
-            digest = functools.partial(_digest, dim=dim or 0, num=1 if dim is None else mesh.size)
-            part = 0 if dim is None else replica
+            sharding = placed[group[0]]
+            dim = next((i for i, name in enumerate(sharding.spec) if name is not None), None)
+            num = num_parts(sharding)
+            digest = functools.partial(_digest, dim=dim or 0, num=num)
+            part = 0 if num == 1 else replica % num
             if len(group) == 1:
                 found.append(digest(leaves[group[0]], part)[None])
             else:
@@ -110,18 +106,18 @@ def _on(mesh: Mesh, layout: Sequence[P]) -> Wrapped:
         # Every process gets all digests: each must find a mismatch by itself, and name the replica.
         return lax.all_gather(jnp.concatenate(found)[places], axis_of(mesh))
 
-    function = over_replicas(on_replica, mesh, (list(layout),), P())
+    function = over_replicas(on_replica, mesh, (list(placed),), P())
     return jax.jit(function, compiler_options=_OPTIONS)
 
 
-def _alike(leaves: list[Array], layout: Sequence[P]) -> list[list[int]]:
+def _alike(leaves: list[Array], placed: Sequence[NamedSharding]) -> list[list[int]]:
     """Places of the leaves whose digests are computed at once: small ones that are alike."""
     # Operations of its own for each of many scalars take XLA long to compile. A large leaf stays
     # alone, since it would be copied: large ones of one shape call one function.
     groups: dict[Hashable, list[int]] = {}
-    for i, (x, spec) in enumerate(zip(leaves, layout, strict=True)):
+    for i, (x, sharding) in enumerate(zip(leaves, placed, strict=True)):
         alone = i if x.size > SMALL else None
-        groups.setdefault((x.shape, x.dtype, spec, alone), []).append(i)
+        groups.setdefault((x.shape, x.dtype, sharding, alone), []).append(i)
     return list(groups.values())
 
 

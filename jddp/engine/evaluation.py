@@ -23,11 +23,11 @@ from jaxtyping import Array, Float
 
 from jddp.engine.calls import run_compiled
 from jddp.engine.host_rows import as_arrays
-from jddp.engine.mesh import input_specs, over_replicas, put_rows
+from jddp.engine.mesh import input_specs, over_replicas, put_rows, shardings
 from jddp.engine.padding import pad_rows, refuse_padding
 from jddp.engine.processes import from_all_processes
 from jddp.engine.spec import Step
-from jddp.engine.state import Inputs, Values, specs
+from jddp.engine.state import Inputs, Values
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.forward import mask_of, run_forward
 from jddp.modules.functional import name_constants, name_key
@@ -102,7 +102,7 @@ def _mapped(
                 key, lambda f: source.run(lambda x: f((x, model_state)), params), *others
             )
 
-        given = (P(), (specs(layouts, step.axis), P()), P(), inputs, inputs.rows)
+        given = (P(), (shardings(layouts, mesh), P()), P(), inputs, inputs.rows)
         return over_replicas(one, mesh, given, out_specs)(key, values, *others)
 
     return call

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array
 
-from jddp.engine.mesh import over_replicas, put, replicate
+from jddp.engine.mesh import over_replicas, put, replicate, sharding_of, shardings
 from jddp.engine.spec import Step
-from jddp.engine.state import CommState, Inputs, Layout, Replicated, TrainState, Values, specs
+from jddp.engine.state import CommState, Inputs, Layout, Replicated, TrainState, Values
 from jddp.modules.frozen import freeze, thaw
 from jddp.modules.functional import name_constants, name_key
 from jddp.typing import Leaf, ModelState, Params, PyTree
@@ -48,15 +48,15 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         return jax.tree.map(jnp.copy, state)
 
     def init(seed: Array, inputs: Inputs, params: Params, model_state: ModelState) -> TrainState:
-        parts = specs(given_layouts(step, params), step.axis)
+        parts = shardings(given_layouts(step, params), mesh)
         trained = P() if params is None else freeze(parts, {}, step.model.frozen)[0]
         leave = TrainState(P(), trained, P(), P(), P(), CommState(P(), P(), P()), P(), P())
         enter = P(), P(), parts, P()
         state = over_replicas(replica, mesh, enter, leave)(seed, inputs, params, model_state)
         step.optimizer.check(state.params, mesh.size)
-        layout = specs(step.optimizer.layouts(state.params), step.axis)
-        placed = specs(
-            jax.tree.map(lambda x: step.placement.layout(x.shape), state.params), step.axis
+        layout = shardings(step.optimizer.layouts(state.params), mesh)
+        placed = shardings(
+            jax.tree.map(lambda x: step.placement.layout(x.shape), state.params), mesh
         )
         # Those that a model makes are whole on each device for a moment, and divided there: nothing
         # is sent. Given ones are divided already.
@@ -86,6 +86,6 @@ def put_given(step: Step, mesh: Mesh, values: Values) -> Values:
     layouts = given_layouts(step, params)
 
     def place(x: Leaf, layout: Layout) -> jax.Array:
-        return put(x, NamedSharding(mesh, layout.spec(step.axis)))
+        return put(x, sharding_of(layout, mesh))
 
     return jax.tree.map(place, params, layouts), replicate(model_state, mesh)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import P
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from jddp.engine.state import Inputs
+from jddp.engine.state import Inputs, Layout
 from jddp.errors import ConfigError, UsageError
 from jddp.typing import Batch, Leaf, PyTree
 
@@ -83,8 +83,56 @@ def _are_devices(found: object) -> bool:
 
 
 def axis_of(mesh: Mesh | AbstractMesh) -> str:
-    """The name of the axis of a mesh that has one."""
-    return str(mesh.axis_names[0])
+    """The name of the axis of a mesh that has one, or of the replicas of a group."""
+    return str(mesh.axis_names[-1])
+
+
+def in_groups(mesh: Mesh, size: int | None) -> Mesh:
+    """The same devices, in groups of this size along an axis more; None for one group of all."""
+    if size in (None, mesh.size):
+        return mesh
+    axis = axis_of(mesh)
+    names = (f"groups_of_{axis}", axis)
+    return Mesh(mesh.devices.reshape(-1, size), names, axis_types=(AxisType.Auto,) * 2)
+
+
+def in_a_row(mesh: Mesh) -> Mesh:
+    """The mesh of one axis, from one of groups; the inverse of `in_groups`."""
+    return make_mesh([*mesh.devices.flat], axis_of(mesh)) if _has_groups(mesh) else mesh
+
+
+def _has_groups(mesh: Mesh | AbstractMesh) -> bool:
+    return len(mesh.axis_names) > 1
+
+
+def sharding_of(layout: Layout, mesh: Mesh) -> NamedSharding:
+    """The sharding of a leaf of this layout."""
+    return NamedSharding(in_groups(mesh, layout.group_size), layout.spec(axis_of(mesh)))
+
+
+def shardings(layouts: PyTree, mesh: Mesh) -> PyTree:
+    """The shardings of a tree of layouts."""
+    return jax.tree.map(lambda layout: sharding_of(layout, mesh), layouts)
+
+
+def with_shardings(tree: PyTree, layouts: PyTree, mesh: Mesh) -> PyTree:
+    """The same arrays, which lie as these layouts say, by the names of their shardings."""
+
+    # JAX names what a program returns by the mesh of its arguments: of a program that makes arrays
+    # of groups it has none, and gives them a sharding of another class.
+    def name(x: jax.Array, layout: Layout) -> jax.Array:
+        sharding = sharding_of(layout, mesh)
+        if not _has_groups(sharding.mesh) or x.sharding == sharding:
+            return x
+        parts = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+    return jax.tree.map(name, tree, layouts)
+
+
+def num_parts(sharding: NamedSharding) -> int:
+    """Number of parts of an array; 1 for one that is whole on each device."""
+    return int(sharding.mesh.shape[axis_of(sharding.mesh)]) if any(sharding.spec) else 1
 
 
 @contextlib.contextmanager
@@ -100,21 +148,50 @@ def mapped_over(axis: str) -> Iterator[None]:
 def over_replicas(
     function: Callable[..., PyTree], mesh: Mesh | AbstractMesh, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., PyTree]:
-    """Maps a replica's function over the mesh; it must return equal values for `P()`."""
+    """Maps a replica's function over the mesh; it must return equal values for `P()`.
+
+    Args:
+      function: Function of one replica.
+      mesh: The mesh, of one axis.
+      in_specs: Specs, or shardings (`shardings`), of the arguments, a tree or the beginning of one.
+      out_specs: The same of the results.
+    """
     # Unchecked: the check refuses plain RNNs, scans from zeros, conds with a constant branch, and
     # under it autodiff sums gradients leaf by leaf, before they could be put into buckets. Tests
     # prove in its place that replicas end with the same state: N devices equal one.
     function = mapped_over(axis_of(mesh))(function)
-    mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    ins, outs = (jax.tree.map(_spec_of, x) for x in (in_specs, out_specs))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+    enter, leave = (functools.partial(_relabelled, leaves=x) for x in (False, True))
 
     @functools.wraps(function)  # whose name is that of the compiled program
     def call(*given: PyTree) -> PyTree:
         _refuse_other_mesh(mesh)
-        return mapped(*given)
+        results = mapped(*jax.tree.map(enter, in_specs, given))
+        return jax.tree.map(leave, out_specs, results)
 
     return call
+
+
+Placed = P | NamedSharding
+
+
+def _spec_of(placed: Placed) -> P:
+    return placed.spec if isinstance(placed, NamedSharding) else placed
+
+
+def _relabelled(placed: Placed, tree: PyTree, *, leaves: bool) -> PyTree:
+    """Arrays of which each group has a copy, as larger ones of all copies; or back as they leave.
+
+    Nothing is sent: each device keeps what it has.
+    """
+    if not isinstance(placed, NamedSharding) or not _has_groups(placed.mesh):
+        return tree
+    mesh, own = placed.mesh, placed.spec
+    every = P(*(name and mesh.axis_names for name in own))
+    before, after = (every, own) if leaves else (own, every)
+    same = jax.shard_map(lambda x: x, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)
+    return same(tree)
 
 
 def _refuse_other_mesh(mesh: Mesh | AbstractMesh) -> None:

@@ -11,7 +11,8 @@ from typing import Protocol, final, runtime_checkable
 
 import jax
 
-from jddp.typing import Params, PyTree
+from jddp.reduce.shards import Groups
+from jddp.typing import Grads, Params, PyTree
 
 Dims = tuple[int | None, ...]  # along which each leaf is divided
 Loss = Callable[[Params], tuple[jax.Array, PyTree]]
@@ -26,6 +27,10 @@ class ParameterSource(Protocol):
     def dims(self) -> Dims:
         """Dims along which parameters are divided, leaf by leaf; () where all are whole."""
 
+    @property
+    def groups(self) -> Groups | None:
+        """Groups of replicas that divide parameters; None where all are whole."""
+
     def run(self, function: Callable[[Params], PyTree], params: Params) -> PyTree:
         """Returns `function` of the whole parameters.
 
@@ -37,9 +42,12 @@ class ParameterSource(Protocol):
     def linearize(self, loss: Loss, params: Params) -> tuple[jax.Array, Pullback, PyTree]:
         """Returns the loss, its pullback and its auxiliary values, as `jax.vjp` does.
 
-        The pullback returns this replica's gradients of whole parameters, and its part of the mean
-        of all replicas' gradients of the others.
+        The pullback returns this replica's gradients of whole parameters, and of the others its
+        part of the mean gradient of its group of replicas.
         """
+
+    def mean_of_groups(self, grads: Grads) -> Grads:
+        """Returns gradients of which those of divided parameters are averaged over all groups."""
 
 
 @final
@@ -48,6 +56,7 @@ class WholeParameters:
     """Each replica has all parameters."""
 
     dims = ()
+    groups = None
 
     def run(self, function: Callable[[Params], PyTree], params: Params) -> PyTree:
         """Calls the function."""
@@ -57,6 +66,10 @@ class WholeParameters:
         """Differentiates by `jax.vjp`."""
         found: tuple[jax.Array, Pullback, PyTree] = jax.vjp(loss, params, has_aux=True)
         return found
+
+    def mean_of_groups(self, grads: Grads) -> Grads:
+        """Returns the gradients as they are."""
+        return grads
 
 
 WHOLE = WholeParameters()

@@ -1,7 +1,8 @@
 """The placement of parameters on the replicas, with their moving average and optimizer state.
 
     Everywhere      whole on each replica
-    FullySharded    each divided over all replicas, along one of its dims: `DividedParameters`
+    FullySharded    each divided over all replicas, or over those of each group, along one of its
+                    dims: `DividedParameters`
 
 Which parameters are divided, and along which dim, follows from their shapes alone
 (`jddp.reduce.shards`). A moving average and the optimizer's state have the same shapes, and so the
@@ -14,27 +15,27 @@ References:
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import final
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from jddp.engine.mesh import axis_of, platform
+from jddp.engine.mesh import platform, sharding_of
 from jddp.engine.parameters import WHOLE, Dims, Loss, ParameterSource, Pullback
 from jddp.engine.protocols import Placement, TraceLoss
 from jddp.engine.state import Divided, Layout, Replicated, name_of
 from jddp.engine.strategy import FSDP
 from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, forget
 from jddp.reduce.packing import average_of_shards
-from jddp.reduce.plan import BucketPlan, in_mebibytes
+from jddp.reduce.plan import BucketPlan, GatheredUnit, in_mebibytes
 from jddp.reduce.reducer import Reducer
-from jddp.reduce.shards import Shape, divided_dim
+from jddp.reduce.shards import Groups, Shape, divided_dim
 from jddp.reduce.unit_plan import Part, list_units
 from jddp.reduce.units import Gather
-from jddp.typing import Leaf, Params, Path, PyTree
+from jddp.typing import Grads, Leaf, Params, Path, PyTree
 
 
 @final
@@ -43,6 +44,7 @@ class Everywhere:
     """Parameters are whole on each replica."""
 
     part_shape = None
+    groups = None
 
     def layout(self, shape: Shape) -> Layout:
         """Returns the replicated layout."""
@@ -64,20 +66,20 @@ class Everywhere:
 @final
 @dataclass(frozen=True)
 class FullySharded:
-    """Parameters are divided over all replicas.
+    """Parameters are divided over the replicas of each group.
 
     Attributes:
-      num: Number of replicas.
+      groups: Groups of replicas; one of all, if there are no others.
       lazy: Evaluation that gathers parameters where they are used.
     """
 
-    num: int
+    groups: Groups
     lazy: Lazy
 
     def layout(self, shape: Shape) -> Layout:
         """Returns the layout of a divided array; the replicated one if no dim fits."""
-        dim = divided_dim(shape, self.num)
-        return Replicated() if dim is None else Divided(dim, self.num)
+        dim = divided_dim(shape, self.groups.size)
+        return Replicated() if dim is None else Divided(dim, self.groups.size)
 
     def part_shape(self, shape: Shape) -> Shape:
         """Returns the shape of a replica's part; of one dim at least."""
@@ -88,15 +90,13 @@ class FullySharded:
         """Returns the source that gathers parameters."""
         found = jax.tree.leaves(layouts)
         dims = tuple(x.dim if isinstance(x, Divided) else None for x in found)
-        return DividedParameters(dims, self.num, self.lazy)
+        return DividedParameters(dims, self.groups, self.lazy)
 
     def place(self, params: Params, mesh: Mesh) -> Params:
         """Divides whole parameters, in a program over the mesh."""
-        axis = axis_of(mesh)
 
         def put(x: Leaf) -> Leaf:
-            sharding = NamedSharding(mesh, self.layout(x.shape).spec(axis))
-            return lax.with_sharding_constraint(x, sharding)
+            return lax.with_sharding_constraint(x, sharding_of(self.layout(x.shape), mesh))
 
         return jax.tree.map(put, params)
 
@@ -105,24 +105,35 @@ class FullySharded:
         leaves = jax.tree.leaves(params)
         kept = [x for x in leaves if self.layout(x.shape) == Replicated()]
         divided = [x for x in leaves if self.layout(x.shape) != Replicated()]
-        gathered = "once" if self.lazy.keeps else "twice"
-        plan = plan.noted(
-            f"fsdp: divided over {self.num} replicas, in no bucket: {_size_of(divided)},",
+        gathered, num = "once" if self.lazy.keeps else "twice", self.groups.size
+        plan = replace(plan, group_size=num).noted(
+            *self._of_groups(),
+            f"fsdp: divided over {num} replicas, in no bucket: {_size_of(divided)},",
             f"  all-gathered {gathered} and reduce-scattered once for each micro-batch",
-            f"fsdp: whole, as {self.num} divides none of their dims: {_size_of(kept)}",
+            f"fsdp: whole, as {num} divides none of their dims: {_size_of(kept)}",
         )
         if program is None:
             return plan
         parts = [self._part_of(path, x) for path, x in jax.tree_util.tree_leaves_with_path(params)]
         num_passes = 1 if self.lazy.keeps else 2
         units = [*list_units(program(), parts, self.lazy.unit_bytes, num_passes=num_passes)]
-        share = (self.num - 1) / self.num
+        return replace(plan, units=tuple(units)).noted(*self._received(units, divided))
+
+    def _of_groups(self) -> Iterator[str]:
+        if self.groups.num > 1:
+            num, size = self.groups.num, self.groups.size
+            yield f"fsdp: {num} groups of {size} replicas, each with all parameters"
+
+    def _received(self, units: list[GatheredUnit], divided: list[Leaf]) -> Iterator[str]:
+        """The bytes that a device receives, in sentences."""
+        num, share = self.groups.num, (self.groups.size - 1) / self.groups.size
         gathers = share * sum(x.bytes * x.num_passes for x in units)
-        scatters = share * sum(x.size * x.dtype.itemsize for x in divided)
-        return replace(plan, units=tuple(units)).noted(
-            f"fsdp: a device receives {in_mebibytes(gathers)} MiB of parameters at most, and sums",
-            f"  {in_mebibytes(scatters)} MiB of gradients, for each micro-batch",
-        )
+        whole = sum(x.size * x.dtype.itemsize for x in divided)
+        yield f"fsdp: a device receives {in_mebibytes(gathers)} MiB of parameters at most, and sums"
+        yield f"  {in_mebibytes(share * whole)} MiB of gradients, for each micro-batch"
+        if num > 1:
+            between = 2 * (num - 1) / num * whole / self.groups.size  # a ring of one of each group
+            yield f"fsdp: between groups it sums {in_mebibytes(between)} MiB of gradients, once"
 
     def _part_of(self, path: Path, x: Leaf) -> Part | None:
         layout = self.layout(x.shape)
@@ -139,12 +150,12 @@ class DividedParameters:
 
     Attributes:
       dims: Dims along which parameters are divided, leaf by leaf; None for one that is whole.
-      num: Number of replicas.
+      groups: Groups of replicas.
       lazy: Evaluation that gathers parameters where they are used.
     """
 
     dims: Dims
-    num: int
+    groups: Groups
     lazy: Lazy
 
     def run(self, function: Callable[[Params], PyTree], params: Params) -> PyTree:
@@ -173,10 +184,22 @@ class DividedParameters:
         # A result that is a constant is no array yet, behind a checkpoint.
         return value, _after(pullback, params, value), jax.tree.map(jax.numpy.asarray, aux)
 
+    def mean_of_groups(self, grads: Grads) -> Grads:
+        """Averages parts with the replicas that have the same ones in other groups."""
+        if self.groups.num == 1:
+            return grads
+        leaves, treedef = jax.tree.flatten(grads)
+        places = [i for i, dim in enumerate(self.dims) if dim is not None]
+        parts = [leaves[i] for i in places]
+        means = self.lazy.gather.mean_of_groups(parts, self.lazy.unit_bytes)
+        for i, x in zip(places, means, strict=True):
+            leaves[i] = x
+        return jax.tree.unflatten(treedef, leaves)
+
     def _part(self, x: jax.Array, dim: int | None) -> jax.Array | Part:
         if dim is None:
             return x
-        shape = (*x.shape[:dim], x.shape[dim] * self.num, *x.shape[dim + 1 :])
+        shape = (*x.shape[:dim], x.shape[dim] * self.groups.size, *x.shape[dim + 1 :])
         return Part(x, dim, shape)
 
 
@@ -195,11 +218,13 @@ def choose_placement(reducer: Reducer, mesh: Mesh, fsdp: FSDP | None) -> Placeme
     """
     if fsdp is None:
         return Everywhere()
-    if mesh.size == 1:
+    groups = fsdp.groups(mesh.size)
+    if groups.size == 1:
         logging.getLogger("jddp").warning("strategy='fsdp' on one device is 'ddp'.")
         return Everywhere()
-    gather = Gather(reducer.axis, average_of_shards(platform(mesh)), reducer.wire_dtype)
-    return FullySharded(mesh.size, Lazy(gather, reducer.bucket_bytes, keeps=not fsdp.regather))
+    average = average_of_shards(platform(mesh), groups)
+    gather = Gather(reducer.axis, average, groups, reducer.wire_dtype)
+    return FullySharded(groups, Lazy(gather, reducer.bucket_bytes, keeps=not fsdp.regather))
 
 
 def _after(pullback: PyTree, params: Params, value: jax.Array) -> PyTree:

@@ -16,22 +16,29 @@ from jddp.distributed import gloo
 from jddp.distributed.coordination import collect
 from jddp.distributed.waits import awaiting
 from jddp.engine.mesh import axis_of, is_key, over_replicas, platform, sharded
+from jddp.reduce.shards import Groups
 from jddp.typing import Leaf, PyTree
 
 _DAY_SECONDS = 86_400.0  # A watchdog decides sooner.
 
 
 @functools.cache
-def connect(mesh: Mesh) -> None:
+def connect(mesh: Mesh, groups: Groups | None) -> None:
     """Connects the devices of all processes, once for a mesh; every process calls it.
 
     On CPUs each group of devices connects at its first collective, and prints lines about it: these
-    are the groups of all replicas, and of one device of each process.
+    are the groups of all replicas, and of one device of each process; and those that divide
+    parameters, if there are some.
     """
     if jax.process_count() == 1 or platform(mesh) != "cpu":
         return
     axis = axis_of(mesh)
-    add = over_replicas(lambda x: jax.lax.psum(x, axis), mesh, P(axis), P())
+    every = [None] if groups is None or groups.num == 1 else [None, groups.members, groups.peers]
+
+    def replica(x: jax.Array) -> list[jax.Array]:
+        return [jax.lax.psum(x, axis, axis_index_groups=each) for each in every]
+
+    add = over_replicas(replica, mesh, P(axis), P())
     local = np.ones(len(mesh.local_devices), np.int32)
     ones = jax.make_array_from_process_local_data(sharded(mesh), local)
     with awaiting(range(jax.process_count())), gloo.unprinted():

@@ -115,7 +115,9 @@ def _inside(
     jaxpr = program.jaxpr
     known = dict(zip(jaxpr.constvars, map(reader.value, program.consts), strict=True))
     known |= zip(jaxpr.invars, inputs, strict=False)
-    mapped = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map")
+    # Over the mesh of all replicas: those of groups return what they are given.
+    maps = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map")
+    mapped = next(eqn for eqn in maps if len(eqn.params["mesh"].axis_names) == 1)
     inner: Jaxpr = mapped.params["jaxpr"]
     given = zip(inner.invars, mapped.invars, strict=True)
     return inner, {v: known[x] for v, x in given if isinstance(x, Var) and x in known}

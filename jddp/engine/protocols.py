@@ -28,7 +28,7 @@ from jddp.engine.state import Inputs, KeepsOwn, Layout, TrainState
 from jddp.modules.metrics import Sums
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
-from jddp.reduce.shards import Shape
+from jddp.reduce.shards import Groups, Shape
 from jddp.typing import Batch, Grads, HookState, Metrics, ModelState, OptState, Params, Path, PyTree
 
 OPTIMIZER = "optimizer_update"  # the scope of the equations of an optimizer
@@ -289,6 +289,10 @@ class Placement(Protocol):
     @property
     def part_shape(self) -> Callable[[Shape], Shape] | None:
         """Function from a parameter's shape to the shape of a replica's part; None if whole."""
+
+    @property
+    def groups(self) -> Groups | None:
+        """Groups of replicas that divide parameters; None where all are whole."""
 
     def layout(self, shape: Shape) -> Layout:
         """Returns the layout of a leaf of the shape of a parameter."""

@@ -87,9 +87,9 @@ def choose_reducer(
     seen = unscaled if is_scaled else as_is
     sizes = bucket_sizes(reduction.bucket_mb)
     reducer = make_reducer(axis_of(mesh), packed, sizes, reduction.wire_dtype, seen)
-    if strategy.fsdp is not None and mesh.size > 1:
+    if strategy.fsdp is not None and (size := strategy.fsdp.groups(mesh.size).size) > 1:
         reducer = dataclasses.replace(
-            reducer, is_divided=lambda shape: divided_dim(shape, mesh.size) is not None
+            reducer, is_divided=lambda shape: divided_dim(shape, size) is not None
         )
     return reducer, overlaps
 

@@ -76,9 +76,9 @@ class Step:
         """The view of one replica on the mean gradient, from packing and synchronization."""
         # Derived and never chosen: a step that took a shard for the whole would be wrong without an
         # error, or wait for a collective that no other replica starts.
-        dims = self.backward.source.dims
-        if dims:
-            return self.sync.view(PartsOfMean(self.axis, dims))
+        source = self.backward.source
+        if source.groups is not None:
+            return self.sync.view(PartsOfMean(self.axis, source.dims, source.groups))
         view = ShardOfMean if self.reducer.packing.keeps_shards else WholeMean
         return self.sync.view(view(self.axis))
 

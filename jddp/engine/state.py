@@ -35,6 +35,11 @@ class Layout:
 
     is_per_replica = False
 
+    @property
+    def group_size(self) -> int | None:
+        """Number of replicas that have the whole leaf together; None for all."""
+        return None
+
     def spec(self, axis: str) -> P:
         """The partition spec of such a leaf."""
         return P(axis)
@@ -91,11 +96,16 @@ class Divided(Layout):
 
     Attributes:
       dim: The dim.
-      num: Number of replicas, which divides its size.
+      num: Number of replicas of a group, which divides its size.
     """
 
     dim: int
     num: int
+
+    @property
+    def group_size(self) -> int:
+        """Number of replicas of a group."""
+        return self.num
 
     def spec(self, axis: str) -> P:
         """The partition spec of such a leaf."""
@@ -197,11 +207,6 @@ class Inputs(NamedTuple):
 
     rows: Batch
     constants: PyTree = None
-
-
-def specs(layouts: PyTree, axis: str) -> PyTree:
-    """Partition specs, from a tree of layouts."""
-    return jax.tree.map(lambda layout: layout.spec(axis), layouts)
 
 
 def enter(state: PyTree, layouts: PyTree) -> PyTree:

@@ -17,10 +17,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array
 
-from jddp.engine.mesh import input_specs, over_replicas, platform
+from jddp.engine.mesh import input_specs, over_replicas, platform, shardings
 from jddp.engine.micro_batches import Local, MicroBatches
 from jddp.engine.spec import Step
-from jddp.engine.state import Inputs, TrainState, name_of, specs
+from jddp.engine.state import Inputs, TrainState, name_of
 from jddp.engine.sync import EveryStep
 from jddp.jaxprs import has_random_bits
 from jddp.modules.metrics import Sums, mean_tree, means
@@ -60,6 +60,8 @@ def global_mean(
 ) -> tuple[Grads, TrainState, Metrics]:
     """The mean gradient and the metrics of the global batch, and the state that its rows leave."""
     grads, hook = step.sync.mean(step.reducer, plan, local, state)
+    # Once for all micro-batches: links between groups may be slow.
+    grads = step.backward.source.mean_of_groups(grads)
     sums = step.replicas.sum(local.sums)
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
     count = step.sync.count(state, local.count, step.replicas.mean_count(sums))
@@ -90,8 +92,8 @@ def make_step(
         state, metrics = replica_step(spec, plan, spec.replicas.enter(state, layouts), inputs)
         return spec.replicas.leave(state, layouts), metrics
 
-    layout = specs(layouts, spec.axis)
-    mapped = over_replicas(step, mesh, (layout, input_specs(mesh)), (layout, P()))
+    placed = shardings(layouts, mesh)
+    mapped = over_replicas(step, mesh, (placed, input_specs(mesh)), (placed, P()))
     # Old and new state share memory: without donation a step needs parameters and optimizer state
     # twice.
     donated = (0,) if donate else ()
@@ -106,7 +108,7 @@ def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState
     def gradients(state: TrainState, inputs: Inputs) -> tuple[Grads, Metrics]:
         return replica_gradients(spec, plan, spec.replicas.enter(state, layouts), inputs)
 
-    in_specs = (specs(layouts, spec.axis), input_specs(mesh))
+    in_specs = (shardings(layouts, mesh), input_specs(mesh))
     mapped = over_replicas(gradients, mesh, in_specs, P())
     return spec.replicas.jit(mapped, compiler_options(spec.reducer, platform(mesh)))
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from jddp.engine.protocols import Synchronization
 from jddp.engine.sync import EveryStep, LocalSteps
 from jddp.errors import ConfigError
+from jddp.reduce.shards import Groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,12 @@ class FSDP:
     Attributes:
       regather: Whether parameters are gathered again in the backward pass. If not, they are kept
         from the forward pass: that is faster, and takes the memory of all parameters.
+      group_size: Number of neighbouring replicas that divide parameters among them: the GPUs of a
+        host, whose links are fast. Each group has a whole copy, and groups average their gradients,
+        each replica its part. None for one group, of all replicas.
+
+    Raises:
+      ConfigError: If the size is not a number of at least 2.
 
     References:
       Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
@@ -46,6 +53,31 @@ class FSDP:
     """
 
     regather: bool = True
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses a size that is no number, or of one replica."""
+        size = self.group_size
+        if size is not None and (type(size) is not int or size < 2):
+            raise ConfigError(
+                f"FSDP: group_size is a number of replicas, at least 2, or None for all; got "
+                f"{size!r}. Parameters that are whole on each replica are strategy='ddp'."
+            )
+
+    def groups(self, num_replicas: int) -> Groups:
+        """Returns the groups of so many replicas.
+
+        Raises:
+          ConfigError: If groups of this size are not all of them, with the sizes that would do.
+        """
+        size = self.group_size or num_replicas
+        if num_replicas % size:
+            sizes = [k for k in range(2, num_replicas + 1) if num_replicas % k == 0]
+            raise ConfigError(
+                f"strategy.group_size={size} does not divide {num_replicas} replicas. Choose "
+                + (f"one of {sizes}." if sizes else "None.")
+            )
+        return Groups(size, num_replicas // size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from jddp.reduce.shards import own_shard, whole
+from jddp.reduce.shards import Groups, own_shard, whole
 from jddp.typing import Grads, PyTree
 
 
@@ -90,10 +90,12 @@ class PartsOfMean:
     Attributes:
       axis: Name of the axis of the replicas.
       dims: Dims along which gradients are divided, leaf by leaf; None for one that is whole.
+      groups: Groups of replicas, each of which has all parts.
     """
 
     axis: str
     dims: tuple[int | None, ...]
+    groups: Groups
     differs = True
 
     def norm(self, grads: Grads) -> Float[Array, ""]:
@@ -103,6 +105,9 @@ class PartsOfMean:
         others = [x for x, dim in zip(leaves, self.dims, strict=True) if dim is None]
         with jax.named_scope("metrics"):
             squares = lax.psum(optax.tree.norm(parts, squared=True), self.axis)
+            if self.groups.num > 1:
+                # Each has every part; a sum over one group alone might round as in no other.
+                squares /= self.groups.num
             return jnp.sqrt(squares + optax.tree.norm(others, squared=True))
 
     def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
@@ -116,7 +121,7 @@ class PartsOfMean:
     def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
         """Gathers the parts of all replicas, leaf by leaf."""
         leaves, treedef = jax.tree.flatten(grads)
-        join = functools.partial(whole, axis=self.axis)
+        join = functools.partial(whole, axis=self.axis, groups=self.groups)
         return jax.tree.unflatten(treedef, map(join, leaves, self.dims))
 
 

@@ -9,7 +9,7 @@ This module reads plans and programs, and runs nothing.
 import dataclasses
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -20,7 +20,7 @@ from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
 from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes
-from jddp.reduce.units import UNIT
+from jddp.reduce.units import BETWEEN, UNIT
 from jddp.typing import Batch, JsonObject
 
 GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
@@ -80,10 +80,14 @@ class Explanation(Shown):
                 _bucket_as_json(x.bucket) | {"num_slices": x.num_slices, "num_passes": x.num_passes}
                 for x in self.plan.units
             ],
+            "group_size": self.plan.group_size,
             "unused": [*self.plan.unused],
             "notes": [*self.plan.notes],
             "collectives": [
-                {"for": _purpose(x), **x._asdict(), "dtypes": [*x.dtypes]} for x in self.compiled
+                {"for": _purpose(x)}
+                | x._asdict()
+                | {"dtypes": [*x.dtypes], "devices": [*x.devices]}
+                for x in self.compiled
             ],
         }
 
@@ -123,12 +127,13 @@ class Explanation(Shown):
             units = [x for x in self.compiled if UNIT in x.op_name]
             if not units:
                 return [f"Gradients of an optimizer step are {moves}", into]
-            size = in_mebibytes(sum(x.bytes * self._runs(x) for x in units))
+            size = self._size_of(units)
             return [
                 f"Gradients in buckets are {moves}",
                 into,
                 f"Parameters and gradients of units are {size} MiB a step, each array counted",
                 "once for each time that it is sent.",
+                *self._between_groups([x for x in units if BETWEEN in x.op_name]),
                 *self._of_units(units),
             ]
         lines = []
@@ -141,6 +146,14 @@ class Explanation(Shown):
             "Each array counted once, all collectives are "
             f"{in_mebibytes(self.bytes_per_step)} MiB a step on average.",
         ]
+
+    def _size_of(self, found: Sequence[Collective]) -> str:
+        return in_mebibytes(sum(x.bytes * self._runs(x) for x in found))
+
+    def _between_groups(self, found: Sequence[Collective]) -> Iterator[str]:
+        if found:
+            yield f"Of these, {self._size_of(found)} MiB of gradients are averaged between groups"
+            yield f"of {self.plan.group_size} devices."
 
     def _of_units(self, found: Sequence[Collective]) -> list[str]:
         """The planned units beside the gathers of the program."""
@@ -191,7 +204,8 @@ def _purpose(collective: Collective) -> str:
         return GRADIENTS
     if UNIT in collective.op_name:
         is_gathered = f"{UNIT}parameters" in collective.op_name
-        where = ", in loops" if collective.is_in_loop else ""
+        where = ", between groups" if BETWEEN in collective.op_name else ""
+        where += ", in loops" if collective.is_in_loop else ""
         return (f"parameters, {_direction(collective)}" if is_gathered else GRADIENTS) + where
     if "parameters/" in collective.op_name:
         return "parameters, updated"

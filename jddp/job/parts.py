@@ -177,7 +177,7 @@ def _strategy(section: StrategyConfig) -> Strategy:
         case "local_steps":
             return _local_steps(section)
         case "fsdp":
-            return FSDP(section.regather)
+            return FSDP(section.regather, section.group_size)
         case "logical_replicas":
             return LogicalReplicas(section.number or 0)
     return section.name

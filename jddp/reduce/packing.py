@@ -10,6 +10,7 @@ replicas is `jddp.engine.bitwise.rows_of_sums`.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Literal, Protocol, final, runtime_checkable
 
@@ -30,7 +31,7 @@ from jddp.reduce.hooks import (
 )
 from jddp.reduce.pairwise import add_in_pairs
 from jddp.reduce.plan import Bucket
-from jddp.reduce.shards import own_shard, pack, shard_shape
+from jddp.reduce.shards import Groups, own_shard, pack, shard_shape
 from jddp.typing import HookState, PyTree
 
 BucketLayout = Literal["leaf", "flat"]
@@ -198,9 +199,15 @@ def choose_packing(
     return ShardedLeaves(layout), narrow(mean_hook(average_of_shards(platform))), ""
 
 
-def average_of_shards(platform: str) -> TakeMean:
-    """Returns the function that takes each replica's row of a mean, on this hardware."""
-    return exchange_mean if platform == "cpu" else scatter_mean
+def average_of_shards(platform: str, groups: Groups | None = None) -> TakeMean:
+    """Returns the function that takes each replica's row of a mean, on this hardware.
+
+    Args:
+      platform: The hardware.
+      groups: Groups of replicas, each of which takes a mean of its own; None for one group.
+    """
+    take = exchange_mean if platform == "cpu" else scatter_mean
+    return take if groups is None else functools.partial(take, groups=groups.members)
 
 
 def _checked(hook: CommHook, name: str) -> CommHook:
@@ -224,12 +231,19 @@ def _form(tree: PyTree) -> str:
     return f"{treedef} of {', '.join(arrays)}"
 
 
-def scatter_mean(tree: PyTree, axis: str) -> PyTree:
-    """This replica's row of the mean over replicas, for each array of (replicas, shard)."""
-    return jax.tree.map(lambda x: lax.psum_scatter(x, axis) / len(x), tree)
+def scatter_mean(tree: PyTree, axis: str, groups: list[list[int]] | None = None) -> PyTree:
+    """This replica's row of the mean over replicas, for each array of (replicas, shard).
+
+    With `groups` it is the mean over the replicas of its group.
+    """
+
+    def mean(x: jax.Array) -> jax.Array:
+        return lax.psum_scatter(x, axis, axis_index_groups=groups) / len(x)
+
+    return jax.tree.map(mean, tree)
 
 
-def exchange_mean(tree: PyTree, axis: str) -> PyTree:
+def exchange_mean(tree: PyTree, axis: str, groups: list[list[int]] | None = None) -> PyTree:
     """The same, by sending each row to its replica, and adding it there, in float32 at least.
 
     As many bytes are sent. Between processes XLA:CPU's reduce-scatter fails where one waits 30
@@ -237,7 +251,9 @@ def exchange_mean(tree: PyTree, axis: str) -> PyTree:
     """
 
     def mean(x: jax.Array) -> jax.Array:
-        rows = lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
+        rows = lax.all_to_all(
+            x, axis, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups
+        )
         # Added in half precision, a small gradient would vanish beside a large partial sum. The
         # wire carries the wire dtype all the same.
         total = add_in_pairs(rows.astype(jnp.promote_types(x.dtype, jnp.float32)))

@@ -84,12 +84,14 @@ class BucketPlan(Shown):
         nothing is sent for them.
       notes: Further facts, a sentence each.
       units: Divided parameters, in the units in which they are gathered.
+      group_size: Number of replicas that divide parameters among them; None where all are whole.
     """
 
     buckets: tuple[Bucket, ...]
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     units: tuple[GatheredUnit, ...] = ()
+    group_size: int | None = None
 
     def __len__(self) -> int:
         """Number of buckets."""

@@ -8,17 +8,48 @@ A shard keeps the number of dims of its array, so that an optax mask by that num
 Or it is divided along one of its dims, and keeps its shape but for that dim:
 
     kernel (768, 3072) on 8 replicas  ─►  parts (768, 384), along dim 1
+
+Several groups of replicas may divide it, each among its own replicas.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Groups of neighbouring replicas; each group has whole arrays, a part on each replica.
+
+    Attributes:
+      size: Number of replicas of a group.
+      num: Number of groups.
+    """
+
+    size: int
+    num: int = 1
+
+    @property
+    def members(self) -> list[list[int]] | None:
+        """The replicas of each group; None for one group, of all replicas."""
+        return None if self.num == 1 else self._rows.tolist()
+
+    @property
+    def peers(self) -> list[list[int]]:
+        """The replicas that have the same parts, one of each group."""
+        return self._rows.T.tolist()
+
+    @property
+    def _rows(self) -> np.ndarray:
+        return np.arange(self.num * self.size).reshape(self.num, self.size)
 
 
 def cut(x: jax.Array, num_shards: int) -> jax.Array:
@@ -65,6 +96,8 @@ def divided_dim(shape: Shape, num: int) -> int | None:
     return max(fitting, key=lambda dim: shape[dim], default=None) if math.prod(shape) else None
 
 
-def whole(x: jax.Array, dim: int | None, axis: str) -> jax.Array:
-    """An array from the parts of all replicas."""
-    return x if dim is None else lax.all_gather(x, axis, axis=dim, tiled=True)
+def whole(x: jax.Array, dim: int | None, axis: str, groups: Groups) -> jax.Array:
+    """An array from the parts of a group of replicas."""
+    if dim is None:
+        return x
+    return lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups.members)

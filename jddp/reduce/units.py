@@ -7,9 +7,13 @@ of the mean of the gradients.
 
     kernel (768, 3072) on 8 replicas  ─►  (768, 384) on each        dim 1
     bias (10,) on 8 replicas          ─►  whole on each             None
+
+Where groups of replicas divide parameters, each by itself, replicas get their parts of the mean of
+their group. These are averaged between groups once for a step, in buckets.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -20,11 +24,13 @@ import numpy as np
 from jax import lax
 
 from jddp.reduce.hooks import TakeMean, mean_over
-from jddp.reduce.shards import Shape
+from jddp.reduce.plan import plan_buckets
+from jddp.reduce.shards import Groups, Shape
 from jddp.typing import PyTree
 
 Function = Callable[..., PyTree]
 UNIT = "unit_of_"  # begins the scopes of what is sent for a unit
+BETWEEN = f"{UNIT}gradients_between_groups"
 FORGOTTEN = "made_of_parameters"  # the name of calls whose results are not kept for a backward pass
 
 
@@ -34,12 +40,14 @@ class Gather:
 
     Attributes:
       axis: Name of the mapped axis.
-      average: Mean of rows, (replicas, part), of which a replica gets its own.
+      average: Mean of rows, (replicas of a group, part), of which a replica gets its own.
+      groups: Groups of replicas that divide parameters.
       wire_dtype: Dtype to which wider gradients are cast on the wire, or None.
     """
 
     axis: str
     average: TakeMean
+    groups: Groups
     wire_dtype: np.dtype | None = None
 
     def __call__(
@@ -57,7 +65,8 @@ class Gather:
 
         def gather(*parts: jax.Array) -> tuple[jax.Array, ...]:
             with jax.named_scope(f"{UNIT}parameters"):
-                rows = lax.all_gather(_joined(parts).astype(dtype), self.axis)
+                row, members = _joined(parts).astype(dtype), self.groups.members
+                rows = lax.all_gather(row, self.axis, axis_index_groups=members)
                 wholes = map(_merged, _cut(rows, shapes), dims)
                 # The program casts them back at once, and XLA drops both casts. So gradients come
                 # back in the parameters' own dtype, and are averaged in it.
@@ -71,10 +80,30 @@ class Gather:
 
         return [*forgotten(gather, forward, backward)(*parts)]
 
+    def mean_of_groups(
+        self, parts: Sequence[jax.Array], bucket_bytes: tuple[int, ...]
+    ) -> list[jax.Array]:
+        """The means over all groups of a replica's parts, with one all-reduce for each bucket.
+
+        Args:
+          parts: Parts of the mean gradients of the replica's group.
+          bucket_bytes: Largest sizes of buckets.
+        """
+        means, peers = [*parts], self.groups.peers
+        plan = plan_buckets(means, bucket_bytes=bucket_bytes, wire_dtype=self.wire_dtype)
+        average = functools.partial(lax.pmean, axis_index_groups=peers)
+        for bucket in plan.buckets:
+            with jax.named_scope(BETWEEN):
+                row = _joined([parts[i] for i in bucket.leaves]).astype(bucket.wire_dtype)
+                row = mean_over(self.axis, row, average).astype(bucket.dtype)
+            for i, x in zip(bucket.leaves, _cut(row[None], bucket.shapes), strict=True):
+                means[i] = x[0]
+        return means
+
     def _mean_parts(
         self, grads: Sequence[jax.Array], dims: Sequence[int], shapes: Sequence[Shape]
     ) -> list[jax.Array]:
-        num, dtype = lax.axis_size(self.axis), grads[0].dtype
+        num, dtype = self.groups.size, grads[0].dtype
         with jax.named_scope(f"{UNIT}gradients"):
             divided = [_divided(x, dim, num) for x, dim in zip(grads, dims, strict=True)]
             rows = jnp.concatenate([x.reshape(num, -1) for x in divided], axis=1)

@@ -22,17 +22,15 @@ def side_by_side(
     """Takes the step of all replicas of `ddp` on its first device.
 
     Args:
-      ddp: Model of many replicas, which has taken a step on such rows.
-      state: State of `ddp`; it is not changed.
+      ddp: Model of many replicas.
+      state: A state of these replicas; it is not changed.
       batch: Rows that divide over the devices.
       constants: Constants of the step.
 
     Returns:
       The averaged gradients, the new state, and the metrics.
     """
-    assert ddp.plan is not None
-    spec = ddp.steps.spec
-    plan = ddp.plan
+    spec, plan = ddp.steps.spec, ddp.steps.planned(batch).plan
     layouts = ddp.steps.layouts(state)
     axes = jax.tree.map(lambda layout: None if layout == Replicated() else 0, layouts)
     spec = spec.placed(layouts.params)

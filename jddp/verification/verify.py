@@ -24,6 +24,7 @@ from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import platform
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState
+from jddp.engine.strategy import FSDP
 from jddp.errors import UsageError
 from jddp.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
 from jddp.modules.metrics import weights_in
@@ -131,7 +132,8 @@ def _compared(
     if planned.traced is not None and planned.traced.has_batch_statistics:
         found.append(findings.MICRO_BATCHES)
     if draws:
-        want = _Taken(*jax.device_get(side_by_side(many, state, batch, constants)))
+        together = _in_one_group(many, wrapped, options)
+        want = _Taken(*jax.device_get(side_by_side(together, state, batch, constants)))
         again = _step(many, state.replace(key=jax.random.fold_in(state.key, 1)), batch)
         same = jax.tree.map(_is_same, got.gradients, again.gradients)
         found.append(findings.SAME_NUMBERS if jax.tree.all(same) else findings.OWN_NUMBERS)
@@ -225,6 +227,17 @@ def _options_of_one(many: DataParallel, options: Mapping[str, Any]) -> dict[str,
     given["mesh"] = Mesh(many.mesh.devices.flat[:1], many.mesh.axis_names)
     given["accumulate_steps"] = spec.backward.num
     return given
+
+
+def _in_one_group(
+    many: DataParallel, wrapped: Callable[..., DataParallel], options: Mapping[str, Any]
+) -> DataParallel:
+    """The same with parameters that are divided over all replicas, if they are divided."""
+    # `vmap` has no collectives of groups.
+    strategy = options.get("strategy")
+    if not isinstance(strategy, FSDP) or strategy.group_size is None:
+        return many
+    return wrapped(**{**options, "strategy": dataclasses.replace(strategy, group_size=None)})
 
 
 def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Taken:

@@ -39,3 +39,24 @@ def test_each_layer_of_a_scan_is_gathered_and_its_gradient_scattered_in_the_loop
     by_place = {x.is_in_loop: x.num_elements for x in found if x.op == "all-gather"}
     assert by_place[True] < 13 * SIZES["width"] ** 2
     assert by_place[False] < 2 * SIZES["vocab_size"] * SIZES["width"]
+
+
+def test_groups_gather_among_themselves_and_average_once_what_micro_batches_leave():
+    step = compile_layers(
+        "scanned",
+        rows=8,
+        num_hosts=2,
+        devices_per_host=4,
+        sizes=SIZES,
+        strategy=jddp.FSDP(group_size=4),
+        accumulate_steps=2,
+    )
+    sent = {"all-gather": set(), "reduce-scatter": set(), "all-reduce": set()}
+    for x in collectives(step.program):
+        sent[x.op].add((x.devices, x.is_in_loop))
+    host, all_devices = (0, 1, 2, 3), tuple(range(8))
+    assert sent == {
+        "all-gather": {(host, True)},
+        "reduce-scatter": {(host, True)},
+        "all-reduce": {((0, 4), False), (all_devices, False)},
+    }

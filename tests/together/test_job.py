@@ -523,6 +523,21 @@ def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, capsys
     close(run.state.params, whole.state.params, atol=0)
 
 
+def test_groups_of_another_size_may_divide_parameters_when_a_run_resumes(mine, capsys):
+    def steps(num, **strategy):
+        options = {"ddp": {"strategy": strategy}, "mesh": {"num_devices": 8}}
+        optimizer = {"name": "sgd", "schedule": {"name": "constant_schedule"}}
+        directory = {"dir": strategy["name"]}
+        return train(
+            own_config(run=directory, train={"num_steps": num}, optimizer=optimizer, **options)
+        )
+
+    steps(2, name="fsdp", group_size=4)
+    run = steps(4, name="fsdp", group_size=2)
+    assert "ddp.strategy.group_size 4 -> 2;" in printed(capsys)
+    close(run.state.params, steps(4, name="ddp").state.params)
+
+
 def stopping(num_steps=6, **stop):
     train = {"num_steps": num_steps, "eval_every_steps": 1, "log_every_steps": 1, "stop": stop}
     return own_config(train=train, checkpoint={"best_metric": "loss"})

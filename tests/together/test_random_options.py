@@ -168,6 +168,11 @@ def choose(seed):
     if maybe(True, default=False, chance=0.15):
         options["batch_norm"] = jddp.SyncBatchNorm(group_size=2)
         options["mesh"] = max(2, options["mesh"])
+    # By numbers of its own: the other options of a seed are those without groups.
+    size = random.Random(seed).choice([None, 2, 4])
+    if options["strategy"] == "fsdp" and size is not None:
+        options["strategy"] = jddp.FSDP(group_size=size)
+        options["mesh"] = max(size, options["mesh"])
     if model.counts:
         options["state"] = {"counts": maybe("per_replica", default="sum")}
     if rng.random() < 0.8:
@@ -196,7 +201,7 @@ def change_what_is_refused(model, options, reduction):
             options["batch_norm"] = "local"
     if isinstance(strategy, jddp.LogicalReplicas):
         reduction["wire_dtype"] = None
-    if strategy == "fsdp":
+    if strategy == "fsdp" or isinstance(strategy, jddp.FSDP):
         reduction |= {"hook": None, "overlap": False, "layout": "flat"}
         if reduction["wire_dtype"] == "float16":
             reduction["wire_dtype"] = "bfloat16"

@@ -99,7 +99,8 @@ def train_everything(folder, process_index, num_processes):
         run = fit()
     keep(folder / f"fit_{process_index}.npz", run.eval_metrics, run.state)
 
-    for name, strategy in (("split", "zero1"), ("divided", "fsdp")):
+    ways = {"split": "zero1", "divided": "fsdp", "grouped": jddp.FSDP(group_size=4)}
+    for name, strategy in ways.items():
         options = {"max_grad_norm": 0.5, "strategy": strategy}
         split = jddp.DataParallel(ConvNet(), optax.sgd(0.2, momentum=0.9), loss_fn, **options)
         try:

@@ -16,6 +16,7 @@ from jddp.distributed.identity import VARIABLES
 
 pytestmark = pytest.mark.processes
 
+SHARDED = ["split", "divided", "grouped"]
 SECONDS = 120  # for what takes ten; a process that is stuck is killed
 
 
@@ -51,14 +52,14 @@ def load(path):
     return dict(np.load(path))
 
 
-@pytest.mark.parametrize("what", ["step", "own", "fit", "split", "divided"])
+@pytest.mark.parametrize("what", ["step", "own", "fit", *SHARDED])
 def test_two_processes_end_bitwise_alike_with_the_state_and_metrics_of_one(one, two, what):
     want = load(one / f"{what}_0.npz")
     first, second = (load(two[0] / f"{what}_{process}.npz") for process in range(2))
     assert_close(first, want)
     assert want["metrics/examples"] == 11
     assert "state/params/Conv_0/kernel" in want
-    assert ("state/ema_params/Conv_0/kernel" in want) == (what not in ("split", "divided"))
+    assert ("state/ema_params/Conv_0/kernel" in want) == (what not in SHARDED)
     assert first.keys() == second.keys()
     for name in first:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)

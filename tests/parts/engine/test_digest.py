@@ -114,7 +114,8 @@ def test_the_operations_on_many_small_arrays_are_those_on_a_few(split):
 
     def num_equations(num):
         leaves = [put(np.zeros(2 * split + 2, np.float32), spec=spec)] * num
-        return len([*equations(_on(make_mesh(2), (spec,) * num).trace(leaves).jaxpr.jaxpr)])
+        placed = (jax.NamedSharding(make_mesh(2), spec),) * num
+        return len([*equations(_on(make_mesh(2), placed).trace(leaves).jaxpr.jaxpr)])
 
     assert num_equations(100) == num_equations(10)
 
@@ -126,7 +127,8 @@ def test_large_arrays_of_one_shape_are_computed_by_one_function(split):
     def lowered(num_leaves, num_shapes=1):
         shapes = [(2**14, 2 + 2 * (i % num_shapes)) for i in range(num_leaves)]
         leaves = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-        return _on(make_mesh(2), (spec,) * num_leaves).lower(leaves)
+        placed = (jax.NamedSharding(make_mesh(2), spec),) * num_leaves
+        return _on(make_mesh(2), placed).lower(leaves)
 
     def num_functions(*nums):
         return lowered(*nums).as_text().count("func.func private @_digest")

@@ -12,8 +12,8 @@ from jax import P, lax
 
 from jddp.jaxprs import equations
 from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, forget
-from jddp.reduce.packing import exchange_mean, scatter_mean
-from jddp.reduce.shards import divided_dim
+from jddp.reduce.packing import average_of_shards, exchange_mean, scatter_mean
+from jddp.reduce.shards import Groups, divided_dim
 from jddp.reduce.unit_plan import Part
 from jddp.reduce.units import Gather
 
@@ -129,7 +129,7 @@ def gradients(program, w, x, *, keeps=False, average=scatter_mean):
     """The jitted function that returns the mean gradient of `program`, part by part."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:NUM]), ("data",))
     dim = divided_dim(w.shape[w.ndim - 2 :], NUM) + w.ndim - 2
-    lazy = Lazy(Gather("data", average), (2**20,), keeps)
+    lazy = Lazy(Gather("data", average, Groups(NUM)), (2**20,), keeps)
 
     def replica(part, x):
         traced = jax.make_jaxpr(program)(jax.ShapeDtypeStruct(w.shape, w.dtype), x)
@@ -259,7 +259,7 @@ def test_nothing_made_of_parameters_alone_is_kept_for_the_backward_pass(program)
     w = w if program in SCANS else w[0]
     dim = w.ndim - 2
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:NUM]), ("data",))
-    lazy = Lazy(Gather("data", scatter_mean), (2**20,), keeps=False)
+    lazy = Lazy(Gather("data", scatter_mean, Groups(NUM)), (2**20,), keeps=False)
     kept = []
 
     def replica(part, x):
@@ -279,6 +279,26 @@ def test_nothing_made_of_parameters_alone_is_kept_for_the_backward_pass(program)
     assert not [shape for shape in kept if shape[-2:] == (WIDTH, WIDTH)]
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_means_of_groups_that_are_averaged_are_the_mean_of_all_replicas(platform):
+    groups = Groups(size=2, num=2)
+    gather = Gather("data", average_of_shards(platform, groups), groups)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:NUM]), ("data",))
+    grads = np.random.default_rng(0).integers(-9, 9, (NUM, WIDTH, 3)).astype(np.float32)
+
+    def replica(part, grad):
+        whole, pullback = jax.vjp(lambda x: gather([x], [0], x.dtype)[0], part)
+        return whole[None], *gather.mean_of_groups(pullback(grad[0]), (2**20,))
+
+    parts = np.arange(3 * WIDTH, dtype=np.float32).reshape(WIDTH, 3)
+    mapped = jax.shard_map(
+        replica, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    wholes, means = jax.jit(mapped)(np.concatenate([parts] * 2), grads)
+    np.testing.assert_array_equal(wholes, [parts] * NUM)
+    np.testing.assert_array_equal(means, np.concatenate([grads.mean(0)] * 2))
+
+
 def test_a_unit_is_one_gather_and_its_gradients_one_reduce_scatter():
     w = numbers(LAYERS, WIDTH, WIDTH)
 
@@ -287,7 +307,7 @@ def test_a_unit_is_one_gather_and_its_gradients_one_reduce_scatter():
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:NUM]), ("data",))
     for unit_bytes, units in (((2**20,), 1), ((WIDTH * WIDTH * 4,), LAYERS)):
-        lazy = Lazy(Gather("data", scatter_mean), unit_bytes, keeps=True)
+        lazy = Lazy(Gather("data", scatter_mean, Groups(NUM)), unit_bytes, keeps=True)
 
         def replica(parts, x, lazy=lazy):
             traced = jax.make_jaxpr(lambda *w: layers(w[:-1], w[-1]))(*w, x)
