@@ -1,7 +1,8 @@
 """Compares memory and modelled time of ddp, zero1 and fsdp on H100s that are not there.
 
     "$(scripts/venv aot)" benchmarks/sharded.py
-    "$(scripts/venv aot)" benchmarks/sharded.py --only 124m --strategies ddp fsdp --hosts 2
+    "$(scripts/venv aot)" benchmarks/sharded.py --only 124m --hosts 2 \
+        --strategies ddp fsdp "fsdp of 8"
 
 GPT-2 of three sizes (8 sequences of 1,024 tokens a GPU, bfloat16 on float32 parameters, AdamW) and
 ResNet-50 are compiled through `jddp.DataParallel`, without a GPU and without their parameters.
@@ -44,6 +45,7 @@ STRATEGIES = {
     "zero1": "zero1",
     "fsdp": "fsdp",
     "fsdp, kept": jddp.FSDP(regather=False),
+    "fsdp of 8": jddp.FSDP(group_size=8),
 }
 
 
@@ -63,11 +65,13 @@ JOBS = {
 }
 
 
-def measure(job: str, strategy: str, num_hosts: int) -> dict[str, float]:
+def measure(job: str, strategy: str, num_hosts: int, num_micro_batches: int) -> dict[str, float]:
     """What one compiled step takes."""
     sizes = {"num_hosts": num_hosts, "devices_per_host": DEVICES_PER_HOST}
     begun = time.process_time()
-    step = JOBS[job][1](strategy=STRATEGIES[strategy], **sizes)
+    more = {"rows": 8 * num_micro_batches, "accumulate_steps": num_micro_batches}
+    options = sizes | (more if num_micro_batches > 1 else {})
+    step = JOBS[job][1](strategy=STRATEGIES[strategy], **options)
     seconds = time.process_time() - begun
     sent = Counter(x.op for x in collectives(step.program))
     timeline = walk(step.program, GPU, make_network(**sizes))
@@ -81,11 +85,11 @@ def measure(job: str, strategy: str, num_hosts: int) -> dict[str, float]:
     }
 
 
-def compare(job: str, strategies: list[str], num_hosts: int) -> None:
+def compare(job: str, strategies: list[str], *numbers: int) -> None:
     """Prints a row for each strategy."""
     first: dict[str, float] = {}
     for strategy in strategies:
-        row = measure(job, strategy, num_hosts)
+        row = measure(job, strategy, *numbers)
         first = first or row
         ratio = {name: row[name] / first[name] for name in ("temporaries", "step", "compile")}
         print(
@@ -103,6 +107,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--hosts", nargs="+", type=int, default=[1])
+    parser.add_argument("--micro-batches", type=int, default=1, help="of 8 sequences, of a GPT-2")
     arguments = parser.parse_args()
     # The first program of a process costs more.
     tiny = {"num_layers": 2, "num_heads": 2, "width": 64, "vocab_size": 64, "length": 64}
@@ -114,7 +119,7 @@ def main() -> None:
             f"{'exposed':>8} {'sent':>12} {'compile':>8}"
         )
         for job in arguments.only:
-            compare(job, arguments.strategies, num_hosts)
+            compare(job, arguments.strategies, num_hosts, arguments.micro_batches)
 
 
 if __name__ == "__main__":
