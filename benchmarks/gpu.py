@@ -322,7 +322,9 @@ def main() -> None:
     )
     parser.add_argument("--compile-only", action="store_true", help="compile, without a GPU")
     parser.add_argument(
-        "--target", default="h100_sxm", help="a key of modelled.GPUS, or a file that --out made"
+        "--target",
+        default="h100_sxm",
+        help="a key of modelled.gpus.GPUS, or a file that --out made",
     )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Through what ends the contenders.

@@ -25,7 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from modelled import GPUS, Timeline, make_network, walk
+from jddp.inspection.modelled import GPUS, Timeline, make_network, walk
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from described import VARIANTS, compile_gpt2, compile_resnet50

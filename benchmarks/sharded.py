@@ -32,7 +32,7 @@ import jax
 
 import jddp
 from jddp.inspection.collectives import collectives
-from modelled import GPUS, make_network, walk
+from jddp.inspection.modelled import GPUS, make_network, walk
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from described import compile_layers, compile_resnet50

@@ -9,11 +9,11 @@ from flax import linen as nn
 
 import jddp
 from jddp.inspection.hlo import HloProgram, read_program
+from jddp.inspection.modelled import described_mesh
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.plan import BucketPlan
 from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import GPT, resnet50
-from modelled import described_mesh
 
 # Sends nothing: what the step costs without a reduction.
 NO_REDUCTION = CommHook(lambda plan: (), lambda bucket, comm_state, axis: (bucket, comm_state))

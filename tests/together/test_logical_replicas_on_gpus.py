@@ -13,9 +13,9 @@ import optax
 import pytest
 
 import jddp
+from jddp.inspection.modelled import described_mesh
 from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import CNN, GPT
-from modelled import described_mesh
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("as_users_compile")]
 

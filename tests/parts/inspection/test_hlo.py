@@ -12,9 +12,10 @@ from jax.experimental import topologies
 from jddp.errors import ConfigError, UsageError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import HloShape, read_program
-from modelled import GPUS, Network, described_mesh, make_network, walk
-from modelled.cost import cost
-from modelled.gpus import MEBIBYTE, target_config
+from jddp.inspection.modelled import GPUS, Network, described_mesh, make_network, walk
+from jddp.inspection.modelled.cost import cost
+from jddp.inspection.modelled.gpus import target_config
+from jddp.reduce.plan import MEBIBYTE
 
 # A second for the product below, nothing for anything else.
 FREE = {"bytes_per_second": float("inf"), "kernel_seconds": 0.0}

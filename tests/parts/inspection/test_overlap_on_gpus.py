@@ -12,9 +12,9 @@ from described import VARIANTS, compile_gpt2, compile_resnet50
 from runs import ROOT
 
 from jddp.inspection.collectives import collectives
-from modelled import GPUS, make_network, walk
-from modelled.gpus import target_config
-from modelled.schedule import LARGE_BYTES
+from jddp.inspection.modelled import GPUS, make_network, walk
+from jddp.inspection.modelled.gpus import target_config
+from jddp.inspection.modelled.schedule import LARGE_BYTES
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("as_users_compile")]
 

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jddp.errors import ConfigError
-
-MEBIBYTE = 2**20
+from jddp.reduce.plan import MEBIBYTE
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh
 
 from jddp.engine.mesh import AXIS
 from jddp.errors import ConfigError
+from jddp.inspection.modelled.gpus import GPUS, target_config
 from jddp.names import did_you_mean
-from modelled.gpus import GPUS, target_config
 
 
 def described_mesh(gpu: str = "h100_sxm", *, num_hosts: int = 1, devices_per_host: int = 8) -> Mesh:

@@ -4,9 +4,9 @@ Nothing here is measured. `described_mesh` needs JAX's plugin for CUDA, and `wal
 program that was compiled for it.
 """
 
-from modelled.described import described_mesh
-from modelled.gpus import GPUS, Gpu, Network, make_network
-from modelled.schedule import Timeline, Transfer, walk
+from jddp.inspection.modelled.described import described_mesh
+from jddp.inspection.modelled.gpus import GPUS, Gpu, Network, make_network
+from jddp.inspection.modelled.schedule import Timeline, Transfer, walk
 
 __all__ = [
     "GPUS",

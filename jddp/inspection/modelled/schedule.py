@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from jddp.errors import UsageError
 from jddp.inspection.collectives import Collective, collectives_of
 from jddp.inspection.hlo import Computation, HloProgram, Instruction
-from modelled.cost import Cost, cost, trip_count
-from modelled.gpus import Gpu, Network
+from jddp.inspection.modelled.cost import Cost, cost, trip_count
+from jddp.inspection.modelled.gpus import Gpu, Network
 
 LARGE_BYTES = 64 * 1024
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jddp.errors import UsageError
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, Instruction
-from modelled.gpus import Gpu
+from jddp.inspection.modelled.gpus import Gpu
 
 # They name, view or order what is there already.
 _FREE = {
