@@ -144,6 +144,7 @@ class DataParallel(Shown):
         eval_fn: LossFn | None = None,
         donate: bool = True,
     ) -> None:
+        options = {name: given for name, given in locals().items() if name != "self"}
         refuse_unjoined()
         self.mesh = make_mesh(mesh)
         parts = choose_strategy(strategy)
@@ -183,7 +184,12 @@ class DataParallel(Shown):
         )
         self._executor = Executor(donate=donate, platform=platform(self.mesh))
         self._evaluate = make_evaluate(spec, self.mesh)
-        self.steps = CompiledSteps(spec, self.mesh, donate=donate)
+        self.steps = CompiledSteps(
+            spec,
+            self.mesh,
+            donate=donate,
+            remake=lambda other: DataParallel(**options | {"mesh": other}).steps,
+        )
         self._first = InitialState(self.steps)
         predict = functools.partial(make_predict, spec, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)

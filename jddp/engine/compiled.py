@@ -3,7 +3,7 @@
 A jitted step belongs to rows of one structure, shapes and dtypes; and rows of another form may use
 other parameters, so they have other buckets too.
 
-    steps = CompiledSteps(spec, mesh, donate=True)
+    steps = CompiledSteps(spec, mesh, donate=True, remake=remake)
     steps.planned(batch).plan                           # traces, computes nothing
     sent = steps.step_for(state, steps.inputs(batch))
     state, metrics = sent.run(state, inputs)
@@ -68,6 +68,7 @@ class CompiledSteps:
       spec: The parts of the step.
       mesh: The devices.
       donate: Whether a step reuses the memory of the state that it is given.
+      remake: Function that makes the steps of the same options on another mesh.
 
     Attributes:
       spec: The parts of the step.
@@ -76,7 +77,9 @@ class CompiledSteps:
       init: The jitted function that makes a first state, `jddp.engine.first_state.make_init`.
     """
 
-    def __init__(self, spec: Step, mesh: Mesh, *, donate: bool) -> None:
+    def __init__(
+        self, spec: Step, mesh: Mesh, *, donate: bool, remake: Callable[[Mesh], "CompiledSteps"]
+    ) -> None:
         self.spec = spec
         self.mesh = mesh
         self.rows = RowSplit.of(spec, mesh)
@@ -86,6 +89,7 @@ class CompiledSteps:
         self._hook_plans: list[BucketPlan] = []  # the last one, for which hook state was made
         self._jitted: dict[Hashable, Compiled] = {}  # by what makes it, and the form of all rows
         self._make_step = functools.partial(make_step, donate=donate)
+        self._remake = remake
 
     def __str__(self) -> str:
         """The model, its devices, and the micro-batches of a step, if there are several."""
@@ -108,6 +112,12 @@ class CompiledSteps:
         bound = copy.copy(self)
         bound._constants = replicate(constants, self.mesh)
         return bound
+
+    def on(self, mesh: Mesh) -> "CompiledSteps":
+        """The steps of the same options on another mesh, also of devices that are not there."""
+        other = self._remake(mesh)
+        other._constants = shapes_of(self._constants)
+        return other
 
     def inputs(self, batch: Batch, constants: PyTree = None) -> Inputs:
         """The inputs of a step: rows, and constants if the loss takes some."""

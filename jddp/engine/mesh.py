@@ -238,9 +238,9 @@ def platform(mesh: Mesh) -> str:
     return str(mesh.devices.flat[0].platform)
 
 
-def is_of_several_processes(mesh: Mesh) -> bool:
-    """Whether the devices of the mesh are of several processes."""
-    return len({device.process_index for device in mesh.devices.flat}) > 1
+def count_processes(mesh: Mesh) -> int:
+    """Number of processes whose devices are in the mesh."""
+    return len({device.process_index for device in mesh.devices.flat})
 
 
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:

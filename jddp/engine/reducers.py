@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jddp.config.options import Reduction
 from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.guard import unscaled
-from jddp.engine.mesh import axis_of, is_of_several_processes, platform
+from jddp.engine.mesh import axis_of, count_processes, platform
 from jddp.engine.strategy import StrategyParts
 from jddp.errors import ConfigError
 from jddp.reduce.average import bucket_sizes, choose_layout, make_reducer
@@ -79,7 +79,7 @@ def choose_reducer(
             layout,
             reduction.hook,
             hardware,
-            on_network=is_of_several_processes(mesh),
+            on_network=count_processes(mesh) > 1,
             is_sharded=strategy.shards_optimizer,
         )
     else:

@@ -27,12 +27,19 @@ class Steps(Protocol):
         """The parts of the step."""
 
     @property
+    def mesh(self) -> Mesh:
+        """The mesh of devices."""
+
+    @property
     def rows(self) -> RowSplit:
         """Division of rows over replicas and micro-batches."""
 
     @property
     def topology(self) -> Settings:
         """Processes, devices and options by which a step divides rows; a checkpoint keeps them."""
+
+    def on(self, mesh: Mesh) -> "Steps":
+        """The steps of the same options on another mesh, also of devices that are not there."""
 
     def layouts(self, state: TrainState) -> TrainState:
         """For each leaf of a state its `jddp.engine.state.Layout`."""
