@@ -2,12 +2,12 @@
 
     print(jddp.explain(ddp, batch))      # text in a terminal, HTML in a notebook
     jddp.explain(ddp, batch).as_json()   # the same as numbers and words
+    jddp.explain(ddp, batch, target="h100", topology="8x8").prediction    # modelled, for 64 GPUs
 
 This module reads plans and programs, and runs nothing.
 """
 
 import dataclasses
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -15,15 +15,21 @@ import jax
 
 from jddp.engine.mesh import platform
 from jddp.engine.protocols import Synchronization
-from jddp.engine.trainable import Trainable
+from jddp.engine.trainable import Steps, Trainable
+from jddp.errors import UsageError
 from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
+from jddp.inspection.modelled.compiling import compile_for, rows_of_host
+from jddp.inspection.modelled.described import Target
+from jddp.inspection.modelled.page import draw_page
+from jddp.inspection.modelled.prediction import Prediction, predict
+from jddp.inspection.modelled.scaling import weak_scaling
+from jddp.inspection.purposes import GRADIENTS, PARAMETERS, purpose_of
 from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes
 from jddp.reduce.units import BETWEEN, UNIT
 from jddp.typing import Batch, JsonObject
 
-GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
 SENT = (GRADIENTS, PARAMETERS)
 
 
@@ -37,6 +43,7 @@ class Explanation(Shown):
       platform: Their hardware.
       compiled: The collectives of the compiled program, in its order.
       sync: How often replicas synchronize.
+      prediction: The step on described GPUs; None for devices at hand.
     """
 
     plan: BucketPlan
@@ -44,6 +51,7 @@ class Explanation(Shown):
     platform: str
     compiled: tuple[Collective, ...]
     sync: Synchronization
+    prediction: Prediction | None = None
 
     @property
     def bytes_per_step(self) -> float:
@@ -84,15 +92,26 @@ class Explanation(Shown):
             "unused": [*self.plan.unused],
             "notes": [*self.plan.notes],
             "collectives": [
-                {"for": _purpose(x)}
+                {"for": purpose_of(x)}
                 | x._asdict()
                 | {"dtypes": [*x.dtypes], "devices": [*x.devices]}
                 for x in self.compiled
             ],
+            "prediction": self.prediction and self.prediction.as_json(),
         }
 
+    def as_html(self) -> str:
+        """One page of HTML with a picture of the modelled step; it loads nothing from elsewhere.
+
+        Raises:
+          UsageError: If there is no prediction.
+        """
+        if self.prediction is None:
+            raise UsageError('There is no modelled step to draw. Give explain target="h100".')
+        return draw_page(self.prediction)
+
     def _runs(self, collective: Collective) -> float:
-        every, purpose = self.sync.every, _purpose(collective)
+        every, purpose = self.sync.every, purpose_of(collective)
         if every is not None and purpose in SENT:
             return 1 / every if purpose == PARAMETERS else 0
         return collective.num_runs or 1
@@ -101,9 +120,10 @@ class Explanation(Shown):
         """A verdict, the plan, the compiled collectives, and a summary."""
         rows: dict[tuple[str, ...], list[Collective]] = {}
         for x in self.compiled:
-            row = ",".join(x.dtypes), x.op, "yes" if x.is_async else "no", _purpose(x)
+            row = ",".join(x.dtypes), x.op, "yes" if x.is_async else "no", purpose_of(x)
             rows.setdefault(row, []).append(x)
         lines = [
+            *([str(self.prediction), ""] if self.prediction else []),
             *textwrap.wrap(self.verdict, 79),
             "",
             str(self.plan),
@@ -157,7 +177,7 @@ class Explanation(Shown):
 
     def _of_units(self, found: Sequence[Collective]) -> list[str]:
         """The planned units beside the gathers of the program."""
-        gathers = [x for x in found if _purpose(x).startswith("parameters, forward")]
+        gathers = [x for x in found if purpose_of(x).startswith("parameters, forward")]
         planned = len(self.plan.units), sum(x.num_slices > 1 for x in self.plan.units)
         compiled = len(gathers), sum(x.is_in_loop for x in gathers)
         lines = [
@@ -171,20 +191,53 @@ class Explanation(Shown):
         return lines
 
 
-def explain(ddp: Trainable, batch: Batch) -> Explanation:
+def explain(
+    ddp: Trainable,
+    batch: Batch,
+    *,
+    target: str | None = None,
+    topology: str = "1x8",
+    links: Sequence[str] = (),
+    scaling: bool = False,
+) -> Explanation:
     """Compiles a step and reports the bytes that it sends, beside the plan; runs nothing.
+
+    With `target`, the step is compiled for GPUs that need not be there, with the rows of the batch
+    divided over them, and its time, memory and communication are modelled. It needs the extra
+    `aot`.
 
     Args:
       ddp: A `jddp.DataParallel`.
       batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+      target: A GPU: "h100", "h200" or "a100"; None for the devices of `ddp`.
+      topology: Hosts of the target and GPUs of each, "HOSTSxGPUS".
+      links: Links in the place of those that are assumed, "NAME=BANDWIDTH,LATENCY", such as
+        "nvlink=300GB/s,2us" or "nic=25GB/s,14us".
+      scaling: Whether to model the step on 1, 8, 32 and 128 hosts too, with as many rows on each.
+
+    Raises:
+      ConfigError: If the target, topology or a link is unknown, JAX cannot compile for it here, the
+        rows do not divide over it, or the step does not compile for it.
+      UsageError: If the step holds what cannot be modelled.
     """
-    compiled = ddp.steps.lower(batch).compile()
+    if target is None:
+        return _explained(ddp.steps, batch, ddp.steps.lower(batch).compile())
+    described = Target.named(target, topology, links)
+    own = compile_for(described, ddp.steps, rows_of_host(described, ddp.steps, batch))
+    prediction = predict(described, own)
+    if scaling:
+        rows = weak_scaling(described, ddp.steps, own)
+        prediction = dataclasses.replace(prediction, scaling=rows)
+    return dataclasses.replace(_explained(*own), prediction=prediction)
+
+
+def _explained(steps: Steps, batch: Batch, compiled: jax.stages.Compiled) -> Explanation:
     return Explanation(
-        plan=ddp.steps.sent(batch),
-        num_devices=ddp.mesh.size,
-        platform=platform(ddp.mesh),
+        plan=steps.sent(batch),
+        num_devices=steps.mesh.size,
+        platform=platform(steps.mesh),
         compiled=collectives(read_program(compiled.as_text() or "")),
-        sync=ddp.steps.spec.sync,
+        sync=steps.spec.sync,
     )
 
 
@@ -194,27 +247,3 @@ def _bucket_as_json(bucket: Bucket) -> JsonObject:
         "dtype": str(bucket.wire_dtype),
         "parameters": [*bucket.paths],
     }
-
-
-def _purpose(collective: Collective) -> str:
-    """The purpose of a collective, from the name scopes of the step."""
-    if "outer_step/" in collective.op_name:
-        return PARAMETERS
-    if re.search(r"\bbucket_\d+/", collective.op_name):
-        return GRADIENTS
-    if UNIT in collective.op_name:
-        is_gathered = f"{UNIT}parameters" in collective.op_name
-        where = ", between groups" if BETWEEN in collective.op_name else ""
-        where += ", in loops" if collective.is_in_loop else ""
-        return (f"parameters, {_direction(collective)}" if is_gathered else GRADIENTS) + where
-    if "parameters/" in collective.op_name:
-        return "parameters, updated"
-    if "metrics/" in collective.op_name:
-        # XLA merges collectives of one kind: here a layer's sums with those of the loss.
-        is_joined = "transpose(" in collective.op_name or "BatchNorm" in collective.op_name
-        return f"metrics; the model, {_direction(collective)}" if is_joined else "loss and metrics"
-    return f"the model, {_direction(collective)}"
-
-
-def _direction(collective: Collective) -> str:
-    return "backward" if "transpose(" in collective.op_name else "forward"

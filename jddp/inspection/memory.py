@@ -16,7 +16,7 @@ import jax
 
 from jddp.distributed.nvidia_smi import smallest_bytes
 from jddp.engine.mesh import platform
-from jddp.engine.trainable import Trainable
+from jddp.engine.trainable import Steps, Trainable
 from jddp.html import Shown
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, read_program
 from jddp.typing import Batch, PyTree
@@ -123,7 +123,14 @@ def memory(
     mesh = ddp.mesh
     options = None if autotune or platform(mesh) != "gpu" else _WITHOUT_AUTOTUNING
     compiled = ddp.steps.lower(batch, accumulate_steps).compile(compiler_options=options)
-    state = ddp.steps.abstract_state(batch)
+    return assigned_memory(compiled, ddp.steps, batch, _device_limit(mesh.local_devices))
+
+
+def assigned_memory(
+    compiled: jax.stages.Compiled, steps: Steps, batch: Batch, limit: float
+) -> Memory:
+    """The memory of a compiled step on each device, of which `limit` is there."""
+    state = steps.abstract_state(batch)
     analysis, text = compiled.memory_analysis(), compiled.as_text()
     assert analysis is not None, "CPUs and GPUs have one"
     gradients = _bytes_per_device(state.params)
@@ -133,9 +140,9 @@ def memory(
         gradients=gradients,
         optimizer=_bytes_per_device(state.opt_state),
         other_state=_bytes_per_device((state.model_state, state.comm_state)),
-        batch=_bytes_per_device(batch) // len(mesh.local_devices),
+        batch=_bytes_per_device(batch) // len(steps.mesh.local_devices),
         temporaries=max(0, beside_arguments - gradients),
-        limit=_device_limit(mesh.local_devices),
+        limit=limit,
         largest=largest_arrays(read_program(text or "")),
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.storage import local_copy
@@ -33,7 +34,7 @@ from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_m
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.watchdog import Limits
-from jddp.engine.mesh import make_mesh
+from jddp.engine.mesh import count_processes, make_mesh
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
@@ -129,7 +130,7 @@ class Job:
         size = self.config.data.global_batch_size
         num_parts = self.ddp.steps.rows.num_micro_batches
         in_all = -(-size // num_parts) * num_parts
-        rows, spec = in_all // jax.process_count(), self.parts.source.spec
+        rows, spec = in_all // count_processes(self.ddp.mesh), self.parts.source.spec
         # All batches of a run have a mask if its last is partial.
         if in_all > size or (self.data is not None and self._plain_batches().is_padded):
             spec = {"mask": ((), np.dtype("float32")), **spec}
@@ -264,12 +265,13 @@ class Job:
         }
 
 
-def build(config: Config, *, needs_data: bool = True) -> Job:
+def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) -> Job:
     """Makes a job: joins the processes, resolves names, makes the mesh, reads the data.
 
     Args:
       config: Config of the job.
       needs_data: Whether absent data are an error. A preview needs none.
+      mesh: Devices to compile for, in the place of those that the config names.
 
     Raises:
       ConfigError: With all names of the config that cannot be resolved, one line each.
@@ -295,7 +297,7 @@ def build(config: Config, *, needs_data: bool = True) -> Job:
         num_steps = num_steps_of(config, len(data.train), folder)
     optimizer, learning_rate = optimizer_of(config, num_steps or 1)
     num_devices = None if config.mesh.num_devices == "auto" else config.mesh.num_devices
-    mesh = make_mesh(num_devices, config.mesh.axis_name)
+    mesh = make_mesh(mesh or num_devices, config.mesh.axis_name)
     options = {"mesh": mesh, "eval_fn": parts.eval_fn, **parts.ddp_options}
     ddp = DataParallel(parts.model, optimizer, parts.loss_fn, **options)
     job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error, folder)

@@ -5,8 +5,10 @@ program that was compiled for it.
 """
 
 from jddp.inspection.modelled.described import described_mesh
-from jddp.inspection.modelled.gpus import GPUS, Gpu, Network, make_network
-from jddp.inspection.modelled.schedule import Timeline, Transfer, walk
+from jddp.inspection.modelled.gpus import GPUS, Gpu
+from jddp.inspection.modelled.networks import Network, make_network
+from jddp.inspection.modelled.schedule import walk
+from jddp.inspection.modelled.timeline import Timeline, Transfer
 
 __all__ = [
     "GPUS",

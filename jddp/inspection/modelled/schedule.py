@@ -3,9 +3,12 @@
     timeline = walk(read_program(text), GPUS["h100_sxm"], make_network())
     print(timeline.step_seconds, timeline.exposed_share)
 
+The last argument may be any object with `seconds`: a `Network`, or a `Fabric` of links.
+
 There is one clock for computing and one queue for communicating. A collective enters the queue
 where it starts; where it must be done, computing waits for it. What waits is exposed, the rest is
-hidden behind what was computed in between. A loop that communicates is walked as often as it runs.
+hidden behind what was computed in between. A loop that communicates is walked as often as it runs;
+of branches, the one that sends most.
 
 This is a model, from the order that XLA has chosen and from assumed rates, not a measurement. It
 leaves out that kernels slow down beside a collective, which shares their cores and memory.
@@ -13,75 +16,36 @@ leaves out that kernels slow down beside a collective, which shares their cores 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from jddp.engine.protocols import OPTIMIZER
 from jddp.errors import UsageError
 from jddp.inspection.collectives import Collective, collectives_of
 from jddp.inspection.hlo import Computation, HloProgram, Instruction
 from jddp.inspection.modelled.cost import Cost, cost, trip_count
-from jddp.inspection.modelled.gpus import Gpu, Network
-
-LARGE_BYTES = 64 * 1024
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One run of a collective of the schedule.
-
-    Attributes:
-      name: Name of the instruction that starts it.
-      bytes: Bytes of its payload.
-      is_async: Whether anything can be computed while it runs.
-      needed_seconds: How long it takes.
-      waited_seconds: How long computing stands still for it.
-      hiding_seconds: What is computed between its start and where it must be done.
-      num_products: Products and convolutions among that.
-    """
-
-    name: str
-    bytes: int
-    is_async: bool
-    needed_seconds: float
-    waited_seconds: float
-    hiding_seconds: float
-    num_products: int
+from jddp.inspection.modelled.gpus import Gpu
+from jddp.inspection.modelled.links import SHARES
+from jddp.inspection.modelled.timeline import (
+    BACKWARD,
+    FORWARD,
+    UPDATE,
+    Stretch,
+    Timeline,
+    Transfer,
+)
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """What a walk finds.
+class Times(Protocol):
+    """Times of collectives that have a network to themselves."""
 
-    Attributes:
-      step_seconds: Time from the first instruction to the last.
-      compute_seconds: Time of computation in that.
-      transfers: Every run of a collective, in the order in which they must be done.
-    """
+    def seconds(self, num_bytes: float, op: str = "all-reduce") -> float:
+        """The time of one collective of `num_bytes` on each device."""
 
-    step_seconds: float
-    compute_seconds: float
-    transfers: tuple[Transfer, ...]
-
-    @property
-    def large(self) -> tuple[Transfer, ...]:
-        """Transfers above 64 KiB: gradients and parameters."""
-        return tuple(x for x in self.transfers if x.bytes > LARGE_BYTES)
-
-    @property
-    def small(self) -> tuple[Transfer, ...]:
-        """The others: loss and metrics, and statistics of batch norm."""
-        return tuple(x for x in self.transfers if x.bytes <= LARGE_BYTES)
-
-    @property
-    def exposed_share(self) -> float:
-        """The share of the step that waits for large transfers."""
-        return sum(x.waited_seconds for x in self.large) / self.step_seconds
-
-    @property
-    def small_exposed_share(self) -> float:
-        """The share of the step that waits for small transfers."""
-        return sum(x.waited_seconds for x in self.small) / self.step_seconds
+    def among(self, devices: Sequence[int]) -> "Times":
+        """The times among some of the devices, or among all for ()."""
 
 
-def walk(program: HloProgram, gpu: Gpu, network: Network) -> Timeline:
+def walk(program: HloProgram, gpu: Gpu, network: Times) -> Timeline:
     """Models one run of a scheduled program.
 
     Args:
@@ -99,11 +63,11 @@ def walk(program: HloProgram, gpu: Gpu, network: Network) -> Timeline:
         )
     clock = _Clock()
     _run(program, program.entry, clock, gpu, network)
-    return Timeline(clock.now, clock.computed.seconds, tuple(clock.transfers))
+    return Timeline(clock.now, clock.computed.seconds, tuple(clock.transfers), tuple(clock.spans))
 
 
 def _run(
-    program: HloProgram, computation: Computation, clock: "_Clock", gpu: Gpu, network: Network
+    program: HloProgram, computation: Computation, clock: "_Clock", gpu: Gpu, network: Times
 ) -> None:
     """Runs a computation once."""
     flights: dict[str, _Flight | None] = {}  # None once it has landed.
@@ -113,10 +77,9 @@ def _run(
                 clock.wait_for(flight)
             continue
         found = tuple(collectives_of(program, computation, instruction))
-        if found and instruction.op == "while":
-            for _ in range(trip_count(instruction)):
-                for name in instruction.runs:
-                    _run(program, program.computations[name], clock, gpu, network)
+        if found and instruction.runs and instruction.op in _CONTROL:
+            for inner in _runs(program, instruction):
+                _run(program, inner, clock, gpu, network)
         elif found:
             payload = _payload(instruction, found)
             flight = clock.start(payload, network)
@@ -124,11 +87,22 @@ def _run(
             if not payload.is_async:
                 clock.wait_for(flight)
         else:
-            clock.computed += cost(program, computation, instruction, gpu)
+            clock.compute(cost(program, computation, instruction, gpu), instruction.op_name)
 
 
-# Of an all-reduce's time: in a ring it is a reduce-scatter and then an all-gather.
-_SHARES = {"all-reduce": 1.0, "reduce-scatter": 0.5, "all-gather": 0.5}
+_CONTROL = ("while", "call", "conditional")
+
+
+def _runs(program: HloProgram, instruction: Instruction) -> list[Computation]:
+    """What a loop, a call or a branch runs; of the branches, the one that sends most."""
+    inner = [program.computations[name] for name in instruction.runs]
+    if instruction.op == "while":
+        return inner * trip_count(instruction)
+
+    def sent(branch: Computation) -> int:
+        return sum(x.bytes for x in collectives_of(program, branch, *branch.instructions))
+
+    return [max(inner, key=sent)] if instruction.op == "conditional" else inner
 
 
 @dataclass(frozen=True)
@@ -136,24 +110,25 @@ class _Payload:
     """All that one instruction sends."""
 
     name: str
-    bytes: int
-    is_async: bool
-    share: float
-    devices: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.bytes for x in self.collectives)
+
+    @property
+    def is_async(self) -> bool:
+        return self.collectives[0].is_async
 
 
 def _payload(instruction: Instruction, found: Sequence[Collective]) -> _Payload:
     for each in found:
-        if each.op not in _SHARES or instruction.op in ("conditional", "call"):
-            where = "" if each.name == instruction.name else f" inside {instruction.op!r}"
+        if each.op not in SHARES:
             raise UsageError(
-                f"Instruction {each.name!r}: there is no model of {each.op!r}{where}. What is "
-                f"modelled are {', '.join(_SHARES)} outside branches and calls."
+                f"Instruction {each.name!r}: there is no model of {each.op!r}. What is modelled "
+                f"are {', '.join(SHARES)}."
             )
-    share = _SHARES[found[0].op]
-    first = found[0]
-    num_bytes = sum(x.bytes for x in found)
-    return _Payload(instruction.name, num_bytes, first.is_async, share, first.devices)
+    return _Payload(instruction.name, tuple(found))
 
 
 @dataclass(frozen=True)
@@ -162,6 +137,7 @@ class _Flight:
 
     payload: _Payload
     needed: float
+    start: float
     end: float
     before: Cost
 
@@ -172,6 +148,7 @@ class _Clock:
     def __init__(self) -> None:
         self.computed = Cost()
         self.transfers: list[Transfer] = []
+        self.spans: list[Stretch] = []
         self._waited = 0.0
         self._queue_end = 0.0
 
@@ -179,21 +156,45 @@ class _Clock:
     def now(self) -> float:
         return self.computed.seconds + self._waited
 
-    def start(self, payload: _Payload, network: Network) -> _Flight:
-        needed = payload.share * network.among(payload.devices).seconds(payload.bytes)
+    def compute(self, part: Cost, op_name: str) -> None:
+        before = self.now
+        self.computed += part
+        last = self.spans[-1] if self.spans else Stretch(FORWARD, before, before)
+        phase = _phase(op_name) or last.phase
+        if self.spans and phase == last.phase and before == last.end:
+            self.spans[-1] = Stretch(phase, last.start, self.now)
+        elif part.seconds:
+            self.spans.append(Stretch(phase, before, self.now))
+
+    def start(self, payload: _Payload, network: Times) -> _Flight:
+        first = payload.collectives[0]
+        needed = network.among(first.devices).seconds(payload.bytes, first.op)
         self._queue_end = max(self.now, self._queue_end) + needed
-        return _Flight(payload, needed, self._queue_end, self.computed)
+        return _Flight(payload, needed, self.now, self._queue_end, self.computed)
 
     def wait_for(self, flight: _Flight) -> None:
         wait = max(0.0, flight.end - self.now)
         self._waited += wait
         transfer = Transfer(
             name=flight.payload.name,
+            collectives=flight.payload.collectives,
             bytes=flight.payload.bytes,
             is_async=flight.payload.is_async,
             needed_seconds=flight.needed,
             waited_seconds=wait,
             hiding_seconds=self.computed.seconds - flight.before.seconds,
             num_products=self.computed.num_products - flight.before.num_products,
+            started_at=flight.start,
+            ended_at=flight.end,
+            done_at=self.now,
         )
         self.transfers.append(transfer)
+
+
+def _phase(op_name: str) -> str:
+    """The phase of a traced operation, from its name; or nothing."""
+    if "transpose(" in op_name:
+        return BACKWARD
+    if OPTIMIZER in op_name:
+        return UPDATE
+    return FORWARD if "jvp(" in op_name else ""

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import optax
 import pytest
 from compiled import collectives
@@ -9,6 +10,8 @@ from tiny import MLP, ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.commands.explain import main
+from jddp.errors import ConfigError, UsageError
+from jddp.inspection.modelled.described import Target
 
 KIB = 1 / 1024
 
@@ -60,3 +63,43 @@ def test_the_command_explains_the_step_of_a_job_and_runs_nothing(tmp_path, monke
     assert told["verdict"] == "Nothing is sent: there is one device."
     assert main([*job, "model.nme=mlp"]) == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_a_target_is_refused_in_one_line_where_it_is_unknown_or_missing(capsys):
+    for arguments, message in (
+        (["--target", "h10"], "No GPU 'h10' is described. Did you mean 'h100_sxm'?"),
+        (["--target", "h100", "--topology", "8"], "Did you mean '1x8'?"),
+        (["--target", "h100", "--link", "nv=1GB/s,1us"], "Did you mean 'nvlink'?"),
+        (["--topology", "1x8"], "--topology needs --target, such as --target h100."),
+        (["--html", "step.html"], "--html needs --target"),
+        (["--target", "h100", "--trace", "run"], "--trace and --target cannot be combined"),
+    ):
+        assert main(["model.name=mlp", *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+
+
+def test_without_the_plugin_a_target_says_how_to_get_it(monkeypatch, capsys):
+    def missing(*args, **kwargs):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+    assert main(["model.name=mlp", "--target", "h100"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install 'jddp[aot]'" in line
+
+
+def test_there_is_no_picture_without_a_target():
+    with pytest.raises(UsageError, match='Give explain target="h100"'):
+        jddp.explain(wrapped(), make_batch()).as_html()
+
+
+def test_a_step_that_the_compiler_refuses_for_a_target_is_one_error_with_its_words(monkeypatch):
+    def fail(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no kernel for f8.\nStack trace: ...")
+
+    monkeypatch.setattr(Target, "mesh", lambda self: jax.make_mesh((8,), ("data",)))
+    monkeypatch.setattr("jax.stages.Lowered.compile", fail)
+    message = "does not compile for 8 x NVIDIA H100 80GB HBM3: INTERNAL: no kernel for f8. Change"
+    with pytest.raises(ConfigError, match=message):
+        jddp.explain(wrapped(mesh=2), make_batch(), target="h100")

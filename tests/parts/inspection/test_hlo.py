@@ -333,13 +333,18 @@ def test_what_computes_little_costs_a_kernel_and_its_bytes_of_which_slices_count
 BRANCHES = "%r = f32[] conditional(%p, %v, %v), branch_computations={%reducing, %reducing}"
 REFUSED = {
     "all-to-all": "%r = f32[32768]{0} all-to-all(%v), dimensions={0}",
-    "'all-reduce' inside 'conditional'": BRANCHES,
     "library call 'mystery'": '%r = f32[] custom-call(%v), custom_call_target="mystery"',
     "copy-start": "%r = (f32[32768]{0}, f32[32768]{0}, u32[]) copy-start(%v)",
     "infeed": "%r = f32[] infeed(%v)",
     "over which dims": "%r = bf16[10,10]{1,0} dot(%x, %x)",
     "does not name its dims": "%r = bf16[10,10]{1,0} convolution(%x, %x)",
 }
+
+
+def test_of_branches_the_one_that_sends_most_is_walked():
+    line = "%r = f32[] conditional(%p, %v, %x), branch_computations={%reducing, %multiplying}"
+    (transfer,) = walked(line).transfers
+    assert (transfer.bytes, transfer.waited_seconds) == (131072, 3.0)
 
 
 def test_what_cannot_be_modelled_is_refused():

@@ -14,7 +14,7 @@ from runs import ROOT
 from jddp.inspection.collectives import collectives
 from jddp.inspection.modelled import GPUS, make_network, walk
 from jddp.inspection.modelled.gpus import target_config
-from jddp.inspection.modelled.schedule import LARGE_BYTES
+from jddp.inspection.modelled.timeline import LARGE_BYTES
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("as_users_compile")]
 

@@ -174,6 +174,6 @@ def test_autotuning_is_left_out_on_gpus_alone(monkeypatch, platform, autotune, o
 
     state = SimpleNamespace(params={}, ema_params={}, opt_state={}, model_state={}, comm_state={})
     seen = SimpleNamespace(compile=compile_with)
-    steps = SimpleNamespace(lower=lambda *_: seen, abstract_state=lambda _: state)
+    steps = SimpleNamespace(lower=lambda *_: seen, abstract_state=lambda _: state, mesh=mesh)
     assert memory_of(SimpleNamespace(mesh=mesh, steps=steps), BATCH, autotune=autotune).fits
     assert given == [options]

@@ -1,0 +1,146 @@
+"""The page with the picture of a modelled step and its tables: HTML that loads nothing.
+
+Path("step.html").write_text(draw_page(prediction))
+"""
+
+from collections.abc import Sequence
+from html import escape
+from string import Template
+
+import jax
+
+from jddp.inspection.modelled.flights import Flight
+from jddp.inspection.modelled.links import START_SECONDS
+from jddp.inspection.modelled.picture import drawing, hue
+from jddp.inspection.modelled.prediction import Prediction
+from jddp.inspection.modelled.scaling import NOT_VALIDATED, ScaledStep
+from jddp.inspection.modelled.timeline import in_gb, in_mb, in_ms
+
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>A modelled step on $target</title>
+<style>
+:root { color-scheme: light dark }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.2em auto; max-width: 1100px;
+  padding: 0 1em; color: #222; background: #fff }
+h1 { font-size: 1.25em; line-height: 1.3 } h2 { font-size: 1.05em; margin-top: 1.6em }
+.note { color: #666 } .wide { overflow-x: auto } .wide svg { display: block; min-width: 900px }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .2em .7em .2em 0; text-align: left; vertical-align: top; white-space: nowrap }
+.figures td:first-child { white-space: normal }
+td.name { white-space: normal; overflow-wrap: anywhere; min-width: 14em }
+td.number, th.number { text-align: right } tr { border-bottom: 1px solid #8884 }
+i.swatch { display: inline-block; width: .8em; height: .8em; margin-right: .4em;
+  background: hsl(var(--h) 60% 46%) }
+i.other { background: #888 }
+* { print-color-adjust: exact; -webkit-print-color-adjust: exact }
+@media (prefers-color-scheme: dark) { @media screen {
+  body { color: #ddd; background: #161819 } .note { color: #999 }
+  i.swatch { background: hsl(var(--h) 55% 62%) } i.other { background: #888 }
+} }
+@media print { body { font-size: 10px; max-width: none } .wide svg { min-width: 0 }
+  tr { break-inside: avoid } }
+</style></head><body>
+<h1>$verdict</h1>
+<p class="note">Modelled, not measured: the order is XLA's for $target (jax $jax), the times are
+computed from the assumptions below. Point at a bucket for its figures.</p>
+<div class="wide">$drawing</div>
+<h2>The step</h2><div class="figures">$figures</div>
+$scaling<h2>What is sent</h2><div class="wide">$sent</div>
+<h2>What is assumed</h2><div class="wide">$assumed</div>
+</body></html>
+""")
+
+
+def draw_page(prediction: Prediction) -> str:
+    """Returns the picture of a modelled step, with its tables, as one page of HTML."""
+    return _PAGE.substitute(
+        target=escape(str(prediction.target)),
+        jax=jax.__version__,
+        verdict=escape(prediction.verdict),
+        drawing=drawing(prediction),
+        figures=_figures(prediction),
+        scaling=_scaling(prediction.scaling),
+        sent=_sent(prediction.flights),
+        assumed=_assumed(prediction),
+    )
+
+
+def _figures(prediction: Prediction) -> str:
+    time, memory = prediction.timeline, prediction.memory
+    rows = [
+        ["time", in_ms(time.step_seconds)],
+        ["computing", in_ms(time.compute_seconds)],
+        ["waits for gradients and parameters", f"{prediction.exposed_share:.2%}"],
+        ["waits for anything else", f"{prediction.other_exposed_share:.2%}"],
+        ["sent by each GPU", f"{in_mb(prediction.sent_bytes)} MB"],
+        ["memory of a GPU", f"{memory.total / 1e9:.1f} of {memory.limit / 1e9:.1f} GB"],
+    ]
+    return _table(["modelled", ""], rows, numbers={1})
+
+
+def _scaling(scaled: Sequence[ScaledStep]) -> str:
+    rows = [
+        [
+            f"{x.num_devices:,}",
+            in_ms(x.step_seconds),
+            f"{x.waiting_share:.2%}",
+            f"{x.efficiency:.1%}",
+            x.origin,
+        ]
+        for x in scaled
+    ]
+    if not rows:
+        return ""
+    table = _table(["GPUs", "step", "waits", "efficiency", "program"], rows, numbers={0, 1, 2, 3})
+    note = f'<p class="note">As many rows on each GPU. Modelled, {NOT_VALIDATED}.</p>'
+    return f'<h2>Weak scaling</h2>{note}<div class="wide">{table}</div>\n'
+
+
+def _sent(flights: Sequence[Flight]) -> str:
+    head = ["", "parameters", "MB", "dtype", "collective", "runs", "algorithm", "GB/s"]
+    rows = []
+    for x in flights:
+        kind = "swatch other" if x.number is None else "swatch"
+        label = f'<i class="{kind}"{hue(x)}></i>{x.label or "other"}'
+        figures = [in_mb(x.bytes), x.dtype, x.op, str(len(x.transfers)), x.choice.algorithm]
+        times = [in_ms(x.needed_seconds), in_ms(x.waited_seconds)]
+        rows.append([label, escape(x.name), *figures, in_gb(x.choice.bytes_per_second), *times])
+    waited = in_ms(sum(x.waited_seconds for x in flights))
+    total = ["sum", "", in_mb(sum(x.bytes for x in flights)), *[""] * 6, waited]
+    return _table([*head, "takes", "waits"], [*rows, total], numbers={2, 5, 7, 8, 9})
+
+
+def _assumed(prediction: Prediction) -> str:
+    gpu, fabric = prediction.target.gpu, prediction.target.fabric
+    rows = [
+        [
+            name,
+            f"{in_gb(x.bytes_per_second)} GB/s",
+            f"{1e6 * x.hop_seconds:g} us a hop",
+            x.source,
+        ]
+        for name, x in fabric.links.items()
+    ]
+    rates = {
+        "products": f"{gpu.product_flops / 1e12:g} TFLOP/s",
+        "convolutions": f"{gpu.convolution_flops / 1e12:g} TFLOP/s",
+        "memory": f"{gpu.bytes_per_second / 1e12:g} TB/s",
+    }
+    rows += [[name, rate, "", "a share of the data sheet's peak"] for name, rate in rates.items()]
+    starts = ", ".join(f"{1e6 * x:g} us" for x in START_SECONDS.values())
+    rows.append(["start", "", starts, "of a collective, NCCL: Simple, LL"])
+    rows = [[escape(x) for x in row] for row in rows]
+    return _table(["", "rate", "latency", "source"], rows, numbers={1, 2})
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: set[int]) -> str:
+    """A table; columns of names may break, columns of numbers are aligned."""
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        kinds = ["number" if i in numbers else "name" if i == 1 else "" for i in range(len(cells))]
+        made = (f'<{tag} class="{kind}">{x}</{tag}>' for kind, x in zip(kinds, cells, strict=True))
+        return f"<tr>{''.join(made)}</tr>\n"
+
+    return f"<table>\n{row('th', head)}{''.join(row('td', x) for x in rows)}</table>"
