@@ -29,6 +29,35 @@ def test_step_time_prints_a_row_for_each_comparison_and_a_line_of_json():
     assert {"processor", "date", "command"} <= measured.keys()
 
 
+def test_a_prediction_ends_with_its_last_bucket_which_waits_for_the_one_before(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    predictions = importlib.import_module("predictions")
+    layers = [predictions.Layer(100, 0.25), predictions.Layer(20, 0.25), predictions.Layer(80, 0.5)]
+    ready = list(predictions.buckets(layers, 100))
+    assert ready == [(0.25, 100), (1.0, 100)]
+
+    class Fabric:
+        def seconds(self, num_bytes):
+            return num_bytes / 100
+
+    # 3 s, of which 2 are the backward pass: a bucket after 1.5 s until 2.5, and one from 3 to 4.
+    assert predictions.step_seconds(ready, 3.0, 1, Fabric()) == pytest.approx(4.0)
+    assert predictions.step_seconds(ready, 3.0, 2, Fabric()) == pytest.approx(7.0)
+    assert predictions.step_seconds(ready, 0.3, 1, Fabric()) == pytest.approx(2.15)
+    assert predictions.step_seconds(ready, 3.0, 2, None) == 6.0
+
+
+def test_predictions_are_held_against_published_points_of_all_kinds_of_networks():
+    *rows, _, in_all, of_text = run(BENCHMARKS / "predictions.py")
+    assert len(rows) == 34
+    assert in_all.startswith("all: 33 points, median error ")
+    assert of_text.startswith("text models: 10 points, median error ")
+    for row in rows[1:]:
+        published, predicted, serial, error = map(float, row[49:].split()[:4])
+        assert serial <= predicted <= 1
+        assert error == pytest.approx(100 * (predicted - published), abs=0.11)  # three decimals
+
+
 @pytest.mark.long
 def test_gallery_prints_a_row_for_each_model_and_a_line_of_json():
     names = ["tied_autoencoder", "vae"]
