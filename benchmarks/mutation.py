@@ -85,7 +85,7 @@ TESTS = HEART | {
     "jddp/engine/bitwise/merged_program.py": ["logical_replicas"],
     "jddp/engine/bitwise/rows_of_sums.py": ["reduction", "logical_replicas"],
     "jddp/engine/bitwise/sums_of_calls.py": ["sums_of_calls", "logical_replicas"],
-    "jddp/engine/separable.py": ["separable", "shard_optimizer"],
+    "jddp/engine/separable.py": ["separable", "shard_optimizer", "whole_matrices"],
     "jddp/engine/spec.py": ["option_pairs", "logical_replicas"],
     "jddp/engine/state.py": ["replica", "local_steps", "shard_optimizer", "run", "checkpoint"],
     "jddp/engine/sync.py": ["sync", "local_steps"],

@@ -3,8 +3,10 @@
     "$(scripts/venv aot)" benchmarks/sharded.py
     "$(scripts/venv aot)" benchmarks/sharded.py --only 124m --hosts 2 \
         --strategies ddp fsdp "fsdp of 8"
+    "$(scripts/venv aot)" benchmarks/sharded.py --only 124m 124m_scanned --optimizer muon
 
-GPT-2 of three sizes (8 sequences of 1,024 tokens a GPU, bfloat16 on float32 parameters, AdamW) and
+GPT-2 of three sizes (8 sequences of 1,024 tokens a GPU, bfloat16 on float32 parameters; AdamW, or
+Muon for the matrices of its layers) and
 ResNet-50 are compiled through `jddp.DataParallel`, without a GPU and without their parameters.
 Nothing is measured but the compiling: the times of a step are modelled as those of overlap.py.
 Ratios are to the first strategy.
@@ -13,8 +15,8 @@ Ratios are to the first strategy.
     temporaries    GiB beside these on a device, and their ratio
     step           modelled milliseconds of a step, and their ratio
     exposed        share of the step that waits for gradients and parameters
-    sent           all-reduces, all-gathers and reduce-scatters in the program's text, in which
-                   those of a loop stand once
+    sent           all-reduces, all-gathers, reduce-scatters, all-to-alls and collective-permutes
+                   in the program's text, in which those of a loop stand once
     compile        ratio of the processor time of tracing and compiling
 """
 
@@ -35,11 +37,12 @@ from jddp.inspection.collectives import collectives
 from jddp.inspection.modelled import GPUS, make_network, walk
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from described import compile_layers, compile_resnet50
+from described import OPTIMIZERS, compile_layers, compile_resnet50
 
 DEVICES_PER_HOST = 8
 GPU = GPUS["h100_sxm"]
 GIBIBYTE = 2**30
+SENT = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 STRATEGIES = {
     "ddp": "ddp",
     "zero1": "zero1",
@@ -65,12 +68,16 @@ JOBS = {
 }
 
 
-def measure(job: str, strategy: str, num_hosts: int, num_micro_batches: int) -> dict[str, float]:
+def measure(
+    job: str, strategy: str, num_hosts: int, num_micro_batches: int, optimizer: str
+) -> dict[str, float]:
     """What one compiled step takes."""
     sizes = {"num_hosts": num_hosts, "devices_per_host": DEVICES_PER_HOST}
     begun = time.process_time()
     more = {"rows": 8 * num_micro_batches, "accumulate_steps": num_micro_batches}
     options = sizes | (more if num_micro_batches > 1 else {})
+    # ResNet-50 has its own optimizer.
+    options |= {} if job == "resnet50" else {"optimizer": optimizer}
     step = JOBS[job][1](strategy=STRATEGIES[strategy], **options)
     seconds = time.process_time() - begun
     sent = Counter(x.op for x in collectives(step.program))
@@ -81,22 +88,22 @@ def measure(job: str, strategy: str, num_hosts: int, num_micro_batches: int) -> 
         "step": timeline.step_seconds,
         "exposed": timeline.exposed_share,
         "compile": seconds,
-        **{op: sent[op] for op in ("all-reduce", "all-gather", "reduce-scatter")},
+        **{op: sent[op] for op in SENT},
     }
 
 
-def compare(job: str, strategies: list[str], *numbers: int) -> None:
+def compare(job: str, strategies: list[str], *options: int | str) -> None:
     """Prints a row for each strategy."""
     first: dict[str, float] = {}
     for strategy in strategies:
-        row = measure(job, strategy, *numbers)
+        row = measure(job, strategy, *options)
         first = first or row
         ratio = {name: row[name] / first[name] for name in ("temporaries", "step", "compile")}
         print(
             f"{JOBS[job][0]:26} {strategy:10} {row['state'] / GIBIBYTE:7.2f} "
             f"{row['temporaries'] / GIBIBYTE:8.2f} {ratio['temporaries']:6.3f} "
             f"{row['step'] * 1e3:9.2f} {ratio['step']:6.3f} {row['exposed']:8.2%} "
-            f"{row['all-reduce']:4}{row['all-gather']:4}{row['reduce-scatter']:4} "
+            f"{''.join(f'{row[op]:4}' for op in SENT)} "
             f"{ratio['compile']:8.2f}",
             flush=True,
         )
@@ -106,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--hosts", nargs="+", type=int, default=[1])
     parser.add_argument("--micro-batches", type=int, default=1, help="of 8 sequences, of a GPT-2")
     arguments = parser.parse_args()
@@ -116,10 +124,11 @@ def main() -> None:
         print(
             f"Modelled, not measured: {num_hosts} x {DEVICES_PER_HOST} {GPU.name}, jax "
             f"{jax.__version__}\n\n{'':37} {'state':>7} {'temporaries':>15} {'step, ms':>16} "
-            f"{'exposed':>8} {'sent':>12} {'compile':>8}"
+            f"{'exposed':>8} {'sent':>20} {'compile':>8}"
         )
         for job in arguments.only:
-            compare(job, arguments.strategies, num_hosts, arguments.micro_batches)
+            options = num_hosts, arguments.micro_batches, arguments.optimizer
+            compare(job, arguments.strategies, *options)
 
 
 if __name__ == "__main__":

@@ -176,6 +176,7 @@ class DataParallel(Shown):
                 unused_parameters,
                 accumulate_steps,
                 placement,
+                self.mesh.size,
                 reducer if parts.shards_optimizer else None,
             ),
             placement=placement,

@@ -118,13 +118,32 @@ def layers_loss(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
 
 
-def compile_layers(form, *, rows, num_hosts=1, devices_per_host=8, sizes, **options):
-    """A GPT-2 of `sizes` in one of `FORMS`, `rows` sequences a GPU, AdamW."""
+def _of_matrices(params):
+    """The kernels of layers, stacked by a scan or not; Adam updates all else, as embeddings."""
+    dims = optax.contrib.MuonDimensionNumbers(-2, -1)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: dims if path[-1].key == "kernel" else None, params
+    )
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(6e-4, b2=0.95, weight_decay=0.1),
+    "muon": optax.contrib.muon(
+        2e-2, weight_decay=0.1, adam_b2=0.95, muon_weight_dimension_numbers=_of_matrices
+    ),
+}
+
+
+def compile_layers(
+    form, *, rows, num_hosts=1, devices_per_host=8, sizes, optimizer="adamw", **options
+):
+    """A GPT-2 of `sizes` in one of `FORMS`, `rows` sequences a GPU, with one of `OPTIMIZERS`."""
     batch_shape = (rows * devices_per_host, sizes["length"] + 1)  # of one process, a host
     batch = {"tokens": jax.ShapeDtypeStruct(batch_shape, np.int32)}
     mesh = described_mesh("h100_sxm", num_hosts=num_hosts, devices_per_host=devices_per_host)
-    optimizer = optax.adamw(6e-4, b2=0.95, weight_decay=0.1)
-    ddp = jddp.DataParallel(Layers(form, **sizes), optimizer, layers_loss, mesh=mesh, **options)
+    ddp = jddp.DataParallel(
+        Layers(form, **sizes), OPTIMIZERS[optimizer], layers_loss, mesh=mesh, **options
+    )
     return _compile(ddp, batch)
 
 

@@ -338,8 +338,9 @@ class CompiledSteps:
         assert traced is not None  # of these rows, for which the step was traced
         if form not in (None, own):
             traced = self._plans.trace_as(form, self._one(state), inputs)
-        digests = {**digest_passes(traced, self.spec.axis), **digest_step(step, self.spec)}
-        return Program(digests, form or own)
+        whole = self.spec.optimizer.on_one_device(shapes_of(state.params))
+        of_step = digest_step(step, self.spec, whole)
+        return Program({**digest_passes(traced, self.spec.axis), **of_step}, form or own)
 
     def sent(self, batch: Batch) -> BucketPlan:
         """The plan of the arrays that are sent: gradients, or parameters with local steps."""

@@ -1,5 +1,7 @@
 """The first state, made on every device from one seed, and the same on all."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,7 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         leave = TrainState(P(), trained, P(), P(), P(), CommState(P(), P(), P()), P(), P())
         enter = P(), P(), parts, P()
         state = over_replicas(replica, mesh, enter, leave)(seed, inputs, params, model_state)
-        step.optimizer.check(state.params, mesh.size)
+        step.optimizer.check(state.params)
         layout = shardings(step.optimizer.layouts(state.params), mesh)
         placed = shardings(
             jax.tree.map(lambda x: step.placement.layout(x.shape), state.params), mesh
@@ -65,7 +67,9 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         state = state.replace(params=params, ema_params=ema_params)
         # Mapped by itself, since a sharded optimizer's state leaves with another spec, which needs
         # the shapes of the parameters.
-        optimizer = over_replicas(step.optimizer.init, mesh, (placed,), layout)
+        shapes = jax.eval_shape(lambda x: x, state.params)
+        made = functools.partial(step.optimizer.init, shapes=shapes)
+        optimizer = over_replicas(made, mesh, (placed,), layout)
         return state.replace(opt_state=optimizer(state.params))
 
     return step.replicas.jit(init)

@@ -5,8 +5,9 @@
 
 With `Zero1` each replica has its shard of every gradient, keeps the optimizer's state only for its
 shard of every parameter, updates that, and gathers the other shards. That gives the numbers of the
-whole update if the optimizer is separable, which is read from its traced program; any other
-optimizer is refused.
+whole update if the optimizer is separable, which is read from its traced program. Parameters that
+another optimizer needs whole, such as the matrices of Muon, have owners that update them, where
+parameters are divided too. An optimizer in which parameters depend on each other is refused.
 
 References:
   Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020.
@@ -15,24 +16,28 @@ References:
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 from jddp.engine.protocols import OPTIMIZER, Optimizer, Placement, Unused, View
-from jddp.engine.separable import at_least_1d, why_not_split
+from jddp.engine.separable import DividedUpdate, Inseparable, at_least_1d, divided_update
 from jddp.engine.state import Replicated, Sharded, TrainState
 from jddp.engine.unused import UNUSED
 from jddp.engine.view import own_shards
 from jddp.errors import ConfigError, check_choice
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
-from jddp.reduce.shards import shard_shape
+from jddp.reduce.shards import Division, Flat
 from jddp.typing import Grads, OptState, Params, PyTree
+
+UpdateRule = Callable[[Grads, OptState, Params, Array], tuple[Grads, OptState]]
 
 
 @final
@@ -52,34 +57,48 @@ class PlacedOptimizer:
     num_micro_batches: int
     placement: Placement
 
-    def init(self, params: Params) -> OptState:
+    def init(self, params: Params, shapes: Params) -> OptState:
         """Returns the state for the replica's parameters, or its parts of them."""
-        return own_copy(self.tx.init(params))
+        divided = self._divided(shapes)
+        if divided is None:
+            return own_copy(self.tx.init(params))
+        # XLA gathers nothing for a state that depends on shapes alone.
+        return own_copy(divided.init(self.tx, divided.whole(params)))
 
     def layouts(self, params: Params) -> PyTree:
         """Returns the layouts of parameters of the same shapes."""
         opt_state = jax.eval_shape(self.tx.init, params)
-        return jax.tree.map(lambda x: self.placement.layout(x.shape), opt_state)
+        layouts = jax.tree.map(lambda x: self.placement.layout(x.shape), opt_state)
+        return _with_shared(layouts, self._divided(params))
 
-    def check(self, params: Params, num_replicas: int) -> None:
-        """Refuses an optimizer that accumulates, or for parts of parameters is not separable.
+    def check(self, params: Params) -> None:
+        """Refuses an optimizer that accumulates, or for parts of parameters cannot be divided.
 
         Raises:
           ConfigError: If it is one.
         """
         refuse_multi_steps(self.tx, params, self.num_micro_batches)
-        if self.placement.part_shape is not None:
-            reason = why_not_split(self.tx, params, self.placement.part_shape)
-            _refuse_inseparable("fsdp", reason)
+        if self.placement.division is not None:
+            _refuse_inseparable("fsdp", self.tx, params, self.placement.division)
 
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
     ) -> tuple[Params, OptState]:
         """Updates the replica's parameters, or its parts of them."""
-        after = updated(self.tx, grads, state.opt_state, state.params, value)
+        shapes = jax.eval_shape(lambda x: view.whole(x, lambda x: x), state.params)
+        rule = self._divided(shapes) or whole_rule(self.tx)
+        after = updated(rule, grads, state.opt_state, state.params, value)
         # After the update, since weight decay and momentum move a parameter also with a gradient of
         # 0.
         return self.unused(after, (state.params, state.opt_state), after[0], plan)
+
+    def on_one_device(self, params: Params) -> ClosedJaxpr | None:
+        """Returns the traced update of whole parameters, where that of parts is another one."""
+        return None if self._divided(params) is None else trace_whole(self.tx, params)
+
+    def _divided(self, shapes: Params) -> DividedUpdate | None:
+        division = self.placement.division
+        return None if division is None else divided_update(self.tx, shapes, division)
 
 
 @final
@@ -88,74 +107,113 @@ class Zero1:
     """Each replica updates its shard of each parameter.
 
     Attributes:
-      tx: A separable optax optimizer.
+      tx: An optax optimizer that can be divided.
       unused: Treatment of parameters that no gradient reaches.
       num_micro_batches: Number of micro-batches of a step.
       reducer: Reducer of the gradients, by whose buckets shards of parameters are gathered.
+      division: Division of the parameters into shards.
     """
 
     tx: optax.GradientTransformation
     unused: Unused
     num_micro_batches: int
     reducer: Reducer
+    division: Flat
 
-    def init(self, params: Params) -> OptState:
+    def init(self, params: Params, shapes: Params) -> OptState:
         """Returns the state for the replica's shards of all parameters."""
-        return own_copy(self.tx.init(own_shards(params, self.reducer.axis)))
+        divided = divided_update(self.tx, shapes, self.division)
+        if divided is None:
+            return own_copy(self.tx.init(own_shards(params, self.reducer.axis)))
+        return own_copy(divided.init(self.tx, params))
 
     def layouts(self, params: Params) -> PyTree:
         """Returns sharded layouts."""
         opt_state = jax.eval_shape(self.tx.init, at_least_1d(params))
         # Scalars, such as a count of steps, are the same for every shard.
-        return jax.tree.map(lambda x: Sharded(x.shape) if x.shape else Replicated(), opt_state)
+        layouts = jax.tree.map(lambda x: Sharded(x.shape) if x.shape else Replicated(), opt_state)
+        return _with_shared(layouts, divided_update(self.tx, params, self.division))
 
-    def check(self, params: Params, num_replicas: int) -> None:
-        """Refuses an optimizer that accumulates, or that is not separable.
+    def check(self, params: Params) -> None:
+        """Refuses an optimizer that accumulates, or that cannot be divided.
 
         Raises:
-          ConfigError: If it is one, with the operation by which elements depend on others.
+          ConfigError: If it is one, with the operation by which parameters depend on others.
         """
         refuse_multi_steps(self.tx, params, self.num_micro_batches)
-        part_shape = functools.partial(shard_shape, num_shards=num_replicas)
-        _refuse_inseparable("zero1", why_not_split(self.tx, params, part_shape))
+        _refuse_inseparable("zero1", self.tx, params, self.division)
 
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
     ) -> tuple[Params, OptState]:
         """Updates a shard of each parameter, and gathers the shards of all replicas."""
         before = own_shards(state.params, view.axis)
-        own, opt_state = updated(self.tx, view.shards(grads), state.opt_state, before, value)
+        rule = divided_update(self.tx, state.params, self.division) or whole_rule(self.tx)
+        own, opt_state = updated(rule, view.shards(grads), state.opt_state, before, value)
         # At the end of the step, not before the next: `state.params` is always complete, to be
         # evaluated, saved and compared.
         params = self.reducer.gather(own, state.params, plan)
         after, before = (params, opt_state), (state.params, state.opt_state)
         return self.unused(after, before, params, plan)
 
+    def on_one_device(self, params: Params) -> ClosedJaxpr | None:
+        """Returns the traced update of whole parameters, where that of shards is another one."""
+        divided = divided_update(self.tx, params, self.division)
+        return None if divided is None else trace_whole(self.tx, params)
 
-def _refuse_inseparable(strategy: str, reason: str) -> None:
-    if reason:
+
+def _with_shared(layouts: PyTree, divided: DividedUpdate | None) -> PyTree:
+    """The layouts of a state; arrays that all parameters share are the same on every replica."""
+    if divided is None:
+        return layouts
+    shared = divided.shared(layouts)
+    return jax.tree.map(lambda x, shared: Replicated() if shared else x, layouts, shared)
+
+
+def _refuse_inseparable(
+    strategy: str, tx: optax.GradientTransformation, params: Params, division: Division
+) -> None:
+    try:
+        divided_update(tx, params, division)
+    except Inseparable as reason:
         raise ConfigError(
-            f"strategy={strategy!r} gives each replica a shard of each array, and this optimizer "
-            f"does not work element by element: it {reason}. Choose strategy='ddp'; or, "
+            f"strategy={strategy!r} divides parameters over the replicas, and this optimizer does "
+            f"not update each by itself: it {reason}. Choose strategy='ddp'; or, "
             "if it is clipping, max_grad_norm= in its place, and for apply_if_finite "
             "skip_nonfinite=True."
-        )
+        ) from None
 
 
-def updated(
-    tx: optax.GradientTransformation,
-    grads: Grads,
-    opt_state: OptState,
-    params: Params,
-    value: Array,
-) -> tuple[Params, OptState]:
-    """Returns parameters and optimizer state after an update by an optax optimizer."""
+def whole_rule(tx: optax.GradientTransformation) -> UpdateRule:
+    """Returns the update of an optimizer as it is, of arrays or of parts."""
     # Some optimizers, such as `reduce_on_plateau`, ask for the loss: it is global, so that all
     # replicas decide the same.
     tx = optax.with_extra_args_support(tx)
+
+    def rule(
+        grads: Grads, opt_state: OptState, params: Params, value: Array
+    ) -> tuple[Grads, OptState]:
+        return tx.update(grads, opt_state, params, value=value)
+
+    return rule
+
+
+def updated(
+    rule: UpdateRule, grads: Grads, opt_state: OptState, params: Params, value: Array
+) -> tuple[Params, OptState]:
+    """Returns parameters and optimizer state after an update."""
     with jax.named_scope(OPTIMIZER):
-        updates, opt_state = tx.update(grads, opt_state, params, value=value)
+        updates, opt_state = rule(grads, opt_state, params, value)
         return optax.apply_updates(params, updates), opt_state
+
+
+def trace_whole(tx: optax.GradientTransformation, params: Params) -> ClosedJaxpr:
+    """Traces the update of whole parameters, of these shapes."""
+    opt_state = jax.eval_shape(tx.init, params)
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    return jax.make_jaxpr(functools.partial(updated, whole_rule(tx)))(
+        params, opt_state, params, loss
+    )
 
 
 def own_copy(opt_state: OptState) -> OptState:
@@ -184,6 +242,7 @@ def choose_optimizer(
     unused_parameters: str,
     num_micro_batches: int,
     placement: Placement,
+    num_replicas: int,
     sharded_by: Reducer | None = None,
 ) -> Optimizer:
     """Returns the update of an optax optimizer.
@@ -193,6 +252,7 @@ def choose_optimizer(
       unused_parameters: "zero", "skip" or "error".
       num_micro_batches: Number of micro-batches of a step.
       placement: Placement of the parameters.
+      num_replicas: Number of replicas.
       sharded_by: Reducer of the gradients, where each replica updates its shard; else None.
 
     Raises:
@@ -203,11 +263,14 @@ def choose_optimizer(
             f"optimizer is of type {type(tx).__name__}. Give an optax optimizer: "
             "optax.adam(1e-3), not optax.adam; of an nnx.Optimizer its .tx."
         )
+    # Of functions, and so a key of caches, whatever it was.
+    tx = optax.with_extra_args_support(tx)
     check_choice("unused_parameters", unused_parameters, UNUSED)
     unused = UNUSED[unused_parameters]()
     if sharded_by is None:
         return PlacedOptimizer(tx, unused, num_micro_batches, placement)
-    return Zero1(tx, unused, num_micro_batches, sharded_by)
+    division = Flat(sharded_by.axis, num_replicas)
+    return Zero1(tx, unused, num_micro_batches, sharded_by, division)
 
 
 def _is_multi_steps(opt_state: OptState) -> bool:

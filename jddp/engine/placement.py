@@ -32,7 +32,7 @@ from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, forget
 from jddp.reduce.packing import average_of_shards
 from jddp.reduce.plan import BucketPlan, GatheredUnit, in_mebibytes
 from jddp.reduce.reducer import Reducer
-from jddp.reduce.shards import Groups, Shape, divided_dim
+from jddp.reduce.shards import AlongDim, Groups, Shape, divided_dim
 from jddp.reduce.unit_plan import Part, list_units
 from jddp.reduce.units import Gather
 from jddp.typing import Grads, Leaf, Params, Path, PyTree
@@ -43,7 +43,7 @@ from jddp.typing import Grads, Leaf, Params, Path, PyTree
 class Everywhere:
     """Parameters are whole on each replica."""
 
-    part_shape = None
+    division = None
     groups = None
 
     def layout(self, shape: Shape) -> Layout:
@@ -81,10 +81,10 @@ class FullySharded:
         dim = divided_dim(shape, self.groups.size)
         return Replicated() if dim is None else Divided(dim, self.groups.size)
 
-    def part_shape(self, shape: Shape) -> Shape:
-        """Returns the shape of a replica's part; of one dim at least."""
-        layout = self.layout(shape)
-        return layout.part_shape(shape) if isinstance(layout, Divided) else shape or (1,)
+    @property
+    def division(self) -> AlongDim:
+        """The division along dims."""
+        return AlongDim(self.lazy.gather.axis, self.groups)
 
     def source(self, layouts: PyTree) -> ParameterSource:
         """Returns the source that gathers parameters."""

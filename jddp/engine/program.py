@@ -1,7 +1,7 @@
 """Digests of the model, loss and optimizer of a run, to compare when it resumes.
 
     digest_passes(traced, "data")      # {"model": ..., "loss": ...}, of passes that were traced
-    digest_step(step, spec)            # {"optimizer": ...}, of a step that was traced
+    digest_step(step, spec, None)      # {"optimizer": ...}, of a step that was traced
 
 The digests of model and loss are those of one micro-batch on one replica, whose equations depend on
 its shapes and on the number of replicas. So a program has its `Form`, and a run that resumes on
@@ -96,14 +96,20 @@ def digest_passes(traced: Traced, axis: str) -> dict[str, str]:
     return {"model": found.get(MODEL, ""), "loss": found.get(LOSS, "")}
 
 
-def digest_step(step: ClosedJaxpr, spec: Step) -> dict[str, str]:
+def digest_step(step: ClosedJaxpr, spec: Step, whole: ClosedJaxpr | None) -> dict[str, str]:
     """Returns the digest of the optimizer, with clipping and moving average, from a traced step.
 
     Without shapes: those of parameters are compared with those of a checkpoint anyway, and a
     sharded optimizer has other ones on other devices.
+
+    Args:
+      step: The traced step.
+      spec: The parts of the step.
+      whole: The update on one device, where the step has other equations; else None.
     """
     reader = Reader((OPTIMIZER,), axis=spec.axis, with_shapes=False, follows=False)
-    reader.read(*_inside(reader, step), with_results=False)
+    equations = _inside(reader, step) if whole is None else (whole.jaxpr, {})
+    reader.read(*equations, with_results=False)
     reader.add(OPTIMIZER, (spec.clip, spec.average))
     return {"optimizer": reader.digests()[OPTIMIZER]}
 

@@ -17,7 +17,7 @@ method runs on the host, its first line ends in that.
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
@@ -28,7 +28,7 @@ from jddp.engine.state import Inputs, KeepsOwn, Layout, TrainState
 from jddp.modules.metrics import Sums
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
-from jddp.reduce.shards import Groups, Shape
+from jddp.reduce.shards import Division, Groups, Shape
 from jddp.typing import Batch, Grads, HookState, Metrics, ModelState, OptState, Params, Path, PyTree
 
 OPTIMIZER = "optimizer_update"  # the scope of the equations of an optimizer
@@ -255,17 +255,29 @@ class Optimizer(Protocol):
     def unused(self) -> Unused:
         """Treatment of parameters that no gradient reaches."""
 
-    def init(self, params: Params) -> OptState:
-        """Returns the first state, on one replica."""
+    def init(self, params: Params, shapes: Params) -> OptState:
+        """Returns the first state, on one replica.
+
+        Args:
+          params: The replica's parameters, or its parts of them.
+          shapes: Shapes of the whole parameters.
+        """
 
     def layouts(self, params: Params) -> PyTree:
         """Returns the `Layout` of each leaf of the state, for parameters of these shapes."""
 
-    def check(self, params: Params, num_replicas: int) -> None:
+    def check(self, params: Params) -> None:
         """Refuses an optimizer that the step cannot use; runs on the host.
 
         Raises:
           ConfigError: If it is one.
+        """
+
+    def on_one_device(self, params: Params) -> ClosedJaxpr | None:
+        """Returns the update on one device, where that of replicas has other equations; else None.
+
+        Args:
+          params: Shapes of the whole parameters.
         """
 
     def update(
@@ -287,8 +299,8 @@ class Placement(Protocol):
     """Placement of parameters on the replicas, with their average and the optimizer's state."""
 
     @property
-    def part_shape(self) -> Callable[[Shape], Shape] | None:
-        """Function from a parameter's shape to the shape of a replica's part; None if whole."""
+    def division(self) -> Division | None:
+        """Division of the parameters; None if they are whole on each replica."""
 
     @property
     def groups(self) -> Groups | None:

@@ -5,10 +5,12 @@ purpose_of(collective)     # "gradients", "parameters, updated", "loss and metri
 
 import re
 
+from jddp.engine.protocols import OPTIMIZER
 from jddp.inspection.collectives import Collective
 from jddp.reduce.units import BETWEEN, UNIT
 
 GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
+_OF_OPTIMIZER = {OPTIMIZER: "optimizer, to and from owners", "parameters": "parameters, updated"}
 _BUCKET = re.compile(r"\bbucket_(\d+)/")
 
 
@@ -29,8 +31,9 @@ def purpose_of(collective: Collective) -> str:
         where = ", between groups" if BETWEEN in collective.op_name else ""
         where += ", in loops" if collective.is_in_loop else ""
         return (f"parameters, {_direction(collective)}" if is_gathered else GRADIENTS) + where
-    if "parameters/" in collective.op_name:
-        return "parameters, updated"
+    for scope, purpose in _OF_OPTIMIZER.items():
+        if f"{scope}/" in collective.op_name:
+            return purpose
     if "metrics/" in collective.op_name:
         # XLA merges collectives of one kind: here a layer's sums with those of the loss.
         is_joined = "transpose(" in collective.op_name or "BatchNorm" in collective.op_name

@@ -2,7 +2,7 @@
 
     WholeLeaves      as they are, or in one vector; each replica gets the whole mean
     ShardedLeaves    cut into a shard for each replica (`shards`), which gets its shard of the mean;
-                     a separable optimizer needs no more
+                     an update in shards needs no more
 
 Only some hooks can reduce the arrays of a packing, so both are made together: `bucketed` for a hook
 that averages what it is given, and in `choose_packing` a reduce-scatter. The packing of logical

@@ -388,12 +388,6 @@ def test_what_is_not_carried_is_refused_with_the_reason(name):
         wrapped(Net(), strategy="fsdp", **REFUSED[name])
 
 
-def test_an_optimizer_of_whole_matrices_is_refused():
-    ddp = wrapped(Net(), optimizer=optax.lamb(1e-3), strategy="fsdp")
-    with pytest.raises(ConfigError, match="strategy='fsdp' gives each replica a shard"):
-        ddp.init(0, make_rows())
-
-
 def test_one_device_is_ddp_which_is_said(caplog):
     ddp = wrapped(Net(), strategy="fsdp", mesh=1)
     assert "'fsdp' on one device is 'ddp'" in caplog.text

@@ -34,14 +34,9 @@ OPTIMIZERS = {
 }
 
 MIXING = {
-    "lamb": optax.lamb(1e-3),
-    "lars": optax.lars(1e-3),
-    "adafactor": optax.adafactor(1e-3),
-    "muon": optax.contrib.muon(1e-3),
     "clipping of its own": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-    "noise": optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)),
+    "prodigy": optax.contrib.prodigy(1e-3),
     "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
-    "a mask by shape": optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.size > 9, p)),
 }
 
 
@@ -59,28 +54,12 @@ def test_parameters_are_those_of_the_whole_update(name):
         assert_close(got, want, rtol=ROUNDING)
 
 
-def growing_with_size():
-    """Whose first state depends on how large an array is, and whose update does not."""
-    adam = optax.adam(1e-3)
-
-    def init(params):
-        fill = jax.tree.map(lambda x: jnp.full_like(x, x.size > 9), params)
-        return adam.init(params), fill
-
-    def update(grads, state, params=None):
-        updates, inner = adam.update(grads, state[0], params)
-        return jax.tree.map(jnp.multiply, updates, state[1]), (inner, state[1])
-
-    return optax.GradientTransformation(init, update)
-
-
-@pytest.mark.parametrize("name", [*MIXING, "growing with size"])
-def test_an_optimizer_that_mixes_elements_is_refused_with_the_reason(name):
-    optimizer = MIXING.get(name) or growing_with_size()
-    other = "something else with arrays of other shapes"
-    message = r"does not work element by element: it .*max_grad_norm" if name in MIXING else other
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.parametrize("name", [*MIXING])
+def test_an_optimizer_of_all_parameters_together_is_refused_with_the_reason(name, strategy):
+    message = r"it applies '\w+' to several parameters at once.*max_grad_norm"
     with pytest.raises(ConfigError, match=message):
-        start(wrapped(Net(), optimizer=optimizer, strategy="zero1"), make_rows())
+        start(wrapped(Net(), optimizer=MIXING[name], strategy=strategy), make_rows())
 
 
 def test_a_replica_keeps_its_share_of_the_optimizer_and_two_percent():

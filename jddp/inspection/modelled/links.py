@@ -17,7 +17,14 @@ from jddp.names import did_you_mean
 
 ALL_REDUCE = "all-reduce"
 # Of an all-reduce's time: in a ring it is a reduce-scatter and then an all-gather.
-SHARES = {ALL_REDUCE: 1.0, "reduce-scatter": 0.5, "all-gather": 0.5}
+SHARES = {
+    ALL_REDUCE: 1.0,
+    "reduce-scatter": 0.5,
+    "all-gather": 0.5,
+    "all-to-all": 0.5,
+    # All bytes go to one device: the time of two devices, and an upper bound for more.
+    "collective-permute": 1.0,
+}
 
 
 @dataclass(frozen=True)

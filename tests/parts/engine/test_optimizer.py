@@ -14,6 +14,7 @@ from jddp.engine.unused import Refuse, Skip, Zero
 from jddp.engine.view import ShardOfMean, WholeMean, own_shards
 from jddp.errors import ConfigError
 from jddp.reduce.plan import BucketPlan
+from jddp.reduce.shards import Flat
 
 # Three numbers on two replicas: the last shard has one of padding.
 PARAMS = {"w": np.float32([[10, 20, 30]] * 2), "b": np.float32([[5]] * 2)}
@@ -27,7 +28,7 @@ def updated(optimizer, view, num_steps, plan=ALL_USED):
     """Parameters and optimizer state after some steps with the same gradients, by replica."""
 
     def replica(params, grads):
-        state = state_of(params, opt_state=optimizer.init(params))
+        state = state_of(params, opt_state=optimizer.init(params, params))
         grads = own_shards(grads, AXIS) if view.differs else grads
         for _ in range(num_steps):
             params, opt_state = optimizer.update(grads, state, plan, view, jnp.float32(0))
@@ -47,7 +48,9 @@ def test_each_replica_updates_all_parameters():
 
 def test_updates_of_shards_give_the_numbers_of_the_whole_update_on_every_replica():
     whole, _ = updated(PlacedOptimizer(MOMENTUM, Zero(), 1, Everywhere()), WholeMean(AXIS), 3)
-    params, opt_state = updated(Zero1(MOMENTUM, Zero(), 1, SHARDED), ShardOfMean(AXIS), 3)
+    params, opt_state = updated(
+        Zero1(MOMENTUM, Zero(), 1, SHARDED, Flat(AXIS, 2)), ShardOfMean(AXIS), 3
+    )
     jax.tree.map(np.testing.assert_array_equal, params, whole)
     # Its state is of the replica's shard: two numbers of three, with padding.
     assert opt_state[0].trace["w"].tolist() == [[1.75, 3.5], [5.25, 0]]
@@ -55,17 +58,18 @@ def test_updates_of_shards_give_the_numbers_of_the_whole_update_on_every_replica
 
 def test_arrays_of_a_sharded_optimizer_s_state_are_sharded_and_scalars_are_not():
     shapes = {"w": jax.ShapeDtypeStruct((3,), np.float32)}
-    layouts = Zero1(optax.adam(1.0), Zero(), 1, SHARDED).layouts(shapes)
+    layouts = Zero1(optax.adam(1.0), Zero(), 1, SHARDED, Flat(AXIS, 2)).layouts(shapes)
     assert jax.tree.leaves(layouts) == [Replicated(), Sharded((3,)), Sharded((3,))]
     layouts = PlacedOptimizer(optax.adam(1.0), Zero(), 1, Everywhere()).layouts(shapes)
     assert jax.tree.leaves(layouts) == [Replicated()] * 3
 
 
-def test_an_optimizer_that_mixes_elements_is_refused_for_shards_alone():
-    params, tx = {"w": jnp.ones(3)}, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    PlacedOptimizer(tx, Zero(), 1, Everywhere()).check(params, 2)
-    with pytest.raises(ConfigError, match="does not work element by element"):
-        Zero1(tx, Zero(), 1, SHARDED).check(params, 2)
+def test_an_optimizer_in_which_parameters_depend_on_each_other_is_refused_for_shards_alone():
+    params = {"w": jnp.ones(3), "b": jnp.ones(1)}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    PlacedOptimizer(tx, Zero(), 1, Everywhere()).check(params)
+    with pytest.raises(ConfigError, match="applies .* to several parameters at once"):
+        Zero1(tx, Zero(), 1, SHARDED, Flat(AXIS, 2)).check(params)
 
 
 @pytest.mark.parametrize("sharded_by", [None, SHARDED])
@@ -73,9 +77,9 @@ def test_an_optimizer_that_accumulates_is_refused_beside_micro_batches(sharded_b
     tx = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
     params = {"w": jnp.ones(3)}
     if sharded_by is None:
-        choose_optimizer(tx, "zero", 1, Everywhere()).check(params, 2)
+        choose_optimizer(tx, "zero", 1, Everywhere(), 2).check(params)
     with pytest.raises(ConfigError, match=r"optax\.MultiSteps beside accumulate_steps"):
-        choose_optimizer(tx, "zero", 2, Everywhere(), sharded_by).check(params, 2)
+        choose_optimizer(tx, "zero", 2, Everywhere(), 2, sharded_by).check(params)
 
 
 def test_parameters_without_a_gradient_are_moved_left_alone_or_refused():

@@ -332,7 +332,7 @@ def test_what_computes_little_costs_a_kernel_and_its_bytes_of_which_slices_count
 
 BRANCHES = "%r = f32[] conditional(%p, %v, %v), branch_computations={%reducing, %reducing}"
 REFUSED = {
-    "all-to-all": "%r = f32[32768]{0} all-to-all(%v), dimensions={0}",
+    "collective-broadcast": "%r = f32[32768]{0} collective-broadcast(%v)",
     "library call 'mystery'": '%r = f32[] custom-call(%v), custom_call_target="mystery"',
     "copy-start": "%r = (f32[32768]{0}, f32[32768]{0}, u32[]) copy-start(%v)",
     "infeed": "%r = f32[] infeed(%v)",
