@@ -9,12 +9,12 @@ from string import Template
 
 import jax
 
-from jddp.inspection.modelled.flights import Flight
 from jddp.inspection.modelled.links import START_SECONDS
 from jddp.inspection.modelled.picture import drawing, hue
 from jddp.inspection.modelled.prediction import Prediction
-from jddp.inspection.modelled.scaling import NOT_VALIDATED, ScaledStep
+from jddp.inspection.modelled.scaling import MEASURED_ERROR, ScaledStep
 from jddp.inspection.modelled.timeline import in_gb, in_mb, in_ms
+from jddp.inspection.modelled.transfer_groups import TransferGroup
 
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -62,7 +62,7 @@ def draw_page(prediction: Prediction) -> str:
         drawing=drawing(prediction),
         figures=_figures(prediction),
         scaling=_scaling(prediction.scaling),
-        sent=_sent(prediction.flights),
+        sent=_sent(prediction.groups),
         assumed=_assumed(prediction),
     )
 
@@ -94,21 +94,21 @@ def _scaling(scaled: Sequence[ScaledStep]) -> str:
     if not rows:
         return ""
     table = _table(["GPUs", "step", "waits", "efficiency", "program"], rows, numbers={0, 1, 2, 3})
-    note = f'<p class="note">As many rows on each GPU. Modelled, {NOT_VALIDATED}.</p>'
+    note = f'<p class="note">As many rows on each GPU. Modelled: {MEASURED_ERROR}.</p>'
     return f'<h2>Weak scaling</h2>{note}<div class="wide">{table}</div>\n'
 
 
-def _sent(flights: Sequence[Flight]) -> str:
+def _sent(groups: Sequence[TransferGroup]) -> str:
     head = ["", "parameters", "MB", "dtype", "collective", "runs", "algorithm", "GB/s"]
     rows = []
-    for x in flights:
+    for x in groups:
         kind = "swatch other" if x.number is None else "swatch"
         label = f'<i class="{kind}"{hue(x)}></i>{x.label or "other"}'
         figures = [in_mb(x.bytes), x.dtype, x.op, str(len(x.transfers)), x.choice.algorithm]
         times = [in_ms(x.needed_seconds), in_ms(x.waited_seconds)]
         rows.append([label, escape(x.name), *figures, in_gb(x.choice.bytes_per_second), *times])
-    waited = in_ms(sum(x.waited_seconds for x in flights))
-    total = ["sum", "", in_mb(sum(x.bytes for x in flights)), *[""] * 6, waited]
+    waited = in_ms(sum(x.waited_seconds for x in groups))
+    total = ["sum", "", in_mb(sum(x.bytes for x in groups)), *[""] * 6, waited]
     return _table([*head, "takes", "waits"], [*rows, total], numbers={2, 5, 7, 8, 9})
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from jddp.inspection.modelled.flights import Flight
 from jddp.inspection.modelled.prediction import Prediction
 from jddp.inspection.modelled.timeline import (
     BACKWARD,
@@ -19,6 +18,7 @@ from jddp.inspection.modelled.timeline import (
     in_mb,
     in_ms,
 )
+from jddp.inspection.modelled.transfer_groups import TransferGroup
 
 WIDTH, LEFT, RIGHT = 1000, 84, 22
 _LANE = 34
@@ -47,7 +47,7 @@ def drawing(prediction: Prediction) -> str:
     time = prediction.timeline
     scale = _Scale(time.step_seconds)
     windows = _Windows(scale)
-    sent = [_flight(x, scale, windows) for x in prediction.flights]
+    sent = [_group(x, scale, windows) for x in prediction.groups]
     height = _WINDOWS + windows.height + 30
     parts = [
         *_axis(scale, height - 26),
@@ -135,21 +135,21 @@ def _computing(time: Timeline, scale: _Scale) -> Iterator[str]:
             yield f'<path class="exposed" d="{path}"><title>{title}</title></path>'
 
 
-def _flight(flight: Flight, scale: _Scale, windows: _Windows) -> str:
-    """A flight on the network, and its windows if it is one of the plan."""
-    times = [(x.ended_at - x.needed_seconds, x.ended_at) for x in flight.transfers]
-    kind = "other" if flight.number is None else "sent"
+def _group(group: TransferGroup, scale: _Scale, windows: _Windows) -> str:
+    """A group on the network, and its windows if it is one of the plan."""
+    times = [(x.ended_at - x.needed_seconds, x.ended_at) for x in group.transfers]
+    kind = "other" if group.number is None else "sent"
     parts = [f'<path class="{kind}" d="{scale.path(times, _NETWORK, _LANE)}"/>']
-    if flight.number is not None:
-        parts += _windows(flight, scale, windows)
-    return f"<g{hue(flight)}><title>{escape(_title(flight))}</title>{''.join(parts)}</g>"
+    if group.number is not None:
+        parts += _windows(group, scale, windows)
+    return f"<g{hue(group)}><title>{escape(_title(group))}</title>{''.join(parts)}</g>"
 
 
-def _windows(flight: Flight, scale: _Scale, windows: _Windows) -> Iterator[str]:
+def _windows(group: TransferGroup, scale: _Scale, windows: _Windows) -> Iterator[str]:
     """The times until each run is needed, with the number of the bucket behind the first."""
     boxes = []
-    for number, x in enumerate(flight.transfers):
-        label = flight.label.split()[-1] if number == 0 else ""
+    for number, x in enumerate(group.transfers):
+        label = group.label.split()[-1] if number == 0 else ""
         y = windows.top(x.started_at, x.done_at, 2 + 9 * len(label))
         boxes.append(scale.path([(x.started_at, x.done_at)], y, _WINDOW - 2))
         if label:
@@ -171,18 +171,18 @@ def _legend(y: float, waiting: str) -> Iterator[str]:
         yield f'<text x="{x + 17}" y="{y:g}">{text}</text>'
 
 
-def hue(flight: Flight) -> str:
-    """The color of a flight of the plan, as an attribute; the styles make it light or dark."""
-    return "" if flight.number is None else f' style="--h:{_TURN * flight.number % 360:.0f}"'
+def hue(group: TransferGroup) -> str:
+    """The color of a group of the plan, as an attribute; the styles make it light or dark."""
+    return "" if group.number is None else f' style="--h:{_TURN * group.number % 360:.0f}"'
 
 
-def _title(flight: Flight) -> str:
-    named = f"{flight.label}: {flight.name}" if flight.label else flight.name
+def _title(group: TransferGroup) -> str:
+    named = f"{group.label}: {group.name}" if group.label else group.name
     return "\n".join(
         [
-            f"{named} ({len(flight.paths)} parameters)" if flight.paths else named,
-            f"{in_mb(flight.bytes)} MB of {flight.dtype}, {flight.op} x {len(flight.transfers)}",
-            f"{flight.choice.algorithm}, {in_gb(flight.choice.bytes_per_second)} GB/s assumed",
-            f"takes {in_ms(flight.needed_seconds)}, waits {in_ms(flight.waited_seconds)}: modelled",
+            f"{named} ({len(group.paths)} parameters)" if group.paths else named,
+            f"{in_mb(group.bytes)} MB of {group.dtype}, {group.op} x {len(group.transfers)}",
+            f"{group.choice.algorithm}, {in_gb(group.choice.bytes_per_second)} GB/s assumed",
+            f"takes {in_ms(group.needed_seconds)}, waits {in_ms(group.waited_seconds)}: modelled",
         ]
     )

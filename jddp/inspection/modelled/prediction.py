@@ -16,11 +16,11 @@ from jddp.html import Shown
 from jddp.inspection.memory import Memory, assigned_memory
 from jddp.inspection.modelled.compiling import CompiledFor
 from jddp.inspection.modelled.described import Target
-from jddp.inspection.modelled.flights import Flight, flights
 from jddp.inspection.modelled.links import START_SECONDS
-from jddp.inspection.modelled.scaling import NOT_VALIDATED, ScaledStep
+from jddp.inspection.modelled.scaling import MEASURED_ERROR, ScaledStep
 from jddp.inspection.modelled.schedule import walk
 from jddp.inspection.modelled.timeline import Timeline, in_ms
+from jddp.inspection.modelled.transfer_groups import TransferGroup, group_transfers
 from jddp.modules.rows import count_rows
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import JsonObject
@@ -36,7 +36,7 @@ class Prediction(Shown):
       target: The GPUs and their links.
       plan: The buckets.
       timeline: The schedule, walked.
-      flights: What is sent, by bucket.
+      groups: What is sent, by bucket.
       memory: Memory on each GPU.
       num_rows: Rows of one GPU and micro-batch.
       accumulate_steps: Micro-batches of a step.
@@ -47,7 +47,7 @@ class Prediction(Shown):
     target: Target
     plan: BucketPlan
     timeline: Timeline
-    flights: tuple[Flight, ...]
+    groups: tuple[TransferGroup, ...]
     memory: Memory
     num_rows: int
     accumulate_steps: int
@@ -55,9 +55,9 @@ class Prediction(Shown):
     scaling: tuple[ScaledStep, ...] = ()
 
     @property
-    def planned(self) -> tuple[Flight, ...]:
+    def planned(self) -> tuple[TransferGroup, ...]:
         """Those that send gradients or parameters."""
-        return tuple(x for x in self.flights if x.purpose.startswith(("gradients", "parameters")))
+        return tuple(x for x in self.groups if x.purpose.startswith(("gradients", "parameters")))
 
     @property
     def exposed_share(self) -> float:
@@ -67,14 +67,14 @@ class Prediction(Shown):
     @property
     def other_exposed_share(self) -> float:
         """The share that waits for anything else: metrics, statistics of batch norm."""
-        waited = sum(x.waited_seconds for x in self.flights)
+        waited = sum(x.waited_seconds for x in self.groups)
         return waited / self.timeline.step_seconds - self.exposed_share
 
     @property
     def sent_bytes(self) -> float:
         """Bytes that each GPU sends in a step."""
         fabric = self.target.fabric
-        transfers = (x for flight in self.flights for x in flight.transfers)
+        transfers = (x for group in self.groups for x in group.transfers)
         return sum(fabric.among(x.collectives[0].devices).sent(x.bytes, x.op) for x in transfers)
 
     @property
@@ -142,7 +142,7 @@ class Prediction(Shown):
                 name: dataclasses.asdict(link) for name, link in self.target.fabric.links.items()
             },
             "weak_scaling": [x.as_json() for x in self.scaling],
-            "transfers": [_flight_as_json(x) for x in self.flights],
+            "transfers": [_group_as_json(x) for x in self.groups],
         }
 
     def __repr__(self) -> str:
@@ -180,14 +180,14 @@ class Prediction(Shown):
             for x in self.scaling
         ]
         head = f"{'GPUs':>6} {'step':>13} {'waits':>7} {'efficiency':>10}  program"
-        return [f"weak scaling, modelled, {NOT_VALIDATED}", head, *lines] if lines else []
+        return [f"weak scaling, modelled: {MEASURED_ERROR}", head, *lines] if lines else []
 
     def _sent(self) -> list[str]:
         lines = [
             f"{'sent':<9} {'runs':>4} {'MB':>8} {'collective':<14} {'algorithm':<12} "
             f"{'takes ms':>8} {'waits ms':>8}"
         ]
-        for x in self.flights:
+        for x in self.groups:
             size = f"{x.bytes / MEGABYTE:8,.2f} {x.op:<14} {x.choice.algorithm:<12}"
             times = f"{1e3 * x.needed_seconds:8.3f} {1e3 * x.waited_seconds:8.3f}"
             lines.append(f"{x.label or 'other':<9} {len(x.transfers):>4} {size} {times}")
@@ -222,7 +222,7 @@ def predict(target: Target, own: CompiledFor) -> Prediction:
         target=target,
         plan=plan,
         timeline=timeline,
-        flights=flights(timeline, plan, target.fabric),
+        groups=group_transfers(timeline, plan, target.fabric),
         memory=assigned_memory(own.compiled, own.steps, own.rows, target.gpu.memory_bytes),
         num_rows=max(1, count_rows(own.rows) // split.num_local_micro_batches),
         accumulate_steps=split.accumulate_steps,
@@ -230,17 +230,17 @@ def predict(target: Target, own: CompiledFor) -> Prediction:
     )
 
 
-def _flight_as_json(flight: Flight) -> JsonObject:
+def _group_as_json(group: TransferGroup) -> JsonObject:
     return {
-        "label": flight.label,
-        "purpose": flight.purpose,
-        "parameters": [*flight.paths],
-        "collective": flight.op,
-        "dtype": flight.dtype,
-        "bytes": flight.bytes,
-        "num_runs": len(flight.transfers),
-        "algorithm": flight.choice.algorithm,
-        "assumed_bytes_per_second": flight.choice.bytes_per_second,
-        "needed_seconds": flight.needed_seconds,
-        "waited_seconds": flight.waited_seconds,
+        "label": group.label,
+        "purpose": group.purpose,
+        "parameters": [*group.paths],
+        "collective": group.op,
+        "dtype": group.dtype,
+        "bytes": group.bytes,
+        "num_runs": len(group.transfers),
+        "algorithm": group.choice.algorithm,
+        "assumed_bytes_per_second": group.choice.bytes_per_second,
+        "needed_seconds": group.needed_seconds,
+        "waited_seconds": group.waited_seconds,
     }

@@ -70,11 +70,11 @@ def _run(
     program: HloProgram, computation: Computation, clock: "_Clock", gpu: Gpu, network: Times
 ) -> None:
     """Runs a computation once."""
-    flights: dict[str, _Flight | None] = {}  # None once it has landed.
+    started: dict[str, _Started | None] = {}  # None once it is over.
     for instruction in computation.instructions:
-        if instruction.op.endswith("-done") and instruction.operands[0] in flights:
-            if flight := flights.pop(instruction.operands[0]):
-                clock.wait_for(flight)
+        if instruction.op.endswith("-done") and instruction.operands[0] in started:
+            if sent := started.pop(instruction.operands[0]):
+                clock.wait_for(sent)
             continue
         found = tuple(collectives_of(program, computation, instruction))
         if found and instruction.runs and instruction.op in _CONTROL:
@@ -82,10 +82,10 @@ def _run(
                 _run(program, inner, clock, gpu, network)
         elif found:
             payload = _payload(instruction, found)
-            flight = clock.start(payload, network)
-            flights[instruction.name] = flight if payload.is_async else None
+            sent = clock.start(payload, network)
+            started[instruction.name] = sent if payload.is_async else None
             if not payload.is_async:
-                clock.wait_for(flight)
+                clock.wait_for(sent)
         else:
             clock.compute(cost(program, computation, instruction, gpu), instruction.op_name)
 
@@ -132,7 +132,7 @@ def _payload(instruction: Instruction, found: Sequence[Collective]) -> _Payload:
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _Started:
     """A transfer under way: when it will be over, and what had been computed as it started."""
 
     payload: _Payload
@@ -166,26 +166,26 @@ class _Clock:
         elif part.seconds:
             self.spans.append(Stretch(phase, before, self.now))
 
-    def start(self, payload: _Payload, network: Times) -> _Flight:
+    def start(self, payload: _Payload, network: Times) -> _Started:
         first = payload.collectives[0]
         needed = network.among(first.devices).seconds(payload.bytes, first.op)
         self._queue_end = max(self.now, self._queue_end) + needed
-        return _Flight(payload, needed, self.now, self._queue_end, self.computed)
+        return _Started(payload, needed, self.now, self._queue_end, self.computed)
 
-    def wait_for(self, flight: _Flight) -> None:
-        wait = max(0.0, flight.end - self.now)
+    def wait_for(self, sent: _Started) -> None:
+        wait = max(0.0, sent.end - self.now)
         self._waited += wait
         transfer = Transfer(
-            name=flight.payload.name,
-            collectives=flight.payload.collectives,
-            bytes=flight.payload.bytes,
-            is_async=flight.payload.is_async,
-            needed_seconds=flight.needed,
+            name=sent.payload.name,
+            collectives=sent.payload.collectives,
+            bytes=sent.payload.bytes,
+            is_async=sent.payload.is_async,
+            needed_seconds=sent.needed,
             waited_seconds=wait,
-            hiding_seconds=self.computed.seconds - flight.before.seconds,
-            num_products=self.computed.num_products - flight.before.num_products,
-            started_at=flight.start,
-            ended_at=flight.end,
+            hiding_seconds=self.computed.seconds - sent.before.seconds,
+            num_products=self.computed.num_products - sent.before.num_products,
+            started_at=sent.start,
+            ended_at=sent.end,
             done_at=self.now,
         )
         self.transfers.append(transfer)

@@ -12,11 +12,11 @@ from jddp.errors import ConfigError
 from jddp.inspection.collectives import Collective
 from jddp.inspection.memory import Memory
 from jddp.inspection.modelled.described import Target
-from jddp.inspection.modelled.flights import flights
 from jddp.inspection.modelled.page import draw_page
 from jddp.inspection.modelled.prediction import Prediction
 from jddp.inspection.modelled.scaling import ScaledStep
 from jddp.inspection.modelled.timeline import Stretch, Timeline, Transfer
+from jddp.inspection.modelled.transfer_groups import group_transfers
 from jddp.reduce.plan import Bucket, BucketPlan, GatheredUnit
 
 MEMORY = Memory(10**9, 10**9, 2 * 10**9, 0, 10**6, 8 * 10**9, limit=80 * 10**9)
@@ -54,7 +54,7 @@ def timeline(transfers, seconds=0.1):
 def prediction(transfers, plan, **fields):
     target, time = Target.named("h100", "1x8"), timeline(transfers)
     found = Prediction(
-        target, plan, time, flights(time, plan, target.fabric), MEMORY, num_rows=8,
+        target, plan, time, group_transfers(time, plan, target.fabric), MEMORY, num_rows=8,
         accumulate_steps=1,
     )  # fmt: skip
     return dataclasses.replace(found, **fields)
@@ -100,16 +100,16 @@ def test_the_text_fits_a_terminal_and_lists_each_bucket_and_each_assumption():
         assert assumed in found
 
 
-def test_larger_worlds_say_which_schedule_they_run_and_that_nothing_is_validated():
+def test_larger_worlds_say_which_schedule_they_run_and_how_far_published_runs_are():
     scaling = (ScaledStep(8, 0.1, 0.0, 1.0, 8), ScaledStep(256, 0.125, 0.2, 0.8, 64))
     found = of_buckets(3, scaling=scaling)
     text = str(found)
-    assert "weak scaling, modelled, not validated against published runs yet" in text
+    assert "weak scaling, modelled: published runs reach 8.5 points less, at worst 28.8" in text
     assert re.search(r"\n +8 +100.00 ms +0.00% +100.0%  compiled\n", text)
     assert re.search(r"\n +256 +125.00 ms +20.00% +80.0%  the schedule of 64 GPUs\n", text)
     assert [x["num_devices"] for x in found.as_json()["weak_scaling"]] == [8, 256]
     shown = draw_page(found)
-    assert "not validated against published runs yet" in shown
+    assert "Modelled: published runs reach 8.5 points less" in shown
     assert "the schedule of 64 GPUs" in shown
     assert "Weak scaling" not in draw_page(of_buckets(3))
 
@@ -132,7 +132,7 @@ def test_gathers_are_named_by_the_units_of_their_sizes_forward_and_back():
         for i, size in enumerate(sizes)
     ]
     found = prediction(sent, BucketPlan((), units=tuple(units)))
-    labels = [x.label for x in found.flights]
+    labels = [x.label for x in found.groups]
     assert labels == ["unit 0", "unit 1", "unit 2", "unit 2", "unit 1", "unit 0"]
     assert "parameters of 0.14 MB are sent in 6 collectives" in found.verdict
 
@@ -140,8 +140,8 @@ def test_gathers_are_named_by_the_units_of_their_sizes_forward_and_back():
 def test_all_runs_of_a_collective_in_a_loop_are_one_row():
     runs = [transfer(0, "bucket_0", 0.01 * i) for i in range(1, 9)]
     found = prediction(runs, BucketPlan((bucket(0),)))
-    (flight,) = found.flights
-    assert (len(flight.transfers), flight.bytes) == (8, 8 * 100_000)
+    (group,) = found.groups
+    assert (len(group.transfers), group.bytes) == (8, 8 * 100_000)
 
 
 def svg(text):

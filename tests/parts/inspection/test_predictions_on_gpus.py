@@ -31,9 +31,9 @@ def test_a_step_is_compiled_for_other_devices_than_its_own(topology):
     assert found.prediction.verdict.startswith("Modelled: 32-bit gradients of")
     assert f"modelled: {topology[0]} x {topology[2]} NVIDIA H100" in str(found)
     assert max(map(len, str(found).splitlines())) <= 80
-    labels = [x.label for x in found.prediction.flights if x.label]
+    labels = [x.label for x in found.prediction.groups if x.label]
     assert labels == [f"bucket {i}" for i in range(len(found.plan))]
-    purposes = {x.purpose for x in found.prediction.flights}
+    purposes = {x.purpose for x in found.prediction.groups}
     assert {"the model, forward", "the model, backward"} <= purposes  # batch norm
     assert found.prediction.memory.parameters == 4 * (3 * 3 * 4 + 2 * 4 + 5 * 4)
 

@@ -1,7 +1,7 @@
 """The transfers of a timeline, by what they send: a bucket of the plan, a unit, or something else.
 
-for flight in flights(timeline, plan, fabric):
-print(flight.label, flight.name, flight.choice.algorithm, flight.waited_seconds)
+for group in group_transfers(timeline, plan, fabric):
+    print(group.label, group.name, group.choice.algorithm, group.waited_seconds)
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from jddp.reduce.plan import Bucket, BucketPlan
 
 
 @dataclass(frozen=True)
-class Flight:
+class TransferGroup:
     """All runs of one collective in a step; or of all of a kind that send neither bucket nor unit.
 
     Attributes:
@@ -65,7 +65,9 @@ class Flight:
         return " .. ".join(ends)
 
 
-def flights(timeline: Timeline, plan: BucketPlan, fabric: Fabric) -> tuple[Flight, ...]:
+def group_transfers(
+    timeline: Timeline, plan: BucketPlan, fabric: Fabric
+) -> tuple[TransferGroup, ...]:
     """Groups the transfers of a timeline, in the order in which they first start.
 
     A gather of parameters does not name its bucket or unit: it is the one of its size that comes
@@ -75,7 +77,7 @@ def flights(timeline: Timeline, plan: BucketPlan, fabric: Fabric) -> tuple[Fligh
     by_name: dict[str, list[Transfer]] = {}
     for transfer in sorted(timeline.transfers, key=lambda x: x.started_at):
         by_name.setdefault(transfer.name, []).append(transfer)
-    found, others = list[Flight](), dict[tuple[str, str], list[Transfer]]()
+    found, others = list[TransferGroup](), dict[tuple[str, str], list[Transfer]]()
     for transfers in by_name.values():
         first = transfers[0]
         purpose = purpose_of(first.collectives[0])
@@ -83,22 +85,22 @@ def flights(timeline: Timeline, plan: BucketPlan, fabric: Fabric) -> tuple[Fligh
         if number is None:
             others.setdefault((purpose, first.op), []).extend(transfers)
         else:
-            found.append(_flight(planned, number, purpose, transfers, fabric))
+            found.append(_group(planned, number, purpose, transfers, fabric))
     rest = (_other(purpose, each, fabric) for (purpose, _), each in others.items())
     return (*found, *rest)
 
 
-def _flight(
+def _group(
     planned: "_Planned", number: int, purpose: str, runs: Sequence[Transfer], fabric: Fabric
-) -> Flight:
+) -> TransferGroup:
     choice = _best(runs[0], fabric)
     paths = planned.items[number].paths
-    return Flight(planned.label(number), number, purpose, paths, choice, tuple(runs))
+    return TransferGroup(planned.label(number), number, purpose, paths, choice, tuple(runs))
 
 
-def _other(purpose: str, runs: Sequence[Transfer], fabric: Fabric) -> Flight:
+def _other(purpose: str, runs: Sequence[Transfer], fabric: Fabric) -> TransferGroup:
     largest = max(runs, key=lambda x: x.bytes)
-    return Flight("", None, purpose, (), _best(largest, fabric), tuple(runs))
+    return TransferGroup("", None, purpose, (), _best(largest, fabric), tuple(runs))
 
 
 def _best(transfer: Transfer, fabric: Fabric) -> Choice:
