@@ -8,6 +8,7 @@ This module reads plans and programs, and runs nothing.
 """
 
 import dataclasses
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +21,7 @@ from jddp.errors import UsageError
 from jddp.html import Shown
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
+from jddp.inspection.memory import FIELDS, Memory, assigned_memory
 from jddp.inspection.modelled.compiling import compile_for, rows_of_host
 from jddp.inspection.modelled.described import Target
 from jddp.inspection.modelled.page import draw_page
@@ -43,6 +45,7 @@ class Explanation(Shown):
       platform: Their hardware.
       compiled: The collectives of the compiled program, in its order.
       sync: How often replicas synchronize.
+      memory: Memory of the compiled step on each device.
       prediction: The step on described GPUs; None for devices at hand.
     """
 
@@ -51,6 +54,7 @@ class Explanation(Shown):
     platform: str
     compiled: tuple[Collective, ...]
     sync: Synchronization
+    memory: Memory
     prediction: Prediction | None = None
 
     @property
@@ -89,6 +93,7 @@ class Explanation(Shown):
                 for x in self.plan.units
             ],
             "group_size": self.plan.group_size,
+            "memory": {name: getattr(self.memory, name) for name in FIELDS},
             "unused": [*self.plan.unused],
             "notes": [*self.plan.notes],
             "collectives": [
@@ -155,6 +160,7 @@ class Explanation(Shown):
                 "once for each time that it is sent.",
                 *self._between_groups([x for x in units if BETWEEN in x.op_name]),
                 *self._of_units(units),
+                *self._of_memory(),
             ]
         lines = []
         if local.start:
@@ -189,6 +195,22 @@ class Explanation(Shown):
                 "The compiler has merged, split or dropped some, or moved them out of loops."
             )
         return lines
+
+    def _of_memory(self) -> list[str]:
+        """Memory of the compiled step, beside the bound on parameters and gradients in it."""
+        memory = self.memory
+        part = memory.gradients  # as many bytes as the device's part of the parameters
+        if not (self.plan.units and part):
+            return []
+        kept = memory.parameters + memory.optimizer
+        largest = max(unit.bytes for unit in self.plan.units)
+        text = (
+            f"At rest a device keeps {in_mebibytes(kept)} MiB, {kept / part:.1f} times its part of "
+            f"the parameters. A step takes {in_mebibytes(part + memory.temporaries)} MiB more: at "
+            f"most {in_mebibytes(2 * part + 3 * largest)} for parameters and gradients (two parts "
+            "and three units), and the activations."
+        )
+        return textwrap.wrap(text, 79)
 
 
 def explain(
@@ -238,6 +260,7 @@ def _explained(steps: Steps, batch: Batch, compiled: jax.stages.Compiled) -> Exp
         platform=platform(steps.mesh),
         compiled=collectives(read_program(compiled.as_text() or "")),
         sync=steps.spec.sync,
+        memory=assigned_memory(compiled, steps, batch, math.inf),
     )
 
 
