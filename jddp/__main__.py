@@ -18,10 +18,11 @@ COMMANDS = {
     "predict": "write what a run predicts for rows, images or a text",
     "compare": "tell which run is better, by how much, and what differs",
     "explain": "compile a step, and list what it sends and when",
+    "tune": "find the fastest way to send gradients, or the largest batch",
     "verify": "compare a step on all devices with one on a single device",
     "doctor": "check this host, or this job, before training",
     "checkpoint": "list, verify and export checkpoints",
-    "data": "write token files",
+    "data": "write token files, or list the examples of a step",
 }
 TABLE = "\n".join(f"  jddp {name:<11} {about}" for name, about in COMMANDS.items())
 HELP = f"""\

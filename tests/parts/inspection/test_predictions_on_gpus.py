@@ -12,6 +12,7 @@ from tiny import MLP, ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.commands.explain import main
+from jddp.commands.tune import main as tune
 from jddp.errors import ConfigError
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("as_users_compile")]
@@ -85,3 +86,18 @@ def test_what_does_not_divide_or_cannot_be_written_is_refused_in_a_line(tmp_path
     assert "--html" in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(ConfigError, match="16 rows does not divide over 3 hosts"):
         explained("3x1")
+
+
+def test_candidates_are_modelled_and_the_largest_batch_is_found_by_compiling(capsys):
+    target = ["--target", "h100", "--topology", "1x2"]
+    assert tune([*JOB, *target, "--minutes", "-1", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["candidates"]
+    assert found["keys"] == {}
+    assert 0 < found["seconds"] < 1e-3
+    assert 0 < found["exposed_share"] < 1
+    assert tune([*JOB, *target, "--batch"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("data.global_batch_size=14")  # of 15,000 examples
+    assert printed.endswith(
+        "of 80.0 GB of a device, modelled for 1x2 h100; the data hold no more\n"
+    )

@@ -1,0 +1,100 @@
+"""`python -m jddp.tune [--config FILE]... [key.path=value]...`: with which keys is a step fastest?
+
+Takes a job as `jddp.train` does, and tries sizes and forms of its buckets: on the devices at hand,
+in turn with the config as it is, or modelled for GPUs that need not be there (`--target`). With
+`--batch` it finds the largest batch that fits. Nothing is trained, and the data may be absent.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jddp.config.cli import Parser, add_config_arguments, run_command, share_gpus
+from jddp.errors import ExitCode, UsageError, file_errors, report, show
+
+if TYPE_CHECKING:
+    from jddp.config.schema import Config
+    from jddp.job.step_scores import Scorer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    description = "Find the keys with which a job's step is fastest, or its largest batch."
+    parser = Parser(prog="python -m jddp.tune", description=description)
+    add_config_arguments(parser)
+    add = parser.add_argument
+    add("--target", metavar="GPU", help="model steps on these GPUs: h100, h200 or a100")
+    add("--topology", metavar="HOSTSxGPUS", help="of the target (default: 1x8)")
+    link = "assume another link of the target: nvlink=300GB/s,2us, nic=25GB/s,14us"
+    add("--link", action="append", default=[], metavar="NAME=BANDWIDTH,LATENCY", help=link)
+    add("--minutes", type=float, default=10.0, help="begin no candidate after these (default: 10)")
+    add("--out", type=Path, metavar="FILE", help="write the best keys as a config")
+    add("--batch", action="store_true", help="find the largest batch that fits, instead")
+    add("--json", action="store_true", help="print one line of JSON instead")
+    return run_command(lambda: _tune(parser.parse_intermixed_args(argv)))
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from jddp.config.files import load_config
+
+    config, _ = load_config(arguments.config, arguments.overrides)
+    for name in ("topology", "link"):
+        if getattr(arguments, name) and arguments.target is None:
+            raise UsageError(f"--{name} needs --target, such as --target h100.")
+    score, how = _scorer(arguments)
+    if arguments.batch:
+        return _largest(arguments, config, score, how)
+    from jddp.job.tuning import AS_IT_IS, Candidate, tune
+
+    def note(candidate: Candidate) -> None:
+        step = candidate.refused or f"{1e3 * candidate.seconds:.2f} ms"
+        report(f"{str(candidate) or AS_IT_IS}: {step}")
+
+    found = tune(config, score, how, seconds=60 * arguments.minutes, note=note)
+    if arguments.out is not None:
+        with file_errors(f"--out {arguments.out} cannot be written"):
+            arguments.out.write_text(found.fragment, encoding="utf-8")
+    show(json.dumps(found.as_json()) if arguments.json else str(found))
+    return ExitCode.DONE
+
+
+def _scorer(arguments: argparse.Namespace) -> "tuple[Scorer, str]":
+    """The scorer that was asked for, and what it is, for people."""
+    if arguments.target is not None:
+        # With GPUs of its own JAX would compile for those alone.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    from jddp.job.step_scores import measured, modelled
+
+    if arguments.target is None:
+        share_gpus()  # with a job that may run there
+        return measured(), "measured on the devices at hand"
+    topology = arguments.topology or "1x8"
+    score = modelled(arguments.target, topology, arguments.link)
+    return score, f"modelled for {topology} {arguments.target}"
+
+
+def _largest(arguments: argparse.Namespace, config: "Config", score: "Scorer", how: str) -> int:
+    from jddp.job.step_scores import largest_batch
+
+    multiple = config.ddp.accumulate_steps * _num_devices(arguments, config)
+    found = largest_batch(config, score, multiple_of=multiple)
+    needed, limit = found.score.bytes, found.score.limit
+    needs = f"{needed / 1e9:.1f} of {limit / 1e9:.1f} GB of a device, {how}"
+    rest = "; the data hold no more" if found.holds_all_data else ""
+    text = f"data.global_batch_size={found.size} is the largest that fits, to 3 %: {needs}{rest}"
+    values = {"global_batch_size": found.size, "bytes": needed, "limit": limit}
+    show(json.dumps(values) if arguments.json else text)
+    return ExitCode.DONE
+
+
+def _num_devices(arguments: argparse.Namespace, config: "Config") -> int:
+    if arguments.target is not None:
+        num_hosts, num_gpus = (arguments.topology or "1x8").split("x")
+        return int(num_hosts) * int(num_gpus)
+    import jax
+
+    num = config.mesh.num_devices
+    return jax.device_count() if num == "auto" else num
