@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +109,7 @@ def whole(x: jax.Array, dim: int | None, axis: str, groups: Groups) -> jax.Array
     return lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups.members)
 
 
+@runtime_checkable
 class Division(Protocol):
     """How arrays are divided over the replicas, and how owners get whole ones for a moment.
 

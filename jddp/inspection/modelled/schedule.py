@@ -16,7 +16,7 @@ leaves out that kernels slow down beside a collective, which shares their cores 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jddp.engine.protocols import OPTIMIZER
 from jddp.errors import UsageError
@@ -35,6 +35,7 @@ from jddp.inspection.modelled.timeline import (
 )
 
 
+@runtime_checkable
 class Times(Protocol):
     """Times of collectives that have a network to themselves."""
 

@@ -153,3 +153,11 @@ def test_public_names_are_sorted_and_all_there_also_after_the_import_of_every_mo
     for name in jddp.__all__:
         public = getattr(jddp, name)
         assert callable(public) or isinstance(public, str), f"{name} is {public}"
+
+
+def test_every_protocol_can_be_checked_while_a_test_with_annotations_runs():
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
+                decorators = [ast.unparse(x) for x in node.decorator_list]
+                assert "runtime_checkable" in decorators, f"{path}: {node.name}"
