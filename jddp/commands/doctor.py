@@ -18,7 +18,7 @@ from pathlib import Path
 from jddp.config.cli import Parser, run_command, share_gpus
 from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
-from jddp.doctor.finding import BAD, Finding
+from jddp.doctor.finding import BAD, OK, Finding
 from jddp.errors import Error, ExitCode, FileSystemError, UsageError, show
 
 
@@ -132,6 +132,7 @@ def _print(of_processes: list[str], shared: list[Finding], table: Sequence[objec
 
 
 def _comparable(findings: list[str]) -> list[str]:
-    """The words of findings without the name of the host and without free space, which changes."""
-    words = (" ".join(each.split()) for each in findings if " resolves " not in each)
-    return [re.sub(r"[\d.,]+ GiB free", "GiB free", each) for each in words]
+    """The words of findings without the good name of a host and without free space."""
+    words = (" ".join(each.split()) for each in findings)
+    own = (each for each in words if not (each.startswith(OK) and " resolves to " in each))
+    return [re.sub(r"[\d.,]+ GiB free", "GiB free", each) for each in own]

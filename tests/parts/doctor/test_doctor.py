@@ -20,7 +20,7 @@ from jddp.distributed.failure_file import VARIABLE, describe_failure, write_fail
 from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
 from jddp.doctor import agreement, devices, host, links
-from jddp.doctor.finding import Finding
+from jddp.doctor.finding import OK, WARN, Finding
 from jddp.engine.mesh import make_mesh
 
 
@@ -289,15 +289,22 @@ def findings_of(directory):
 
 
 def test_a_process_is_the_same_as_another_if_only_its_name_and_free_space_differ(capsys):
-    where = "/runs can be written, "
+    def found(name, free, devices, *others):
+        first = name if isinstance(name, Finding) else Finding(OK, f"{name} resolves to 1.2.3.4")
+        findings = [first, Finding(OK, f"/runs can be written, {free} GiB free"), *others]
+        return json.dumps([*map(str, findings), str(Finding(OK, devices))])
+
+    bad_name = Finding(WARN, "d resolves only to 127.0.1.1.", "Set a name.")
     processes = [
-        ["a resolves to 1.2.3.4", f"{where}73.7 GiB free", "2 devices"],
-        ["b resolves to 1.2.3.5", f"{where}73.6\n        GiB free", "2 devices"],
-        ["a resolves to 1.2.3.4", f"{where}73.7 GiB free", "1 device"],
+        found("a", "73.7", "2 devices"),
+        found("b", "73.6", "2 devices"),
+        found("c", "73.7", "1 device"),
+        found(bad_name, "73.7", "2 devices"),
     ]
-    _print(list(map(json.dumps, processes)), [], [])
+    _print(processes, [], [])
     out = capsys.readouterr().out
-    assert "process 1: same as process 0\nprocess 2\na resolves to " in out
+    assert "process 1: same as process 0\nprocess 2\n  ok    c resolves to " in out
+    assert "process 3\n  warn  d resolves only to 127.0.1.1.\n" in out
 
 
 def test_a_directory_is_reported_with_its_room_as_absent_full_or_no_place(tmp_path, monkeypatch):
