@@ -24,6 +24,25 @@ from jddp.typing import Settings
 
 HostArrays = dict[str, np.ndarray]
 KEY = "jddp"  # of the text
+# Of files that name no dtypes of NumPy. https://github.com/huggingface/safetensors#format
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
 
 
 class Format(NamedTuple):
@@ -72,14 +91,18 @@ def _pack_safetensors(arrays: HostArrays, about: str) -> bytes:
 
 
 def _read_safetensors(file: Path) -> tuple[HostArrays, Settings | None]:
-    with safetensors.safe_open(file, "numpy") as opened:
+    """The arrays lie in the file: each is read where it is used, and no other memory holds all."""
+    with safetensors.safe_open(file, "numpy") as opened:  # which checks the header
         about = json.loads((opened.metadata() or {}).get(KEY, "null"))
-        if about is None:
-            return opened.get_tensors(), None
-    arrays = {  # by their own dtypes: numpy's reader lacks some
-        name: np.frombuffer(x["data"], about["dtypes"][name]).reshape(x["shape"])
-        for name, x in safetensors.deserialize(file.read_bytes())
-    }
+    content = np.memmap(file, np.uint8, "r")
+    begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    header = json.loads(content[8:begin].tobytes())
+    header.pop("__metadata__", None)
+    dtypes = about["dtypes"] if about else {n: _DTYPES[x["dtype"]] for n, x in header.items()}
+    arrays = {}
+    for name, x in header.items():
+        start, end = (begin + offset for offset in x["data_offsets"])
+        arrays[name] = content[start:end].view(dtypes[name]).reshape(x["shape"])
     return arrays, about
 
 

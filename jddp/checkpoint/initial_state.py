@@ -140,4 +140,4 @@ def _check_seed(seed: int) -> None:
 def _like(x: Leaf, wanted: Leaf) -> Leaf:
     """A floating array in another floating dtype; other arrays unchanged."""
     both = (jax.numpy.issubdtype(v.dtype, np.floating) for v in (x, wanted))
-    return np.asarray(x).astype(wanted.dtype) if all(both) else x
+    return np.asanyarray(x).astype(wanted.dtype, copy=False) if all(both) else x

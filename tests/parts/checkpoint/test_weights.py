@@ -19,6 +19,7 @@ from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
+from jddp.checkpoint.formats import FORMATS
 from jddp.commands.checkpoint import main as checkpoint_main
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 
@@ -67,6 +68,24 @@ def test_safetensors_of_anybody_s_are_taken_by_their_names_and_cast_to_what_the_
         assert {x.dtype.name for x in jax.tree.leaves(begun.params)} == {"float32"}
     kept = ddp.init(0, make_batch(), params=jax.tree.map(jnp.float16, host(state.params)))
     assert {x.dtype.name for x in jax.tree.leaves(kept.params)} == {"float16"}
+
+
+DTYPES = [np.bool_, np.uint8, np.int16, np.uint64, np.float16, jnp.bfloat16, np.float64]
+
+
+def test_arrays_of_safetensors_stay_in_their_file_until_they_are_used(tmp_path):
+    rng, file = np.random.default_rng(0), tmp_path / "weights.safetensors"
+    given = {f"a/{i}": rng.integers(0, 2, (3, i + 1)).astype(x) for i, x in enumerate(DTYPES)}
+    given |= {"scalar": np.array(5, np.float32), "empty": np.zeros((0, 4), np.int32)}
+    given["none"] = np.zeros(3, np.uint8)  # which shifts what follows to odd places
+    safetensors.numpy.save_file(given, file)
+    found = FORMATS[".safetensors"].read(file)
+    assert found.keys() == given.keys()
+    for name, x in found.items():
+        assert x.dtype == given[name].dtype
+        np.testing.assert_array_equal(x, given[name])
+        assert isinstance(x, np.memmap) or not x.size
+        assert not x.flags.writeable
 
 
 @pytest.mark.parametrize("kind", swept([ConvNet, NnxConvNet], every=2))
