@@ -64,6 +64,12 @@ def mesh(request):
     return jax.sharding.Mesh(np.array(jax.devices()[: request.param]), ("data",))
 
 
+@pytest.fixture(scope="session")
+def started_devices():
+    """Starts the devices of the tests: a job that comes first would start those of its config."""
+    return jax.devices()
+
+
 @pytest.fixture(scope="module")
 def as_users_compile():
     """Undoes what the other tests ask of JAX to compile fast."""

@@ -15,6 +15,8 @@ from jddp.inspection.modelled.described import Target
 
 KIB = 1 / 1024
 
+pytestmark = pytest.mark.usefixtures("started_devices")
+
 
 def wrapped(model=None, **options):
     return jddp.DataParallel(model or MLP(), optax.adam(1e-3), loss_fn, **options)

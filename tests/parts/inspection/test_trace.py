@@ -16,6 +16,7 @@ from jddp.inspection.trace import DeviceTime, Trace, device_times, read_trace
 from jddp.trainer.plan import Plan
 from jddp.trainer.profile import Profile
 
+pytestmark = pytest.mark.usefixtures("started_devices")
 SECOND = 10**12  # picoseconds
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 

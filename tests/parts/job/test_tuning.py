@@ -13,6 +13,7 @@ from jddp.errors import ConfigError, DataError, ExitCode
 from jddp.job.step_scores import Score, largest_batch, measured
 from jddp.job.tuning import AS_IT_IS, BUCKETS, tune
 
+pytestmark = pytest.mark.usefixtures("started_devices")
 GB = 10**9
 JOB = ["model.name=mlp", "data.global_batch_size=16", "mesh.num_devices=2"]
 

@@ -246,7 +246,7 @@ def test_commands_options_keys_and_files_of_shell_lines_are_there(path):
     wrong = []
     shared = "\n".join(x.read_text() for x in ROOT.glob("jddp/config/*.py"))
     commands = ROOT / "jddp" / "commands"
-    body = commands / "training.py"  # of jddp.train
+    parts = ["training", "target"]  # of commands: files with options of several
     for line in shell_lines(path.read_text()):
         files = re.findall(r"(?<![\w/.])(?:scripts|benchmarks|examples|configs)/[\w./]+", line)
         wrong += [file for file in files if not (ROOT / file).exists()]
@@ -255,7 +255,8 @@ def test_commands_options_keys_and_files_of_shell_lines_are_there(path):
                 name, *words = re.sub(r"'| \S+\.py .*", " ", command).split()
                 code = commands / f"{name.removeprefix('jddp.')}.py"
                 known = code.read_text() + shared if code.exists() else ""
-                known += body.read_text() if "jddp.commands.training" in known else ""
+                used = [x for x in parts if f"jddp.commands.{x}" in known]
+                known += "".join((commands / f"{x}.py").read_text() for x in used)
                 wrong += [name] * (not known)
                 options = [x.partition("=")[0] for x in words if x.startswith("--")]
                 wrong += [x for x in options if known and f'"{x}"' not in known]

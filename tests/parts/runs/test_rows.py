@@ -15,6 +15,7 @@ from jddp.errors import ConfigError, DataError, ExitCode, UsageError
 from jddp.job.job import build
 from jddp.runs.rows import rows_of_step
 
+pytestmark = pytest.mark.usefixtures("started_devices")
 SMALL = {"model": {"name": "mlp"}, "mesh": {"num_devices": 2}}
 SMALL |= {"train": {"num_steps": 6, "eval_every_steps": None}}
 
