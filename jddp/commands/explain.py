@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from jddp.commands.target import add_target_arguments, check_target
 from jddp.config.cli import Parser, add_config_arguments, run_command, share_gpus
 from jddp.errors import ExitCode, UsageError, file_errors, show
 
@@ -25,10 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_config_arguments(parser)
     add = parser.add_argument
     add("--json", action="store_true", help="print one line of JSON instead")
-    add("--target", metavar="GPU", help="model the step on these GPUs: h100, h200 or a100")
-    add("--topology", metavar="HOSTSxGPUS", help="of the target (default: 1x8)")
-    link = "assume another link of the target: nvlink=300GB/s,2us, nic=25GB/s,14us"
-    add("--link", action="append", default=[], metavar="NAME=BANDWIDTH,LATENCY", help=link)
+    add_target_arguments(parser)
     scaling = "also model 1, 8, 32 and 128 hosts of the target, with as many rows on each"
     add("--scaling", action="store_true", help=scaling)
     add("--trace", metavar="RUN_DIR", help="print the times of a trace instead")
@@ -46,9 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _refuse_combinations(arguments: argparse.Namespace) -> None:
     if arguments.trace is not None and arguments.target is not None:
         raise UsageError("--trace and --target cannot be combined: one is measured, one modelled.")
-    for name in ("topology", "link", "scaling", "html"):
-        if getattr(arguments, name) and arguments.target is None:
-            raise UsageError(f"--{name} needs --target, such as --target h100.")
+    check_target(arguments, "scaling", "html")
 
 
 def _read_trace(arguments: argparse.Namespace) -> int:

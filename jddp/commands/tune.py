@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jddp.commands.target import add_target_arguments, check_target
 from jddp.config.cli import Parser, add_config_arguments, run_command, share_gpus
-from jddp.errors import ExitCode, UsageError, file_errors, report, show
+from jddp.errors import ExitCode, file_errors, report, show
 
 if TYPE_CHECKING:
     from jddp.config.schema import Config
@@ -26,10 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m jddp.tune", description=description)
     add_config_arguments(parser)
     add = parser.add_argument
-    add("--target", metavar="GPU", help="model steps on these GPUs: h100, h200 or a100")
-    add("--topology", metavar="HOSTSxGPUS", help="of the target (default: 1x8)")
-    link = "assume another link of the target: nvlink=300GB/s,2us, nic=25GB/s,14us"
-    add("--link", action="append", default=[], metavar="NAME=BANDWIDTH,LATENCY", help=link)
+    add_target_arguments(parser)
     add("--minutes", type=float, default=10.0, help="begin no candidate after these (default: 10)")
     add("--out", type=Path, metavar="FILE", help="write the best keys as a config")
     add("--batch", action="store_true", help="find the largest batch that fits, instead")
@@ -41,9 +39,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     from jddp.config.files import load_config
 
     config, _ = load_config(arguments.config, arguments.overrides)
-    for name in ("topology", "link"):
-        if getattr(arguments, name) and arguments.target is None:
-            raise UsageError(f"--{name} needs --target, such as --target h100.")
+    check_target(arguments)
     score, how = _scorer(arguments)
     if arguments.batch:
         return _largest(arguments, config, score, how)
@@ -92,8 +88,9 @@ def _largest(arguments: argparse.Namespace, config: "Config", score: "Scorer", h
 
 def _num_devices(arguments: argparse.Namespace, config: "Config") -> int:
     if arguments.target is not None:
-        num_hosts, num_gpus = (arguments.topology or "1x8").split("x")
-        return int(num_hosts) * int(num_gpus)
+        from jddp.inspection.modelled.described import Target
+
+        return Target.named(arguments.target, arguments.topology or "1x8").fabric.num_devices
     import jax
 
     num = config.mesh.num_devices
