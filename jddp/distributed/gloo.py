@@ -10,8 +10,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-# Threads of several devices write parts of lines at once, so a line may lack its beginning.
-_OF_GLOO = re.compile(rb"\[Gloo\] Rank | is connected to \d+ peer ranks")
+# Threads of several devices write the parts of their lines at once, so a line may lack any part.
+_OF_GLOO = re.compile(
+    rb"\[Gloo\] Rank | is connected to \d| peer ranks\. |number of connected peer ranks is : "
+)
+_NUMBERS = re.compile(rb"[\d\s]*")
 
 
 def is_of_gloo(line: bytes) -> bool:
@@ -37,4 +40,12 @@ def unprinted() -> Iterator[None]:
             os.dup2(before, 1)
             os.close(before)
             taken.seek(0)
-            os.write(1, b"".join(line for line in taken if not is_of_gloo(line)))
+            os.write(1, _without_gloo(taken.readlines()))
+
+
+def _without_gloo(lines: list[bytes]) -> bytes:
+    """The lines that are not of gloo; if any is, those with nothing but a rank are of it too."""
+    others = [line for line in lines if not is_of_gloo(line)]
+    if len(others) < len(lines):
+        others = [line for line in others if not _NUMBERS.fullmatch(line)]
+    return b"".join(others)

@@ -17,7 +17,9 @@ try:
         os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks.\\n")
         # Of two threads, which write parts of lines at once:
         os.write(1, b"[Gloo] Rank [Gloo] Rank 56 is connected to  is connected to 77 peers.\\n")
-        os.write(1, b"6 is connected to 7 peer ranks. Expected number is : 7\\n")
+        os.write(1, b"6 is connected to 7 peer ranks. Expected number is : 7\\n\\n")
+        os.write(1, b"7 peer ranks. Expected number of connected peer ranks is : 7\\n")
+        os.write(1, b"Expected number of connected peer ranks is : \\n7\\n")
         print("inside")
         os.write(1, b"[Gloo] Rank 1 is connected to 1 peer ranks.\\nof C\\n")
         if "fails" in sys.argv:
