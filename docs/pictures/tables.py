@@ -23,7 +23,7 @@ BY_HAND = {
     "`loop`": "CNN, fit",
 }
 TORCH = {"(a)": "2 processes", "(b)": "2 devices"}
-LEAST, ONE, PER_UNIT = 0.7, 226.0, 190.0  # smallest ratio that fits, where 1 stands, units for 1
+LEAST, ONE, PER_UNIT = 0.55, 234.0, 130.0  # smallest ratio that fits, where 1 stands, units for 1
 
 
 def floors() -> dict[str, list[str]]:
