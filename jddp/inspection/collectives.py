@@ -32,6 +32,7 @@ class Collective(NamedTuple):
       is_in_loop: Whether it is in the body of a loop.
       num_runs: Total number of runs; None if the compiler does not know it, as in a branch.
       devices: The first group of devices that send to each other; () where all are one group.
+      pairs: Source and target of each send of a collective-permute; () for other collectives.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Collective(NamedTuple):
     is_in_loop: bool = False
     num_runs: int | None = 1
     devices: tuple[int, ...] = ()
+    pairs: tuple[tuple[int, int], ...] = ()
 
 
 def collectives(program: HloProgram) -> tuple[Collective, ...]:
@@ -68,6 +70,7 @@ def collectives_of(
                 bytes=sum(shape.bytes for shape in payload),
                 is_async=_is_async(instruction),
                 devices=instruction.devices,
+                pairs=instruction.pairs,
             )
         elif not instruction.op.endswith(("-done", "-update")):
             for inner in map(program.computations.__getitem__, instruction.runs):

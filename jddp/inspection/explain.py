@@ -99,7 +99,7 @@ class Explanation(Shown):
             "collectives": [
                 {"for": purpose_of(x)}
                 | x._asdict()
-                | {"dtypes": [*x.dtypes], "devices": [*x.devices]}
+                | {"dtypes": [*x.dtypes], "devices": [*x.devices], "pairs": [*map(list, x.pairs)]}
                 for x in self.compiled
             ],
             "prediction": self.prediction and self.prediction.as_json(),
@@ -134,11 +134,11 @@ class Explanation(Shown):
             str(self.plan),
             "",
             f"compiled for {self.num_devices} {self.platform} devices, jax {jax.__version__}",
-            f"{'number':>6} {'MiB':>9}  {'dtype':<6} {'collective':<14} {'async':<5}  for",
+            f"{'number':>6} {'MiB':>9}  {'dtype':<6} {'collective':<18} {'async':<5}  for",
         ]
         for (*columns, purpose), found in rows.items():
             size = in_mebibytes(sum(x.bytes for x in found))
-            kind = "{:<6} {:<14} {:<5}".format(*columns)
+            kind = "{:<6} {:<18} {:<5}".format(*columns)
             lines.append(f"{len(found):>6} {size:>9}  {kind}  {purpose}")
         return "\n".join([*lines, "", *self._sentences()])
 

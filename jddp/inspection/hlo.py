@@ -7,6 +7,7 @@
 This module reads text. It knows nothing of models, steps or devices.
 """
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 # Groups as lists, {{0,1},{2,3}}; or as the rows of a transposed range, [2,4]<=[4,2]T(1,0).
 _GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _RANGE = re.compile(r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_PAIRS = re.compile(r"source_target_pairs=\{([\d,{}]+)\}")
 
 
 class HloShape(NamedTuple):
@@ -87,6 +89,8 @@ class Instruction(NamedTuple):
     @property
     def devices(self) -> tuple[int, ...]:
         """The first group of devices among which a collective sends; () where all are one group."""
+        if pairs := self.pairs:
+            return tuple(sorted(set(itertools.chain(*pairs))))
         if found := _GROUP.search(self.attributes):
             return _numbers(found[1])
         if not (found := _RANGE.search(self.attributes)):
@@ -94,6 +98,13 @@ class Instruction(NamedTuple):
         dims, order = _numbers(found[2]), _numbers(found[3] or "")
         devices = np.arange(math.prod(dims)).reshape(dims).transpose(order or None)
         return tuple(devices.reshape(int(found[1]), -1)[0].tolist())
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """The source and target of each send of a collective-permute; () for other collectives."""
+        found = _PAIRS.search(self.attributes)
+        numbers = re.findall(r"(\d+),(\d+)", found[1]) if found else []
+        return tuple((int(source), int(target)) for source, target in numbers)
 
     @property
     def trip_count(self) -> int | None:

@@ -6,7 +6,8 @@ import jax
 import optax
 import pytest
 from compiled import collectives
-from tiny import MLP, ConvNet, loss_fn, make_batch
+from jax import lax
+from tiny import MLP, NUM_CLASSES, ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.commands.explain import main
@@ -42,6 +43,23 @@ def test_an_explanation_counts_what_the_compiled_step_sends():
     assert [row[0] for row in rows if row[-1:] == ["gradients"]] == [str(len(reported.plan))]
     assert [row[0] for row in rows if row[-2:] == ["and", "metrics"]] == ["1"]
     assert [row[0] for row in rows if "model," in row] == ["1", "1"]  # batch norm, either way
+
+
+def neighbor_loss(model, batch):
+    """Each row of replica 1 beside the same row of replica 0, which sends it."""
+    x = model(batch["x"], True)
+    return ((x - lax.ppermute(x, jddp.AXIS, [(0, 1)])) ** 2).mean(-1)
+
+
+def test_what_a_model_sends_from_device_to_device_is_listed_with_its_pairs():
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), neighbor_loss, mesh=2)
+    batch = make_batch()
+    reported = jddp.explain(ddp, batch)
+    sent = [x for x in reported.as_json()["collectives"] if x["op"] == "collective-permute"]
+    assert [x["for"] for x in sent] == ["the model, forward", "the model, backward"]
+    assert [x["pairs"] for x in sent] == [[[0, 1]], [[1, 0]]]
+    assert {x["bytes"] for x in sent} == {len(batch["x"]) // 2 * NUM_CLASSES * 4}
+    assert str(reported).count("  f32    collective-permute no     the model, ") == 2
 
 
 @pytest.mark.parametrize("name", ["", "max"])

@@ -235,6 +235,21 @@ def test_the_devices_that_send_to_each_other_are_read(groups, devices):
     assert found.devices == devices
 
 
+def test_the_sends_of_a_permute_are_read_and_its_devices_are_those_that_take_part():
+    for op in (
+        "f32[32768]{0} collective-permute",
+        "(f32[32768]{0}, f32[32768]{0}, u32[], u32[]) collective-permute-start",
+    ):
+        line = (
+            f"%r = {op}(%v), channel_id=1, source_target_pairs={{{{0,1}},{{1,4}}}}, metadata={{}}"
+        )
+        (found,) = collectives(make_program(line))
+        assert (found.op, found.bytes) == ("collective-permute", 131072)
+        assert (found.pairs, found.devices) == (((0, 1), (1, 4)), (0, 1, 4))
+    (found,) = collectives(make_program(PLAIN))
+    assert (found.pairs, found.devices) == ((), ())
+
+
 def test_what_is_computed_meanwhile_hides_a_transfer_and_half_an_all_reduce_takes_half_of_it():
     a, b, c = map(PRODUCT.format, "abc")
     timeline = walked(a, START.format("r"), b, DONE.format("r"), c)
