@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from jddp.errors import ConfigError
 from jddp.names import did_you_mean
 
-ALL_REDUCE = "all-reduce"
+ALL_REDUCE, PERMUTE = "all-reduce", "collective-permute"
 # Of an all-reduce's time: in a ring it is a reduce-scatter and then an all-gather.
 SHARES = {
     ALL_REDUCE: 1.0,
     "reduce-scatter": 0.5,
     "all-gather": 0.5,
     "all-to-all": 0.5,
-    # All bytes go to one device: the time of two devices, and an upper bound for more.
-    "collective-permute": 1.0,
+    PERMUTE: 1.0,  # All bytes go to one device, as in an all-reduce between two.
 }
 
 
@@ -100,14 +99,20 @@ class Choice:
     """An algorithm for one collective.
 
     Attributes:
-      algorithm: "ring", "tree" or "hierarchical"; with " LL" in the protocol of low latency.
+      algorithm: "ring", "tree", "hierarchical" or "send"; with " LL" in the low-latency protocol.
       seconds: Time that it takes.
       bytes_per_second: Bandwidth that was assumed, of the slowest link on its way.
+      hops: Number of hops, one after the other.
+      sent_bytes: Bytes that each GPU sends.
+      host_bytes: Bytes that each host sends to other hosts; of a send, at most.
     """
 
     algorithm: str
     seconds: float
     bytes_per_second: float
+    hops: int
+    sent_bytes: float
+    host_bytes: float
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,9 @@ class Fabric:
         return Fabric(num_hosts * num_stretched, len(devices) // num_hosts, self.links)
 
     def sent(self, num_bytes: float, op: str = ALL_REDUCE) -> float:
-        """Bytes that each GPU sends for a collective of `num_bytes`, in a ring."""
+        """Bytes that each GPU sends for a collective of `num_bytes`: by all algorithms as many."""
+        if op == PERMUTE:
+            return num_bytes
         return 2 * SHARES[op] * num_bytes * (self.num_devices - 1) / self.num_devices
 
     def seconds(self, num_bytes: float, op: str = ALL_REDUCE) -> float:
@@ -149,31 +156,50 @@ class Fabric:
         return self.best(num_bytes, op).seconds
 
     def best(self, num_bytes: float, op: str = ALL_REDUCE) -> Choice:
-        """The fastest algorithm; other collectives than all-reduces are rings."""
-        return min(self._choices(num_bytes, op), key=lambda choice: choice.seconds)
+        """The fastest algorithm; other collectives than all-reduces are rings, or sends."""
+        choices = (x for protocol in START_SECONDS for x in self.choices(num_bytes, op, protocol))
+        return min(choices, key=lambda choice: choice.seconds)
 
-    def _choices(self, num_bytes: float, op: str) -> Iterator[Choice]:
-        for protocol in START_SECONDS:
-            yield self._ring(num_bytes, op, protocol)
-            if op == ALL_REDUCE and self.num_hosts > 1 and self.devices_per_host > 1:
-                yield self._tree(num_bytes, protocol)
-                yield self._hierarchical(num_bytes, protocol)
+    def choices(
+        self, num_bytes: float, op: str = ALL_REDUCE, protocol: str = ""
+    ) -> Iterator[Choice]:
+        """Yields each algorithm of a collective in one protocol."""
+        if op == PERMUTE:
+            yield self._send(num_bytes, protocol)
+            return
+        yield self._ring(num_bytes, op, protocol)
+        if op == ALL_REDUCE and self.num_hosts > 1 and self.devices_per_host > 1:
+            yield self._tree(num_bytes, protocol)
+            yield self._hierarchical(num_bytes, protocol)
+
+    def _send(self, num_bytes: float, protocol: str) -> Choice:
+        """Each GPU sends to one other, between hosts along its own adapter."""
+        between = self.num_hosts > 1
+        link = self.links[("nic" if between else "nvlink") + protocol]
+        seconds = START_SECONDS[protocol] + link.hop_seconds + num_bytes / link.bytes_per_second
+        left = self.devices_per_host * num_bytes if between else 0.0
+        rate = link.bytes_per_second
+        return Choice(_named("send", protocol), seconds, rate, 1, num_bytes, left)
 
     def _ring(self, num_bytes: float, op: str, protocol: str) -> Choice:
         """Each part goes around all GPUs, along every adapter of a host at once."""
-        laps = 2 * SHARES[op]
+        laps = round(2 * SHARES[op])
         hops = laps * (self.num_devices - 1)
         outside = min(hops, laps * self.num_hosts) if self.num_hosts > 1 else 0
         rate = self._rate(protocol)
-        seconds = self._hops(hops - outside, outside, protocol) + self.sent(num_bytes, op) / rate
-        return _choice("ring", protocol, seconds, rate)
+        sent = self.sent(num_bytes, op)
+        seconds = self._hops(hops - outside, outside, protocol) + sent / rate
+        left = sent if self.num_hosts > 1 else 0.0
+        return Choice(_named("ring", protocol), seconds, rate, hops, sent, left)
 
     def _tree(self, num_bytes: float, protocol: str) -> Choice:
         """Sums go up a binary tree of hosts, in each of which they pass along a chain, and down."""
         rate = self._rate(protocol)
         inside, outside = self.devices_per_host - 1, math.ceil(math.log2(self.num_hosts))
         seconds = self._hops(2 * inside, 2 * outside, protocol) + 2 * num_bytes / rate
-        return _choice("tree", protocol, seconds, rate)
+        hops, sent = 2 * (inside + outside), self.sent(num_bytes)
+        left = 2 * num_bytes * (self.num_hosts - 1) / self.num_hosts
+        return Choice(_named("tree", protocol), seconds, rate, hops, sent, left)
 
     def _hierarchical(self, num_bytes: float, protocol: str) -> Choice:
         """Scattered in each host, reduced between hosts by each GPU for its part, and gathered."""
@@ -183,7 +209,9 @@ class Fabric:
         # An all-reduce in a host takes as long as its two halves, but they are started apart.
         seconds = within.seconds + START_SECONDS[protocol] + between.seconds
         rate = min(within.bytes_per_second, self.devices_per_host * between.bytes_per_second)
-        return _choice("hierarchical", protocol, seconds, rate)
+        hops, sent = within.hops + between.hops, within.sent_bytes + between.sent_bytes
+        left = self.devices_per_host * between.host_bytes
+        return Choice(_named("hierarchical", protocol), seconds, rate, hops, sent, left)
 
     def _hops(self, inside: float, outside: float, protocol: str) -> float:
         """The time to start, and of the hops in hosts and between them."""
@@ -199,5 +227,5 @@ class Fabric:
         return min(rates, default=nvlink.bytes_per_second)
 
 
-def _choice(algorithm: str, protocol: str, seconds: float, rate: float) -> Choice:
-    return Choice(algorithm + (" LL" if protocol else ""), seconds, rate)
+def _named(algorithm: str, protocol: str) -> str:
+    return algorithm + (" LL" if protocol else "")

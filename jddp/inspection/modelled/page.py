@@ -99,17 +99,20 @@ def _scaling(scaled: Sequence[ScaledStep]) -> str:
 
 
 def _sent(groups: Sequence[TransferGroup]) -> str:
-    head = ["", "parameters", "MB", "dtype", "collective", "runs", "algorithm", "GB/s"]
+    head = ["", "parameters", "MB", "dtype", "collective", "runs", "algorithm", "hops"]
+    head += ["GPU sends MB", "host sends MB", "GB/s", "takes", "waits"]
     rows = []
     for x in groups:
         kind = "swatch other" if x.number is None else "swatch"
         label = f'<i class="{kind}"{hue(x)}></i>{x.label or "other"}'
-        figures = [in_mb(x.bytes), x.dtype, x.op, str(len(x.transfers)), x.choice.algorithm]
-        times = [in_ms(x.needed_seconds), in_ms(x.waited_seconds)]
-        rows.append([label, escape(x.name), *figures, in_gb(x.choice.bytes_per_second), *times])
+        figures = [in_mb(x.bytes), x.dtype, x.op, str(len(x.transfers))]
+        moved = [x.choice.algorithm, str(x.choice.hops), in_mb(x.sent_bytes), in_mb(x.host_bytes)]
+        times = [in_gb(x.choice.bytes_per_second), in_ms(x.needed_seconds), in_ms(x.waited_seconds)]
+        rows.append([label, escape(x.name), *figures, *moved, *times])
+    moved = [in_mb(sum(x.sent_bytes for x in groups)), in_mb(sum(x.host_bytes for x in groups))]
     waited = in_ms(sum(x.waited_seconds for x in groups))
-    total = ["sum", "", in_mb(sum(x.bytes for x in groups)), *[""] * 6, waited]
-    return _table([*head, "takes", "waits"], [*rows, total], numbers={2, 5, 7, 8, 9})
+    total = ["sum", "", in_mb(sum(x.bytes for x in groups)), *[""] * 5, *moved, "", "", waited]
+    return _table(head, [*rows, total], numbers={2, 5, *range(7, 13)})
 
 
 def _assumed(prediction: Prediction) -> str:

@@ -73,9 +73,7 @@ class Prediction(Shown):
     @property
     def sent_bytes(self) -> float:
         """Bytes that each GPU sends in a step."""
-        fabric = self.target.fabric
-        transfers = (x for group in self.groups for x in group.transfers)
-        return sum(fabric.among(x.collectives[0].devices).sent(x.bytes, x.op) for x in transfers)
+        return sum(x.sent_bytes for x in self.groups)
 
     @property
     def verdict(self) -> str:
@@ -152,6 +150,7 @@ class Prediction(Shown):
             self._figures(),
             self._scaled(),
             self._sent(),
+            self._algorithms(),
             self._assumed(),
         ]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
@@ -192,6 +191,14 @@ class Prediction(Shown):
             times = f"{1e3 * x.needed_seconds:8.3f} {1e3 * x.waited_seconds:8.3f}"
             lines.append(f"{x.label or 'other':<9} {len(x.transfers):>4} {size} {times}")
             lines.append(f"  {x.name if len(x.name) <= 77 else '...' + x.name[-74:]}")
+        return lines
+
+    def _algorithms(self) -> list[str]:
+        """What an all-reduce of S bytes moves by each algorithm that there is for the topology."""
+        lines = [f"{'all-reduce of S':<15} {'hops':>5} {'GPU sends':>10} {'host sends':>10}"]
+        for x in self.target.fabric.choices(1.0):
+            moved = f"{x.sent_bytes:8.3f} S {x.host_bytes:8.3f} S"
+            lines.append(f"{x.algorithm:<15} {x.hops:>5} {moved}")
         return lines
 
     def _assumed(self) -> list[str]:
@@ -240,6 +247,9 @@ def _group_as_json(group: TransferGroup) -> JsonObject:
         "bytes": group.bytes,
         "num_runs": len(group.transfers),
         "algorithm": group.choice.algorithm,
+        "hops": group.choice.hops,
+        "sent_bytes_per_device": group.sent_bytes,
+        "sent_bytes_per_host": group.host_bytes,
         "assumed_bytes_per_second": group.choice.bytes_per_second,
         "needed_seconds": group.needed_seconds,
         "waited_seconds": group.waited_seconds,

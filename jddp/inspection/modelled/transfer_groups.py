@@ -22,7 +22,7 @@ class TransferGroup:
       number: Position among the buckets and then units of the plan; None for others.
       purpose: Use of the values that it sends.
       paths: Names of the parameters.
-      choice: Algorithm that is assumed.
+      choices: Algorithm that is assumed for each run.
       transfers: The runs, in order.
     """
 
@@ -30,7 +30,7 @@ class TransferGroup:
     number: int | None
     purpose: str
     paths: tuple[str, ...]
-    choice: Choice
+    choices: tuple[Choice, ...]
     transfers: tuple[Transfer, ...]
 
     @property
@@ -47,6 +47,21 @@ class TransferGroup:
     def bytes(self) -> int:
         """Bytes of all runs."""
         return sum(x.bytes for x in self.transfers)
+
+    @property
+    def choice(self) -> Choice:
+        """The algorithm of the longest run."""
+        return max(self.choices, key=lambda choice: choice.seconds)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each GPU sends in all runs."""
+        return sum(x.sent_bytes for x in self.choices)
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes that each host sends to other hosts in all runs."""
+        return sum(x.host_bytes for x in self.choices)
 
     @property
     def needed_seconds(self) -> float:
@@ -93,18 +108,17 @@ def group_transfers(
 def _group(
     planned: "_Planned", number: int, purpose: str, runs: Sequence[Transfer], fabric: Fabric
 ) -> TransferGroup:
-    choice = _best(runs[0], fabric)
     paths = planned.items[number].paths
-    return TransferGroup(planned.label(number), number, purpose, paths, choice, tuple(runs))
+    choices = _choices(runs, fabric)
+    return TransferGroup(planned.label(number), number, purpose, paths, choices, tuple(runs))
 
 
 def _other(purpose: str, runs: Sequence[Transfer], fabric: Fabric) -> TransferGroup:
-    largest = max(runs, key=lambda x: x.bytes)
-    return TransferGroup("", None, purpose, (), _best(largest, fabric), tuple(runs))
+    return TransferGroup("", None, purpose, (), _choices(runs, fabric), tuple(runs))
 
 
-def _best(transfer: Transfer, fabric: Fabric) -> Choice:
-    return fabric.among(transfer.collectives[0].devices).best(transfer.bytes, transfer.op)
+def _choices(runs: Sequence[Transfer], fabric: Fabric) -> tuple[Choice, ...]:
+    return tuple(fabric.among(x.collectives[0].devices).best(x.bytes, x.op) for x in runs)
 
 
 class _Planned:

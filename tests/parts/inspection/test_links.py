@@ -57,6 +57,24 @@ def test_the_protocol_of_low_latency_serves_small_payloads():
     assert fabric.best(64 * MEBIBYTE).algorithm == "ring"
 
 
+def test_all_algorithms_send_as_many_bytes_and_differ_in_hops_and_in_what_leaves_a_host():
+    ring, tree, hierarchical = found = tuple(Fabric(8, 2, TOY).choices(1600))
+    assert [x.sent_bytes for x in found] == pytest.approx([2 * 15 / 16 * 1600] * 3)
+    assert ring.host_bytes == ring.sent_bytes  # It leaves each host at one GPU, once around.
+    assert tree.host_bytes == hierarchical.host_bytes == 2 * 7 / 8 * 1600
+    # Around 16 GPUs twice; in a host and through three levels of hosts; in a host and around 8.
+    assert [x.hops for x in found] == [2 * 15, 2 * (1 + 3), 2 * (1 + 7)]
+    assert [x.host_bytes for x in Fabric(1, 8, TOY).choices(1600)] == [0]
+
+
+@pytest.mark.parametrize("hosts, rate, hop", [(1, 100e9, 1e-6), (2, 10e9, 10e-6)])
+def test_a_permute_is_one_hop_in_which_each_gpu_sends_its_bytes_to_one_other(hosts, rate, hop):
+    found = Fabric(hosts, 4, TOY).best(10**8, "collective-permute")
+    assert (found.algorithm, found.hops, found.sent_bytes) == ("send", 1, 10**8)
+    assert found.seconds == pytest.approx(START + hop + 1e8 / rate)
+    assert found.host_bytes == (hosts > 1) * 4 * 10**8
+
+
 def test_groups_of_gpus_have_the_links_between_them():
     fabric = Fabric(4, 2, TOY)
     assert fabric.among(()) == fabric

@@ -15,7 +15,7 @@ from jddp.inspection.modelled.described import Target
 from jddp.inspection.modelled.page import draw_page
 from jddp.inspection.modelled.prediction import Prediction
 from jddp.inspection.modelled.scaling import ScaledStep
-from jddp.inspection.modelled.timeline import Stretch, Timeline, Transfer
+from jddp.inspection.modelled.timeline import Stretch, Timeline, Transfer, in_mb
 from jddp.inspection.modelled.transfer_groups import group_transfers
 from jddp.reduce.plan import Bucket, BucketPlan, GatheredUnit
 
@@ -51,8 +51,8 @@ def timeline(transfers, seconds=0.1):
     return Timeline(seconds, seconds - waited, tuple(transfers), spans)
 
 
-def prediction(transfers, plan, **fields):
-    target, time = Target.named("h100", "1x8"), timeline(transfers)
+def prediction(transfers, plan, topology="1x8", **fields):
+    target, time = Target.named("h100", topology), timeline(transfers)
     found = Prediction(
         target, plan, time, group_transfers(time, plan, target.fabric), MEMORY, num_rows=8,
         accumulate_steps=1,
@@ -120,6 +120,26 @@ def test_the_same_is_told_as_json():
     assert [x["label"] for x in told["transfers"]] == ["bucket 0", "bucket 1", ""]
     assert told["transfers"][1]["algorithm"] == "ring LL"
     assert told["links"]["nvlink"]["bytes_per_second"] == 450e9
+
+
+def test_each_bucket_has_its_algorithm_and_what_that_moves():
+    found = of_buckets(2, topology="8x8")
+    sent, by_host = 2 * 63 / 64 * 100_000, 2 * 7 / 8 * 100_000
+    for told in found.as_json()["transfers"][:2]:
+        assert (told["algorithm"], told["hops"]) == ("tree LL", 2 * (7 + 3))
+        assert told["sent_bytes_per_device"] == pytest.approx(sent)
+        assert told["sent_bytes_per_host"] == pytest.approx(by_host)
+    moved = [line.split() for line in str(found).splitlines() if line.endswith(" S")]
+    assert moved == [
+        ["ring", "126", "1.969", "S", "1.969", "S"],
+        ["tree", "20", "1.969", "S", "1.750", "S"],
+        ["hierarchical", "28", "1.969", "S", "1.750", "S"],
+    ]
+    (head, first, *_) = re.findall(r"<tr>.*?</tr>", draw_page(found).partition("What is sent")[2])
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in (head, first)]
+    row = dict(zip(*cells, strict=True))
+    assert (row["algorithm"], row["hops"]) == ("tree LL", "20")
+    assert (row["GPU sends MB"], row["host sends MB"]) == (in_mb(sent), in_mb(by_host))
 
 
 def test_gathers_are_named_by_the_units_of_their_sizes_forward_and_back():
