@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from runs import ROOT, environment, free_port, records
+from runs import ROOT, environment, free_port, records, run_job
 from workers.asks import AT, LENGTH
 from workers.job import train_everything
 from workers.start import run_module
@@ -105,6 +105,19 @@ def test_a_loop_that_is_killed_ends_bitwise_identical(tmp_path):
         assert process.returncode == 0
         assert first.startswith("resumed from step 1" if name == "killed" else "step 10:")
     assert end_of(tmp_path / "killed") == end_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_two_stages_on_two_processes_learn_as_on_two_devices_of_one():
+    command = [sys.executable, ROOT / "examples" / "two_stages.py"]
+    alone = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    (first, _), (second, _) = run_job(command, {}, {})
+    assert first == second
+    got, want = (re.findall("2 devices.* loss (.*)", text) for text in (first, alone.stdout))
+    assert len(want) == 2
+    # Printed to three digits. Each device does the same, in threads of another number.
+    np.testing.assert_allclose(np.float64(got), np.float64(want), atol=1.01e-3)
+    assert first.splitlines()[-5:] == alone.stdout.splitlines()[-5:]  # the table
 
 
 def test_after_an_exit_in_a_callback_of_both_all_that_is_kept_ends_with_the_same_step(tmp_path):

@@ -103,8 +103,8 @@ class Choice:
       seconds: Time that it takes.
       bytes_per_second: Bandwidth that was assumed, of the slowest link on its way.
       hops: Number of hops, one after the other.
-      sent_bytes: Bytes that each GPU sends.
-      host_bytes: Bytes that each host sends to other hosts; of a send, at most.
+      sent_bytes: Bytes that each GPU sends, on average.
+      host_bytes: Bytes that each host sends to other hosts, on average; of a send, at most.
     """
 
     algorithm: str

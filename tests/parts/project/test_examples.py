@@ -5,6 +5,7 @@ import runpy
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,12 +15,15 @@ from states import close
 from tiny import loss_fn, take_steps
 
 import jddp
+from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import read_program
 from jddp.reduce.plan import plan_buckets
 
 EXAMPLES = ROOT / "examples"
 # Those of which a test below looks at what they do, in fewer steps.
 LONG = {"bring_your_own_step", "contrastive", "fine_tune", "gan", "perturbed_weights", "regression"}
 LONG |= {"reinforce", "roll_back", "send_signs", "teacher_student", "two_level_all_reduce"}
+LONG |= {"two_stages"}
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))  # of notebooks/ see test_notebook.py
 
 
@@ -203,3 +207,63 @@ def test_a_streaming_step_averages_one_fragment_and_then_the_next():
             assert (x == x[0]).all() == (i % 2 == averaged)
             if i % 2 == averaged == 0:  # one step from the common start: plain SGD, to rounding
                 np.testing.assert_allclose(x[0], want[i], rtol=1e-5, atol=1e-7)
+
+
+def rows_of_images(num=16):
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((num, 28, 28, 1), dtype=np.float32)
+    return {"image": images, "label": rng.integers(0, 10, num, np.int32)}
+
+
+@pytest.fixture(scope="module")
+def two_stages():
+    return load("two_stages")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids="{}_heads".format)
+def pipelined(request, two_stages):
+    """The stages of a pipeline, their parameters, and its compiled gradients."""
+    stages, rows = two_stages["make_stages"](request.param)
+    gradients = two_stages["make_gradients"](stages, rows.sharding.mesh)
+    return stages, rows, gradients.lower(rows, rows_of_images()).compile()
+
+
+def test_stages_compute_the_loss_and_gradients_of_the_whole_model(two_stages, pipelined):
+    stages, rows, gradients = pipelined
+    batch = rows_of_images()
+
+    def whole(rows):
+        boundary = stages[0](rows[0], batch["image"])
+        of_heads = [head(row, boundary) for head, row in zip(stages[1:], rows[1:], strict=True)]
+        losses = [two_stages["cross_entropy"](x, batch["label"]) for x in of_heads]
+        return jnp.stack(losses).mean()
+
+    want_loss, want = jax.value_and_grad(whole)(jax.device_get(rows))
+    loss, got = gradients(rows, batch)
+    # Means of four micro-batches instead of one mean: sums in another order.
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    assert [len(x.data) for x in got.addressable_shards] == [1] * len(stages)
+    assert all(np.abs(x).max() > 0.01 for x in np.asarray(got))
+
+
+def test_a_boundary_is_sent_to_each_head_and_its_gradient_back_and_nothing_else_is(pipelined):
+    stages, _, gradients = pipelined
+    found = collectives(read_program(gradients.as_text()))
+    sends = [(x.pairs, x.bytes * x.num_runs) for x in found if x.op == "collective-permute"]
+    batch_height_width_channels_bytes = 16 * 7 * 7 * 16 * 4
+    pairs = [pair for head in range(1, len(stages)) for pair in ((0, head), (head, 0))]
+    assert sorted(sends) == sorted(((x,), batch_height_width_channels_bytes) for x in pairs)
+    (loss,) = (x for x in found if x.op != "collective-permute")
+    assert (loss.op, loss.bytes) == ("all-reduce", 4)
+
+
+@pytest.mark.slow
+def test_bytes_of_stages_grow_with_the_batch_and_those_of_gradients_do_not(two_stages, capsys):
+    table = two_stages["compare"](32, 512)
+    num_parameters = 139_786
+    for size, (stages, ddp, fsdp) in table.items():
+        assert stages == 2 * size * 7 * 7 * 16 * 4
+        assert 2 * 4 * num_parameters <= ddp <= 2 * 4 * num_parameters + 16  # and the loss
+        assert fsdp == 3 * 4 * num_parameters
+    assert "ddp up to batches of 178, than fsdp of 267." in capsys.readouterr().out
