@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(*, runs: list[Path], metric: str | None, mode: str, json: bool) -> None:
-    from jddp.runs.comparison import compare_runs, find_runs
+    from jddp.runs.comparison import compare_runs
+    from jddp.runs.results import find_runs
 
     found = compare_runs(find_runs(runs), metric, mode)
     show(dumps(found.as_json()) if json else str(found))

@@ -1,9 +1,8 @@
-"""Compares runs by their records: which is better, by how much, and what differs.
+"""Compares the results of runs: which is better, by how much, and what differs.
 
     print(compare_runs(find_runs([Path("runs/a"), Path("runs/b")])))
 
-Runs whose settings differ by the seed alone are a group, with a mean and a spread. Nothing is run:
-`metrics.jsonl` and `config.yaml` are read, of running ones, too.
+Runs whose settings differ by the seed alone are a group, with a mean and a spread.
 """
 
 import dataclasses
@@ -15,38 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jddp.config.effects import effect_of, in_effect
-from jddp.config.files import flatten, read_yaml
-from jddp.errors import UsageError
 from jddp.names.directions import choose_mode
-from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.runs.results import RunResult, choose_metric, read_run, result_of
 from jddp.trainer.reports.progress import COLUMNS
-from jddp.typing import JsonObject, Record
+from jddp.typing import JsonObject
 
-METRICS = ("accuracy", "loss")  # the first that has been recorded, if none is chosen
 NO_SETTINGS = {"seed", "run.dir"}
 MOST_KEYS = 3  # in the sentence
 CLEAR = 2.0  # standard errors beyond which a difference is no chance
-
-
-@dataclasses.dataclass(frozen=True)
-class RunResult:
-    """The result of one run.
-
-    Attributes:
-      name: The directory of the run.
-      settings: The config by dotted keys; {} for a run of `jddp.fit`.
-      best: The best value of the metric in an evaluation; None without a number.
-      step: The step of that evaluation.
-      last: The last evaluation's value; None without a number.
-      step_seconds: Median time of a step; None if no record has one.
-    """
-
-    name: str
-    settings: JsonObject
-    best: float | None
-    step: int | None
-    last: float | None
-    step_seconds: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,23 +146,6 @@ class ComparedRuns:
         return "\n".join(lines)
 
 
-def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run directories among paths; of another folder those in it.
-
-    Raises:
-      UsageError: If a path holds no run.
-    """
-    found = list[Path]()
-    for path in paths:
-        inside = [path] if _is_run(path) else sorted(filter(_is_run, path.glob("*")))
-        if not inside:
-            raise UsageError(
-                f"{path} holds no metrics.jsonl, and no run. Give the run.dir of runs."
-            )
-        found += inside
-    return found
-
-
 def compare_runs(
     runs: Sequence[Path], metric: str | None = None, mode: str = "auto"
 ) -> ComparedRuns:
@@ -204,29 +162,18 @@ def compare_runs(
       ConfigError: If a config cannot be read, or it is not known what is better.
       FileSystemError: If records cannot be read.
     """
-    records = [MetricsFile(run / "metrics.jsonl", is_writer=False).read() for run in runs]
-    settings = [_settings(run) for run in runs]
-    names = {name for record in itertools.chain(*records) for name in _evaluated(record)}
-    chosen = metric or settings[0].get("checkpoint.best_metric")
-    chosen = chosen or next((name for name in METRICS if name in names), None)
-    if chosen not in names:
-        raise UsageError(
-            f"No evaluation of these runs has the metric {chosen!r}. They have "
-            f"{', '.join(sorted(names)) or 'no evaluations'}."
-        )
-    mode = choose_mode(chosen, mode, key="--mode")
-    sign = 1 if mode == "max" else -1
-    results = [
-        _result(str(run), values, own, chosen, sign)
-        for run, values, own in zip(runs, settings, records, strict=True)
-    ]
+    recorded = [*map(read_run, runs)]
+    metric = choose_metric(recorded, metric)
+    mode = choose_mode(metric, mode, key="--mode")
     groups = dict[str, list[RunResult]]()
-    for number, x in enumerate(results):
-        same = {key: value for key, value in in_effect(x.settings).items() if _counts(key)}
-        groups.setdefault(str(sorted(same.items())) if same else f"run {number}", []).append(x)
+    for number, run in enumerate(recorded):
+        same = {key: value for key, value in in_effect(run.settings).items() if _counts(key)}
+        key = str(sorted(same.items())) if same else f"run {number}"
+        groups.setdefault(key, []).append(result_of(run, metric, mode))
     made = [Seeds(tuple(x)) for x in groups.values()]
+    sign = 1 if mode == "max" else -1
     made.sort(key=lambda group: -sign * group.mean if group.values else math.inf)
-    return ComparedRuns(chosen, mode, tuple(made))
+    return ComparedRuns(metric, mode, tuple(made))
 
 
 def differing(results: Sequence[RunResult]) -> list[str]:
@@ -239,39 +186,6 @@ def differing(results: Sequence[RunResult]) -> list[str]:
 def _counts(key: str) -> bool:
     """Whether runs with other values of a key are other runs."""
     return key not in NO_SETTINGS and effect_of(key) != "none"
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "metrics.jsonl").is_file()
-
-
-def _settings(run: Path) -> JsonObject:
-    path = run / "config.yaml"
-    return flatten(read_yaml(path)) if path.exists() else {}
-
-
-def _evaluated(record: Record) -> dict[str, float]:
-    """The numbers of an evaluation; {} of another record."""
-    if record.get("split") != "eval":
-        return {}
-    about = {"step", "examples"}
-    return {k: x for k, x in record.items() if isinstance(x, int | float) and k not in about}
-
-
-def _result(
-    name: str, settings: JsonObject, records: Sequence[Record], metric: str, sign: int
-) -> RunResult:
-    found = [x for x in records if metric in _evaluated(x)]
-    best = max(found, key=lambda x: sign * x[metric], default=None)
-    seconds = [x["step_seconds"] for x in records if x.get("step_seconds") is not None]
-    return RunResult(
-        name=name,
-        settings=settings,
-        best=None if best is None else best[metric],
-        step=None if best is None else best["step"],
-        last=found[-1][metric] if found else None,
-        step_seconds=statistics.median(seconds) if seconds else None,
-    )
 
 
 def _with_error(value: float, variance: float | None) -> str:

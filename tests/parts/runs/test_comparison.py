@@ -6,7 +6,8 @@ import pytest
 
 from jddp.commands.compare import main
 from jddp.errors import ConfigError, UsageError
-from jddp.runs.comparison import compare_runs, find_runs
+from jddp.runs.comparison import compare_runs
+from jddp.runs.results import find_runs
 
 RATES = {"a": 0.001, "b": 0.003}
 
