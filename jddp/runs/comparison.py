@@ -10,12 +10,12 @@ import itertools
 import math
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jddp.config.effects import effect_of, in_effect
 from jddp.names.directions import choose_mode
-from jddp.runs.results import RunResult, choose_metric, read_run, result_of
+from jddp.runs.results import RunResult, choose_metric, read_runs, result_of
 from jddp.trainer.reports.progress import COLUMNS
 from jddp.typing import JsonObject
 
@@ -128,22 +128,17 @@ class ComparedRuns:
         return [*itertools.chain.from_iterable(group.results for group in self.groups)]
 
     def __str__(self) -> str:
-        """The verdict, a row for each run, and below it the settings in which it differs."""
-        results = self._results()
-        keys = ["seed", *differing(results)]
-        width = max(3, *(len(x.name) for x in results))
-        lines = [
-            *textwrap.wrap(self.verdict, COLUMNS - 1, break_on_hyphens=False),
-            "",
-            f"{'run':<{width}}  {self.metric:>10}     step      last   step s",
-        ]
-        for x in results:
-            step = "-" if x.step is None else f"{x.step:,}"
-            numbers = f"{_number(x.best):>10} {step:>8} {_number(x.last):>9}"
-            lines.append(f"{x.name:<{width}}  {numbers} {_number(x.step_seconds, digits=3):>8}")
-            shown = "  ".join(f"{key}={x.settings[key]}" for key in keys if key in x.settings)
-            lines += textwrap.wrap(shown, COLUMNS - 3, initial_indent="  ", subsequent_indent="  ")
-        return "\n".join(lines)
+        """The verdict, and a row for each run with the settings in which it differs below."""
+        keys = ["seed", *differing(self._results())]
+        width = max(3, *(len(x.name) for x in self._results()))
+        return "\n".join(
+            [
+                *textwrap.wrap(self.verdict, COLUMNS - 1, break_on_hyphens=False),
+                "",
+                f"{'run':<{width}}  {self.metric:>10}     step      last   step s",
+                *itertools.chain.from_iterable(_rows(x, keys, width) for x in self.groups),
+            ]
+        )
 
 
 def compare_runs(
@@ -154,15 +149,15 @@ def compare_runs(
     Args:
       runs: Their directories.
       metric: Metric of the evaluations; by default that of `checkpoint.best_metric`, or else
-        accuracy or loss.
+        accuracy or loss, if all runs have it.
       mode: Whether "max" or "min" is better; "auto" goes by the metric's name.
 
     Raises:
-      UsageError: If no run has evaluations of the metric.
+      UsageError: If no run has evaluations of the metric, or none is given and none in common.
       ConfigError: If a config cannot be read, or it is not known what is better.
       FileSystemError: If records cannot be read.
     """
-    recorded = [*map(read_run, runs)]
+    recorded = read_runs(runs)
     metric = choose_metric(recorded, metric)
     mode = choose_mode(metric, mode, key="--mode")
     groups = dict[str, list[RunResult]]()
@@ -186,6 +181,18 @@ def differing(results: Sequence[RunResult]) -> list[str]:
 def _counts(key: str) -> bool:
     """Whether runs with other values of a key are other runs."""
     return key not in NO_SETTINGS and effect_of(key) != "none"
+
+
+def _rows(group: Seeds, keys: Sequence[str], width: int) -> Iterator[str]:
+    for x in group.results:
+        step = "-" if x.step is None else f"{x.step:,}"
+        numbers = f"{_number(x.best):>10} {step:>8} {_number(x.last):>9}"
+        yield f"{x.name:<{width}}  {numbers} {_number(x.step_seconds, digits=3):>8}"
+        shown = "  ".join(f"{key}={x.settings[key]}" for key in keys if key in x.settings)
+        yield from textwrap.wrap(shown, COLUMNS - 3, initial_indent="  ", subsequent_indent="  ")
+    if group.variance is not None:
+        mean = _with_error(group.mean, group.variance)
+        yield f"  mean of {len(group.values)} seeds: {mean} (standard error)"
 
 
 def _with_error(value: float, variance: float | None) -> str:

@@ -1,6 +1,6 @@
 """Reads runs from their directories, and the result of each by one metric.
 
-    runs = [*map(read_run, find_runs([Path("runs")]))]
+    runs = read_runs(find_runs([Path("runs")]))
     metric = choose_metric(runs)
     results = [result_of(run, metric, "max") for run in runs]
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jddp.config.files import flatten, read_yaml
 from jddp.errors import UsageError
+from jddp.names import few
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.typing import JsonObject, Record
 
@@ -27,12 +28,14 @@ class RecordedRun:
     """What a run has left in its directory.
 
     Attributes:
-      name: The directory of the run.
+      name: Its directory, without the folders that all runs have in common.
+      path: Its directory.
       settings: The config by dotted keys; {} for a run of `jddp.fit`.
       records: The records of training and evaluation, in order.
     """
 
     name: str
+    path: str
     settings: JsonObject
     records: tuple[Record, ...]
 
@@ -53,7 +56,8 @@ class RunResult:
     """The result of one run.
 
     Attributes:
-      name: The directory of the run.
+      name: Its directory, without the folders that all runs have in common.
+      path: Its directory.
       settings: The config by dotted keys; {} for a run of `jddp.fit`.
       best: The best value of the metric in an evaluation; None without a number.
       step: The step of that evaluation.
@@ -62,6 +66,7 @@ class RunResult:
     """
 
     name: str
+    path: str
     settings: JsonObject
     best: float | None
     step: int | None
@@ -91,35 +96,54 @@ def is_run(path: Path) -> bool:
     return (path / "metrics.jsonl").is_file()
 
 
-def read_run(path: Path) -> RecordedRun:
-    """Reads the config and the records of a run.
+def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
+    """Reads the configs and the records of runs.
 
     Raises:
-      ConfigError: If the config cannot be read.
-      FileSystemError: If the records cannot be read.
+      ConfigError: If a config cannot be read.
+      FileSystemError: If records cannot be read.
     """
+    names = _short_names(paths)
+    return [_read_run(name, path) for name, path in zip(names, paths, strict=True)]
+
+
+def _read_run(name: str, path: Path) -> RecordedRun:
     records = MetricsFile(path / "metrics.jsonl", is_writer=False).read()
     config = path / "config.yaml"
     settings = flatten(read_yaml(config)) if config.exists() else {}
-    return RecordedRun(str(path), settings, tuple(records))
+    return RecordedRun(name, str(path), settings, tuple(records))
+
+
+def _short_names(paths: Sequence[Path]) -> list[str]:
+    """The paths without the folders above all of them; as they are, if there is only one."""
+    above = [path.parents for path in paths]
+    shared = [folder for folder in above[0] if all(folder in x for x in above)] if above else []
+    if len(paths) == 1 or not shared:
+        return [*map(str, paths)]
+    return [str(path.relative_to(shared[0])) for path in paths]
 
 
 def choose_metric(runs: Sequence[RecordedRun], metric: str | None = None) -> str:
     """The metric by which runs are compared: the given one, or that of `checkpoint.best_metric`.
 
-    Without either it is accuracy or loss.
+    Without either it is accuracy or loss: one that all runs have which have evaluations.
 
     Raises:
-      UsageError: If no run has evaluations of it.
+      UsageError: If there is none.
     """
-    names = set[str]().union(*(run.metrics for run in runs))
-    chosen = metric or runs[0].settings.get("checkpoint.best_metric")
-    chosen = chosen or next((name for name in METRICS if name in names), None)
-    if chosen not in names:
+    known = [run for run in runs if run.metrics]
+    names = set[str]().union(*(run.metrics for run in known))
+    if not names or (metric and metric not in names):
         raise UsageError(
-            f"No evaluation of these runs has the metric {chosen!r}. They have "
+            f"No evaluation of these runs has the metric {metric!r}. They have "
             f"{', '.join(sorted(names)) or 'no evaluations'}."
         )
+    common = names.intersection(*(run.metrics for run in known))
+    preferred = [runs[0].settings.get("checkpoint.best_metric"), *METRICS]
+    chosen = metric or next((name for name in preferred if name in common), None)
+    if chosen is None:
+        each = few([f"{run.name} ({', '.join(sorted(run.metrics))})" for run in known])
+        raise UsageError(f"These runs have no accuracy or loss in common: {each}. Give --metric.")
     return str(chosen)
 
 
@@ -131,6 +155,7 @@ def result_of(run: RecordedRun, metric: str, mode: str) -> RunResult:
     seconds = [x["step_seconds"] for x in run.records if x.get("step_seconds") is not None]
     return RunResult(
         name=run.name,
+        path=run.path,
         settings=run.settings,
         best=None if best is None else best[metric],
         step=None if best is None else best["step"],

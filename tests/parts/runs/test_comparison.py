@@ -49,12 +49,12 @@ def test_the_better_of_two_configs_is_named_with_its_error_over_seeds_its_time_a
     found = compare_runs(runs)
     b, a = found.groups
     assert (found.metric, found.mode) == ("accuracy", "max")
-    assert [x.name for x in b.results] == [str(x) for x in runs[3:]]
+    assert [x.path for x in b.results] == [str(x) for x in runs[3:]]
     assert found.verdict == (
         f"{b.name} is better than {a.name} by 0.01 +- 0.0016 accuracy. Steps of the first take "
         "1.08 times as long. They differ in optimizer.learning_rate."
     )
-    assert b.name.endswith("b0 (3 seeds)")
+    assert (b.name, a.name) == ("b0 (3 seeds)", "a0 (3 seeds)")
 
 
 def test_what_chance_may_have_made_is_not_called_better(make):
@@ -70,14 +70,16 @@ def test_what_chance_may_have_made_is_not_called_better(make):
 def test_a_smaller_loss_is_better_and_numbers_that_are_none_are_left_out(make):
     worse, better = make("worse", [1.0, 0.9], metric="loss"), make("c", [0.8, None], metric="loss")
     found = compare_runs([worse, better])
-    assert (found.mode, found.groups[0].results[0].name) == ("min", str(better))
+    assert (found.mode, found.groups[0].results[0].path) == ("min", str(better))
     assert (found.groups[0].results[0].step, found.groups[0].results[0].last) == (1, 0.8)
     assert compare_runs([better]).verdict == f"loss is 0.8: {better}."
 
 
 def test_what_cannot_be_compared_is_refused_in_one_line(make, tmp_path):
     run = make("run", [0.5], metric="oddness")
-    with pytest.raises(UsageError, match=r"No evaluation .* None. They have oddness\."):
+    with pytest.raises(UsageError, match=r"No evaluation .* 'auc'. They have oddness\."):
+        compare_runs([run], "auc")
+    with pytest.raises(UsageError, match=r"no accuracy or loss in common: .*run .oddness"):
         compare_runs([run])
     with pytest.raises(ConfigError, match="--mode 'auto': the name 'oddness' does not show"):
         compare_runs([run], "oddness")
@@ -87,18 +89,39 @@ def test_what_cannot_be_compared_is_refused_in_one_line(make, tmp_path):
         find_runs([tmp_path / "empty"])
 
 
+def test_runs_are_compared_by_a_metric_that_all_of_them_have(make):
+    classifier, other = make("a", [0.9]), make("b", [0.5], metric="perplexity")
+    with pytest.raises(UsageError) as error:
+        compare_runs([classifier, other])
+    assert str(error.value) == (
+        "These runs have no accuracy or loss in common: a (accuracy), b (perplexity). Give "
+        "--metric."
+    )
+    found = compare_runs([classifier, other], "perplexity")
+    assert [x.results[0].name for x in found.groups] == ["b", "a"]
+    broken = make("broken", [])  # before its first evaluation
+    assert compare_runs([broken, classifier]).groups[0].results[0].name == "a"
+
+
+def test_names_leave_out_the_folders_that_all_runs_have_in_common(make):
+    runs = [make("x/a/run", [0.9]), make("x/b/run", [0.8])]
+    assert [x.name for x in compare_runs(runs).groups] == ["a/run", "b/run"]
+    assert compare_runs(runs[:1]).groups[0].name == str(runs[0])
+
+
 def test_the_command_prints_a_table_of_a_folder_of_runs_or_json(make, tmp_path, capsys):
-    of_seeds(make, "a", [0.9])
+    of_seeds(make, "a", [0.92, 0.9])
     of_seeds(make, "b", [0.8])
     assert main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80 + len(str(tmp_path))
+    assert max(map(len, lines)) <= 80
     lines = lines[lines.index("") - 1 :]
     assert lines[2].split() == ["run", "accuracy", "step", "last", "step", "s"]
-    assert lines[3].split() == [str(tmp_path / "a0"), "0.9", "1", "0.9", "0.1"]
+    assert lines[3].split() == ["a0", "0.92", "1", "0.92", "0.1"]
     assert lines[4] == "  seed=0  optimizer.learning_rate=0.001"
+    assert lines[7] == "  mean of 2 seeds: 0.91 +- 0.01 (standard error)"
     assert main([str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["differing"] == ["optimizer.learning_rate"]
-    assert [group["mean"] for group in told["groups"]] == [0.9, 0.8]
+    assert [group["mean"] for group in told["groups"]] == [0.91, 0.8]
     assert main([str(tmp_path / "none")]) == 2
