@@ -46,6 +46,7 @@ examples:
   python -m jddp.train train.num_steps=20 run.dir=runs/try
   python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
   python -m jddp.train --config my.yaml model.target=my_models:Net --dry-run
+  python -m jddp.train --sweep seed=0,1,2 optimizer.learning_rate=1e-3,3e-3
 Run the same command again to resume from the last checkpoint.
 """
 
@@ -64,6 +65,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.help_keys:
         print(describe_keys(Config))
         return ExitCode.DONE
+    if arguments.sweep:
+        from jddp.commands.sweeping import run_sweep
+
+        return run_sweep(arguments)
     started = time.monotonic()
     config, name = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
@@ -128,6 +133,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--dry-run", action="store_true", help="compile, and print the memory of a run")
     add("--print-config", action="store_true", help="print the resolved config")
+    sweep = "train each combination of these values in turn, and compare the runs"
+    add("--sweep", nargs="+", metavar="key.path=a,b", help=sweep)
+    add("--yes", action="store_true", help="begin a sweep of many runs without a question")
     add("--help-keys", action="store_true", help="print every key, its default and its meaning")
     return parser.parse_intermixed_args(argv)
 

@@ -28,8 +28,8 @@ class RecordedRun:
     """What a run has left in its directory.
 
     Attributes:
-      name: Its directory, without the folders that all runs have in common.
-      path: Its directory.
+      name: The directory, without the folders that all runs have in common.
+      path: The whole directory.
       settings: The config by dotted keys; {} for a run of `jddp.fit`.
       records: The records of training and evaluation, in order.
     """
@@ -56,8 +56,8 @@ class RunResult:
     """The result of one run.
 
     Attributes:
-      name: Its directory, without the folders that all runs have in common.
-      path: Its directory.
+      name: The directory, without the folders that all runs have in common.
+      path: The whole directory.
       settings: The config by dotted keys; {} for a run of `jddp.fit`.
       best: The best value of the metric in an evaluation; None without a number.
       step: The step of that evaluation.
