@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jddp.inspection.memory import memory as memory
     from jddp.inspection.norms import diagnose as diagnose
     from jddp.job.job import train as train
+    from jddp.job.objective import objective as objective
     from jddp.launcher.supervisor import launch as launch
     from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
     from jddp.modules.functional import sync_batch_norm as sync_batch_norm
@@ -85,6 +86,7 @@ _HOMES = {
     "fit": "trainer.fit",
     "launch": "launcher.supervisor",
     "memory": "inspection.memory",
+    "objective": "job.objective",
     "open_run": "runs.opened",
     "powersgd": "reduce.powersgd",
     "register_batch_norm": "modules.batch_norm",

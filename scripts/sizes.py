@@ -119,7 +119,7 @@ def named(modules: structure.Modules, lines: dict[str, set[int]]) -> list[Figure
         Figure("options of DataParallel", options, 14, 16),
         Figure("options of fit", fit, 16, 16),
         Figure("public members of DataParallel", members, 14, 14),
-        Figure("public names", len(public), 40, 40),
+        Figure("public names", len(public), 41, 40),
         Figure("isinstance on a part", len(parts), 0, 0, ", ".join(parts)),
         Figure("effects at import", len(effects), 0, 0, ", ".join(effects)),
     ]

@@ -176,7 +176,7 @@ def test_python_blocks_that_no_test_runs_are_in_one_page():
     """It quotes the code, which a test compares."""
     pages = {path.stem for path in ROOT.glob("docs/**/*.md") if "```python" in path.read_text()}
     pages -= {"python"}  # See test_docs.py.
-    run = {"pytorch", "jax", "data", "howto", "launch", "tutorial", *MODELS, *MODES}
+    run = {"pytorch", "jax", "data", "howto", "launch", "tutorial", "sweeps", *MODELS, *MODES}
     assert pages - run == {"life_of_a_gradient"}
 
 
@@ -227,6 +227,20 @@ def test_the_program_and_the_config_of_the_tutorial_run(tmp_path):
     assert accuracy(printed) > 0.8
     command = [sys.executable, "-m", "jddp.train", "--config", "my.yaml", "train.num_steps=3"]
     subprocess.run(command, cwd=tmp_path, env=environment(), check=True)
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_on_sweeps_runs_its_trials(tmp_path):
+    job = {
+        "model": {"name": "mlp"},
+        "data": {"global_batch_size": 1000},
+        "mesh": {"num_devices": 2},
+    }
+    (tmp_path / "a.yaml").write_text(json.dumps(job | {"train": {"num_steps": 4}}))
+    printed = run_page("sweeps", lambda block: True, tmp_path)
+    assert "{'learning_rate': 0." in printed
+    (study,) = (tmp_path / "runs" / "a").iterdir()
+    assert len([*study.iterdir()]) == 10
 
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]

@@ -1,0 +1,102 @@
+"""Optuna searches the keys of a config: it suggests values, and prunes trials."""
+
+import json
+import math
+from pathlib import Path
+
+import optuna
+import pytest
+from runs import free_port, records
+from workers.search import config, search, suggest
+from workers.start import run_module
+
+import jddp
+from jddp.distributed.identity import VARIABLES
+from jddp.errors import ConfigError, UsageError
+
+pytestmark = pytest.mark.usefixtures("started_devices")
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+def objective(folder, **options):
+    return jddp.objective(config(folder), suggest, metric="loss", **options)
+
+
+def test_a_trial_trains_with_suggested_values_and_has_the_value_of_its_best_evaluation(tmp_path):
+    study = optuna.create_study(study_name="a b")
+    study.optimize(objective(tmp_path), n_trials=2)
+    for number, trial in enumerate(study.trials):
+        folder = tmp_path / "a_b" / f"trial-{number}"
+        assert trial.user_attrs == {"run_dir": str(folder)}
+        losses = {x["step"]: x["loss"] for x in records(folder) if x["split"] == "eval"}
+        assert trial.intermediate_values == losses
+        assert trial.value == min(losses.values())
+        run = jddp.open_run(folder, trust="config")
+        assert run.config["optimizer"]["learning_rate"] == trial.params["rate"]
+
+
+def test_a_pruned_trial_ends_at_the_evaluation_that_decided(tmp_path):
+    trials = search(tmp_path, 0)
+    assert [x["state"] for x in trials] == ["COMPLETE", "PRUNED"] * 2
+    steps = [records(Path(x["run_dir"]))[-1]["step"] for x in trials]
+    assert steps == [6, 4] * 2
+
+
+def test_a_trial_whose_numbers_go_wrong_fails_and_the_study_continues(tmp_path):
+    study = optuna.create_study()
+    study.enqueue_trial({"rate": 1e30})
+    study.enqueue_trial({"rate": 0.1})
+
+    def wide(trial):
+        return {"optimizer.learning_rate": trial.suggest_float("rate", 1e-3, 1e30)}
+
+    study.optimize(jddp.objective(config(tmp_path), wide, metric="loss"), n_trials=2)
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
+
+
+def test_other_keys_are_those_of_all_trials_and_a_config_without_a_directory_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    study = optuna.create_study()
+    one = jddp.objective(
+        config("x"), suggest, metric="loss", **{"train.num_steps": 2, "run.dir": None}
+    )
+    study.optimize(one, n_trials=1)
+    assert [*study.trials[0].intermediate_values] == [2]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_mistakes_are_reported_before_a_step(tmp_path):
+    with pytest.raises(ConfigError, match="unknown key 'seeed'. Did you mean 'seed'"):
+        objective(tmp_path, seeed=1)
+    study = optuna.create_study(direction="maximize")
+    with pytest.raises(UsageError, match="maximizes 'loss'.*direction='minimize'"):
+        study.optimize(objective(tmp_path), n_trials=1)
+    with pytest.raises(UsageError, match="The study has 2 directions"):
+        optuna.create_study(directions=["minimize"] * 2).optimize(objective(tmp_path), n_trials=1)
+    with pytest.raises(ConfigError, match=r"objective\(metric=\) watches 'los', .*mean 'loss'"):
+        optuna.create_study().optimize(
+            jddp.objective(config(tmp_path), suggest, metric="los"), n_trials=1
+        )
+
+
+def test_each_of_several_processes_is_to_optimize_by_the_objective(tmp_path, monkeypatch):
+    for name, value in zip(VARIABLES, ("127.0.0.1:1", "2", "0"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"call objective.optimize\(study, n_trials=...\) on each"):
+        optuna.create_study().optimize(objective(tmp_path), n_trials=1)
+
+
+@pytest.mark.processes
+def test_two_processes_train_one_trial_as_one_process_does(tmp_path):
+    job = {VARIABLES[0]: f"127.0.0.1:{free_port()}", VARIABLES[1]: "2"}
+    jobs = [job | {VARIABLES[2]: str(process)} for process in range(2)]
+    run_module("workers.search", tmp_path, jobs, 240)
+    first, second = (json.loads((tmp_path / f"trials_{i}.json").read_text()) for i in range(2))
+    assert second == []
+    alone = search(tmp_path / "alone", 0)
+    assert [(x["state"], x["rate"]) for x in first] == [(x["state"], x["rate"]) for x in alone]
+    for one, two in zip(alone, first, strict=True):
+        assert math.isclose(one["value"], two["value"], rel_tol=1e-5)
+        assert len(records(Path(two["run_dir"]))) == len(records(Path(one["run_dir"])))
