@@ -26,6 +26,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
       ConfigError: If a key or a value is wrong, before the first run.
       UsageError: If this is one of several processes, or nobody agrees to very many runs.
     """
+    if arguments.find_rate:
+        raise UsageError("--sweep and --find-rate exclude each other. Find the rate first.")
     _refuse_job()
     sweep = Sweep.parse(arguments.sweep)
     files, overrides = arguments.config, arguments.overrides

@@ -77,10 +77,11 @@ def _run(arguments: argparse.Namespace) -> int:
     add_flag(os.environ)
     if arguments.dry_run:
         share_gpus()  # with a job that may run there
-    else:  # a dry run writes nothing
-        from jddp.trainer.reports.run_directory import RunDirectory
+    else:
+        if not arguments.find_rate:  # which leaves no run
+            from jddp.trainer.reports.run_directory import RunDirectory
 
-        RunDirectory(config.run.dir or "", is_writer=True).check_usable()
+            RunDirectory(config.run.dir or "", is_writer=True).check_usable()
         _turn_on_cache()
     from jddp.distributed.failure import owned_process
     from jddp.distributed.join import initialize
@@ -89,6 +90,8 @@ def _run(arguments: argparse.Namespace) -> int:
     initialize(identity)
     detected = str(identity) if identity.source else ""
     with owned_process():
+        if arguments.find_rate:
+            return _find_rate(config, is_writer=identity.process_id == 0)
         return _train(config, name, detected, is_dry_run=arguments.dry_run, started=started)
 
 
@@ -122,6 +125,15 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
     return ExitCode.DONE
 
 
+def _find_rate(config: Config, *, is_writer: bool) -> int:
+    from jddp.job.range_test import find_rate
+
+    found = find_rate(config)
+    if is_writer:
+        show(f"\n{found}")
+    return ExitCode.DONE
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m jddp.train",
@@ -131,7 +143,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_config_arguments(parser)
     add = parser.add_argument
-    add("--dry-run", action="store_true", help="compile, and print the memory of a run")
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--dry-run", action="store_true", help="compile, and print the memory of a run")
+    rates = "take 100 steps at rising learning rates, and suggest one"
+    either("--find-rate", action="store_true", help=rates)
     add("--print-config", action="store_true", help="print the resolved config")
     sweep = "train each combination of these values in turn, and compare the runs"
     add("--sweep", nargs="+", metavar="key.path=a,b", help=sweep)

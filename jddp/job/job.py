@@ -144,9 +144,7 @@ class Job:
         stop = config.train.stop
         stopping = [] if stop.metric is None else [EarlyStopping(**stop.model_dump())]
         with contextlib.closing(self.train_batches()) as batches:
-            state = self._state_of_another(batches)
-            if state is None and config.model.init_from is not None:
-                state = self._init_from_weights
+            state = self.first_state(batches)
             plan = Plan(
                 num_steps=config.train.num_steps or steps_left(batches),
                 num_epochs=config.train.num_epochs,
@@ -171,6 +169,16 @@ class Job:
                 callbacks=[*keep_best, *stopping, *callbacks],
             )
             return start(self.ddp, batches, plan, state)
+
+    def first_state(self, batches: TrainBatches) -> Callable[[Batch], TrainState] | None:
+        """Function that makes the state of a new run from its first batch; None for `ddp.init`.
+
+        The batches are moved to the position of the run that it starts from.
+        """
+        state = self._state_of_another(batches)
+        if state is None and self.config.model.init_from is not None:
+            return self._init_from_weights
+        return state
 
     def _init_from_weights(self, batch: Batch) -> TrainState:
         """The first state, whose parameters are read from a file or a run."""
