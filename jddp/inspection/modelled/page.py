@@ -9,6 +9,7 @@ from string import Template
 
 import jax
 
+from jddp.html.pages import make_page, table
 from jddp.inspection.modelled.links import START_SECONDS
 from jddp.inspection.modelled.picture import drawing, hue
 from jddp.inspection.modelled.prediction import Prediction
@@ -16,46 +17,28 @@ from jddp.inspection.modelled.scaling import MEASURED_ERROR, ScaledStep
 from jddp.inspection.modelled.timeline import in_gb, in_mb, in_ms
 from jddp.inspection.modelled.transfer_groups import TransferGroup
 
-_PAGE = Template("""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>A modelled step on $target</title>
-<style>
-:root { color-scheme: light dark }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 1.2em auto; max-width: 1100px;
-  padding: 0 1em; color: #222; background: #fff }
-h1 { font-size: 1.25em; line-height: 1.3 } h2 { font-size: 1.05em; margin-top: 1.6em }
-.note { color: #666 } .wide { overflow-x: auto } .wide svg { display: block; min-width: 900px }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .2em .7em .2em 0; text-align: left; vertical-align: top; white-space: nowrap }
-.figures td:first-child { white-space: normal }
-td.name { white-space: normal; overflow-wrap: anywhere; min-width: 14em }
-td.number, th.number { text-align: right } tr { border-bottom: 1px solid #8884 }
+_STYLE = """
+.wide svg { display: block; min-width: 900px } .figures td:first-child { white-space: normal }
 i.swatch { display: inline-block; width: .8em; height: .8em; margin-right: .4em;
   background: hsl(var(--h) 60% 46%) }
 i.other { background: #888 }
-* { print-color-adjust: exact; -webkit-print-color-adjust: exact }
 @media (prefers-color-scheme: dark) { @media screen {
-  body { color: #ddd; background: #161819 } .note { color: #999 }
   i.swatch { background: hsl(var(--h) 55% 62%) } i.other { background: #888 }
 } }
-@media print { body { font-size: 10px; max-width: none } .wide svg { min-width: 0 }
-  tr { break-inside: avoid } }
-</style></head><body>
-<h1>$verdict</h1>
+@media print { .wide svg { min-width: 0 } }
+"""
+_BODY = Template("""<h1>$verdict</h1>
 <p class="note">Modelled, not measured: the order is XLA's for $target (jax $jax), the times are
 computed from the assumptions below. Point at a bucket for its figures.</p>
 <div class="wide">$drawing</div>
 <h2>The step</h2><div class="figures">$figures</div>
 $scaling<h2>What is sent</h2><div class="wide">$sent</div>
-<h2>What is assumed</h2><div class="wide">$assumed</div>
-</body></html>
-""")
+<h2>What is assumed</h2><div class="wide">$assumed</div>""")
 
 
 def draw_page(prediction: Prediction) -> str:
     """Returns the picture of a modelled step, with its tables, as one page of HTML."""
-    return _PAGE.substitute(
+    body = _BODY.substitute(
         target=escape(str(prediction.target)),
         jax=jax.__version__,
         verdict=escape(prediction.verdict),
@@ -65,6 +48,7 @@ def draw_page(prediction: Prediction) -> str:
         sent=_sent(prediction.groups),
         assumed=_assumed(prediction),
     )
+    return make_page(f"A modelled step on {prediction.target}", body, style=_STYLE)
 
 
 def _figures(prediction: Prediction) -> str:
@@ -77,7 +61,7 @@ def _figures(prediction: Prediction) -> str:
         ["sent by each GPU", f"{in_mb(prediction.sent_bytes)} MB"],
         ["memory of a GPU", f"{memory.total / 1e9:.1f} of {memory.limit / 1e9:.1f} GB"],
     ]
-    return _table(["modelled", ""], rows, numbers={1})
+    return table(["modelled", ""], rows, numbers={1})
 
 
 def _scaling(scaled: Sequence[ScaledStep]) -> str:
@@ -93,9 +77,9 @@ def _scaling(scaled: Sequence[ScaledStep]) -> str:
     ]
     if not rows:
         return ""
-    table = _table(["GPUs", "step", "waits", "efficiency", "program"], rows, numbers={0, 1, 2, 3})
+    scales = table(["GPUs", "step", "waits", "efficiency", "program"], rows, numbers={0, 1, 2, 3})
     note = f'<p class="note">As many rows on each GPU. Modelled: {MEASURED_ERROR}.</p>'
-    return f'<h2>Weak scaling</h2>{note}<div class="wide">{table}</div>\n'
+    return f'<h2>Weak scaling</h2>{note}<div class="wide">{scales}</div>\n'
 
 
 def _sent(groups: Sequence[TransferGroup]) -> str:
@@ -112,7 +96,7 @@ def _sent(groups: Sequence[TransferGroup]) -> str:
     moved = [in_mb(sum(x.sent_bytes for x in groups)), in_mb(sum(x.host_bytes for x in groups))]
     waited = in_ms(sum(x.waited_seconds for x in groups))
     total = ["sum", "", in_mb(sum(x.bytes for x in groups)), *[""] * 5, *moved, "", "", waited]
-    return _table(head, [*rows, total], numbers={2, 5, *range(7, 13)})
+    return table(head, [*rows, total], numbers={2, 5, *range(7, 13)})
 
 
 def _assumed(prediction: Prediction) -> str:
@@ -135,15 +119,4 @@ def _assumed(prediction: Prediction) -> str:
     starts = ", ".join(f"{1e6 * x:g} us" for x in START_SECONDS.values())
     rows.append(["start", "", starts, "of a collective, NCCL: Simple, LL"])
     rows = [[escape(x) for x in row] for row in rows]
-    return _table(["", "rate", "latency", "source"], rows, numbers={1, 2})
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: set[int]) -> str:
-    """A table; columns of names may break, columns of numbers are aligned."""
-
-    def row(tag: str, cells: Sequence[str]) -> str:
-        kinds = ["number" if i in numbers else "name" if i == 1 else "" for i in range(len(cells))]
-        made = (f'<{tag} class="{kind}">{x}</{tag}>' for kind, x in zip(kinds, cells, strict=True))
-        return f"<tr>{''.join(made)}</tr>\n"
-
-    return f"<table>\n{row('th', head)}{''.join(row('td', x) for x in rows)}</table>"
+    return table(["", "rate", "latency", "source"], rows, numbers={1, 2})

@@ -1,6 +1,6 @@
-"""HTML for notebooks: the text of a terminal, in columns.
+"""HTML: text in notebooks, and pages of one file, with charts.
 
-    class Plan(Shown): ...        # has `__repr__` or `__str__`
+    class Plan(Shown): ...        # has `__repr__` or `__str__`: in a notebook, its columns
 
 A page that is exported from a notebook may give `<pre>` a proportional font, in which columns are
 lost. So the element itself has the font, which the page's style sheets do not override.
