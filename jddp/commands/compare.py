@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
-from jddp.errors import show
+from jddp.errors import file_errors, show
 from jddp.names.directions import MODES
 
 
@@ -22,12 +22,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--metric", help="metric of the evaluations; by default checkpoint.best_metric")
     add("--mode", choices=MODES, default="auto", help="what is better; auto: by the name")
     add("--json", action="store_true", help="print one line of JSON instead")
+    add("--html", type=expand, metavar="FILE", help="write a page with curves, too")
     return run_command(lambda: _compare(**vars(parser.parse_args(argv))))
 
 
-def _compare(*, runs: list[Path], metric: str | None, mode: str, json: bool) -> None:
+def _compare(
+    *, runs: list[Path], metric: str | None, mode: str, json: bool, html: Path | None
+) -> None:
     from jddp.runs.comparison import compare_runs
-    from jddp.runs.results import find_runs
+    from jddp.runs.comparison_page import comparison_page
+    from jddp.runs.results import find_runs, read_runs
 
-    found = compare_runs(find_runs(runs), metric, mode)
+    recorded = read_runs(find_runs(runs))
+    found = compare_runs(recorded, metric, mode)
+    if html is not None:
+        with file_errors(f"--html {html} cannot be written"):
+            html.write_text(comparison_page(found, recorded), encoding="utf-8")
     show(dumps(found.as_json()) if json else str(found))

@@ -13,7 +13,7 @@ from jddp.errors import Error, ExitCode, UsageError, report, show
 from jddp.job.sweep import Sweep
 from jddp.names import few
 from jddp.runs.comparison import compare_runs
-from jddp.runs.results import is_run
+from jddp.runs.results import is_run, read_runs
 from jddp.runs.sweep_folder import STOPPED, SweepFolder
 
 MOST = 100  # runs that are begun without a question
@@ -73,7 +73,7 @@ def _ask(num_runs: int, folder: Path) -> None:
 
 def _compare(runs: Sequence[Path]) -> None:
     try:
-        show(f"\n{compare_runs([*filter(is_run, runs)])}")
+        show(f"\n{compare_runs(read_runs([*filter(is_run, runs)]))}")
     except Error as error:  # such as runs that have failed before an evaluation
         report(error.in_shell)
 

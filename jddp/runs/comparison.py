@@ -1,6 +1,6 @@
 """Compares the results of runs: which is better, by how much, and what differs.
 
-    print(compare_runs(find_runs([Path("runs/a"), Path("runs/b")])))
+    print(compare_runs(read_runs([Path("runs/a"), Path("runs/b")])))
 
 Runs whose settings differ by the seed alone are a group, with a mean and a spread.
 """
@@ -11,11 +11,10 @@ import math
 import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from jddp.config.effects import effect_of, in_effect
 from jddp.names.directions import choose_mode
-from jddp.runs.results import RunResult, choose_metric, read_runs, result_of
+from jddp.runs.results import RecordedRun, RunResult, choose_metric, result_of
 from jddp.trainer.reports.progress import COLUMNS
 from jddp.typing import JsonObject
 
@@ -84,7 +83,7 @@ class ComparedRuns:
         if not first.values:
             return f"No evaluation of these runs has a number for {self.metric!r}."
         if not others or not others[0].values:
-            return f"{self.metric} is {_with_error(first.mean, first.variance)}: {first.name}."
+            return f"{self.metric} is {with_error(first.mean, first.variance)}: {first.name}."
         second = others[0]
         difference = abs(first.mean - second.mean)
         if first.variance is None or second.variance is None:
@@ -92,7 +91,7 @@ class ComparedRuns:
             said += "one seed does not show how much of that is chance"
         else:
             error = math.sqrt(first.variance + second.variance)
-            by = f"{_with_error(difference, error**2)} {self.metric}"
+            by = f"{with_error(difference, error**2)} {self.metric}"
             said = f"{first.name} is better than {second.name} by {by}"
             if difference <= CLEAR * error:
                 said = f"{first.name} and {second.name} are equal within their spread: "
@@ -117,20 +116,22 @@ class ComparedRuns:
             "verdict": self.verdict,
             "metric": self.metric,
             "mode": self.mode,
-            "differing": differing(self._results()),
+            "differing": differing(self.results),
             "groups": [
                 {"mean": None if math.isnan(x.mean) else x.mean, **dataclasses.asdict(x)}
                 for x in self.groups
             ],
         }
 
-    def _results(self) -> list[RunResult]:
+    @property
+    def results(self) -> list[RunResult]:
+        """The results of all runs, those of the best group first."""
         return [*itertools.chain.from_iterable(group.results for group in self.groups)]
 
     def __str__(self) -> str:
         """The verdict, and a row for each run with the settings in which it differs below."""
-        keys = ["seed", *differing(self._results())]
-        width = max(3, *(len(x.name) for x in self._results()))
+        keys = ["seed", *differing(self.results)]
+        width = max(3, *(len(x.name) for x in self.results))
         return "\n".join(
             [
                 *textwrap.wrap(self.verdict, COLUMNS - 1, break_on_hyphens=False),
@@ -142,26 +143,24 @@ class ComparedRuns:
 
 
 def compare_runs(
-    runs: Sequence[Path], metric: str | None = None, mode: str = "auto"
+    runs: Sequence[RecordedRun], metric: str | None = None, mode: str = "auto"
 ) -> ComparedRuns:
     """Compares runs by their best evaluations.
 
     Args:
-      runs: Their directories.
+      runs: What they have recorded.
       metric: Metric of the evaluations; by default that of `checkpoint.best_metric`, or else
         accuracy or loss, if all runs have it.
       mode: Whether "max" or "min" is better; "auto" goes by the metric's name.
 
     Raises:
       UsageError: If no run has evaluations of the metric, or none is given and none in common.
-      ConfigError: If a config cannot be read, or it is not known what is better.
-      FileSystemError: If records cannot be read.
+      ConfigError: If it is not known what is better.
     """
-    recorded = read_runs(runs)
-    metric = choose_metric(recorded, metric)
+    metric = choose_metric(runs, metric)
     mode = choose_mode(metric, mode, key="--mode")
     groups = dict[str, list[RunResult]]()
-    for number, run in enumerate(recorded):
+    for number, run in enumerate(runs):
         same = {key: value for key, value in in_effect(run.settings).items() if _counts(key)}
         key = str(sorted(same.items())) if same else f"run {number}"
         groups.setdefault(key, []).append(result_of(run, metric, mode))
@@ -186,18 +185,20 @@ def _counts(key: str) -> bool:
 def _rows(group: Seeds, keys: Sequence[str], width: int) -> Iterator[str]:
     for x in group.results:
         step = "-" if x.step is None else f"{x.step:,}"
-        numbers = f"{_number(x.best):>10} {step:>8} {_number(x.last):>9}"
-        yield f"{x.name:<{width}}  {numbers} {_number(x.step_seconds, digits=3):>8}"
-        shown = "  ".join(f"{key}={x.settings[key]}" for key in keys if key in x.settings)
-        yield from textwrap.wrap(shown, COLUMNS - 3, initial_indent="  ", subsequent_indent="  ")
+        numbers = f"{cell(x.best):>10} {step:>8} {cell(x.last):>9}"
+        yield f"{x.name:<{width}}  {numbers} {cell(x.step_seconds, digits=3):>8}"
+        differs = "  ".join(f"{key}={x.settings[key]}" for key in keys if key in x.settings)
+        yield from textwrap.wrap(differs, COLUMNS - 3, initial_indent="  ", subsequent_indent="  ")
     if group.variance is not None:
-        mean = _with_error(group.mean, group.variance)
+        mean = with_error(group.mean, group.variance)
         yield f"  mean of {len(group.values)} seeds: {mean} (standard error)"
 
 
-def _with_error(value: float, variance: float | None) -> str:
+def with_error(value: float, variance: float | None) -> str:
+    """A value with its standard error, which is the root of a variance."""
     return f"{value:.4g}" if variance is None else f"{value:.4g} +- {math.sqrt(variance):.2g}"
 
 
-def _number(value: float | None, digits: int = 4) -> str:
+def cell(value: float | None, digits: int = 4) -> str:
+    """A number for a table."""
     return "-" if value is None else f"{value:.{digits}g}"

@@ -7,7 +7,13 @@ import pytest
 from jddp.commands.compare import main
 from jddp.errors import ConfigError, UsageError
 from jddp.runs.comparison import compare_runs
-from jddp.runs.results import find_runs
+from jddp.runs.comparison_page import comparison_page
+from jddp.runs.results import find_runs, read_runs
+
+
+def compare(paths, *options):
+    return compare_runs(read_runs(paths), *options)
+
 
 RATES = {"a": 0.001, "b": 0.003}
 
@@ -46,7 +52,7 @@ def test_the_better_of_two_configs_is_named_with_its_error_over_seeds_its_time_a
         *of_seeds(make, "a", [0.900, 0.904, 0.902]),
         *of_seeds(make, "b", [0.910, 0.914, 0.912], seconds=0.108),
     ]
-    found = compare_runs(runs)
+    found = compare(runs)
     b, a = found.groups
     assert (found.metric, found.mode) == ("accuracy", "max")
     assert [x.path for x in b.results] == [str(x) for x in runs[3:]]
@@ -61,29 +67,29 @@ def test_what_chance_may_have_made_is_not_called_better(make):
     runs = [*of_seeds(make, "a", [0.90, 0.92]), *of_seeds(make, "b", [0.91, 0.92])]
     assert (
         "are equal within their spread: they differ by 0.005 +- 0.011 accuracy"
-        in compare_runs(runs).verdict
+        in compare(runs).verdict
     )
-    one_of_each = compare_runs([runs[0], runs[2]]).verdict
+    one_of_each = compare([runs[0], runs[2]]).verdict
     assert "one seed does not show how much of that is chance" in one_of_each
 
 
 def test_a_smaller_loss_is_better_and_numbers_that_are_none_are_left_out(make):
     worse, better = make("worse", [1.0, 0.9], metric="loss"), make("c", [0.8, None], metric="loss")
-    found = compare_runs([worse, better])
+    found = compare([worse, better])
     assert (found.mode, found.groups[0].results[0].path) == ("min", str(better))
     assert (found.groups[0].results[0].step, found.groups[0].results[0].last) == (1, 0.8)
-    assert compare_runs([better]).verdict == f"loss is 0.8: {better}."
+    assert compare([better]).verdict == f"loss is 0.8: {better}."
 
 
 def test_what_cannot_be_compared_is_refused_in_one_line(make, tmp_path):
     run = make("run", [0.5], metric="oddness")
     with pytest.raises(UsageError, match=r"No evaluation .* 'auc'. They have oddness\."):
-        compare_runs([run], "auc")
+        compare([run], "auc")
     with pytest.raises(UsageError, match=r"no accuracy or loss in common: .*run .oddness"):
-        compare_runs([run])
+        compare([run])
     with pytest.raises(ConfigError, match="--mode 'auto': the name 'oddness' does not show"):
-        compare_runs([run], "oddness")
-    assert compare_runs([run], "oddness", "min").groups[0].mean == 0.5
+        compare([run], "oddness")
+    assert compare([run], "oddness", "min").groups[0].mean == 0.5
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="empty holds no metrics.jsonl, and no run"):
         find_runs([tmp_path / "empty"])
@@ -92,21 +98,21 @@ def test_what_cannot_be_compared_is_refused_in_one_line(make, tmp_path):
 def test_runs_are_compared_by_a_metric_that_all_of_them_have(make):
     classifier, other = make("a", [0.9]), make("b", [0.5], metric="perplexity")
     with pytest.raises(UsageError) as error:
-        compare_runs([classifier, other])
+        compare([classifier, other])
     assert str(error.value) == (
         "These runs have no accuracy or loss in common: a (accuracy), b (perplexity). Give "
         "--metric."
     )
-    found = compare_runs([classifier, other], "perplexity")
+    found = compare([classifier, other], "perplexity")
     assert [x.results[0].name for x in found.groups] == ["b", "a"]
     broken = make("broken", [])  # before its first evaluation
-    assert compare_runs([broken, classifier]).groups[0].results[0].name == "a"
+    assert compare([broken, classifier]).groups[0].results[0].name == "a"
 
 
 def test_names_leave_out_the_folders_that_all_runs_have_in_common(make):
     runs = [make("x/a/run", [0.9]), make("x/b/run", [0.8])]
-    assert [x.name for x in compare_runs(runs).groups] == ["a/run", "b/run"]
-    assert compare_runs(runs[:1]).groups[0].name == str(runs[0])
+    assert [x.name for x in compare(runs).groups] == ["a/run", "b/run"]
+    assert compare(runs[:1]).groups[0].name == str(runs[0])
 
 
 def test_the_command_prints_a_table_of_a_folder_of_runs_or_json(make, tmp_path, capsys):
@@ -125,3 +131,30 @@ def test_the_command_prints_a_table_of_a_folder_of_runs_or_json(make, tmp_path, 
     assert told["differing"] == ["optimizer.learning_rate"]
     assert [group["mean"] for group in told["groups"]] == [0.91, 0.8]
     assert main([str(tmp_path / "none")]) == 2
+
+
+def test_the_page_has_the_verdict_a_table_and_the_curves_over_each_other(make, tmp_path, capsys):
+    of_seeds(make, "a", [0.92, 0.9])
+    make("<b>", [0.5, 0.8])
+    html = tmp_path / "page.html"
+    assert main([str(tmp_path), "--html", str(html)]) == 0
+    text = html.read_text()
+    assert "<h1>a0 (2 seeds) is better than &lt;b&gt;" in text
+    assert "<b>0.91 +- 0.01</b>" in text
+    assert text.count('<figure class="chart curves">') == 2  # accuracy, and the training loss
+    assert '"name": "a1"' in text or "a1" in text.partition("<figure")[2]
+    assert "http" not in text.replace("http://www.w3.org", "")
+    assert main([str(tmp_path), "--html", str(tmp_path / "none" / "page.html")]) == 74
+
+
+def test_the_page_draws_the_curves_of_a_few_of_many_runs(make):
+    runs = read_runs([make(f"run{i:02}", [i / 100]) for i in range(20)])
+    text = comparison_page(compare_runs(runs), runs)
+    assert "Curves of the best 8 of 20 runs." in text
+    assert text.count("run19") > 1
+    assert text.count("run00") == 1
+
+
+def test_values_that_are_not_finite_are_left_out_of_the_curves(make):
+    runs = read_runs([make("a", [0.5, None, 0.7]), make("broken", [])])
+    assert "0.7" in comparison_page(compare_runs(runs), runs)
