@@ -40,9 +40,9 @@ class Seeds:
 
     @property
     def name(self) -> str:
-        """The name of the first run, and the number of runs."""
-        first, num = self.results[0].name, len(self.results)
-        return first if num == 1 else f"{first} ({num} seeds)"
+        """The name of the run; or what the names have in common, and the number of runs."""
+        names = [x.name for x in self.results]
+        return names[0] if len(names) == 1 else f"{_pattern(names)} ({len(names)} seeds)"
 
     @property
     def mean(self) -> float:
@@ -180,6 +180,19 @@ def differing(results: Sequence[RunResult]) -> list[str]:
 def _counts(key: str) -> bool:
     """Whether runs with other values of a key are other runs."""
     return key not in NO_SETTINGS and effect_of(key) != "none"
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """The first and the last characters that all names have, with "*" for the others."""
+    first = _beginning(names)
+    last = _beginning([name[len(first) :][::-1] for name in names])[::-1]
+    return f"{first}*{last}"
+
+
+def _beginning(texts: Sequence[str]) -> str:
+    """The characters with which all texts begin."""
+    each = zip(*texts, strict=False)
+    return "".join(x[0] for x in itertools.takewhile(lambda x: len(set(x)) == 1, each))
 
 
 def _rows(group: Seeds, keys: Sequence[str], width: int) -> Iterator[str]:

@@ -60,7 +60,7 @@ def test_the_better_of_two_configs_is_named_with_its_error_over_seeds_its_time_a
         f"{b.name} is better than {a.name} by 0.01 +- 0.0016 accuracy. Steps of the first take "
         "1.08 times as long. They differ in optimizer.learning_rate."
     )
-    assert (b.name, a.name) == ("b0 (3 seeds)", "a0 (3 seeds)")
+    assert (b.name, a.name) == ("b* (3 seeds)", "a* (3 seeds)")
 
 
 def test_what_chance_may_have_made_is_not_called_better(make):
@@ -133,13 +133,18 @@ def test_the_command_prints_a_table_of_a_folder_of_runs_or_json(make, tmp_path, 
     assert main([str(tmp_path / "none")]) == 2
 
 
+def test_seeds_are_named_by_what_their_names_have_in_common(make):
+    runs = [make(f"seed={seed},x=1", [0.9], seed=seed, rate=0.1) for seed in (8, 9, 10)]
+    assert compare(runs).groups[0].name == "seed=*,x=1 (3 seeds)"
+
+
 def test_the_page_has_the_verdict_a_table_and_the_curves_over_each_other(make, tmp_path, capsys):
     of_seeds(make, "a", [0.92, 0.9])
     make("<b>", [0.5, 0.8])
     html = tmp_path / "page.html"
     assert main([str(tmp_path), "--html", str(html)]) == 0
     text = html.read_text()
-    assert "<h1>a0 (2 seeds) is better than &lt;b&gt;" in text
+    assert "<h1>a* (2 seeds) is better than &lt;b&gt;" in text
     assert "<b>0.91 +- 0.01</b>" in text
     assert text.count('<figure class="chart curves">') == 2  # accuracy, and the training loss
     assert '"name": "a1"' in text or "a1" in text.partition("<figure")[2]
