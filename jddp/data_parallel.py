@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -298,7 +299,12 @@ class DataParallel(Shown):
         return self.steps.merged((chosen_params(state, params), state.model_state))
 
     def step(
-        self, state: TrainState, batch: Batch, constants: PyTree = None
+        self,
+        state: TrainState,
+        batch: Batch,
+        constants: PyTree = None,
+        *,
+        loss_limit: float | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step; returns at once, with results still being computed.
 
@@ -307,18 +313,21 @@ class DataParallel(Shown):
           batch: This process's rows, on the host or on devices. Where it is a dict with "mask",
             only entries with mask 1 count.
           constants: Argument of `loss_fn` of that name: never split, never differentiated.
+          loss_limit: Loss of the global batch above which the step changes nothing but counts, and
+            is counted in "skipped"; the same on every process. Other limits compile nothing again.
 
         Returns:
           The new state, and global means: "loss", the metrics of `loss_fn`, "count" (the valid
           loss entries), "grad_norm" (before clipping; with `LocalSteps` the mean of the replicas'
           own) where `max_grad_norm` is set, "skipped" (all steps skipped so far) where
-          `skip_nonfinite` is, and "loss_scale" (this step's) where that is dynamic.
+          `skip_nonfinite` or `loss_limit` is, and "loss_scale" (this step's) where that is dynamic.
 
         Raises:
           ConfigError: If the rows do not divide over the devices, or a shape is wrong.
           UsageError: If the state has already been given to a step.
         """
-        inputs = self.steps.inputs(self.shard_batch(batch), constants)
+        limit = None if loss_limit is None else np.float32(loss_limit)
+        inputs = self.steps.inputs(self.shard_batch(batch), constants)._replace(loss_limit=limit)
         self._check(state, inputs)
         return self._executor.send(self.steps.step_for(state, inputs), state, inputs)
 

@@ -43,8 +43,8 @@ Record = Mapping[str, Any]
 # The names in records that are jddp's own, and that no metric of a loss may have.
 RESERVED = (
     *("step", "split"),  # of each record
-    *("loss", "count", "examples", "grad_norm", "skipped", "loss_scale"),  # beside the metrics
-    *("learning_rate", "step_seconds", "data_wait_seconds", "examples_per_second"),  # of steps
+    *("loss", "count", "examples", "grad_norm", "skipped", "loss_scale", "spike"),  # of steps
+    *("learning_rate", "step_seconds", "data_wait_seconds", "examples_per_second"),
     *("tokens_per_second", "model_flops_per_second", "mfu"),
     *("peak_memory_bytes", "predicted_memory_bytes"),
 )

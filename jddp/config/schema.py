@@ -87,6 +87,11 @@ class TrainConfig(Section):
     max_consecutive_skips: int = option(
         10, "Steps skipped in a row (ddp.skip_nonfinite) that end the run.", "none", ge=1
     )
+    on_spike: Literal["warn", "skip"] | None = option(
+        "warn",
+        "Where the loss jumps: print a line, leave out the step's update too, or null.",
+        alike=("warn", None),
+    )
     profile_steps: list[int] | None = option(
         None, "First and last step of which a trace is kept, as [10,13]; or null.", "none"
     )

@@ -24,7 +24,7 @@ def option(
     description: str,
     effect: Effect = "numbers",
     *,
-    alike: Sequence[str] = (),
+    alike: Sequence[str | None] = (),
     **rules: Any,
 ) -> Any:
     """Declares a key of a config.

@@ -204,8 +204,8 @@ def _refuse_other_mesh(mesh: Mesh | AbstractMesh) -> None:
 
 
 def input_specs(mesh: Mesh) -> Inputs:
-    """Specs of the inputs of a step: rows split, constants on every device."""
-    return Inputs(P(axis_of(mesh)), P())
+    """Specs of the inputs of a step: rows split, all others on every device."""
+    return Inputs(P(axis_of(mesh)), P(), P())
 
 
 def _first_devices(num_devices: int) -> list[jax.Device]:

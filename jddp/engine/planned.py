@@ -105,7 +105,7 @@ class Plans:
     def micro_batch(self, inputs: Inputs) -> Inputs:
         """Shapes of the inputs of one micro-batch."""
         num_rows = self._rows.of_micro_batch(inputs.rows)
-        rows, constants = shapes_of(inputs)
+        rows, constants, _ = shapes_of(inputs)
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), rows)
         return Inputs(rows, constants)
 

@@ -203,10 +203,12 @@ class Inputs(NamedTuple):
     Attributes:
       rows: The batch, split over the replicas.
       constants: Constants of the loss, whole on every replica; None for none.
+      loss_limit: Loss above which the step changes nothing, a float32 scalar; None for no limit.
     """
 
     rows: Batch
     constants: PyTree = None
+    loss_limit: PyTree = None
 
 
 def enter(state: PyTree, layouts: PyTree) -> PyTree:

@@ -89,7 +89,8 @@ def make_step(
     spec = spec.placed(layouts.params)
 
     def step(state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
-        state, metrics = replica_step(spec, plan, spec.replicas.enter(state, layouts), inputs)
+        parts = dataclasses.replace(spec, guard=spec.guard.limited(inputs.loss_limit))
+        state, metrics = replica_step(parts, plan, spec.replicas.enter(state, layouts), inputs)
         return spec.replicas.leave(state, layouts), metrics
 
     placed = shardings(layouts, mesh)

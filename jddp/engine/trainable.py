@@ -90,8 +90,10 @@ class Trainable(Protocol):
     def shard_batch(self, batch: Batch) -> Batch:
         """Places this process's rows on its devices."""
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step; returns at once."""
+    def step(
+        self, state: TrainState, batch: Batch, *, loss_limit: float | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """Takes one optimizer step; returns at once. Only `on_spike="skip"` gives a limit."""
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Grads, Metrics]:
         """The gradients of a step, and its metrics."""

@@ -159,6 +159,7 @@ class Job:
                 checks=Checks(
                     replicas_every_steps=config.train.check_replicas_every_steps,
                     max_consecutive_skips=config.train.max_consecutive_skips,
+                    on_spike=config.train.on_spike,
                     limits=Limits(**config.watchdog.model_dump()),
                 ),
                 profile_steps=config.train.profile_steps,

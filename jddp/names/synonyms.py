@@ -42,6 +42,7 @@ jddp.Keep              checkpoint.keep_every_steps keep_every_steps
 jddp.Evaluation        train.eval_params       eval_params
 jddp.Checks            train.max_consecutive_skips max_consecutive_skips
 jddp.Checks            train.check_replicas_every_steps check_replicas_every_steps
+jddp.Checks            train.on_spike          on_spike spike_detection
 jddp.Checks            -                       same_batches limits
 fit.batches            -                       data train_dataset train_dataloader train_dataloaders
 fit.callbacks          -                       logger loggers report_to

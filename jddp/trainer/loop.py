@@ -38,6 +38,7 @@ from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.trainer.same_program import SameProgram
 from jddp.trainer.saving import LATEST, Saving
+from jddp.trainer.spikes import Spikes
 from jddp.trainer.throughput import measure
 from jddp.trainer.watching import settings_of, watching
 from jddp.typing import Batch, JsonObject
@@ -94,7 +95,9 @@ class Loop:
             self.run.step = int(state.step)
         self.saving = Saving(self.ddp, files, plan)
         folder = None if files is None else files.folder
-        self.numerics = Numerics(self.ddp, self.source, folder, plan.checks.max_consecutive_skips)
+        self.spikes = Spikes(plan.checks.on_spike, rows=_rows_command(plan, files))
+        most = plan.checks.max_consecutive_skips
+        self.numerics = Numerics(self.ddp, self.source, folder, most, self.spikes)
         self.reporter = Reporter(self.run, plan, files, self.numerics)
         self.replica_check = ReplicaCheck(plan.checks.replicas_every_steps)
         profiles = None if files is None else files.profile(jax.process_index())
@@ -155,7 +158,8 @@ class Loop:
             with self.reporter.clock.waiting():
                 batch = next(self.source)
             with self.profile.step(run.step + 1, run.state):
-                run.state, metrics = self.ddp.step(run.state, batch)
+                limit = self.spikes.limits(run.step + 1)
+                run.state, metrics = self.ddp.step(run.state, batch, **limit)
             run.step += 1
             self.replica_check.finish()
             self.replica_check.begin(run.step, run.state)
@@ -264,6 +268,7 @@ class Loop:
             "stopped": run.stopped,
             "early_stopping": settings_of(self.plan.callbacks),
             "skipped": self.numerics.kept,
+            "losses": self.spikes.kept,
             "world": self.ddp.steps.topology,
             "learning_rate": self.reporter.learning_rate(run.step),
             "program": None if self.program is None else self.program.kept,
@@ -271,3 +276,10 @@ class Loop:
         }
         self.saving.save(where, run.step, run.state, beside)
         call_each(self.plan.callbacks, lambda callback: callback.on_save(run))
+
+
+def _rows_command(plan: Plan, files: RunDirectory | None) -> str:
+    """The command that prints the examples of a step, without its number; "" for a run of `fit`."""
+    if files is None or plan.config is None:
+        return ""
+    return f"jddp data rows {files.where} --step"

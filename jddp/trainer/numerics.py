@@ -1,4 +1,4 @@
-"""Counts steps with NaN or infinity, and ends the run after too many in a row.
+"""Looks at the loss of each step: counts skipped ones, and ends the run after too many in a row.
 
 Diagnostics are written to the run directory. If such steps are skipped, state and norms are from
 before them; otherwise the state is not finite, and the norms show where.
@@ -28,9 +28,11 @@ from jddp.inspection.norms import Layers, diagnose
 from jddp.inspection.outputs import num_outputs
 from jddp.names import few
 from jddp.trainer.prefetch import Source
+from jddp.trainer.spikes import Spike, Spikes
 from jddp.typing import Batch, JsonObject, Metrics, Settings
 
 WAY_OUT = "Lower the learning rate, clip with max_grad_norm, or look at the data"
+NOT_FINITE = "loss, gradients or other state are not finite"
 LABELS = ("label", "labels", "target", "targets", "y", "tokens")
 SECONDS = 600.0  # for other processes to check their rows
 log = logging.getLogger("jddp")
@@ -52,14 +54,27 @@ class Sent(NamedTuple):
     position: JsonObject
 
 
+class Seen(NamedTuple):
+    """Findings about a step.
+
+    Attributes:
+      note: A sentence to print, or "".
+      fields: Fields for its record: "spike", in MADs, if its loss is one.
+    """
+
+    note: str
+    fields: dict[str, float]
+
+
 class Numerics:
-    """The check of every step for NaN and infinity.
+    """The check of every step for NaN, infinity and spikes.
 
     Args:
       ddp: A `jddp.DataParallel`, which takes the steps.
       source: The training batches.
       run_dir: Folder of the run, for the diagnostics; None keeps none.
       most: Number of skipped steps in a row that ends the run.
+      spikes: The losses so far, in which spikes are found.
 
     Attributes:
       skipped: Total number of skipped steps.
@@ -68,12 +83,18 @@ class Numerics:
     """
 
     def __init__(
-        self, ddp: Trainable, source: Source, run_dir: SameFolder | None, most: int
+        self,
+        ddp: Trainable,
+        source: Source,
+        run_dir: SameFolder | None,
+        most: int,
+        spikes: Spikes,
     ) -> None:
         self._ddp = ddp
         self._source = source
         self._run_dir = run_dir
         self._most = most
+        self._spikes = spikes
         self.skipped = self.in_a_row = 0
         self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
 
@@ -88,8 +109,8 @@ class Numerics:
         self.skipped = int(skipped)
         self.in_a_row = int(in_a_row)
 
-    def look(self, sent: Sent, state: TrainState) -> bool:
-        """Waits for a step; returns whether it is the first one skipped in a row.
+    def look(self, sent: Sent, state: TrainState) -> Seen:
+        """Waits for a step, and returns the findings about it.
 
         Args:
           sent: The step.
@@ -101,23 +122,35 @@ class Numerics:
         metrics = {"skipped": 0, "loss_scale": LEAST, **sent.metrics}
         values = [metrics[name] for name in ("loss", "skipped", "loss_scale")]
         loss, skipped, scale = map(float, jax.device_get(values))
+        spike = self._spikes.look(sent.step, loss)
         was_skipped = skipped > self.skipped
         self.skipped = int(skipped)
         # A step that is skipped because of other state leaves the loss scale as it was.
         is_same = scale == self._skipped_at
         self._skipped_at = scale if was_skipped else None
-        if was_skipped and math.isfinite(loss) and scale > LEAST and not is_same:
-            return False  # The loss scale is coming down; the forward pass was finite.
+        left_out = spike if self._spikes.skips else None
+        is_good = math.isfinite(loss) and left_out is None
+        if was_skipped and is_good and scale > LEAST and not is_same:
+            return self._seen(spike)  # The loss scale is coming down; the forward pass was finite.
         self.in_a_row = self.in_a_row + 1 if was_skipped else 0
         if self.in_a_row >= self._most or not (was_skipped or math.isfinite(loss)):
-            raise NumericsError(self._describe(sent, state, loss))
-        return self.in_a_row == 1
+            why = NOT_FINITE
+            if left_out is not None:
+                why = f"loss is far above the losses before, {left_out.median:.4g} in the median"
+            raise NumericsError(self._describe(sent, state, loss, why))
+        skipped_first = f"step {sent.step} is skipped: its {NOT_FINITE}"
+        return self._seen(spike, skipped_first if self.in_a_row == 1 else "")
 
-    def _describe(self, sent: Sent, state: TrainState, loss: float) -> str:
+    def _seen(self, spike: Spike | None, note: str = "") -> Seen:
+        """The findings about a step: its spike, or else a note."""
+        if spike is None:
+            return Seen(note, {})
+        return Seen(self._spikes.note(spike), {"spike": spike.num_mads})
+
+    def _describe(self, sent: Sent, state: TrainState, loss: float, why: str) -> str:
         found = f"The loss is {loss} at step {sent.step}"
         if self.in_a_row:
-            found += f", the last of {self.in_a_row} in a row that were skipped: the loss, "
-            found += "gradients or other state are not finite"
+            found += f", the last of {self.in_a_row} in a row that were skipped: the {why}"
         kept = "" if self._run_dir is None else self._keep(self._run_dir, sent, state, loss)
         way_out = self._labels_beyond(sent.batch) or WAY_OUT
         return f"{found}.{kept} {way_out}; the last checkpoint is from before."

@@ -77,22 +77,27 @@ class Checks:
       replicas_every_steps: Steps between comparisons of all replicas; None for no comparison.
       max_consecutive_skips: Number of steps in a row, skipped by `skip_nonfinite`, that ends the
         run.
+      on_spike: Action where a loss is far above the losses before it, by the rule of
+        `jddp.trainer.spikes`: "warn" prints a line, "skip" also leaves out the update of the step;
+        None looks for nothing.
       same_batches: Whether all processes get the same rows on purpose, as in a benchmark.
         Otherwise a first batch that several processes have is refused. With
         `jddp.data.TrainBatches` and `eval_batches` each process reads its own rows.
       limits: Seconds that a phase may take before its processes are reported as hanging.
 
     Raises:
-      ConfigError: If a number is not positive.
+      ConfigError: If a number is not positive, or the action is unknown.
     """
 
     replicas_every_steps: int | None = 500
     max_consecutive_skips: int = 10
+    on_spike: str | None = "warn"
     same_batches: bool = False
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        """Refuses numbers that are not positive."""
+        """Refuses numbers that are not positive, and an unknown action."""
+        check_choice("on_spike", self.on_spike, ("warn", "skip", None))
         check_counts(
             check_replicas_every_steps=self.replicas_every_steps,
             max_consecutive_skips=self.max_consecutive_skips,
@@ -166,6 +171,7 @@ class Plan:
             "keep_every_steps": self.keep.every_steps,
             "check_replicas_every_steps": self.checks.replicas_every_steps,
             "max_consecutive_skips": self.checks.max_consecutive_skips,
+            "on_spike": self.checks.on_spike,
             "eval_params": self.eval_params,
         }
 

@@ -126,12 +126,15 @@ class Reporter:
     def _record(self, sent: Sent) -> dict[str, float]:
         """Waits for a step, and records its metrics if due; returns them if they were read."""
         step = sent.step
-        if self.numerics.look(sent, self.run.state):  # at each step: no later state may be saved
-            self.note(f"step {step} is skipped: its loss, gradients or other state are not finite")
-        is_logged = step % self.plan.log_every_steps == 0 or step == self.plan.num_steps
+        seen = self.numerics.look(sent, self.run.state)  # at each step: no later state may be saved
+        if seen.note:
+            self.note(seen.note)
+        is_due = step % self.plan.log_every_steps == 0 or step == self.plan.num_steps
+        is_logged = is_due or "spike" in seen.fields
         if not (is_logged or self.plan.callbacks):
             return {}
         values = {name: float(x) for name, x in jax.device_get(dict(sent.metrics)).items()}
+        values |= seen.fields
         if is_logged:
             self._log(step, values, count_rows(sent.batch))
         return values

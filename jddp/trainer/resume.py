@@ -53,6 +53,7 @@ def _restore_from(loop: Loop, beside: JsonObject) -> None:
     run = loop.run
     run.stopped = beside["stopped"]
     loop.numerics.restore(tuple(beside["skipped"]))
+    loop.spikes.restore(beside.get("losses", []))  # none of an earlier version
     run.metrics = dict(beside["metrics"])
     run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
     in_another_world = _compare_worlds(loop, beside["world"])  # while the first batch is there

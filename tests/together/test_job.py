@@ -699,6 +699,7 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
     assert own["checks"] == jddp.Checks(
         replicas_every_steps=length["check_replicas_every_steps"],
         max_consecutive_skips=length["max_consecutive_skips"],
+        on_spike=length["on_spike"],
         limits=Limits(**config["watchdog"]),
     )
 

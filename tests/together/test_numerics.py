@@ -20,6 +20,7 @@ from jddp.data import ArrayExamples, TrainBatches
 from jddp.errors import NumericsError
 from jddp.files import SameFolder
 from jddp.trainer.numerics import Numerics, Sent, write_evidence
+from jddp.trainer.spikes import Spikes
 
 
 def wrapped(model=None, loss=loss_fn, **options):
@@ -344,7 +345,7 @@ def test_a_row_of_skips_is_counted_on_where_a_run_resumes():
         return numerics
 
     def numerics():
-        return Numerics(None, None, None, 10)
+        return Numerics(None, None, None, 10, Spikes(None))
 
     whole = looked_at(numerics(), range(1, 7))
     for stop in range(1, 6):

@@ -10,6 +10,7 @@ import pytest
 from runs import ROOT, environment, free_port, records, run_job
 from workers.asks import AT, LENGTH
 from workers.job import train_everything
+from workers.spikes import BAD, train_through
 from workers.start import run_module
 
 from jddp.distributed.identity import VARIABLES
@@ -133,6 +134,19 @@ def test_after_an_exit_in_a_callback_of_both_all_that_is_kept_ends_with_the_same
     assert [x["called_for"] for x in found] == [[*range(1, saved[0] + 1)]] * 2
     assert [x["code"] for x in found] == [3, 3]
     assert [x["step"] for x in records(tmp_path / "run")] == [*range(1, saved[0] + 1)]
+
+
+@pytest.mark.slow
+def test_two_processes_skip_the_spike_that_the_rows_of_one_make(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    jobs = [dict(zip(VARIABLES, (address, "2", str(x)), strict=True)) for x in range(2)]
+    run_module("workers.spikes", tmp_path, jobs, SECONDS)
+    first, second = (load(tmp_path / f"process_{x}.npz") for x in range(2))
+    train_through(tmp_path, 0, 1)
+    assert_close(first, load(tmp_path / "process_0.npz"))
+    assert (first["steps"].tolist(), first["skipped"]) == ([BAD], 1)
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
 @pytest.mark.slow

@@ -107,3 +107,17 @@ def test_a_step_starts_from_the_scale_that_the_last_one_has_left():
     assert DYNAMIC.scale(before) == 4
     assert [x.follows_overflows for x in (NoGuard(1.0), SKIPPING, DYNAMIC)] == [False, False, True]
     assert jax.tree.leaves(DYNAMIC.init()) == [2.0**16, 0]
+
+
+@pytest.mark.parametrize("guard, scale", [(NoGuard(1.0), ()), (SKIPPING, ())])
+@pytest.mark.parametrize("limit, counts", [(INF, 1), (0.0, 1), (-0.5, 0), (None, 1)])
+def test_a_step_counts_up_to_the_limit_of_its_loss_which_is_zero(guard, scale, limit, counts):
+    got, _, _ = accept(guard.limited(limit), [1, 1], scale=scale)
+    assert (got == ([8, 3, 5, 1] if counts else [7, 2, 5, 2])).all()
+
+
+def test_a_limit_leaves_the_loss_scale_of_a_step_that_overflows_to_its_guard():
+    first = LossScale(jnp.float32(8), jnp.int32(5))
+    got, metrics, scale = accept(DYNAMIC.limited(1.0), [INF, INF], scale=first)
+    assert (got == [7, 2, 5, 2]).all()
+    assert (scale.scale.tolist(), metrics["loss_scale"].tolist()) == ([4, 4], [8, 8])
