@@ -17,6 +17,8 @@ from tiny import ConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.errors import UsageError
+from jddp.zoo.losses import cross_entropy
+from jddp.zoo.models import resnet50
 
 
 class Norm(nn.Module):
@@ -477,3 +479,18 @@ def test_broadcast_chooses_the_replica_with_a_valid_row_anew_for_each_micro_batc
         x = batch["x"][own]
         mean, var = (mean + x.mean(0)) / 2, (var + x.var(0)) / 2
     close(statistics(state), [mean, var], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_batch_norm_of_a_resnet_is_one_all_reduce_in_each_direction(overlap):
+    """ResNet-50 has 53 of them: 1 behind the stem, 48 in its blocks and 4 on their shortcuts."""
+    model = resnet50(stem="cifar", width=2, num_classes=4)
+    reduction = jddp.Reduction(layout="flat", overlap=overlap)
+    ddp = jddp.DataParallel(model, optax.sgd(0.1), cross_entropy, reduction=reduction)
+    batch = {
+        "image": jax.ShapeDtypeStruct((8, 8, 8, 3), np.float32),
+        "label": jax.ShapeDtypeStruct((8,), np.int32),
+    }
+    sent = ddp.steps.lower(batch).as_text().count("stablehlo.all_reduce")
+    num_buckets = len(ddp.steps.planned(batch).plan)
+    assert sent == 2 * 53 + num_buckets + 1  # loss and metrics
