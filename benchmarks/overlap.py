@@ -25,7 +25,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
+from jddp.inspection.hlo import HloProgram
 from jddp.inspection.modelled import GPUS, Timeline, make_network, walk
+from jddp.inspection.modelled.timeline import Transfer
+from jddp.inspection.purposes import purpose_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from described import VARIANTS, compile_gpt2, compile_resnet50
@@ -69,6 +72,36 @@ def print_transfers(timeline: Timeline) -> None:
         )
 
 
+def print_statistics(program: HloProgram, timeline: Timeline) -> None:
+    """Prints what statistics of batch norm cost in each direction, and what they must cost."""
+    by_direction: dict[str, list[Transfer]] = {}
+    for each in timeline.small:
+        by_direction.setdefault(purpose_of(each.collectives[0]), []).append(each)
+    for purpose, found in by_direction.items():
+        if not purpose.startswith("the model"):
+            continue
+        waited = sum(each.waited_seconds for each in found)
+        line = (
+            f"      {purpose}: {len(found)} small all-reduces, of which computing waits for "
+            f"{sum(each.waited_seconds > 1e-6 for each in found)}: {waited * 1e6:.0f} us, "
+            f"{waited / timeline.step_seconds:.2%}"
+        )
+        if purpose.endswith("forward"):
+            chain = longest_chain(program, {each.name for each in found})
+            floor = chain * min(each.needed_seconds for each in found)
+            line += f"; {chain} wait for one another: {floor * 1e6:.0f} us"
+        print(line)
+
+
+def longest_chain(program: HloProgram, among: set[str]) -> int:
+    """The most of these instructions of which each needs the result of the one before."""
+    longest: dict[str, int] = {}
+    for each in program.entry.instructions:
+        before = max((longest[operand] for operand in each.operands), default=0)
+        longest[each.name] = before + (each.name in among)
+    return max(longest.values())
+
+
 def compare(job: str, num_hosts: int, *, transfers: bool) -> list[str]:
     """Prints a row for each variant; returns the rows of the second table."""
     label, compile_job, options = JOBS[job]
@@ -95,6 +128,7 @@ def compare(job: str, num_hosts: int, *, transfers: bool) -> list[str]:
             f"{compiled.temporary_bytes / without:8.3f}",
             flush=True,
         )
+        print_statistics(compiled.program, timeline)
         if transfers:
             print_transfers(timeline)
         if timeline.large:
