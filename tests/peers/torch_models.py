@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-EPSILON = 1e-6  # of Flax's layer norm; PyTorch's is 1e-5
+EPSILON = 1e-6  # of the ViT's layer norm; GPT-2's is 1e-5
 
 
 def mlp(sizes):
@@ -67,8 +67,6 @@ def convolution(num_inputs, num_outputs, size, stride):
 
 
 class ResNet(nn.Module):
-    """As `jddp.zoo.models.ResNet`, but an even input is padded on both sides before a stride."""
-
     def __init__(self, stage_sizes=(3, 4, 6, 3), width=64, num_classes=1000):
         super().__init__()
         self.Conv_0 = convolution(3, width, 7, 2)
@@ -93,13 +91,13 @@ class ResNet(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, num_heads, width, is_causal=True):
+    def __init__(self, num_heads, width, is_causal=True, epsilon=1e-5):
         super().__init__()
         self.num_heads, self.is_causal = num_heads, is_causal
-        self.norm_1 = nn.LayerNorm(width, EPSILON)
+        self.norm_1 = nn.LayerNorm(width, epsilon)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.attention_output = nn.Linear(width, width)
-        self.norm_2 = nn.LayerNorm(width, EPSILON)
+        self.norm_2 = nn.LayerNorm(width, epsilon)
         self.mlp_hidden = nn.Linear(width, 4 * width)
         self.mlp_output = nn.Linear(4 * width, width)
 
@@ -124,7 +122,7 @@ class GPT(nn.Module):
         self.blocks = [Block(num_heads, width) for _ in range(num_layers)]
         for i, block in enumerate(self.blocks):
             self.add_module(f"block_{i}", block)
-        self.LayerNorm_0 = nn.LayerNorm(width, EPSILON)
+        self.LayerNorm_0 = nn.LayerNorm(width)
 
     def forward(self, tokens):
         x = self.Embed_0(tokens) + self.positions[: tokens.shape[1]]
@@ -139,7 +137,7 @@ class ViT(nn.Module):
         self.Conv_0 = nn.Conv2d(3, width, patch_size, patch_size)
         num_patches = (image_size // patch_size) ** 2
         self.positions = nn.Parameter(0.02 * torch.randn(1, num_patches, width))
-        self.blocks = [Block(num_heads, width, is_causal=False) for _ in range(num_layers)]
+        self.blocks = [Block(num_heads, width, False, EPSILON) for _ in range(num_layers)]
         for i, block in enumerate(self.blocks):
             self.add_module(f"block_{i}", block)
         self.LayerNorm_0 = nn.LayerNorm(width, EPSILON)

@@ -20,17 +20,19 @@ from flax import nnx
 from jddp.errors import ConfigError
 from jddp.names import accepted_names, check_arguments, did_you_mean, look_up
 from jddp.zoo.models.cnn import CNN, CNN_NNX
-from jddp.zoo.models.gpt import GPT
+from jddp.zoo.models.gpt import GPT, gpt2
 from jddp.zoo.models.mlp import MLP
 from jddp.zoo.models.resnet import ResNet, resnet18, resnet50
-from jddp.zoo.models.vit import ViT
+from jddp.zoo.models.vit import ViT, vit_b16
 
 Module = nn.Module | nnx.Module
 
-MODELS: dict[str, Callable[..., Module]] = {"cnn": CNN, "cnn_nnx": CNN_NNX, "gpt": GPT, "mlp": MLP}
-MODELS |= {"resnet18": resnet18, "resnet50": resnet50, "vit": ViT}
+MODELS: dict[str, Callable[..., Module]] = {"cnn": CNN, "cnn_nnx": CNN_NNX, "gpt": GPT}
+MODELS |= {"gpt2": gpt2, "mlp": MLP, "resnet18": resnet18, "resnet50": resnet50}
+MODELS |= {"vit": ViT, "vit_b16": vit_b16}
 
-__all__ = ["CNN", "CNN_NNX", "GPT", "MLP", "MODELS", "ResNet", "ViT", "resnet18", "resnet50"]
+__all__ = ["CNN", "CNN_NNX", "GPT", "MLP", "MODELS", "ResNet", "ViT"]
+__all__ += ["gpt2", "resnet18", "resnet50", "vit_b16"]
 
 
 def make_model(factory: Any, *, kwargs: Mapping[str, Any], seed: int = 0) -> Module:

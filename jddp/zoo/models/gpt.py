@@ -2,13 +2,13 @@
 
 References:
   Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Its smallest model is
-  `GPT(vocab_size=50257, num_layers=12, num_heads=12, width=768, max_length=1024)`. Attention
-  weights are not dropped here, embeddings and branch outputs are.
+  `gpt2()`. Attention weights are not dropped here, embeddings and branch outputs are.
   Press and Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017: one matrix
   both embeds the tokens and scores them. https://arxiv.org/abs/1608.05859
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -56,6 +56,7 @@ class GPT(Transformer):
 
     vocab_size: int = 256
     max_length: int = 256
+    norm_epsilon: float = 1e-5
     embedding_gradient: str = "scatter"
 
     @nn.compact
@@ -82,3 +83,6 @@ class GPT(Transformer):
         inits["output_init"] = nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5)
         x = self.apply_blocks(x, train=train, is_causal=True, **inits)
         return jnp.dot(x, table.T.astype(x.dtype)).astype("float32")
+
+
+gpt2 = partial(GPT, vocab_size=50257, num_layers=12, num_heads=12, width=768, max_length=1024)

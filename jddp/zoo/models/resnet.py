@@ -3,7 +3,8 @@
 References:
   He et al., "Deep Residual Learning for Image Recognition", CVPR 2016.
   https://arxiv.org/abs/1512.03385. The CIFAR stem is that of its section 4.2, on the networks of
-  section 4.1. Downsampling bottlenecks stride in their 3x3 convolution, as is usual since.
+  section 4.1. Downsampling bottlenecks stride in their 3x3 convolution, as is usual since; 3x3
+  convolutions pad by one on each side, as there and in torchvision, also where they stride.
   Goyal et al., "Accurate, Large Minibatch SGD", 2017. https://arxiv.org/abs/1706.02677. Section
   5.1: the last norm of each block starts at zero, so that the block starts as the identity.
 """
@@ -43,8 +44,8 @@ class BasicBlock(_Block):
     @nn.compact
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
         """The block's output."""
-        y = nn.relu(self.norm()(self.conv(self.width, (3, 3), strides=self.strides)(x)))
-        y = self.norm(scale_init=nn.initializers.zeros)(self.conv(self.width, (3, 3))(y))
+        y = nn.relu(self.norm()(_conv_3x3(self, self.strides)(x)))
+        y = self.norm(scale_init=nn.initializers.zeros)(_conv_3x3(self)(y))
         return nn.relu(y + _shortcut(self, x, y.shape))
 
 
@@ -62,9 +63,13 @@ class BottleneckBlock(_Block):
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
         """The block's output."""
         y = nn.relu(self.norm()(self.conv(self.width, (1, 1))(x)))
-        y = nn.relu(self.norm()(self.conv(self.width, (3, 3), strides=self.strides)(y)))
+        y = nn.relu(self.norm()(_conv_3x3(self, self.strides)(y)))
         y = self.norm(scale_init=nn.initializers.zeros)(self.conv(4 * self.width, (1, 1))(y))
         return nn.relu(y + _shortcut(self, x, y.shape))
+
+
+def _conv_3x3(block: _Block, strides: int = 1) -> Callable[..., Array]:
+    return block.conv(block.width, (3, 3), strides=strides, padding=1)
 
 
 def _shortcut(block: _Block, x: Array, shape: tuple[int, ...]) -> Array:

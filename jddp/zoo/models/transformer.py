@@ -31,6 +31,8 @@ class Block(nn.Module):
       output_init: Initial weights of the two layers that end a branch.
       attention: Implementation of the attention: "xla" on any device, or "cudnn" in one kernel
         without weights in memory, on NVIDIA GPUs in 16 bits (`jax.nn.dot_product_attention`).
+      norm_epsilon: Added to the variances of the layer norms.
+      gelu: Form of the perceptron's GELU: "exact", or its approximation by a "tanh".
       dtype: Dtype of the arithmetic; None for that of parameters and inputs.
     """
 
@@ -41,13 +43,15 @@ class Block(nn.Module):
     kernel_init: Initializer = nn.initializers.xavier_uniform()
     output_init: Initializer = nn.initializers.xavier_uniform()
     attention: str = "xla"
+    norm_epsilon: float = 1e-6
+    gelu: str = "tanh"
     dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
         """The block's output."""
-        x = x + self._attend(nn.LayerNorm(dtype=self.dtype, name="norm_1")(x))
-        return x + self._think(nn.LayerNorm(dtype=self.dtype, name="norm_2")(x))
+        x = x + self._attend(self._norm("norm_1")(x))
+        return x + self._think(self._norm("norm_2")(x))
 
     def _attend(self, x: Array) -> Array:
         b, t, width = x.shape
@@ -64,8 +68,14 @@ class Block(nn.Module):
 
     def _think(self, x: Array) -> Array:
         width = x.shape[-1]
-        x = nn.gelu(self._dense(4 * width, self.kernel_init, "mlp_hidden")(x))
+        if self.gelu not in ("exact", "tanh"):
+            raise ConfigError(f"gelu {self.gelu!r} is neither 'exact' nor 'tanh'.")
+        x = self._dense(4 * width, self.kernel_init, "mlp_hidden")(x)
+        x = nn.gelu(x, approximate=self.gelu == "tanh")
         return self._drop(self._dense(width, self.output_init, "mlp_output")(x))
+
+    def _norm(self, name: str) -> nn.LayerNorm:
+        return nn.LayerNorm(self.norm_epsilon, dtype=self.dtype, name=name)
 
     def _dense(self, width: int, kernel_init: Initializer, name: str) -> nn.Dense:
         return nn.Dense(width, dtype=self.dtype, kernel_init=kernel_init, name=name)
@@ -87,6 +97,9 @@ class Transformer(nn.Module):
       scan_layers: Compiles one block and loops over it: the parameters of all blocks are stacked
         along a leading dim, and compiling takes as long for a hundred blocks as for one.
       attention: "xla", or "cudnn" for NVIDIA GPUs (see `Block`).
+      norm_epsilon: Added to the variances of the layer norms: 1e-5 in GPT-2, 1e-6 in ViT, 1e-12 in
+        ViT as Hugging Face has it.
+      gelu: "tanh", as in GPT-2 and in Google's ViT, or "exact", as in PyTorch's ViTs (see `Block`).
       dtype: Dtype of the arithmetic; None for that of parameters and inputs.
     """
 
@@ -97,6 +110,8 @@ class Transformer(nn.Module):
     remat: bool = False
     scan_layers: bool = False
     attention: str = "xla"
+    norm_epsilon: float = 1e-6
+    gelu: str = "tanh"
     dtype: DTypeLike | None = None
 
     def apply_blocks(
@@ -107,7 +122,8 @@ class Transformer(nn.Module):
         # Inside a scan nothing can be merged across the boundary that remat draws.
         block = nn.remat(Block, prevent_cse=not self.scan_layers) if self.remat else Block
         fields = self.num_heads, is_causal, self.dropout_rate, train
-        options = inits | {"attention": self.attention, "dtype": self.dtype}
+        options = inits | {"attention": self.attention, "gelu": self.gelu}
+        options |= {"norm_epsilon": self.norm_epsilon, "dtype": self.dtype}
         make = functools.partial(block, *fields, **options)
         if self.scan_layers:
             scan = nn.scan(
@@ -120,4 +136,4 @@ class Transformer(nn.Module):
         else:
             for index in range(self.num_layers):
                 x = make(name=f"block_{index}")(x)
-        return nn.LayerNorm(dtype=self.dtype)(x)
+        return nn.LayerNorm(self.norm_epsilon, dtype=self.dtype)(x)

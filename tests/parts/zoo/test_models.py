@@ -13,7 +13,18 @@ from states import close
 from sweeps import swept
 
 from jddp.errors import ConfigError
-from jddp.zoo.models import CNN, CNN_NNX, GPT, MLP, MODELS, ViT, resnet18, resnet50
+from jddp.zoo.models import (
+    CNN,
+    CNN_NNX,
+    GPT,
+    MLP,
+    MODELS,
+    ViT,
+    gpt2,
+    resnet18,
+    resnet50,
+    vit_b16,
+)
 
 IMAGES = jax.random.normal(jax.random.key(0), (4, 8, 8, 3))
 TOKENS = jax.random.randint(jax.random.key(1), (2, 6), 0, 11)
@@ -41,13 +52,13 @@ def assert_trees_close(got, want, tolerance=1e-5):
 
 
 def test_every_model_has_a_name_in_order_and_published_sizes_are_met_exactly():
-    assert set(TINY) | {"cnn_nnx"} == set(MODELS)
+    assert set(TINY) | {"cnn_nnx", "gpt2", "vit_b16"} == set(MODELS)
     assert list(MODELS) == sorted(MODELS)
     images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
     assert num_params(resnet50(), images) == 25_557_032
     assert num_params(resnet18(), images) == 11_689_512
-    gpt2 = GPT(vocab_size=50257, num_layers=12, num_heads=12, width=768, max_length=1024)
-    assert num_params(gpt2, jax.ShapeDtypeStruct((1, 1024), jnp.int32)) == 124_439_808
+    assert num_params(gpt2(), jax.ShapeDtypeStruct((1, 1024), jnp.int32)) == 124_439_808
+    assert num_params(vit_b16(), images) == 86_567_656
 
 
 def test_cifar_stem_keeps_the_resolution_and_imagenet_stem_quarters_it():
