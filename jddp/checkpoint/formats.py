@@ -1,29 +1,38 @@
-"""Files that hold named arrays: safetensors and Flax's msgpack.
+"""Files that hold named arrays: safetensors, Flax's msgpack, and PyTorch's, which are only read.
 
     file = Path("weights.safetensors")
     arrays = format_of(file).read(file)   # by their names
 
-Both formats hold numbers and names, and no code. Beside the arrays `export` writes a JSON text,
-which files of other programs lack.
+The formats hold numbers and names; code in a file of PyTorch is not run. Beside the arrays `export`
+writes a JSON text, which files of other programs lack.
+
+A folder of the Hugging Face Hub holds model.safetensors; or, of a large model, several such files,
+and an index: {"weight_map": {"wte.weight": "model-00001-of-00002.safetensors", ...}}.
 """
 
 import hashlib
+import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.numpy
 from flax import serialization
 from flax.traverse_util import unflatten_dict
 
+from jddp.checkpoint.reader import read_object
 from jddp.engine.state import by_path
 from jddp.errors import ConfigError
 from jddp.typing import Settings
 
 HostArrays = dict[str, np.ndarray]
 KEY = "jddp"  # of the text
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Where PyTorch's files of a whole training have the model's state dict.
+_INSIDE = ("state_dict", "model")
 # Of files that name no dtypes of NumPy. https://github.com/huggingface/safetensors#format
 _DTYPES = {
     "BOOL": "bool",
@@ -79,8 +88,42 @@ def format_of(file: Path) -> Format:
       ConfigError: If the suffix is unknown.
     """
     if file.suffix not in FORMATS:
-        raise ConfigError(f"{file}: unknown format. Use a name in {' or '.join(FORMATS)}.")
+        raise ConfigError(f"{file}: unknown format. Use a name in {' or '.join(WRITTEN)}.")
     return FORMATS[file.suffix]
+
+
+def is_hub_folder(folder: Path) -> bool:
+    """Whether a folder has weights as on the Hugging Face Hub, or a part of them."""
+    return (folder / INDEX).exists() or any(folder.glob("model*.safetensors"))
+
+
+def read_hub_folder(folder: Path) -> HostArrays:
+    """The arrays in such a folder, by their names.
+
+    Raises:
+      ValueError: If the index, a file that it lists, or an array in that file is missing.
+    """
+    if (folder / WHOLE).exists():
+        return FORMATS[".safetensors"].read(folder / WHOLE)
+    if not (folder / INDEX).exists():
+        found = min(x.name for x in folder.glob("model*.safetensors"))
+        raise ValueError(
+            f"{found} is one of several files, and {INDEX}, which lists them, is missing; fetch "
+            "the whole folder"
+        )
+    places: dict[str, str] = read_object(folder / INDEX).get("weight_map") or {}
+    if not places:
+        raise ValueError(f"{INDEX} has no weight_map, which names the file of each array")
+    shards = {file: _read_shard(folder, file) for file in sorted({*places.values()})}
+    if absent := [name for name, file in places.items() if name not in shards[file]]:
+        raise ValueError(f"{absent[0]} is not in {places[absent[0]]}, where {INDEX} has it")
+    return {name: shards[file][name] for name, file in places.items()}
+
+
+def _read_shard(folder: Path, file: str) -> HostArrays:
+    if Path(file).name != file or not (folder / file).exists():
+        raise ValueError(f"{INDEX} lists {file}, which is not there; fetch the whole folder")
+    return FORMATS[".safetensors"].read(folder / file)
 
 
 def _pack_safetensors(arrays: HostArrays, about: str) -> bytes:
@@ -116,7 +159,32 @@ def _read_msgpack(file: Path) -> tuple[HostArrays, Settings | None]:
     return by_path(tree), about
 
 
-FORMATS: dict[str, Format] = {
+def _refuse_to_pack(arrays: HostArrays, about: str) -> bytes:
+    raise ConfigError(
+        "files of PyTorch are only read. Use a name in .safetensors, which PyTorch reads by "
+        "safetensors.torch.load_file."
+    )
+
+
+def _read_pytorch(file: Path) -> tuple[HostArrays, None]:
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError as error:
+        raise ConfigError(
+            f"{file} can only be read by PyTorch, which is not installed: pip install torch. Or "
+            "save the state dict as .safetensors, by safetensors.torch.save_file."
+        ) from error
+    saved = torch.load(file, map_location="cpu", weights_only=True)
+    inside = [saved[key] for key in _INSIDE if isinstance(saved.get(key), Mapping)]
+    tensors = {k: x for k, x in [*inside, saved][0].items() if isinstance(x, torch.Tensor)}
+    # NumPy itself has no bfloat16.
+    halves = {k: x.view(torch.int16) for k, x in tensors.items() if x.dtype == torch.bfloat16}
+    arrays = {name: x.numpy() for name, x in (tensors | halves).items()}
+    return {k: x.view("bfloat16") if k in halves else x for k, x in arrays.items()}, None
+
+
+WRITTEN: dict[str, Format] = {
     ".safetensors": Format(_pack_safetensors, _read_safetensors),
     ".msgpack": Format(_pack_msgpack, _read_msgpack),
 }
+FORMATS = WRITTEN | dict.fromkeys((".pt", ".pth", ".bin"), Format(_refuse_to_pack, _read_pytorch))

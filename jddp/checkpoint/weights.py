@@ -3,8 +3,9 @@
     tree = read_weights(Path("weights.safetensors"))
     params, loaded = fit_weights(tree, model_params, partial=True)
 
-It accepts safetensors, Flax's msgpack, the checkpoints of a run, and any other folder that orbax
-has written. All of them hold numbers and names, and no code.
+It accepts safetensors, Flax's msgpack, state dicts of PyTorch, a folder of the Hugging Face Hub,
+the checkpoints of a run, and any other folder that orbax has written. Only numbers and names are
+read of them, and no code.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from etils import epath
 from flax.traverse_util import unflatten_dict
 
 from jddp.checkpoint.folders import directory_of, first_line
-from jddp.checkpoint.formats import FORMATS
+from jddp.checkpoint.formats import FORMATS, HostArrays, is_hub_folder, read_hub_folder
 from jddp.checkpoint.quiet import keep_quiet
 from jddp.checkpoint.reader import read_newest
 from jddp.engine.state import by_path
@@ -39,23 +40,35 @@ def read_weights(path: Path) -> PyTree:
     """
     if not path.exists():
         raise FileSystemError(f"{path} does not exist.")
-    if path.is_dir() and not (path / "_METADATA").exists():
+    if is_run_folder(path):
         return read_newest(directory_of(path), ["params", "model_state"])
     if not (path.is_dir() or path.suffix in FORMATS):
         raise ConfigError(
             f"{path}: unknown format. Weights are read from {', '.join(FORMATS)}, a run "
-            "directory, or a folder that orbax has written."
+            "directory, a folder of the Hugging Face Hub, or one that orbax has written."
         )
     try:
-        return _read_orbax(path) if path.is_dir() else _read_file(path)
+        return _read_foreign(path)
+    except ConfigError:
+        raise
     except OSError as error:
         raise FileSystemError(f"{path} cannot be read: {first_line(error)}") from error
     except Exception as error:  # parsers raise anything for foreign files
         raise DataError(f"{path} holds no weights: {first_line(error)}") from error
 
 
-def _read_file(path: Path) -> PyTree:
-    arrays = FORMATS[path.suffix].read(path)
+def is_run_folder(path: Path) -> bool:
+    """Whether it can only be a run directory, or a folder of checkpoints."""
+    return path.is_dir() and not (is_hub_folder(path) or (path / "_METADATA").exists())
+
+
+def _read_foreign(path: Path) -> PyTree:
+    if path.is_file():
+        return _as_tree(FORMATS[path.suffix].read(path))
+    return _as_tree(read_hub_folder(path)) if is_hub_folder(path) else _read_orbax(path)
+
+
+def _as_tree(arrays: HostArrays) -> PyTree:
     separator = "/" if any("/" in name for name in arrays) else "."
     found = {name: x for name, x in arrays.items() if hasattr(x, "dtype")}
     return unflatten_dict(found, sep=separator)

@@ -140,7 +140,7 @@ class ModelConfig(NamedSection):
     name: str | None = option("cnn", "A model of jddp.zoo.models.")
     target: str | None = option(None, "Your own Flax module class, Linen or NNX.")
     init_from: ExpandedPath | None = option(
-        None, "Initial weights: .safetensors, .msgpack, a run directory, orbax's folder."
+        None, "Initial weights: a file (.safetensors, .pt, ...), a run, a Hub folder."
     )
     weights_partial: bool = option(False, "Keep the model's arrays where given ones do not fit.")
 

@@ -6,6 +6,7 @@ run = job.run()
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -38,6 +39,7 @@ from jddp.engine.mesh import count_processes, make_mesh
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
+from jddp.job.initial_weights import initial_weights
 from jddp.job.length import num_steps_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts
@@ -52,6 +54,7 @@ from jddp.trainer.watching import EarlyStopping, KeepBest
 from jddp.typing import Batch, Batches, JsonObject
 from jddp.verification.compare import Verification
 from jddp.verification.verify import verify
+from jddp.zoo.state_dicts import OtherModel
 
 # Options of JAX that change the results of a program.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
@@ -178,20 +181,26 @@ class Job:
         """
         state = self._state_of_another(batches)
         if state is None and self.config.model.init_from is not None:
-            return self._init_from_weights
+            path = absolute(self.config.model.init_from, folder=self.folder)
+            return functools.partial(self._init_from_weights, path)
         return state
 
-    def _init_from_weights(self, batch: Batch) -> TrainState:
+    def _init_from_weights(self, path: Path, batch: Batch) -> TrainState:
         """The first state, whose parameters are read from a file or a run."""
         model, seed = self.config.model, self.config.seed
-        path = self._place(model.init_from)
+        partial = model.weights_partial
         try:
-            state = self.ddp.init(seed, batch, path, partial=model.weights_partial)
-        except Misfit as error:
+            given, library = initial_weights(path, self.parts.model, partial=partial)
+            state = self.ddp.init(seed, batch, given, partial=partial)
+        except (Misfit, OtherModel) as error:
             raise ConfigError(
                 f"model.init_from: {model.init_from} does not fit the model at {error.where}. With "
                 "model.weights_partial=true the model keeps its own there."
             ) from error
+        if self.is_writer:
+            names = f", by the names of {library}" if library else ""
+            counts = "" if partial else f": {self.ddp.loaded}"  # which a warning has already
+            report(f"started from {model.init_from}{names}{counts}")
         return state
 
     def _state_of_another(self, batches: TrainBatches) -> Callable[[Batch], TrainState] | None:
