@@ -21,7 +21,7 @@ COMMANDS = {
     "tune": "find the fastest way to send gradients, or the largest batch",
     "verify": "compare a step on all devices with one on a single device",
     "doctor": "check this host, or this job, before training",
-    "checkpoint": "list, verify and export checkpoints",
+    "checkpoint": "list, verify, export and share checkpoints",
     "data": "write token files, or list the examples of a step",
 }
 TABLE = "\n".join(f"  jddp {name:<11} {about}" for name, about in COMMANDS.items())

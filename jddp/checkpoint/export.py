@@ -1,6 +1,7 @@
 """Exports a checkpoint into one file for other programs.
 
     export(folder, Path("weights.safetensors"), ["params", "model_state"])
+    export_arrays(folder, Path("weights.safetensors"), {"fc.weight": kernel.T})
 
 The formats (`formats`) have no random keys, layouts, digests or run data: these are in a JSON text.
 """
@@ -13,10 +14,11 @@ import jax
 import numpy as np
 
 from jddp.checkpoint.arrays import KEY_IMPLS, in_file, layouts_in
-from jddp.checkpoint.formats import digests_of, format_of
+from jddp.checkpoint.formats import HostArrays, digests_of, format_of
 from jddp.checkpoint.reader import read_arrays, read_described, read_object, read_values
 from jddp.engine.state import Replicated, by_path
 from jddp.errors import file_errors
+from jddp.typing import Settings
 
 
 def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> None:
@@ -31,20 +33,38 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
       ConfigError: If the suffix is unknown, or the format lacks a dtype.
       FileSystemError: If the checkpoint cannot be read, or the file cannot be written.
     """
-    pack = format_of(file).pack
     leaves = read_arrays(folder) if fields is None else by_path(read_values(folder, fields))
     layouts = dict.fromkeys(leaves, Replicated()) if fields else layouts_in(read_described(folder))
     keys = {name: impl for name, x in leaves.items() if (impl := KEY_IMPLS.get(str(x.dtype)))}
     arrays = {n: np.asarray(jax.random.key_data(x) if n in keys else x) for n, x in leaves.items()}
-    about = {
+    _write(folder, file, arrays, {"keys": keys, "layouts": layouts})
+
+
+def export_arrays(folder: Path, file: Path, arrays: HostArrays) -> None:
+    """Writes arrays that were made of a checkpoint, with what is known of it.
+
+    Args:
+      folder: Folder of the checkpoint.
+      file: New file, whose suffix names the format.
+      arrays: Arrays by their names.
+
+    Raises:
+      ConfigError: If the suffix is unknown, or the format lacks a dtype.
+      FileSystemError: If the file cannot be written.
+    """
+    _write(folder, file, arrays, {"keys": {}, "layouts": dict.fromkeys(arrays, Replicated())})
+
+
+def _write(folder: Path, file: Path, arrays: HostArrays, about: Settings) -> None:
+    pack = format_of(file).pack
+    text = {
         "step": int(folder.name),
         "dtypes": {name: x.dtype.name for name, x in arrays.items()},
         "digests": digests_of(arrays),
-        "keys": keys,
-        "layouts": layouts,
+        **about,
         "run": read_object(folder / "run.json"),
     }
     # First, or a dtype that the format lacks would leave an empty file, which refuses the next try.
-    packed = pack(arrays, json.dumps(about, default=in_file))
+    packed = pack(arrays, json.dumps(text, default=in_file))
     with file_errors(f"{file} cannot be written"), file.open("xb") as opened:
         opened.write(packed)

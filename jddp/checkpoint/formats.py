@@ -128,7 +128,8 @@ def _read_shard(folder: Path, file: str) -> HostArrays:
 
 def _pack_safetensors(arrays: HostArrays, about: str) -> bytes:
     try:
-        return safetensors.numpy.save(arrays, metadata={KEY: about})
+        # transformers refuses a file that names no format; "pt" is its word for plain arrays.
+        return safetensors.numpy.save(arrays, metadata={KEY: about, "format": "pt"})
     except safetensors.SafetensorError as error:
         raise ConfigError(f"safetensors: {error}. Use a file name in .msgpack.") from error
 
@@ -176,7 +177,8 @@ def _read_pytorch(file: Path) -> tuple[HostArrays, None]:
         ) from error
     saved = torch.load(file, map_location="cpu", weights_only=True)
     inside = [saved[key] for key in _INSIDE if isinstance(saved.get(key), Mapping)]
-    tensors = {k: x for k, x in [*inside, saved][0].items() if isinstance(x, torch.Tensor)}
+    found = {k: x for k, x in [*inside, saved][0].items() if isinstance(x, torch.Tensor)}
+    tensors = {name: x.detach() for name, x in found.items()}
     # NumPy itself has no bfloat16.
     halves = {k: x.view(torch.int16) for k, x in tensors.items() if x.dtype == torch.bfloat16}
     arrays = {name: x.numpy() for name, x in (tensors | halves).items()}

@@ -1,16 +1,14 @@
-"""`python -m jddp.checkpoint list | verify | export`: manages checkpoints."""
+"""`python -m jddp.checkpoint list | verify | export | push | pull`: manages checkpoints."""
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jddp.checkpoint.storage import local_copy
 from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
-from jddp.errors import FileSystemError, show
-
-EXPORTED = ["params", "ema_params", "model_state"]
+from jddp.errors import FileSystemError, UsageError, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,13 +31,38 @@ def _parser() -> Parser:
     for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         command.set_defaults(command=run)
-        add = command.add_argument
-        add("run", type=local_copy, help="a run directory, its URL, or a folder of checkpoints")
-        if name == "export":
-            add("file", type=expand, help="a new file: *.safetensors or *.msgpack")
-            add("--step", type=int, help="step of the checkpoint (the newest that is valid)")
-            add("--all", action="store_true", help="the whole state, not only the model's values")
+        ARGUMENTS[name](command.add_argument)
     return parser
+
+
+def _add_run(add: Callable[..., object]) -> None:
+    add("run", type=local_copy, help="a run directory, its URL, or a folder of checkpoints")
+
+
+def _add_chosen(add: Callable[..., object]) -> None:
+    add("--step", type=int, help="step of the checkpoint (the newest that is valid)")
+    names = "name the arrays as torchvision or huggingface does, for PyTorch"
+    add("--names", metavar="LIBRARY", help=names)
+
+
+def _add_export(add: Callable[..., object]) -> None:
+    _add_run(add)
+    text = "a new file, *.safetensors or *.msgpack; or a new folder, as on the Hugging Face Hub"
+    add("file", type=expand, help=text)
+    _add_chosen(add)
+    add("--all", action="store_true", help="the whole state, not only the model's values")
+
+
+def _add_push(add: Callable[..., object]) -> None:
+    _add_run(add)
+    add("repository", help="USER/NAME on the Hugging Face Hub; a new one is private")
+    _add_chosen(add)
+
+
+def _add_pull(add: Callable[..., object]) -> None:
+    add("repository", help="USER/NAME on the Hugging Face Hub")
+    add("folder", type=expand, help="a new folder, which model.init_from takes")
+    add("--revision", help="branch, tag or commit")
 
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -66,7 +89,46 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from jddp.checkpoint import export, folders, reader
+    from jddp.checkpoint.export import export
+    from jddp.runs import hub
+
+    file, names = arguments.file, arguments.names
+    if arguments.all and (names or not file.suffix):
+        raise UsageError("--all exports into a file, and without --names.")
+
+    def write(folder: Path) -> str:
+        if not file.suffix:
+            hub.export_folder(folder, file, names)
+        elif names:
+            hub.export_by_names(folder, file, names)
+        else:
+            export(folder, file, None if arguments.all else hub.EXPORTED)
+        return folder.name
+
+    step = _with_checkpoint(arguments, write)
+    sizes = [x.stat().st_size for x in ([file] if file.is_file() else file.iterdir())]
+    show(f"step {step} is in {file}, {sum(sizes) / 2**20:.2g} MiB")
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    from jddp.runs.hub import push
+
+    def write(folder: Path) -> str:
+        return f"step {folder.name} is in {push(folder, arguments.repository, arguments.names)}"
+
+    show(_with_checkpoint(arguments, write))
+
+
+def _pull(arguments: argparse.Namespace) -> None:
+    from jddp.runs.hub import pull
+
+    pull(arguments.repository, arguments.folder, revision=arguments.revision)
+    show(f"{arguments.repository} is in {arguments.folder}; model.init_from takes this folder")
+
+
+def _with_checkpoint(arguments: argparse.Namespace, write: Callable[[Path], str]) -> str:
+    """Calls a function with the folder of the chosen checkpoint, which no run removes meanwhile."""
+    from jddp.checkpoint import folders, reader
 
     directory = folders.directory_of(arguments.run)
 
@@ -78,16 +140,20 @@ def _export(arguments: argparse.Namespace) -> None:
             )
         return directory / str(step)
 
-    def write(folder: Path) -> str:
-        export.export(folder, arguments.file, None if arguments.all else EXPORTED)
-        return folder.name
-
-    step = reader.read_standing(find, write)
-    show(f"step {step} is in {arguments.file}, {arguments.file.stat().st_size / 2**20:.2g} MiB")
+    return reader.read_standing(find, write)
 
 
 COMMANDS = {
     "list": (_list, "list the checkpoints of a run"),
     "verify": (_verify, "compare every file and every array with its digest"),
-    "export": (_export, "write the values of a model into one file"),
+    "export": (_export, "write the values of a model into one file, or into a folder"),
+    "push": (_push, "upload the values of a model to the Hugging Face Hub"),
+    "pull": (_pull, "download weights from the Hugging Face Hub"),
+}
+ARGUMENTS = {
+    "list": _add_run,
+    "verify": _add_run,
+    "export": _add_export,
+    "push": _add_push,
+    "pull": _add_pull,
 }

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import safetensors
-from runs import write_sealed
+import safetensors.numpy
+from runs import ROOT, write_sealed
 from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
@@ -26,6 +27,7 @@ from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import by_path
 from jddp.errors import DataError
 
+FINE_TUNING = ROOT / "docs" / "fine_tuning.md"
 BESIDE = {"position": {"num_taken": 3}, "evaluations": [{"step": 3, "loss": 0.25}]}
 
 
@@ -123,8 +125,23 @@ def test_a_model_is_exported_for_other_programs(run, tmp_path, capsys):
     jax.tree.map(np.testing.assert_array_equal, tree["params"], want["params"])
 
 
+def test_the_lines_of_a_page_load_an_export_into_plain_flax(run, tmp_path):
+    file = tmp_path / "mine.safetensors"
+    assert main(["export", str(run[0]), str(file)]) == 0
+    blocks = re.findall(r"^```python\n(.*?)^```", FINE_TUNING.read_text(), re.M | re.S)
+    (lines,) = [block for block in blocks if "def variables_in" in block]
+    defined = {"safetensors": safetensors}
+    exec(lines, defined)
+    x = make_batch()["x"]
+    got = ConvNet().apply(defined["variables_in"](file), x, train=False)
+    variables = {"params": run[1].params, **run[1].model_state}
+    want = ConvNet().apply(jax.tree.map(np.asarray, variables), x, train=False)
+    np.testing.assert_array_equal(got, want)
+
+
 MISTAKES = (
     ("export run x.npz", 2, "unknown format. Use a name in .safetensors or .msgpack"),
+    ("export run x.pt", 2, "files of PyTorch are only read. Use a name in .safetensors"),
     ("export run there.msgpack", 74, "cannot be written: File exists"),
     ("export run x.msgpack --step 2", 74, "cannot be read"),
     ("export narrow x.safetensors", 2, "Use a file name in .msgpack"),
