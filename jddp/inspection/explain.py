@@ -24,9 +24,10 @@ from jddp.inspection.hlo import read_program
 from jddp.inspection.memory import FIELDS, Memory, assigned_memory
 from jddp.inspection.modelled.compiling import compile_for, rows_of_host
 from jddp.inspection.modelled.described import Target
-from jddp.inspection.modelled.page import draw_page
+from jddp.inspection.modelled.picture import modelled_picture
 from jddp.inspection.modelled.prediction import Prediction, predict
 from jddp.inspection.modelled.scaling import weak_scaling
+from jddp.inspection.pictures.page import draw_page
 from jddp.inspection.purposes import GRADIENTS, PARAMETERS, purpose_of
 from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes
 from jddp.reduce.units import BETWEEN, UNIT
@@ -113,7 +114,7 @@ class Explanation(Shown):
         """
         if self.prediction is None:
             raise UsageError('There is no modelled step to draw. Give explain target="h100".')
-        return draw_page(self.prediction)
+        return draw_page(modelled_picture(self.prediction))
 
     def _runs(self, collective: Collective) -> float:
         every, purpose = self.sync.every, purpose_of(collective)

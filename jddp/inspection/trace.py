@@ -7,63 +7,26 @@ The definitions are those of Holistic Trace Analysis. A device communicates whil
 which includes its wait for other devices. It computes while any other kernel but a copy runs. What
 remains of its communication is exposed, and what remains of its time is idle.
 https://hta.readthedocs.io/en/latest/source/features/temporal_breakdown.html
-
-In a trace a GPU is a plane "/device:GPU:0", whose lines "Stream #118(MemcpyD2H,Compute)" hold
-kernels; other lines repeat them by layer and module. The kernels of all CPU devices are in the
-plane "/host:CPU", each with the number of its device.
 """
 
+import functools
 import re
 import statistics
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from jax.profiler import ProfileData, ProfileEvent, ProfilePlane
+from jax.profiler import ProfileData, ProfilePlane
 
 from jddp.errors import DataError
 from jddp.html import Shown
+from jddp.inspection.kernels import DeviceTime, Kernels, kernels_of
+from jddp.inspection.pictures.times import MEASURED, StepTimes
 from jddp.typing import JsonObject
 
-Span = tuple[int, int]  # nanoseconds
 STEP, DATA = "jddp step", "jddp data"  # names of what a run annotates in its traces
 _ROW = "{:<18}{:>11}{:>11}{:>16}{:>11}{:>11}"
-_COLLECTIVE = re.compile(
-    r"nccl|(all[-_](reduce|gather|to[-_]all)|reduce[-_]scatter|psum|pmax|pmin|ppermute"
-    r"|collective[-_])(?!.*fusion)",
-    re.IGNORECASE,
-)
-_COPY = re.compile(r"memcpy|memset", re.IGNORECASE)
-_AROUND_OTHERS = re.compile(r"(while|call|conditional|tuple|parameter)\b")
-_PLANE = re.compile(r"/device:(GPU:\d+)")
-
-
-class DeviceTime(NamedTuple):
-    """Seconds of a device from its first kernel to its last.
-
-    Attributes:
-      span: All of them.
-      compute: Part in which it computes.
-      communication: Part in which it communicates.
-      exposed: Part in which it communicates and does not compute.
-    """
-
-    span: float
-    compute: float
-    communication: float
-    exposed: float
-
-    @property
-    def idle(self) -> float:
-        """The part in which it neither computes nor communicates."""
-        return self.span - self.compute - self.exposed
-
-    @property
-    def hidden_share(self) -> float:
-        """The share of the communication beside which it computes."""
-        return 1 - self.exposed / self.communication if self.communication else 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,21 +35,37 @@ class Trace(Shown):
 
     Attributes:
       steps: Numbers of the steps, in order; empty if the trace was not made by a run of jddp.
-      devices: The time of each device in all steps together, by its name, such as "GPU:0"; of
+      kernels: The kernels of each device in all steps together, by its name, such as "GPU:0"; of
         several processes "process_1 GPU:0".
       data_wait: Seconds in which a process waits for batches, on average over processes.
     """
 
     steps: tuple[int, ...]
-    devices: dict[str, DeviceTime]
+    kernels: dict[str, Kernels]
     data_wait: float
+
+    @functools.cached_property
+    def devices(self) -> dict[str, DeviceTime]:
+        """The time of each device in all steps together."""
+        return {name: x.time for name, x in self.kernels.items()}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of which times are means: 1 for the whole trace where no step is known."""
+        return len(self.steps) or 1
 
     @property
     def mean(self) -> DeviceTime:
-        """Seconds of a step and device, on average; of the whole trace where no step is known."""
-        num_steps = len(self.steps) or 1
+        """The time of a step and device, on average."""
         columns = zip(*self.devices.values(), strict=True)
-        return DeviceTime(*(statistics.fmean(x) / num_steps for x in columns))
+        return DeviceTime(*(statistics.fmean(x) / self.num_steps for x in columns))
+
+    @property
+    def times(self) -> StepTimes:
+        """Where the time of a step goes, on average over steps and devices."""
+        mean, wait = self.mean, self.data_wait / self.num_steps
+        parts = mean.span, mean.compute, mean.exposed, mean.idle
+        return StepTimes(MEASURED, *parts, wait if self.steps else None)
 
     @property
     def verdict(self) -> str:
@@ -99,9 +78,16 @@ class Trace(Shown):
             f"{mean.exposed / mean.span:.1%} and is idle {mean.idle / mean.span:.1%}."
         )
 
+    @property
+    def about(self) -> str:
+        """The steps, in words."""
+        if not self.steps:
+            return "The trace has no steps of a run of jddp: times are of all of it"
+        return f"steps {self.steps[0]} to {self.steps[-1]}, of which times are means"
+
     def as_json(self) -> JsonObject:
         """The same as values of JSON; times are in seconds for each step."""
-        num_steps = len(self.steps) or 1
+        num_steps = self.num_steps
         return {
             "verdict": self.verdict,
             "kind": "measured",
@@ -112,12 +98,8 @@ class Trace(Shown):
 
     def __repr__(self) -> str:
         """A verdict, and a table of the devices."""
-        num_steps, wait = len(self.steps) or 1, self.data_wait
-        about = "The trace has no steps of a run of jddp: times are of all of it"
-        if self.steps:
-            first, last = self.steps[0], self.steps[-1]
-            about = f"steps {first} to {last}, of which times are means"
-        lines = [*textwrap.wrap(self.verdict, 79), "", f"{about}; ms"]
+        num_steps, wait = self.num_steps, self.data_wait
+        lines = [*textwrap.wrap(self.verdict, 79), "", f"{self.about}; ms"]
         lines.append(_ROW.format("device", "step", "compute", "communication", "exposed", "idle"))
         for name, time in self.devices.items():
             row = (time.span, time.compute, time.communication, time.exposed, time.idle)
@@ -142,25 +124,17 @@ def read_trace(folder: str | Path) -> Trace:
             f"{folder} holds no trace of jax.profiler (*.xplane.pb). A run records one with "
             "train.profile_steps=[10,13]."
         )
-    steps, waits, devices = set[int](), list[float](), dict[str, DeviceTime]()
+    steps, waits, kernels = set[int](), list[float](), dict[str, Kernels]()
     for process, file in files.items():
         planes = _planes(file)
         notes = list(_annotations(planes))
         steps |= {number for name, number, _ in notes if name == STEP}
         waits.append(sum(seconds for name, _, seconds in notes if name == DATA))
         prefix = f"{process} " if len(files) > 1 else ""
-        devices |= {f"{prefix}{name}": x for name, x in device_times(planes).items()}
-    if not devices:
+        kernels |= {f"{prefix}{name}": x for name, x in kernels_of(planes).items()}
+    if not kernels:
         raise DataError(f"{folder}: the trace holds no kernel of a device.")
-    return Trace(tuple(sorted(steps)), devices, statistics.fmean(waits))
-
-
-def device_times(planes: Iterable[ProfilePlane]) -> dict[str, DeviceTime]:
-    """The time of each device in the planes of a trace, by name."""
-    kernels: dict[str, list[tuple[str, Span]]] = {}
-    for device, name, span in _kernels(planes):
-        kernels.setdefault(device, []).append((name, span))
-    return {device: _time(found) for device, found in sorted(kernels.items())}
+    return Trace(tuple(sorted(steps)), kernels, statistics.fmean(waits))
 
 
 def _planes(file: Path) -> list[ProfilePlane]:
@@ -187,56 +161,6 @@ def _annotations(planes: Iterable[ProfilePlane]) -> Iterator[tuple[str, int, flo
             for event in (event for line in plane.lines for event in line.events):
                 if event.name in (STEP, DATA):
                     yield event.name, dict(event.stats).get("step_num", 0), event.duration_ns / 1e9
-
-
-def _kernels(planes: Iterable[ProfilePlane]) -> Iterator[tuple[str, str, Span]]:
-    """Device, name and span of each kernel."""
-    for plane in planes:
-        gpu = _PLANE.match(plane.name)
-        for line in plane.lines if gpu or plane.name == "/host:CPU" else ():
-            if gpu and not line.name.startswith("Stream #"):
-                continue
-            for event in line.events:
-                device = gpu[1] if gpu else _cpu(event)
-                if device is not None:
-                    start = round(event.start_ns)
-                    yield device, event.name, (start, start + round(event.duration_ns))
-
-
-def _cpu(event: ProfileEvent) -> str | None:
-    """The CPU device on which an instruction of a program ran; None for other events."""
-    if event.name.startswith(("end: ", "$")) or _AROUND_OTHERS.match(event.name):
-        return None
-    stats = dict(event.stats)
-    return f"CPU:{stats['device_ordinal']}" if "hlo_op" in stats else None
-
-
-def _time(kernels: Sequence[tuple[str, Span]]) -> DeviceTime:
-    """The time of one device."""
-    sent = _merge(span for name, span in kernels if _COLLECTIVE.match(name))
-    computed = _merge(
-        span for name, span in kernels if not (_COLLECTIVE.match(name) or _COPY.search(name))
-    )
-    start = min(span[0] for _, span in kernels)
-    end = max(span[1] for _, span in kernels)
-    exposed = _length(_merge([*sent, *computed])) - _length(computed)
-    nanoseconds = end - start, _length(computed), _length(sent), exposed
-    return DeviceTime(*(x / 1e9 for x in nanoseconds))
-
-
-def _length(spans: Sequence[Span]) -> int:
-    return sum(end - start for start, end in spans)
-
-
-def _merge(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that do not overlap, in order."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def _fields(time: DeviceTime, num_steps: int) -> JsonObject:

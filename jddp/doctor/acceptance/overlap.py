@@ -11,7 +11,8 @@ from jddp.doctor.acceptance.jobs import gpt, step_seconds
 from jddp.doctor.acceptance.result import SKIP, Machine, PartResult
 from jddp.doctor.finding import OK, WARN
 from jddp.errors import DataError
-from jddp.inspection.trace import DeviceTime, read_trace
+from jddp.inspection.kernels import DeviceTime
+from jddp.inspection.trace import read_trace
 
 _NUM_STEPS = 5
 

@@ -1,179 +1,73 @@
-"""The timeline of a modelled step as a picture: SVG, with lanes for computing and the network.
+"""A modelled step as a picture: its lanes, and tables of what is sent and of what is assumed.
 
-Below them, for each bucket, is the time between its start and the moment at which computing needs
-it: what takes no longer than that is hidden.
+draw_page(modelled_picture(prediction))
 """
 
-import math
-from collections.abc import Iterable, Iterator
-from html import escape
+from collections.abc import Iterator
 
+import jax
+
+from jddp.inspection.modelled.links import START_SECONDS
 from jddp.inspection.modelled.prediction import Prediction
-from jddp.inspection.modelled.timeline import (
-    BACKWARD,
-    FORWARD,
-    UPDATE,
-    Timeline,
-    in_gb,
-    in_mb,
-    in_ms,
-)
+from jddp.inspection.modelled.scaling import MEASURED_ERROR
+from jddp.inspection.modelled.timeline import BACKWARD, FORWARD, UPDATE, Timeline
 from jddp.inspection.modelled.transfer_groups import TransferGroup
-
-WIDTH, LEFT, RIGHT = 1000, 84, 22
-_LANE = 34
-_WINDOW = 15
-_COMPUTING, _NETWORK, _WINDOWS = 40, 86, 134
-_TURN = 137.508  # degrees between the colours of neighbours: the golden angle
-
-_STYLE = """
-svg { --s: 60%; --l: 46%; --text: #222; --line: #ccc; font: 13px system-ui, sans-serif }
-svg text { fill: var(--text) }
-.forward { fill: #a9bdd2 } .backward { fill: #7b93ad } .update { fill: #c9b8a2 }
-.sent { fill: hsl(var(--h) var(--s) var(--l)) } .other { fill: #888 }
-.window { fill: hsl(var(--h) var(--s) var(--l)); opacity: .3 }
-.tick { stroke: var(--line) }
-.exposed { fill: url(#hatch) } .hatch { stroke: #d00; stroke-width: 3 }
-@media (prefers-color-scheme: dark) { @media screen {
-  svg { --s: 55%; --l: 62%; --text: #ddd; --line: #444 }
-  .forward { fill: #5b7690 } .backward { fill: #3f566d } .update { fill: #756651 }
-  .window { opacity: .4 } .hatch { stroke: #f66 }
-} }
-"""
+from jddp.inspection.pictures.figures import in_gb, in_mb, in_ms
+from jddp.inspection.pictures.lanes import EXPOSED, Band, Lanes, Pictured, SentBand, Table
+from jddp.inspection.pictures.times import MODELLED
 
 
-def drawing(prediction: Prediction) -> str:
-    """Returns the lanes of a modelled step as SVG, which can stand alone."""
-    time = prediction.timeline
-    scale = _Scale(time.step_seconds)
-    windows = _Windows(scale)
-    sent = [_group(x, scale, windows) for x in prediction.groups]
-    height = _WINDOWS + windows.height + 30
-    parts = [
-        *_axis(scale, height - 26),
-        *_computing(time, scale),
-        f'<text x="0" y="{_NETWORK + 22}">network</text>',
-        f'<text x="0" y="{_WINDOWS + 12}">until needed</text>',
-        *sent,
-        *_legend(height - 8, f"waiting: {in_ms(time.step_seconds - time.compute_seconds)}"),
-    ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
-        f"<title>modelled: {escape(prediction.verdict)}</title><style>{_STYLE}</style>"
-        '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-        'patternTransform="rotate(45)"><path class="hatch" d="M0,0v6"/></pattern></defs>'
-        f"{''.join(parts)}</svg>"
+def modelled_picture(prediction: Prediction) -> Pictured:
+    """Returns the picture of a modelled step, with its tables."""
+    return Pictured(
+        verdict=prediction.verdict,
+        note=f"Modelled, not measured: the order is XLA's for {prediction.target} (jax "
+        f"{jax.__version__}), the times are computed from the assumptions below. Point at a bucket "
+        "for its figures.",
+        times=prediction.times,
+        lanes=[_lanes(prediction)],
+        tables=[
+            _figures(prediction),
+            *_scaling(prediction),
+            _sent(prediction),
+            _assumed(prediction),
+        ],
     )
 
 
-class _Scale:
-    """Seconds of the step, as places of the drawing."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._factor = (WIDTH - LEFT - RIGHT) / seconds
-
-    def x(self, seconds: float) -> float:
-        return LEFT + self._factor * seconds
-
-    def path(self, times: Iterable[tuple[float, float]], y: float, height: float) -> str:
-        """Boxes over stretches of time in order; those that nearly touch are one."""
-        boxes: list[list[float]] = []
-        for start, end in times:
-            left, right = self.x(start), max(self.x(end), self.x(start) + 0.8)
-            if boxes and left - boxes[-1][1] < 0.3:
-                boxes[-1][1] = max(right, boxes[-1][1])
-            else:
-                boxes.append([left, right])
-        return "".join(f"M{a:.1f},{y:g}h{b - a:.1f}v{height:g}H{a:.1f}z" for a, b in boxes)
+def _lanes(prediction: Prediction) -> Lanes:
+    time = prediction.timeline
+    return Lanes(
+        kind=MODELLED,
+        name=str(prediction.target),
+        seconds=time.step_seconds,
+        waited_seconds=prediction.times.exposed,
+        computing=[*_phases(time), *_waits(time)],
+        sent=[_lane_of(x) for x in prediction.groups],
+    )
 
 
-class _Windows:
-    """Rows for stretches of time that overlap: each goes to the first row that is free."""
-
-    def __init__(self, scale: _Scale) -> None:
-        self._scale = scale
-        self._ends: list[float] = []
-
-    @property
-    def height(self) -> int:
-        return _WINDOW * max(1, len(self._ends))
-
-    def top(self, start: float, end: float, room: float) -> int:
-        """The top of the row for a stretch of time, with room for words behind it."""
-        left = self._scale.x(start)
-        free = [row for row, taken in enumerate(self._ends) if taken <= left]
-        row = free[0] if free else len(self._ends)
-        self._ends[row : row + 1] = [max(self._scale.x(end), left + 1) + room]
-        return _WINDOWS + _WINDOW * row
-
-
-def _axis(scale: _Scale, bottom: float) -> Iterator[str]:
-    """Vertical lines at whole numbers of milliseconds, or of parts of one."""
-    rough = 1e3 * scale.seconds / 8
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(power * x for x in (1, 2, 5, 10) if power * x >= rough)
-    for number in range(math.floor(1e3 * scale.seconds / step) + 1):
-        x = scale.x(number * step / 1e3)
-        yield f'<path class="tick" d="M{x:.1f},24V{bottom:g}"/>'
-        unit = " ms" if number == 0 else ""
-        anchor = "end" if x > WIDTH - 40 else "start"
-        yield f'<text x="{x:.1f}" y="18" text-anchor="{anchor}">{number * step:g}{unit}</text>'
-
-
-def _computing(time: Timeline, scale: _Scale) -> Iterator[str]:
-    yield f'<text x="0" y="{_COMPUTING + 22}">computing</text>'
+def _phases(time: Timeline) -> Iterator[Band]:
     for phase in (FORWARD, BACKWARD, UPDATE):
-        spans = [x for x in time.spans if x.phase == phase]
-        path = scale.path([(x.start, x.end) for x in spans], _COMPUTING, _LANE)
-        took = in_ms(sum(x.end - x.start for x in spans))
-        yield f'<path class="{phase}" d="{path}"><title>{phase}: {took}, modelled</title></path>'
+        spans = [(x.start, x.end) for x in time.spans if x.phase == phase]
+        took = in_ms(sum(end - start for start, end in spans))
+        yield Band(phase, f"{phase}: {took}", spans)
+
+
+def _waits(time: Timeline) -> Iterator[Band]:
     for x in time.transfers:
         if x.waited_seconds > 0:
-            path = scale.path([(x.done_at - x.waited_seconds, x.done_at)], _COMPUTING, _LANE)
-            title = f"waits {in_ms(x.waited_seconds)} for {escape(x.name)}, modelled"
-            yield f'<path class="exposed" d="{path}"><title>{title}</title></path>'
+            title = f"waits {in_ms(x.waited_seconds)} for {x.name}"
+            yield Band(EXPOSED, title, [(x.done_at - x.waited_seconds, x.done_at)])
 
 
-def _group(group: TransferGroup, scale: _Scale, windows: _Windows) -> str:
-    """A group on the network, and its windows if it is one of the plan."""
+def _lane_of(group: TransferGroup) -> SentBand:
+    """A group on the network, with its windows if it is one of the plan."""
     times = [(x.ended_at - x.needed_seconds, x.ended_at) for x in group.transfers]
-    kind = "other" if group.number is None else "sent"
-    parts = [f'<path class="{kind}" d="{scale.path(times, _NETWORK, _LANE)}"/>']
-    if group.number is not None:
-        parts += _windows(group, scale, windows)
-    return f"<g{hue(group)}><title>{escape(_title(group))}</title>{''.join(parts)}</g>"
-
-
-def _windows(group: TransferGroup, scale: _Scale, windows: _Windows) -> Iterator[str]:
-    """The times until each run is needed, with the number of the bucket behind the first."""
-    boxes = []
-    for number, x in enumerate(group.transfers):
-        label = group.label.split()[-1] if number == 0 else ""
-        y = windows.top(x.started_at, x.done_at, 2 + 9 * len(label))
-        boxes.append(scale.path([(x.started_at, x.done_at)], y, _WINDOW - 2))
-        if label:
-            left = max(scale.x(x.done_at), scale.x(x.started_at) + 1) + 2
-            yield f'<text x="{left:.1f}" y="{y + 11}" font-size="12">{label}</text>'
-    yield f'<path class="window" d="{"".join(boxes)}"/>'
-
-
-def _legend(y: float, waiting: str) -> Iterator[str]:
-    kinds = {
-        "forward": "forward",
-        "backward": "backward",
-        "update": "update",
-        "exposed": f"{waiting}, modelled",
-    }
-    for number, (kind, text) in enumerate(kinds.items()):
-        x = LEFT + 110 * number
-        yield f'<path class="{kind}" d="M{x},{y - 11:g}h12v12h-12z"/>'
-        yield f'<text x="{x + 17}" y="{y:g}">{text}</text>'
-
-
-def hue(group: TransferGroup) -> str:
-    """The color of a group of the plan, as an attribute; the styles make it light or dark."""
-    return "" if group.number is None else f' style="--h:{_TURN * group.number % 360:.0f}"'
+    if group.number is None:
+        return SentBand(_title(group), times)
+    windows = [(x.started_at, x.done_at) for x in group.transfers]
+    return SentBand(_title(group), times, group.number, group.label.split()[-1], windows)
 
 
 def _title(group: TransferGroup) -> str:
@@ -186,3 +80,87 @@ def _title(group: TransferGroup) -> str:
             f"takes {in_ms(group.needed_seconds)}, waits {in_ms(group.waited_seconds)}: modelled",
         ]
     )
+
+
+def _figures(prediction: Prediction) -> Table:
+    memory = prediction.memory
+    rows = [
+        ["waits for gradients and parameters", f"{prediction.exposed_share:.2%}"],
+        ["waits for anything else", f"{prediction.other_exposed_share:.2%}"],
+        ["sent by each GPU", f"{in_mb(prediction.sent_bytes)} MB"],
+        ["memory of a GPU", f"{memory.total / 1e9:.1f} of {memory.limit / 1e9:.1f} GB"],
+    ]
+    return Table("Modelled", ["", ""], rows, frozenset({1}))
+
+
+def _scaling(prediction: Prediction) -> Iterator[Table]:
+    rows = [
+        [
+            f"{x.num_devices:,}",
+            in_ms(x.step_seconds),
+            f"{x.waiting_share:.2%}",
+            f"{x.efficiency:.1%}",
+            x.origin,
+        ]
+        for x in prediction.scaling
+    ]
+    head = ["GPUs", "step", "waits", "efficiency", "program"]
+    note = f"As many rows on each GPU. Modelled: {MEASURED_ERROR}."
+    if rows:
+        yield Table("Weak scaling", head, rows, frozenset({0, 1, 2, 3}), note)
+
+
+def _sent(prediction: Prediction) -> Table:
+    head = ["", "parameters", "MB", "dtype", "collective", "runs", "algorithm", "hops"]
+    head += ["GPU sends MB", "host sends MB", "GB/s", "takes", "waits"]
+    groups = prediction.groups
+    moved = [in_mb(sum(x.sent_bytes for x in groups)), in_mb(sum(x.host_bytes for x in groups))]
+    waited = in_ms(sum(x.waited_seconds for x in groups))
+    total = ["sum", "", in_mb(sum(x.bytes for x in groups)), *[""] * 5, *moved, "", "", waited]
+    return Table(
+        "What is sent",
+        head,
+        [*map(_row, groups), total],
+        frozenset({2, 5, *range(7, 13)}),
+        colors=[x.number for x in groups],
+    )
+
+
+def _row(group: TransferGroup) -> list[str]:
+    return [
+        group.label or "other",
+        group.name,
+        in_mb(group.bytes),
+        group.dtype,
+        group.op,
+        str(len(group.transfers)),
+        group.choice.algorithm,
+        str(group.choice.hops),
+        in_mb(group.sent_bytes),
+        in_mb(group.host_bytes),
+        in_gb(group.choice.bytes_per_second),
+        in_ms(group.needed_seconds),
+        in_ms(group.waited_seconds),
+    ]
+
+
+def _assumed(prediction: Prediction) -> Table:
+    gpu = prediction.target.gpu
+    rows = [
+        [
+            name,
+            f"{in_gb(x.bytes_per_second)} GB/s",
+            f"{1e6 * x.hop_seconds:g} us a hop",
+            x.source,
+        ]
+        for name, x in prediction.target.fabric.links.items()
+    ]
+    rates = {
+        "products": f"{gpu.product_flops / 1e12:g} TFLOP/s",
+        "convolutions": f"{gpu.convolution_flops / 1e12:g} TFLOP/s",
+        "memory": f"{gpu.bytes_per_second / 1e12:g} TB/s",
+    }
+    rows += [[name, rate, "", "a share of the data sheet's peak"] for name, rate in rates.items()]
+    starts = ", ".join(f"{1e6 * x:g} us" for x in START_SECONDS.values())
+    rows.append(["start", "", starts, "of a collective, NCCL: Simple, LL"])
+    return Table("What is assumed", ["", "rate", "latency", "source"], rows, frozenset({1, 2}))

@@ -19,8 +19,10 @@ from jddp.inspection.modelled.described import Target
 from jddp.inspection.modelled.links import START_SECONDS
 from jddp.inspection.modelled.scaling import MEASURED_ERROR, ScaledStep
 from jddp.inspection.modelled.schedule import walk
-from jddp.inspection.modelled.timeline import Timeline, in_ms
+from jddp.inspection.modelled.timeline import Timeline
 from jddp.inspection.modelled.transfer_groups import TransferGroup, group_transfers
+from jddp.inspection.pictures.figures import in_ms
+from jddp.inspection.pictures.times import MODELLED, StepTimes
 from jddp.modules.rows import count_rows
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import JsonObject
@@ -74,6 +76,13 @@ class Prediction(Shown):
     def sent_bytes(self) -> float:
         """Bytes that each GPU sends in a step."""
         return sum(x.sent_bytes for x in self.groups)
+
+    @property
+    def times(self) -> StepTimes:
+        """Where the time of a step goes."""
+        time = self.timeline
+        exposed = time.step_seconds - time.compute_seconds
+        return StepTimes(MODELLED, time.step_seconds, time.compute_seconds, exposed)
 
     @property
     def verdict(self) -> str:
@@ -156,11 +165,10 @@ class Prediction(Shown):
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
     def _figures(self) -> list[str]:
-        time, fabric = self.timeline, self.target.fabric
-        waits = time.step_seconds - time.compute_seconds
+        times, fabric = self.times, self.target.fabric
         rows = {
-            "step": f"{in_ms(time.step_seconds)}, of which computing {in_ms(time.compute_seconds)} "
-            f"and waiting {in_ms(waits)}",
+            "step": f"{in_ms(times.step)}, of which computing {in_ms(times.compute)} "
+            f"and waiting {in_ms(times.exposed)}",
             "waits for": f"gradients and parameters {self.exposed_share:.2%}, "
             f"others {self.other_exposed_share:.2%} of the step",
             "sends": f"{self.sent_bytes / MEGABYTE:,.1f} MB from each GPU in a step",

@@ -20,7 +20,7 @@ from jddp.doctor.acceptance.part import read_result, write_result
 from jddp.doctor.acceptance.parts import PARTS, Task
 from jddp.doctor.acceptance.published import FIGURES, choose_figure, link_of, topology
 from jddp.doctor.acceptance.result import SKIP, Machine, Part, PartResult
-from jddp.inspection.trace import DeviceTime
+from jddp.inspection.kernels import DeviceTime
 from jddp.zoo.losses import cross_entropy
 
 ONE = Machine("gpu", 1, "NVIDIA H200")

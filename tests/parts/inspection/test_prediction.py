@@ -12,11 +12,13 @@ from jddp.errors import ConfigError
 from jddp.inspection.collectives import Collective
 from jddp.inspection.memory import Memory
 from jddp.inspection.modelled.described import Target
-from jddp.inspection.modelled.page import draw_page
+from jddp.inspection.modelled.picture import modelled_picture
 from jddp.inspection.modelled.prediction import Prediction
 from jddp.inspection.modelled.scaling import ScaledStep
-from jddp.inspection.modelled.timeline import Stretch, Timeline, Transfer, in_mb
+from jddp.inspection.modelled.timeline import Stretch, Timeline, Transfer
 from jddp.inspection.modelled.transfer_groups import group_transfers
+from jddp.inspection.pictures.figures import in_mb
+from jddp.inspection.pictures.page import draw_page
 from jddp.reduce.plan import Bucket, BucketPlan, GatheredUnit
 
 MEMORY = Memory(10**9, 10**9, 2 * 10**9, 0, 10**6, 8 * 10**9, limit=80 * 10**9)
@@ -108,10 +110,10 @@ def test_larger_worlds_say_which_schedule_they_run_and_how_far_published_runs_ar
     assert re.search(r"\n +8 +100.00 ms +0.00% +100.0%  compiled\n", text)
     assert re.search(r"\n +256 +125.00 ms +20.00% +80.0%  the schedule of 64 GPUs\n", text)
     assert [x["num_devices"] for x in found.as_json()["weak_scaling"]] == [8, 256]
-    shown = draw_page(found)
+    shown = draw_page(modelled_picture(found))
     assert "Modelled: published runs reach 8.5 points less" in shown
     assert "the schedule of 64 GPUs" in shown
-    assert "Weak scaling" not in draw_page(of_buckets(3))
+    assert "Weak scaling" not in draw_page(modelled_picture(of_buckets(3)))
 
 
 def test_the_same_is_told_as_json():
@@ -135,7 +137,9 @@ def test_each_bucket_has_its_algorithm_and_what_that_moves():
         ["tree", "20", "1.969", "S", "1.750", "S"],
         ["hierarchical", "28", "1.969", "S", "1.750", "S"],
     ]
-    (head, first, *_) = re.findall(r"<tr>.*?</tr>", draw_page(found).partition("What is sent")[2])
+    (head, first, *_) = re.findall(
+        r"<tr>.*?</tr>", draw_page(modelled_picture(found)).partition("What is sent")[2]
+    )
     cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in (head, first)]
     row = dict(zip(*cells, strict=True))
     assert (row["algorithm"], row["hops"]) == ("tree LL", "20")
@@ -173,7 +177,7 @@ def titles(root):
 
 
 def test_the_picture_is_sound_names_every_bucket_and_sums_what_is_exposed():
-    text = draw_page(of_buckets(12))
+    text = draw_page(modelled_picture(of_buckets(12)))
     root = svg(text)
     for number in range(12):
         (title,) = (x for x in titles(root) if x.startswith(f"bucket {number}:"))
@@ -189,7 +193,7 @@ def test_the_picture_is_sound_names_every_bucket_and_sums_what_is_exposed():
 
 
 def test_a_picture_of_160_buckets_is_small_and_loads_nothing():
-    text = draw_page(of_buckets(160))
+    text = draw_page(modelled_picture(of_buckets(160)))
     assert len(text.encode()) < 300_000
     assert len([x for x in titles(svg(text)) if x.startswith("bucket ")]) == 160
     links = re.findall(r"""(?:href|src|url)\s*[=(]\s*["']?([^"')\s>]+)""", text)
@@ -199,7 +203,7 @@ def test_a_picture_of_160_buckets_is_small_and_loads_nothing():
 
 
 def test_bars_stay_inside_of_the_picture():
-    root = svg(draw_page(of_buckets(40)))
+    root = svg(draw_page(modelled_picture(of_buckets(40))))
     width = float(root.get("viewBox").split()[2])
     for shape in root.iter("{http://www.w3.org/2000/svg}path"):
         for x in re.findall(r"M([\d.]+),", shape.get("d")):

@@ -12,6 +12,7 @@ from tiny import MLP, ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.commands.explain import main
+from jddp.commands.training import run as train
 from jddp.commands.tune import main as tune
 from jddp.errors import ConfigError
 
@@ -78,6 +79,24 @@ def test_a_step_is_scaled_by_the_program_of_eight_hosts_and_slower_networks():
     seconds = [x.step_seconds for x in scaling]
     assert seconds == sorted(seconds)
     assert [x.efficiency for x in scaling] == [seconds[0] / x for x in seconds]
+
+
+def test_a_traced_run_is_shown_beside_its_modelled_step(tmp_path, capsys):
+    run = tmp_path / "run"
+    traced = ["train.num_steps=3", "train.profile_steps=[2,3]", "train.eval_every_steps=null"]
+    assert train([*JOB, *traced, "mesh.num_devices=2", f"run.dir={run}"]) == 0
+    picture = tmp_path / "both.html"
+    words = ["--trace", str(run), "--target", "h100", "--topology", "1x2"]
+    assert main([*words, "--html", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"\n +measured +modelled\n", printed)
+    assert max(map(len, printed.splitlines())) <= 80
+    drawn = re.findall("<svg.*?</svg>", picture.read_text(), re.DOTALL)
+    assert ["measured" in x for x in drawn] == [True, True, False]
+    assert "modelled: 2 x NVIDIA H100" in drawn[2]
+    (run / "config.yaml").unlink()
+    assert main(words) == 2
+    assert "config.yaml is not there. Name the config" in capsys.readouterr().err
 
 
 def test_what_does_not_divide_or_cannot_be_written_is_refused_in_a_line(tmp_path, capsys):
