@@ -46,7 +46,7 @@ RESERVED = (
     *("loss", "count", "examples", "grad_norm", "skipped", "loss_scale", "spike"),  # of steps
     *("learning_rate", "step_seconds", "data_wait_seconds", "examples_per_second"),
     *("tokens_per_second", "model_flops_per_second", "mfu"),
-    *("peak_memory_bytes", "predicted_memory_bytes"),
+    *("peak_memory_bytes", "predicted_memory_bytes", "exposed_communication"),
 )
 
 # `loss_fn(model, batch)`, or one that also names `train`, `constants` or `key`: a loss for each

@@ -98,10 +98,10 @@ class Loop:
         self.spikes = Spikes(plan.checks.on_spike, rows=_rows_command(plan, files))
         most = plan.checks.max_consecutive_skips
         self.numerics = Numerics(self.ddp, self.source, folder, most, self.spikes)
-        self.reporter = Reporter(self.run, plan, files, self.numerics)
         self.replica_check = ReplicaCheck(plan.checks.replicas_every_steps)
         profiles = None if files is None else files.profile(jax.process_index())
         self.profile = Profile(plan.profile_steps, profiles)
+        self.reporter = Reporter(self.run, plan, files, self.numerics, self.profile)
         self.requests = Requests()
         self.signal: str | None = None
         self.position = self.source.position

@@ -8,7 +8,9 @@ from pathlib import Path
 import jax
 
 from jddp.engine.state import TrainState
-from jddp.inspection.trace import STEP
+from jddp.errors import DataError
+from jddp.inspection.trace import STEP, read_trace
+from jddp.trainer.reports.rates import EXPOSED_SHARE
 
 log = logging.getLogger("jddp")
 
@@ -25,6 +27,7 @@ class Profile:
         self._first, self._last = steps or (-1, -1)
         self._folder = folder
         self._is_open = False
+        self._is_recorded = False
 
     @contextlib.contextmanager
     def step(self, number: int, state: TrainState) -> Iterator[None]:
@@ -48,6 +51,22 @@ class Profile:
         if self._is_open:
             self._is_open = False
             jax.profiler.stop_trace()
+            self._is_recorded = True
+
+    def take_fields(self) -> dict[str, float]:
+        """The share of the traced steps in which devices only communicate, for one record.
+
+        Empty before the trace has ended, and after the share was taken.
+        """
+        if not self._is_recorded or self._folder is None:
+            return {}
+        self._is_recorded = False
+        try:
+            times = read_trace(self._folder).times
+        except DataError as error:
+            log.warning("train.profile_steps: %s", error)
+            return {}
+        return {EXPOSED_SHARE: times.exposed / times.step}
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()

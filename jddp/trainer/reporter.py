@@ -20,8 +20,9 @@ from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
+from jddp.trainer.profile import Profile
 from jddp.trainer.reports.progress import Progress
-from jddp.trainer.reports.rates import summary
+from jddp.trainer.reports.rates import EXPOSED_SHARE, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.trainer.throughput import Work
@@ -73,6 +74,7 @@ class Reporter:
       plan: Periods of reports.
       files: The run directory, or None.
       numerics: Check of each step.
+      profile: Trace of some steps.
 
     Attributes:
       clock: Time of steps since the last record.
@@ -85,6 +87,7 @@ class Reporter:
     plan: Plan
     files: RunDirectory | None
     numerics: Numerics
+    profile: Profile
 
     def __post_init__(self) -> None:
         """Begins the display of progress."""
@@ -145,6 +148,7 @@ class Reporter:
             record["learning_rate"] = self.learning_rate(step)
         if seconds := self.clock.seconds_per_step(step):
             record |= {**seconds, **self.work.rates(seconds["step_seconds"], num_rows)}
+        record |= self.profile.take_fields()
         self.run.metrics = copy.deepcopy(record)  # a callback may change it
         self.run.records.append(record)
         if self.files is not None:
@@ -182,4 +186,7 @@ class Reporter:
         seconds = [x["step_seconds"] for x in self.run.records if "step_seconds" in x]
         if seconds:
             rates = self.work.rates(statistics.median(seconds), self.work.num_rows)
+            traced = [x for x in self.run.records if EXPOSED_SHARE in x]
+            traced = traced or [self.profile.take_fields()]
+            rates[EXPOSED_SHARE] = traced[-1].get(EXPOSED_SHARE)
             self.note(f"median {summary(rates, self.work.unit)}")

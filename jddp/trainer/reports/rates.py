@@ -2,12 +2,14 @@
 
     speed(record, "images")        # "6.5k images/s", or "1.2M tokens/s" of a language model
     flops(record), mfu(record)     # "163 TFLOP/s", "MFU 16.5 %"
-    summary(record, "images")      # all of them, and "peak memory 62.1 GiB (60.0 predicted)"
+    summary(record, "images")      # all of them, "peak memory 62.1 GiB (60.0 predicted)", ...
 
 Each returns "" where its record does not have the fields.
 """
 
 from jddp.typing import Record
+
+EXPOSED_SHARE = "exposed_communication"
 
 
 def speed(record: Record, unit: str) -> str:
@@ -31,12 +33,14 @@ def flops(record: Record) -> str:
 
 
 def summary(record: Record, unit: str) -> str:
-    """All of these, and the peak memory of a device beside the predicted one."""
+    """All of these, peak memory beside the predicted one, and exposed communication."""
     fields = [speed(record, unit), flops(record), mfu(record)]
     if (peak := record.get("peak_memory_bytes")) is not None:
         predicted = record.get("predicted_memory_bytes")
         beside = "" if predicted is None else f" ({predicted / 2**30:.1f} predicted)"
         fields.append(f"peak memory {peak / 2**30:.1f} GiB{beside}")
+    if (share := record.get(EXPOSED_SHARE)) is not None:
+        fields.append(f"{share:.1%} of traced steps exposed communication")
     return ", ".join(filter(None, fields))
 
 
