@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jddp.commands.output import check_output, write_output
 from jddp.commands.target import add_target_arguments, check_target
 from jddp.config.cli import Parser, add_config_arguments, run_command, share_gpus
-from jddp.errors import ExitCode, UsageError, file_errors, show
-from jddp.files import check_writable
+from jddp.errors import ExitCode, UsageError, show
 from jddp.typing import JsonObject
 
 if TYPE_CHECKING:
@@ -60,12 +60,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     check_target(arguments, "scaling")
-    if arguments.html is None:
-        return
-    if arguments.target is None and arguments.trace is None:
+    if arguments.html is not None and arguments.target is None and arguments.trace is None:
         raise UsageError("--html needs --target or --trace: it draws a modelled or a traced step.")
-    with file_errors(f"--html {arguments.html} cannot be written"):  # before minutes of compiling
-        check_writable(arguments.html)
+    check_output("--html", arguments.html)
 
 
 def _traced(arguments: argparse.Namespace) -> "Trace":
@@ -111,8 +108,7 @@ def _draw(path: Path, trace: "Trace | None", step: "Explanation | None") -> None
     steps = [] if trace is None else [measured_picture(trace)]
     if step is not None and step.prediction is not None:
         steps.append(modelled_picture(step.prediction))
-    with file_errors(f"--html {path} cannot be written"):
-        path.write_text(draw_page(*steps), encoding="utf-8")
+    write_output("--html", path, draw_page(*steps))
 
 
 def _as_json(trace: "Trace | None", step: "Explanation | None") -> JsonObject:

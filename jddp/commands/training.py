@@ -28,7 +28,7 @@ from jddp.config.cli import (
 )
 from jddp.config.files import dump_values, load_config
 from jddp.config.keys import describe_keys
-from jddp.config.permissions import expand, make_private
+from jddp.config.permissions import private_cache
 from jddp.config.schema import Config
 from jddp.distributed import early
 from jddp.distributed.atomics import add_flag
@@ -159,8 +159,7 @@ def _turn_on_cache() -> None:
     """Turns on the persistent compilation cache of JAX, which is not imported yet."""
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         try:
-            cache = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jddp" / "xla"
-            make_private(cache, "the cache of compiled programs")
+            cache = private_cache("xla", "the cache of compiled programs")
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
         except Error as error:  # without it the start is only slower
             report(f"{error} Until then the cache is off.")

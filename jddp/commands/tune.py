@@ -2,7 +2,8 @@
 
 Takes a job as `jddp.train` does, and tries sizes and forms of its buckets: on the devices at hand,
 in turn with the config as it is, or modelled for GPUs that need not be there (`--target`). With
-`--batch` it finds the largest batch that fits. Nothing is trained, and the data may be absent.
+`--batch` it finds the largest batch that fits. Nothing is trained, and the data may be absent. The
+result is kept in the user's cache, so that the same call answers at once (`--again` does not).
 """
 
 import argparse
@@ -12,13 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jddp.commands.output import check_output, write_output
 from jddp.commands.target import add_target_arguments, check_target
 from jddp.config.cli import Parser, add_config_arguments, run_command, share_gpus
-from jddp.errors import ExitCode, file_errors, report, show
+from jddp.config.permissions import private_cache
+from jddp.errors import Error, ExitCode, report, show, words_of
 
 if TYPE_CHECKING:
     from jddp.config.schema import Config
+    from jddp.inspection.modelled.described import Target
     from jddp.job.step_scores import Scorer
+    from jddp.job.tuning import Tuned
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add_target_arguments(parser)
     add("--minutes", type=float, default=10.0, help="begin no candidate after these (default: 10)")
+    add("--again", action="store_true", help="search again, though an earlier search is kept")
     add("--out", type=Path, metavar="FILE", help="write the best keys as a config")
     add("--batch", action="store_true", help="find the largest batch that fits, instead")
     add("--json", action="store_true", help="print one line of JSON instead")
@@ -40,21 +46,43 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     config, _ = load_config(arguments.config, arguments.overrides)
     check_target(arguments)
+    check_output("--out", arguments.out)
     score, how = _scorer(arguments)
     if arguments.batch:
         return _largest(arguments, config, score, how)
+    found = _tuned(arguments, config, score, how)
+    if arguments.out is not None:
+        write_output("--out", arguments.out, found.fragment)
+    show(json.dumps(found.as_json()) if arguments.json else str(found))
+    return ExitCode.DONE
+
+
+def _tuned(arguments: argparse.Namespace, config: "Config", score: "Scorer", how: str) -> "Tuned":
+    """The result of an earlier search, if it is kept, or of a new one, which then is."""
+    from jddp.job.kept_searches import KeptSearch, facts_of
     from jddp.job.tuning import AS_IT_IS, Candidate, tune
 
     def note(candidate: Candidate) -> None:
         step = candidate.refused or f"{1e3 * candidate.seconds:.2f} ms"
         report(f"{str(candidate) or AS_IT_IS}: {step}")
 
+    kept = KeptSearch(_cache(), facts_of(config, _target(arguments)))
+    if not arguments.again and (earlier := kept.read()):
+        return earlier
     found = tune(config, score, how, seconds=60 * arguments.minutes, note=note)
-    if arguments.out is not None:
-        with file_errors(f"--out {arguments.out} cannot be written"):
-            arguments.out.write_text(found.fragment, encoding="utf-8")
-    show(json.dumps(found.as_json()) if arguments.json else str(found))
-    return ExitCode.DONE
+    try:
+        kept.write(found)
+    except OSError as error:
+        report(f"this search is not kept: {words_of(error)}")
+    return found
+
+
+def _cache() -> Path | None:
+    try:
+        return private_cache("tune", "the cache of searches")
+    except Error as error:  # without it the next search is only slower
+        report(f"{error} Until then no search is kept.")
+        return None
 
 
 def _scorer(arguments: argparse.Namespace) -> "tuple[Scorer, str]":
@@ -87,11 +115,17 @@ def _largest(arguments: argparse.Namespace, config: "Config", score: "Scorer", h
 
 
 def _num_devices(arguments: argparse.Namespace, config: "Config") -> int:
-    if arguments.target is not None:
-        from jddp.inspection.modelled.described import Target
-
-        return Target.named(arguments.target, arguments.topology or "1x8").fabric.num_devices
+    if (target := _target(arguments)) is not None:
+        return target.fabric.num_devices
     import jax
 
     num = config.mesh.num_devices
     return jax.device_count() if num == "auto" else num
+
+
+def _target(arguments: argparse.Namespace) -> "Target | None":
+    from jddp.inspection.modelled.described import Target
+
+    if arguments.target is None:
+        return None
+    return Target.named(arguments.target, arguments.topology or "1x8", arguments.link)

@@ -80,6 +80,18 @@ def refuse_foreign(directory: Path, called: str) -> None:
         )
 
 
+def private_cache(name: str, called: str) -> Path:
+    """Makes a folder of jddp's own in the user's cache, which is below XDG_CACHE_HOME or ~/.cache.
+
+    Raises:
+      FileSystemError: If others can write it, or it cannot be made.
+      ConfigError: If the home directory is not known.
+    """
+    folder = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jddp" / name
+    make_private(folder, called)
+    return folder
+
+
 def make_private(directory: Path, called: str) -> None:
     """Makes a directory that no other user can write, or checks that an existing one is like that.
 

@@ -1,7 +1,9 @@
 """Candidates are scored one key after another, and the largest batch is found by its memory."""
 
+import dataclasses
 import json
 import math
+import re
 
 import pytest
 import yaml
@@ -10,6 +12,7 @@ from jddp.commands.tune import main
 from jddp.config.files import load_config
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, DataError, ExitCode
+from jddp.job.kept_searches import KeptSearch
 from jddp.job.step_scores import Score, largest_batch, measured
 from jddp.job.tuning import AS_IT_IS, BUCKETS, tune
 
@@ -131,8 +134,49 @@ def test_steps_are_measured_in_turn_with_those_of_the_config_as_it_is():
     assert again.bytes == first.bytes
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "jddp" / "tune"
+
+
+def test_a_search_is_kept_and_the_same_one_answers_with_it(own_cache, capsys):
+    first, again = ["--minutes", "-1"], ["--minutes", "-1", "--again"]
+
+    def dated(*words):
+        assert main([*JOB, *words]) == ExitCode.DONE
+        printed = capsys.readouterr()
+        return "from an earlier search of 20" in printed.out, AS_IT_IS in printed.err
+
+    assert dated(*first) == (False, True)
+    assert dated(*first) == (True, False)
+    assert dated(*again) == (False, True)
+    assert dated(*first, "ddp.reduction.bucket_mb=3") == (False, True)  # other candidates
+    (file, _) = own_cache.iterdir()
+    for kept in own_cache.iterdir():
+        kept.write_text("[]")
+    assert dated(*first) == (False, True)  # damaged
+    file.parent.chmod(0o777)
+    assert main([*JOB, *first]) == ExitCode.DONE
+    assert "can be written by others. Remove it" in capsys.readouterr().err
+
+
+def test_a_kept_search_is_what_was_found(tmp_path):
+    found = tune(small(), scored, "modelled")
+    kept = KeptSearch(tmp_path, ["program"])
+    assert kept.read() is None
+    kept.write(found)
+    again = KeptSearch(tmp_path, ["program"]).read()
+    assert dataclasses.replace(again, date="") == found
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", again.date)
+    assert KeptSearch(tmp_path, ["another"]).read() is None
+
+
 def test_the_command_prints_the_best_and_writes_it_where_it_is_asked(tmp_path, capsys):
     out = tmp_path / "best.yaml"
+    assert main([*JOB, "--out", str(tmp_path)]) == ExitCode.FILE_SYSTEM
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("cannot be written: Is a directory.")
     assert main([*JOB, "--minutes", "-1", "--out", str(out)]) == ExitCode.DONE
     printed = capsys.readouterr()
     assert printed.out.startswith("The config is as fast as any candidate.\n")
