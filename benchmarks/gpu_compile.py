@@ -13,7 +13,7 @@ from gpu_jobs import JOBS, runs
 
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
-from jddp.inspection.modelled import GPUS, described_mesh, make_network, walk
+from jddp.inspection.modelled import GPUS, Fabric, described_mesh, walk
 
 NUM_DEVICES = {"by_hand": 1, "jddp": 1, "jddp_of_8": 8, "jddp_sync_of_8": 8}
 
@@ -57,14 +57,15 @@ def compile_one(name: str, contender: str, gpu: str, num_devices: int) -> dict[s
     mesh = described_mesh(gpu, devices_per_host=num_devices)
     compiled = lower(JOBS[name], contender, mesh).compile()
     memory, program = compiled.memory_analysis(), read_program(compiled.as_text())
-    timeline = walk(program, GPUS["h100_sxm"], make_network())
+    fabric = Fabric(1, num_devices, GPUS["h100_sxm"].links)
+    timeline = walk(program, GPUS["h100_sxm"], fabric)
     # Where an operation takes a second and nothing else takes any, seconds are operations.
     rates = {"product_flops": 1.0, "convolution_flops": 1.0, "bytes_per_second": math.inf}
     counting = replace(GPUS["h100_sxm"], kernel_seconds=0.0, **rates)
     return {
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
-        "flops": walk(program, counting, make_network()).compute_seconds,
+        "flops": walk(program, counting, fabric).compute_seconds,
         "formula_flops": JOBS[name].flops_per_row() * JOBS[name].rows,
         "exchanges": len(collectives(program)),
         "large": len(timeline.large),

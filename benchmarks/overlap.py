@@ -26,12 +26,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 from jddp.inspection.hlo import HloProgram
-from jddp.inspection.modelled import GPUS, Timeline, make_network, walk
+from jddp.inspection.modelled import GPUS, Timeline, walk
 from jddp.inspection.modelled.timeline import Transfer
 from jddp.inspection.purposes import purpose_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from described import VARIANTS, compile_gpt2, compile_resnet50
+from networks import make_network
 
 NUM_DEVICES = 8
 GPU = GPUS["h100_sxm"]

@@ -34,10 +34,11 @@ import jax
 
 import jddp
 from jddp.inspection.collectives import collectives
-from jddp.inspection.modelled import GPUS, make_network, walk
+from jddp.inspection.modelled import GPUS, walk
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from described import OPTIMIZERS, compile_layers, compile_resnet50
+from networks import make_network
 
 DEVICES_PER_HOST = 8
 GPU = GPUS["h100_sxm"]

@@ -6,17 +6,16 @@ program that was compiled for it.
 
 from jddp.inspection.modelled.described import described_mesh
 from jddp.inspection.modelled.gpus import GPUS, Gpu
-from jddp.inspection.modelled.networks import Network, make_network
+from jddp.inspection.modelled.links import Fabric
 from jddp.inspection.modelled.schedule import walk
 from jddp.inspection.modelled.timeline import Timeline, Transfer
 
 __all__ = [
     "GPUS",
+    "Fabric",
     "Gpu",
-    "Network",
     "Timeline",
     "Transfer",
     "described_mesh",
-    "make_network",
     "walk",
 ]

@@ -123,8 +123,8 @@ class Fabric:
       num_hosts: Hosts.
       devices_per_host: GPUs of each.
       links: Links by their names, as in `HOPPER`.
-      num_stretched: Hosts for each one that the program was compiled for: groups of GPUs over
-        several hosts are then over as many times more.
+      num_stretched: Hosts for each one that the program was compiled for. Groups of GPUs that
+        reach over all of its hosts are then over as many times more; smaller ones stay as they are.
     """
 
     num_hosts: int
@@ -141,9 +141,14 @@ class Fabric:
         """The fabric among some GPUs of the program, as many of each host, or of all for ()."""
         if not devices:
             return self
-        num_hosts = len({device // self.devices_per_host for device in devices})
-        num_stretched = self.num_stretched if num_hosts > 1 else 1
-        return Fabric(num_hosts * num_stretched, len(devices) // num_hosts, self.links)
+        hosts = sorted({device // self.devices_per_host for device in devices})
+        num_stretched = self.num_stretched if self._reach_all(hosts) else 1
+        return Fabric(len(hosts) * num_stretched, len(devices) // len(hosts), self.links)
+
+    def _reach_all(self, hosts: Sequence[int]) -> bool:
+        """Whether hosts at equal distances are among all, and not those of one group of several."""
+        distance = hosts[1] - hosts[0] if len(hosts) > 1 else 0
+        return len(hosts) * distance >= self.num_hosts // self.num_stretched
 
     def sent(self, num_bytes: float, op: str = ALL_REDUCE) -> float:
         """Bytes that each GPU sends for a collective of `num_bytes`: by all algorithms as many."""

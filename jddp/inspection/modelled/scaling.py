@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from jddp.engine.trainable import Steps
+from jddp.errors import ConfigError
 from jddp.inspection.hlo import HloProgram
 from jddp.inspection.modelled.compiling import CompiledFor, compile_for
 from jddp.inspection.modelled.described import Target
@@ -60,15 +61,22 @@ def weak_scaling(target: Target, steps: Steps, own: CompiledFor) -> tuple[Scaled
       target: The GPUs and links of one world.
       steps: The step.
       own: The step as compiled for that world.
+
+    Raises:
+      ConfigError: If the step is refused on one host, or on eight.
     """
     programs = {num: _program(target, num, steps, own) for num in COMPILED}
     return tuple(_scaled(target, programs))
 
 
 def _program(target: Target, num_hosts: int, steps: Steps, own: CompiledFor) -> HloProgram:
-    if num_hosts != target.fabric.num_hosts:
-        own = compile_for(_resized(target, num_hosts), steps, own.rows)
-    return own.program
+    if num_hosts == target.fabric.num_hosts:
+        return own.program
+    other = _resized(target, num_hosts)
+    try:
+        return compile_for(other, steps, own.rows).program
+    except ConfigError as error:  # such as a group of more GPUs than a host has
+        raise ConfigError(f"Scaling needs the step for {other} too. {error}") from error
 
 
 def _resized(target: Target, num_hosts: int, num_stretched: int = 1) -> Target:

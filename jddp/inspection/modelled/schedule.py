@@ -1,9 +1,9 @@
 """Walk a compiled program in its order, and add up what communication cannot hide.
 
-    timeline = walk(read_program(text), GPUS["h100_sxm"], make_network())
+    timeline = walk(read_program(text), gpu, Fabric(1, 8, gpu.links))
     print(timeline.step_seconds, timeline.exposed_share)
 
-The last argument may be any object with `seconds`: a `Network`, or a `Fabric` of links.
+The last argument may be any object with times of collectives, such as measured ones.
 
 There is one clock for computing and one queue for communicating. A collective enters the queue
 where it starts; where it must be done, computing waits for it. What waits is exposed, the rest is

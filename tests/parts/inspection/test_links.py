@@ -1,10 +1,10 @@
 """Links are read, and the fastest of ring, tree and hierarchy is chosen by arithmetic."""
 
 import pytest
+from networks import make_network
 
 from jddp.errors import ConfigError
 from jddp.inspection.modelled.links import HOPPER, Fabric, Link, with_links
-from jddp.inspection.modelled.networks import make_network
 from jddp.reduce.plan import MEBIBYTE
 
 # No protocol of low latency, so that the figures below can be followed by hand.
@@ -80,10 +80,12 @@ def test_groups_of_gpus_have_the_links_between_them():
     assert fabric.among(()) == fabric
     assert fabric.among((2, 3)) == Fabric(1, 2, TOY)
     assert fabric.among((0, 2, 4, 6)) == Fabric(4, 1, TOY)
-    # A program of 4 hosts, run by 16: only groups over several hosts have more members.
+    # A program of 4 hosts, run by 16: only groups that reach over all hosts have more members.
     larger = Fabric(16, 2, TOY, num_stretched=4)
     assert larger.among((0, 1)) == Fabric(1, 2, TOY)
-    assert larger.among((0, 2, 4, 6)) == Fabric(16, 1, TOY)
+    assert larger.among((0, 2, 4, 6)) == larger.among((1, 3, 5, 7)) == Fabric(16, 1, TOY)
+    assert larger.among((0, 4)) == larger.among((2, 6)) == Fabric(8, 1, TOY)
+    assert larger.among((0, 1, 2, 3)) == larger.among((4, 5, 6, 7)) == Fabric(2, 2, TOY)
 
 
 def test_one_gpu_and_one_gpu_a_host_are_fabrics_too():

@@ -9,10 +9,11 @@ from collections import Counter
 
 import pytest
 from described import VARIANTS, compile_gpt2, compile_resnet50
+from networks import make_network
 from runs import ROOT
 
 from jddp.inspection.collectives import collectives
-from jddp.inspection.modelled import GPUS, make_network, walk
+from jddp.inspection.modelled import GPUS, walk
 from jddp.inspection.modelled.gpus import target_config
 from jddp.inspection.modelled.timeline import LARGE_BYTES
 from jddp.inspection.purposes import purpose_of

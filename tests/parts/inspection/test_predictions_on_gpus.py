@@ -79,6 +79,12 @@ def test_a_step_is_scaled_by_the_program_of_eight_hosts_and_slower_networks():
     seconds = [x.step_seconds for x in scaling]
     assert seconds == sorted(seconds)
     assert [x.efficiency for x in scaling] == [seconds[0] / x for x in seconds]
+    wide = jddp.DataParallel(
+        MLP(), optax.adam(1e-3), loss_fn, mesh=4, strategy=jddp.FSDP(group_size=4)
+    )
+    words = r"needs the step for 2 x NVIDIA H100 80GB HBM3 too\. .*group_size=4 does not divide 2"
+    with pytest.raises(ConfigError, match=words):
+        jddp.explain(wide, make_batch(), target="h100", topology="2x2", scaling=True)
 
 
 def test_a_traced_run_is_shown_beside_its_modelled_step(tmp_path, capsys):
