@@ -5,7 +5,7 @@ it, where it is known: what takes no longer than that is hidden.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from jddp.inspection.pictures.figures import in_ms
@@ -14,6 +14,7 @@ from jddp.inspection.pictures.lanes import EXPOSED, Lanes, SentBand, Stretches
 WIDTH, LEFT, RIGHT = 1000, 84, 22
 _LANE = 34
 _WINDOW = 15
+_TALLEST = 20 * _WINDOW
 _COMPUTING, _NETWORK, _WINDOWS = 40, 86, 134
 _TURN = 137.508  # degrees between the colours of neighbours: the golden angle
 
@@ -36,10 +37,11 @@ svg text { fill: var(--text) }
 def drawing(lanes: Lanes) -> str:
     """Returns the lanes of a device as SVG, which can stand alone."""
     scale = _Scale(lanes.seconds)
-    windows = _Windows(scale)
-    sent = [_sent(x, scale, windows) for x in lanes.sent]
-    height = _WINDOWS + windows.height + 30
-    named = f'<text x="0" y="{_WINDOWS + 12}">until needed</text>' if windows.height else ""
+    sent, rows = _network(lanes.sent, scale)
+    if rows > _TALLEST:  # Labels take more room than what they name: its title has to do.
+        sent, rows = _network([x._replace(label="") for x in lanes.sent], scale)
+    height = _WINDOWS + rows + 30
+    named = f'<text x="0" y="{_WINDOWS + 12}">until needed</text>' if rows else ""
     parts = [
         *_axis(scale, height - 26),
         *_computing(lanes, scale),
@@ -123,6 +125,13 @@ def _computing(lanes: Lanes, scale: _Scale) -> Iterator[str]:
         path = scale.path(band.times, _COMPUTING, _LANE)
         title = f"<title>{escape(band.title)}, {lanes.kind}</title>"
         yield f'<path class="{band.style}" d="{path}">{title}</path>'
+
+
+def _network(sent: Sequence[SentBand], scale: _Scale) -> tuple[list[str], int]:
+    """The communication lane with the windows below it, and their height."""
+    windows = _Windows(scale)
+    drawn = [_sent(x, scale, windows) for x in sent]
+    return drawn, windows.height
 
 
 def _sent(sent: SentBand, scale: _Scale, windows: _Windows) -> str:

@@ -202,6 +202,22 @@ def test_a_picture_of_160_buckets_is_small_and_loads_nothing():
     assert "prefers-color-scheme: dark" in text
 
 
+def test_labels_that_would_take_more_room_than_their_bars_are_left_to_titles():
+    def texts(num, seconds):
+        plan = BucketPlan(tuple(map(bucket, range(num))))
+        sent = [transfer(i, f"bucket_{i}", 1e-3 * i) for i in range(num)]
+        found = dataclasses.replace(prediction(sent, plan), timeline=timeline(sent, seconds))
+        root = svg(draw_page(modelled_picture(found)))
+        return {x.text for x in root.iter("{http://www.w3.org/2000/svg}text")}, root
+
+    few, _ = texts(12, seconds=0.1)
+    many, root = texts(60, seconds=1.0)
+    assert {"0", "11"} <= few
+    assert not {"1", "59"} & many
+    assert float(root.get("viewBox").split()[3]) < 300
+    assert len([x for x in titles(root) if x.startswith("bucket ")]) == 60
+
+
 def test_bars_stay_inside_of_the_picture():
     root = svg(draw_page(modelled_picture(of_buckets(40))))
     width = float(root.get("viewBox").split()[2])
