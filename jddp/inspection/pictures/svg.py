@@ -14,7 +14,7 @@ from jddp.inspection.pictures.lanes import EXPOSED, Lanes, SentBand, Stretches
 WIDTH, LEFT, RIGHT = 1000, 84, 22
 _LANE = 34
 _WINDOW = 15
-_TALLEST = 20 * _WINDOW
+_MOST_ROWS = 20  # with labels
 _COMPUTING, _NETWORK, _WINDOWS = 40, 86, 134
 _TURN = 137.508  # degrees between the colours of neighbours: the golden angle
 
@@ -37,17 +37,18 @@ svg text { fill: var(--text) }
 def drawing(lanes: Lanes) -> str:
     """Returns the lanes of a device as SVG, which can stand alone."""
     scale = _Scale(lanes.seconds)
-    sent, rows = _network(lanes.sent, scale)
-    if rows > _TALLEST:  # Labels take more room than what they name: its title has to do.
-        sent, rows = _network([x._replace(label="") for x in lanes.sent], scale)
-    height = _WINDOWS + rows + 30
-    named = f'<text x="0" y="{_WINDOWS + 12}">until needed</text>' if rows else ""
+    sent, (rows, num_rows) = lanes.sent, _rows(lanes.sent, scale)
+    if num_rows > _MOST_ROWS:  # Labels take more room than what they name: titles have to do.
+        sent = [x._replace(label="") for x in sent]
+        rows, num_rows = _rows(sent, scale)
+    height = _WINDOWS + _WINDOW * num_rows + 30
+    named = f'<text x="0" y="{_WINDOWS + 12}">until needed</text>' if num_rows else ""
     parts = [
         *_axis(scale, height - 26),
         *_computing(lanes, scale),
         f'<text x="0" y="{_NETWORK + 22}">network</text>',
         named,
-        *sent,
+        *(_sent(x, tops, scale) for x, tops in zip(sent, rows, strict=True)),
         *_legend(lanes, height - 8),
     ]
     return (
@@ -86,26 +87,6 @@ class _Scale:
         return "".join(f"M{a:.1f},{y:g}h{b - a:.1f}v{height:g}H{a:.1f}z" for a, b in boxes)
 
 
-class _Windows:
-    """Rows for stretches of time that overlap: each goes to the first row that is free."""
-
-    def __init__(self, scale: _Scale) -> None:
-        self._scale = scale
-        self._ends: list[float] = []
-
-    @property
-    def height(self) -> int:
-        return _WINDOW * len(self._ends)
-
-    def top(self, start: float, end: float, room: float) -> int:
-        """The top of the row for a stretch of time, with room for words behind it."""
-        left = self._scale.x(start)
-        free = [row for row, taken in enumerate(self._ends) if taken <= left]
-        row = free[0] if free else len(self._ends)
-        self._ends[row : row + 1] = [max(self._scale.x(end), left + 1) + room]
-        return _WINDOWS + _WINDOW * row
-
-
 def _axis(scale: _Scale, bottom: float) -> Iterator[str]:
     """Vertical lines at whole numbers of milliseconds, or of parts of one."""
     rough = 1e3 * scale.seconds / 8
@@ -127,33 +108,36 @@ def _computing(lanes: Lanes, scale: _Scale) -> Iterator[str]:
         yield f'<path class="{band.style}" d="{path}">{title}</path>'
 
 
-def _network(sent: Sequence[SentBand], scale: _Scale) -> tuple[list[str], int]:
-    """The communication lane with the windows below it, and their height."""
-    windows = _Windows(scale)
-    drawn = [_sent(x, scale, windows) for x in sent]
-    return drawn, windows.height
+def _rows(sent: Sequence[SentBand], scale: _Scale) -> tuple[list[list[int]], int]:
+    """Rows for the windows of each collective, as few as there may be, and their number."""
+    rows, ends = [[0] * len(x.windows) for x in sent], list[float]()
+    windows = ((*x, i, run) for i, each in enumerate(sent) for run, x in enumerate(each.windows))
+    for start, end, i, run in sorted(windows):
+        free = (row for row, taken in enumerate(ends) if taken <= scale.x(start))
+        rows[i][run] = row = next(free, len(ends))
+        room = 2 + 9 * len(sent[i].label if run == 0 else "")
+        ends[row : row + 1] = [max(scale.x(end), scale.x(start) + 1) + room]
+    return rows, len(ends)
 
 
-def _sent(sent: SentBand, scale: _Scale, windows: _Windows) -> str:
+def _sent(sent: SentBand, rows: Sequence[int], scale: _Scale) -> str:
     """A collective on the network, and its windows if they are known."""
     style = "other" if sent.number is None else "sent"
     parts = [f'<path class="{style}" d="{scale.path(sent.times, _NETWORK, _LANE)}"/>']
     if sent.windows:
-        parts += _windows(sent, scale, windows)
+        parts += _windows(sent, rows, scale)
     return f"<g{hue(sent.number)}><title>{escape(sent.title)}</title>{''.join(parts)}</g>"
 
 
-def _windows(sent: SentBand, scale: _Scale, windows: _Windows) -> Iterator[str]:
+def _windows(sent: SentBand, rows: Sequence[int], scale: _Scale) -> Iterator[str]:
     """The times until each run is needed, with the label behind the first."""
-    boxes = []
-    for number, (start, end) in enumerate(sent.windows):
-        label = "" if number else sent.label
-        y = windows.top(start, end, 2 + 9 * len(label))
-        boxes.append(scale.path([(start, end)], y, _WINDOW - 2))
-        if label:
-            left = max(scale.x(end), scale.x(start) + 1) + 2
-            yield f'<text x="{left:.1f}" y="{y + 11}" font-size="12">{label}</text>'
+    tops = [_WINDOWS + _WINDOW * row for row in rows]
+    boxes = (scale.path([x], top, _WINDOW - 2) for x, top in zip(sent.windows, tops, strict=True))
     yield f'<path class="window" d="{"".join(boxes)}"/>'
+    if sent.label:
+        start, end = sent.windows[0]
+        left = max(scale.x(end), scale.x(start) + 1) + 2
+        yield f'<text x="{left:.1f}" y="{tops[0] + 11}" font-size="12">{sent.label}</text>'
 
 
 def _legend(lanes: Lanes, y: float) -> Iterator[str]:
