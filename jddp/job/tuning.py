@@ -23,6 +23,7 @@ from jddp.job.step_scores import Score, Scorer
 from jddp.typing import JsonObject, Settings
 
 AS_IT_IS = "the config as it is"
+_SAME = 1.001  # Ratio up to which times are equal: candidates may give the same buckets.
 BUCKETS = ([1.0, 10.0], [1.0, 50.0], [1.0, 100.0], [5.0, 25.0], [25.0], [100.0], [1000.0])
 
 
@@ -69,8 +70,9 @@ class Tuned(Shown):
 
     @property
     def best(self) -> Candidate:
-        """The fastest candidate that fits; of equally fast ones the first."""
-        return min(self.candidates, key=lambda x: x.seconds)
+        """The fastest candidate that fits; the config, unless one is faster by a thousandth."""
+        own, best = self.candidates[0], min(self.candidates, key=lambda x: x.seconds)
+        return own if own.seconds <= _SAME * best.seconds else best
 
     @property
     def verdict(self) -> str:

@@ -67,6 +67,11 @@ def test_the_table_has_the_fastest_first_and_names_what_was_refused():
 def test_a_config_that_cannot_be_bettered_stays_and_one_that_does_not_fit_is_named():
     same = tune(small(), lambda config: Score(0.01, GB, math.inf), "measured")
     assert same.verdict == "The config is as fast as any candidate."
+
+    def barely(config):
+        return Score(0.01 - 1e-6 * (config.ddp.reduction.bucket_mb == [25.0]), GB, math.inf)
+
+    assert not tune(small(), barely, "modelled").best.keys
     assert same.fragment == ""
     assert same.as_json()["candidates"][0]["limit"] is None
     large = tune(small(), lambda config: Score(0.01, 81 * GB, 80 * GB), "modelled")
