@@ -7,6 +7,7 @@ import re
 
 from jddp.engine.protocols import OPTIMIZER
 from jddp.inspection.collectives import Collective
+from jddp.modules.base import LOSS
 from jddp.reduce.units import BETWEEN, UNIT
 
 GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
@@ -18,6 +19,13 @@ def bucket_of(collective: Collective) -> int | None:
     """The position of the bucket in the plan, if it sends one."""
     found = _BUCKET.search(collective.op_name)
     return int(found[1]) if found else None
+
+
+def is_backward(op_name: str) -> bool:
+    """Whether an operation of the traced step is one of the backward pass."""
+    # In newer JAX, a backward pass in which buckets leave has lost the name of its call.
+    is_opened = f"/{LOSS}/" in op_name and "jvp(" not in op_name
+    return is_opened or "transpose(" in op_name
 
 
 def purpose_of(collective: Collective) -> str:
@@ -36,10 +44,10 @@ def purpose_of(collective: Collective) -> str:
             return purpose
     if "metrics/" in collective.op_name:
         # XLA merges collectives of one kind: here a layer's sums with those of the loss.
-        is_joined = "transpose(" in collective.op_name or "BatchNorm" in collective.op_name
+        is_joined = is_backward(collective.op_name) or "BatchNorm" in collective.op_name
         return f"metrics; the model, {_direction(collective)}" if is_joined else "loss and metrics"
     return f"the model, {_direction(collective)}"
 
 
 def _direction(collective: Collective) -> str:
-    return "backward" if "transpose(" in collective.op_name else "forward"
+    return "backward" if is_backward(collective.op_name) else "forward"

@@ -33,6 +33,7 @@ from jddp.inspection.modelled.timeline import (
     Timeline,
     Transfer,
 )
+from jddp.inspection.purposes import is_backward
 
 
 @runtime_checkable
@@ -194,7 +195,7 @@ class _Clock:
 
 def _phase(op_name: str) -> str:
     """The phase of a traced operation, from its name; or nothing."""
-    if "transpose(" in op_name:
+    if is_backward(op_name):
         return BACKWARD
     if OPTIMIZER in op_name:
         return UPDATE

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jddp.inspection.modelled.links import Choice, Fabric
 from jddp.inspection.modelled.timeline import Timeline, Transfer
-from jddp.inspection.purposes import bucket_of, purpose_of
+from jddp.inspection.purposes import bucket_of, is_backward, purpose_of
 from jddp.reduce.plan import Bucket, BucketPlan
 
 
@@ -144,7 +144,7 @@ class _Planned:
         fitting = [x for x in self._fitting(sent.num_elements) if x not in taken]
         if not fitting:
             return None
-        number = fitting[-1 if "transpose(" in sent.op_name else 0]
+        number = fitting[-1 if is_backward(sent.op_name) else 0]
         taken.add(number)
         return number
 

@@ -9,6 +9,7 @@ from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
+from jddp.inspection.purposes import is_backward
 
 KIB = 1 / 1024
 WAYS = {
@@ -67,3 +68,16 @@ def test_evaluation_sends_one_small_vector_and_making_the_state_nothing():
     assert collectives(lowered.compile().as_text()) == [("all-reduce", 6)]
     example = ddp.steps.inputs(jax.tree.map(lambda x: x[:2], batch))
     assert collectives(ddp.steps.init.lower(0, example, None, None).compile().as_text()) == []
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("jit(step)/shard_map/transpose(jvp(loss))/model/Dense_0/dot_general", True),
+        ("jit(step)/shard_map/loss/model/Dense_0/dot_general", True),  # as newer JAX names it
+        ("jit(step)/shard_map/jvp(jit(run_and_settle))/loss/model/Dense_0/dot_general", False),
+        ("jit(step)/shard_map/optimizer_update/mul", False),
+    ],
+)
+def test_operations_of_the_backward_pass_are_known_by_their_names(name, expected):
+    assert is_backward(name) == expected

@@ -92,7 +92,6 @@ def test_a_target_is_refused_in_one_line_where_it_is_unknown_or_missing(capsys):
         (["--target", "h100", "--link", "nv=1GB/s,1us"], "Did you mean 'nvlink'?"),
         (["--topology", "1x8"], "--topology needs --target, such as --target h100."),
         (["--html", "step.html"], "--html needs --target"),
-        (["--target", "h100", "--trace", "run"], "--trace and --target cannot be combined"),
     ):
         assert main(["model.name=mlp", *arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()
