@@ -780,9 +780,9 @@ def test_every_field_of_a_record_but_the_metrics_has_a_reserved_name(tmp_path):
     options = {"max_grad_norm": 1.0, "precision": jddp.Precision(loss_scale="dynamic")}
     run = fit(wrapped(**options), batches(), tmp_path, learning_rate=lambda step: 0.1)
     fields = {name for record in run.history for name in record}
-    # Those of GPUs, tokens and traces are reserved too, see test_throughput.py, test_trace.py.
+    # Those of GPUs, tokens, traces and spikes are reserved too, see their own tests.
     elsewhere = {"tokens_per_second", "mfu", "peak_memory_bytes", "predicted_memory_bytes"}
-    elsewhere.add("exposed_communication")
+    elsewhere |= {"exposed_communication", "spike"}
     assert fields - {"accuracy"} == {*RESERVED} - elsewhere
 
 
