@@ -29,7 +29,7 @@ def run_to_the_end(loop: Loop) -> None:
         how = "finished" if run.stopped is None else f"stopped ({run.stopped})"
         loop.reporter.note(f"{how} at step {run.step}; nothing to do")
         if run.evaluations:
-            loop.reporter.progress.evaluated(run.eval_metrics)
+            loop.reporter.progress.log(run.eval_metrics)
         loop.reporter.report_best()
         return
     files = loop.files

@@ -168,8 +168,7 @@ class Loop:
             if run.step == first:
                 jax.block_until_ready(metrics)
                 early.end()
-                self.reporter.work = measure(self.ddp, batch)
-                self.reporter.clock = Clock(run.step)  # compiled: from here on it is training time
+                self.reporter.measured(measure(self.ddp, batch))
             self.watchdog.enter("step", run.step)
             is_due = self._is_due(self.plan.eval_every_steps, self.plan.save_every_steps)
             if is_due or self.numerics.in_a_row:  # which may end the run with this state

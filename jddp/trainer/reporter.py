@@ -1,7 +1,8 @@
 """Reads the metrics of each step after the next step was sent, and reports them.
 
 A step's metrics are read late, so that the devices never wait for the host. They go to the check
-for NaN and infinity, to the callbacks and, if due, to the metrics file and the terminal.
+for NaN and infinity, to the callbacks and, if due, as a record to the sinks: the terminal and the
+metrics file.
 """
 
 import contextlib
@@ -24,10 +25,11 @@ from jddp.trainer.profile import Profile
 from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.rates import EXPOSED_SHARE, summary
 from jddp.trainer.reports.run_directory import RunDirectory
+from jddp.trainer.reports.sink import Sink
 from jddp.trainer.run import Run
 from jddp.trainer.throughput import Work
 from jddp.trainer.watching import watching
-from jddp.typing import JsonObject
+from jddp.typing import JsonObject, Record
 
 log = logging.getLogger("jddp")
 
@@ -79,7 +81,7 @@ class Reporter:
     Attributes:
       clock: Time of steps since the last record.
       work: The work of a step, for its rates.
-      progress: Printer of the reports.
+      progress: Sink that prints, also sentences.
       note: Function that prints a sentence.
     """
 
@@ -93,9 +95,16 @@ class Reporter:
         """Begins the display of progress."""
         self.progress = Progress(self.plan.num_steps, is_writer=jax.process_index() == 0)
         self.note = self.progress.note
+        self._kept: list[Sink] = [] if self.files is None else [self.files.metrics]
         self.clock = Clock(0)
         self.work = Work((), 0, {})
         self._waiting: Sent | None = None  # the newest step, whose metrics are not read yet
+
+    def measured(self, work: Work) -> None:
+        """Takes the work of a step, after the first one, which is compiled: time begins here."""
+        self.work = work
+        self.progress.unit = work.unit
+        self.clock = Clock(self.run.step)
 
     def next(self, sent: Sent | None = None) -> None:
         """Reports the pending step; `sent`, if given, becomes the pending step."""
@@ -151,9 +160,13 @@ class Reporter:
         record |= self.profile.take_fields()
         self.run.metrics = copy.deepcopy(record)  # a callback may change it
         self.run.records.append(record)
-        if self.files is not None:
-            self.files.metrics.append(record)
-        self.progress.log(record, self.work.unit)
+        # Before callbacks, which may save this step: a run that resumes there has its record.
+        self._keep(record)
+        self.progress.log(record)
+
+    def _keep(self, record: Record) -> None:
+        for sink in self._kept:
+            sink.log(record)
 
     def learning_rate(self, step: int) -> float | None:
         """The learning rate of a step, numbered from 1; None without a step or a schedule."""
@@ -166,14 +179,13 @@ class Reporter:
         record: JsonObject = {"step": run.step, "split": "eval", **metrics}
         run.evaluations.append(copy.deepcopy(record))
         self.run.records.append(record)
-        self.progress.evaluated(record)
+        self.progress.log(record)
         try:
             call_each(
                 self.plan.callbacks, lambda callback: callback.on_eval(run, copy.deepcopy(record))
             )
         finally:  # A run that is killed before this evaluates, and calls them, again.
-            if self.files is not None:
-                self.files.metrics.append(record)
+            self._keep(record)
 
     def report_best(self) -> None:
         """Prints a line on the best evaluation of each metric that was watched."""

@@ -23,19 +23,22 @@ from jddp.typing import JsonObject, Record
 
 log = logging.getLogger("jddp")
 
-# A record as `append` writes it; the groups are its step and its split.
+# A record as `log` writes it; the groups are its step and its split.
 _OWN = re.compile(rb'\{"step": (\d{1,18}), "split": "(train|eval)".*\}\n')
 # Errors of a write that a file system may report only when the file is synced.
 _REPORTED_LATE = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 
 
 class MetricsFile:
-    """Appends records to `path`; if not `is_writer`, does nothing.
+    """A sink that appends records to `path`; if not `is_writer`, it does nothing.
 
     Args:
       path: Path of the file.
       is_writer: Whether this process writes.
       folder: The folder of the file, which must stay the same.
+
+    Attributes:
+      lost: The error for which records are lost, once the file is closed; None if there is none.
     """
 
     def __init__(
@@ -46,8 +49,9 @@ class MetricsFile:
         self._waiting: list[tuple[int, bytes]] = []  # step and line
         self._failure: OSError | None = None
         self._is_synced = True
+        self.lost: FileSystemError | None = None
 
-    def append(self, record: Record) -> None:
+    def log(self, record: Record) -> None:
         """Adds one line. A number that is not finite, also in an array, is written as null.
 
         A line that cannot be written is kept, and written with a later one, with one warning: a
@@ -62,22 +66,20 @@ class MetricsFile:
             what = f"{self.path}: cannot be written: {words_of(self._failure)}."
             log.error("%s Lines are kept in memory until it can.", what)
 
-    def finish(self) -> FileSystemError | None:
-        """Writes the lines that were kept, and syncs the file; returns an error if some are lost.
-
-        To be called once, at the end of a run.
-        """
+    def close(self) -> None:
+        """Writes the lines that were kept, and syncs the file."""
         if self._waiting:
             self._write()
         if self._failure is not None:
-            return self._lost(self._failure)
+            self.lost = self._unwritten(self._failure)
+            return
         try:
             self._sync()
         except OSError as error:
             if error.errno in _REPORTED_LATE:
                 what = f"{self.path}: cannot be synced to the disk: {words_of(error)}."
-                return FileSystemError(f"{what} The last records may be lost; checkpoints are not.")
-        return None
+                rest = "The last records may be lost; checkpoints are not."
+                self.lost = FileSystemError(f"{what} {rest}")
 
     def read(self, size: int | None = None) -> list[JsonObject]:
         """Returns the complete records, in order; none if there is no file yet.
@@ -137,7 +139,7 @@ class MetricsFile:
                     file.truncate(size)
         return size, evaluations
 
-    def _lost(self, failure: OSError) -> FileSystemError:
+    def _unwritten(self, failure: OSError) -> FileSystemError:
         steps = sorted({step for step, _ in self._waiting})
         which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         what = f"{self.path}: cannot be written: {words_of(failure)}."

@@ -48,7 +48,7 @@ def not_finite_values(record: Record) -> str:
 
 
 class Progress:
-    """Printer of records; if not `is_writer`, it prints nothing.
+    """A sink that prints records; if not `is_writer`, it prints nothing.
 
     Args:
       num_steps: Number of steps of the whole run.
@@ -56,28 +56,32 @@ class Progress:
 
     Attributes:
       num_steps: Number of steps of the whole run.
+      unit: Unit of examples.
     """
 
     def __init__(self, num_steps: int, *, is_writer: bool) -> None:
         self.num_steps = num_steps
+        self.unit = "ex"
         self._is_writer = is_writer
         self._stream = sys.stdout
         self._printed_at = -math.inf
         is_live = is_writer and _is_watched(self._stream)
         self._bar = _live_line(num_steps, self._stream) if is_live else None
 
-    def log(self, record: Record, unit: str = "ex") -> None:
-        """Shows a record of training; off a terminal, only every few seconds and at the end.
+    def log(self, record: Record) -> None:
+        """Shows a record of training or of an evaluation."""
+        if record["split"] == "eval":
+            self._log_evaluation(record)
+        else:
+            self._log_step(record)
 
-        Args:
-          record: The record.
-          unit: Unit of examples.
-        """
+    def _log_step(self, record: Record) -> None:
+        """Shows a record of training; off a terminal, only every few seconds and at the end."""
         now = time.monotonic()
-        full = train_line(record, self.num_steps, unit=unit)
+        full = train_line(record, self.num_steps, unit=self.unit)
         if self._bar:
             columns = COLUMNS - BAR_COLUMNS - 1
-            line = train_line(record, self.num_steps, unit=unit, columns=columns)
+            line = train_line(record, self.num_steps, unit=self.unit, columns=columns)
             done = {"total": self.num_steps, "completed": record["step"]}
             self._bar.update(self._bar.task_ids[0], description=line, **done)
         elif record["step"] >= self.num_steps or now >= self._printed_at + SECONDS_BETWEEN_LINES:
@@ -85,7 +89,7 @@ class Progress:
             self._print(full)
         said.info(full)
 
-    def evaluated(self, record: Record) -> None:
+    def _log_evaluation(self, record: Record) -> None:
         """Shows a record of an evaluation, and a table for each metric that is an array."""
         fields = [f"eval {record['step']}", *_metrics(record)]
         self.note(_join(fields, [f"examples {record['examples']:.0f}"], COLUMNS))

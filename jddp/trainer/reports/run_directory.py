@@ -152,12 +152,12 @@ class RunDirectory:
 
     def finish(self) -> FileSystemError | None:
         """Writes the remaining records and logs; returns an error if some are lost."""
-        failure = self.metrics.finish()
+        self.metrics.close()
         try:
             self.storage.upload()
         except FileSystemError as error:
-            return failure or FileSystemError(f"Metrics and logs are lost: {error}")
-        return failure
+            return self.metrics.lost or FileSystemError(f"Metrics and logs are lost: {error}")
+        return self.metrics.lost
 
     def check_seen(self) -> None:
         """Checks that all processes of the job see the directory that process 0 holds.

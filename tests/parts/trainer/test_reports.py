@@ -32,7 +32,7 @@ def prepared(path, config=CONFIG, manifest=MANIFEST, is_writer=True):
 
 def begun(path, config=CONFIG, manifest=MANIFEST):
     """The directory of a run that has taken a step."""
-    prepared(path, config, manifest).metrics.append({"step": 1, "split": "train"})
+    prepared(path, config, manifest).metrics.log({"step": 1, "split": "train"})
 
 
 def test_a_run_directory_is_made_with_config_and_manifest_which_come_back_without_a_trace(tmp_path):
@@ -59,7 +59,7 @@ def test_another_config_is_refused_with_the_keys_that_differ_and_nothing_is_lost
 
 def test_all_processes_check_and_only_the_writer_writes(tmp_path):
     reader = prepared(tmp_path / "new", is_writer=False)
-    reader.metrics.append({"step": 1})
+    reader.metrics.log({"step": 1})
     assert not (tmp_path / "new").exists()
     begun(tmp_path)
     with pytest.raises(ConfigError):
@@ -144,12 +144,12 @@ def test_a_start_on_other_versions_is_added_to_the_manifest_or_makes_one_after_a
 def test_metrics_that_cannot_be_written_are_reported_once_and_written_later(tmp_path, caplog):
     metrics = MetricsFile(tmp_path / "gone" / "metrics.jsonl")
     for step in (1, 2):
-        metrics.append({"step": step})
+        metrics.log({"step": step})
     (record,) = caplog.records
     assert "cannot be written: No such file or directory. Lines are kept" in record.getMessage()
     (tmp_path / "gone").mkdir()
-    metrics.append({"step": 3})
-    metrics.append({"step": 4})
+    metrics.log({"step": 3})
+    metrics.log({"step": 4})
     assert [record["step"] for record in metrics.read()] == [1, 2, 3, 4]
 
 
@@ -193,7 +193,7 @@ def report(records=(RECORD,), is_writer=True):
     progress = Progress(1170, is_writer=is_writer)
     for record in records:
         progress.log(record)
-    progress.evaluated(EVALUATED)
+    progress.log(EVALUATED)
     progress.note("saved " + "here " * 30)
     progress.close()
 
@@ -244,11 +244,11 @@ OTHER_LINES += [b"caf\xe9", b"[" * 9999]
 
 def test_metrics_are_cut_after_a_step_and_lines_of_somebody_else_are_kept_and_passed_over(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.append({"step": 1, "loss": 0.5})
+    metrics.log({"step": 1, "loss": 0.5})
     with metrics.path.open("ab") as file:
         file.writelines(line + b"\n" for line in OTHER_LINES)
     for step, split in ((2, "train"), (3, "train"), (2, "eval")):
-        metrics.append({"step": step, "split": split})
+        metrics.log({"step": step, "split": split})
     with metrics.path.open("ab") as file:
         file.write(b'{"step": 4, "lo')  # and here a process died
     assert [record["step"] for record in metrics.read()] == [1, 2, 3, 2]
@@ -262,7 +262,7 @@ def test_metrics_are_cut_after_a_step_and_lines_of_somebody_else_are_kept_and_pa
 
 def test_metrics_keep_every_digit_lines_stay_json_and_what_cannot_be_read_is_an_error(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.append({"step": 1, "loss": 0.1 + 0.2, "bad": float("nan")})
+    metrics.log({"step": 1, "loss": 0.1 + 0.2, "bad": float("nan")})
     assert metrics.read() == [{"step": 1, "loss": 0.1 + 0.2, "bad": None}]
     assert MetricsFile(tmp_path / "none").read() == []
     metrics, message = MetricsFile(tmp_path), "cannot be read: Is a directory"
@@ -296,12 +296,13 @@ def test_a_long_file_of_metrics_is_cut_in_place_and_only_its_evaluations_are_par
 
 def test_half_a_line_that_a_full_disk_left_is_not_continued(tmp_path, monkeypatch):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.append({"step": 1, "split": "train"})
+    metrics.log({"step": 1, "split": "train"})
     with metrics.path.open("ab") as file:
         file.write(b'{"step": 2, "spl')
-    metrics.append({"step": 3, "split": "train"})
+    metrics.log({"step": 3, "split": "train"})
     assert [record["step"] for record in metrics.read()] == [1, 3]
-    assert metrics.finish() is None
+    metrics.close()
+    assert metrics.lost is None
 
 
 LATE = {
@@ -315,13 +316,14 @@ def test_records_that_a_disk_loses_behind_the_write_are_reported(
     tmp_path, monkeypatch, number, reported
 ):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.append({"step": 1, "split": "train"})
+    metrics.log({"step": 1, "split": "train"})
 
     def fail(descriptor):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", fail)
-    assert reported in str(metrics.finish())
+    metrics.close()
+    assert reported in str(metrics.lost)
 
 
 MANIFESTS = ["", "\0", '{"versions": ', "[]", "3", '"x"', "null", "[" * 9999]
@@ -452,26 +454,27 @@ def test_a_metric_that_is_an_array_is_a_table_and_is_as_wide_as_a_terminal():
 
 def test_the_line_of_an_evaluation_has_its_tables_below_it(capsys):
     record = {"step": 4, "split": "eval", "loss": 0.5, "examples": 9, "recall": [0.9, 0.8]}
-    Progress(8, is_writer=True).evaluated(record)
+    Progress(8, is_writer=True).log(record)
     lines = ["eval 4  loss 0.5  examples 9", "recall    0    1", "        0.9  0.8"]
     assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_arrays_are_nested_lists_in_a_record_and_null_where_they_are_not_finite(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.append({"step": 1, "a": [[1, float("nan")], [float("inf"), 2.5]], "b": np.ones(2)})
-    metrics.append({"step": 2, "c": np.float32(0.5), "d": np.arange(1)})
+    metrics.log({"step": 1, "a": [[1, float("nan")], [float("inf"), 2.5]], "b": np.ones(2)})
+    metrics.log({"step": 2, "c": np.float32(0.5), "d": np.arange(1)})
     first, second = metrics.read()
     assert first == {"step": 1, "a": [[1, None], [None, 2.5]], "b": [1.0, 1.0]}
     assert second == {"step": 2, "c": 0.5, "d": [0]}
 
 
 def test_an_evaluation_that_is_not_finite_gets_a_line_and_its_arrays_none(capsys):
-    record = {"step": 4, "loss": math.nan, "f1": math.inf, "examples": 9, "recall": [math.nan, 0.5]}
-    Progress(8, is_writer=True).evaluated(record)
+    record = {"step": 4, "split": "eval", "examples": 9, "recall": [math.nan, 0.5]}
+    record |= {"loss": math.nan, "f1": math.inf}
+    Progress(8, is_writer=True).log(record)
     lines = " ".join(capsys.readouterr().out.split())
     assert "eval 4 is not finite: loss nan, f1 inf. Look for examples with NaN" in lines
-    Progress(8, is_writer=True).evaluated({**record, "loss": 1.0, "f1": 0.5})
+    Progress(8, is_writer=True).log({**record, "loss": 1.0, "f1": 0.5})
     assert "not finite" not in capsys.readouterr().out
 
 
