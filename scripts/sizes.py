@@ -117,7 +117,7 @@ def named(modules: structure.Modules, lines: dict[str, set[int]]) -> list[Figure
         Figure("Any, in 1,000 lines", untyped, 5.1, 8),
         Figure("public names defined twice", len(twice), 4, 4, ", ".join(twice)),
         Figure("options of DataParallel", options, 14, 16),
-        Figure("options of fit", fit, 16, 16),
+        Figure("options of fit", fit, 17, 16),
         Figure("public members of DataParallel", members, 14, 14),
         Figure("public names", len(public), 41, 40),
         Figure("isinstance on a part", len(parts), 0, 0, ", ".join(parts)),

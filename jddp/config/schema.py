@@ -263,6 +263,14 @@ class WatchdogConfig(Section):
     save_seconds: float = option(3600, "Waiting for a checkpoint.", "none", gt=0)
 
 
+class ReportConfig(Section):
+    """The reports of a run."""
+
+    sinks: list[str] = option(
+        [], "Who gets the records, too: tensorboard, wandb, package.module:Name.", "none"
+    )
+
+
 class Config(Section):
     """A run, completely described.
 
@@ -281,6 +289,7 @@ class Config(Section):
     ddp: DdpConfig = Field(default_factory=DdpConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
+    report: ReportConfig = Field(default_factory=ReportConfig)
 
     def __init__(self, **values: Any) -> None:
         try:

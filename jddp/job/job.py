@@ -171,6 +171,7 @@ class Job:
                 config=config.model_dump(),
                 facts=self._facts(),
                 callbacks=[*keep_best, *stopping, *callbacks],
+                sinks=self.parts.sinks,
             )
             return start(self.ddp, batches, plan, state)
 

@@ -5,7 +5,7 @@ Mistakes in several sections are collected, so that one run of the command shows
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from jddp.job.optimizers import optimizer_of
 from jddp.names import accepted_names, check_arguments, defaults_of, named, resolve_target
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
+from jddp.trainer.reports.sinks import ChosenSink, choose_sinks
 from jddp.typing import LossFn, Settings
 from jddp.zoo.losses import LOSSES
 from jddp.zoo.models import MODELS, Module, make_model
@@ -52,6 +53,7 @@ class Parts:
       loss_fn: Loss function, `loss_fn(model, batch[, train])`.
       eval_fn: Function for evaluation, of the same form; None for the loss function.
       ddp_options: Options of `DataParallel` under `ddp`, with the objects that they name.
+      sinks: Sinks, which get the records of the run.
     """
 
     config: Config
@@ -60,6 +62,7 @@ class Parts:
     loss_fn: LossFn
     eval_fn: LossFn | None
     ddp_options: Kwargs
+    sinks: Sequence[ChosenSink]
 
 
 def resolve_parts(config: Config) -> Parts:
@@ -81,11 +84,11 @@ def resolve_parts(config: Config) -> Parts:
     source = attempt(find_source)
     filled = attempt(functools.partial(_model, sizes=source.sizes if source else {}))
     loss_fn, eval_fn = attempt(find_loss), attempt(find_eval_fn)
-    options = attempt(_ddp_options)
+    options, sinks = attempt(_ddp_options), attempt(_sinks)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     config, model = filled
-    return Parts(config, model, source, loss_fn, eval_fn, options)
+    return Parts(config, model, source, loss_fn, eval_fn, options, sinks)
 
 
 def find_source(config: Config) -> DataSource:
@@ -125,6 +128,10 @@ def _ddp_options(config: Config) -> Kwargs:
         "precision": Precision(**ddp.precision.model_dump()),
     }
     return ddp.model_dump(exclude={*objects}) | objects
+
+
+def _sinks(config: Config) -> list[ChosenSink]:
+    return choose_sinks(config.report.sinks, key="report.sinks")
 
 
 def _hook(section: CommHookConfig) -> CommHook | None:

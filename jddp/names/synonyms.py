@@ -45,7 +45,7 @@ jddp.Checks            train.check_replicas_every_steps check_replicas_every_ste
 jddp.Checks            train.on_spike          on_spike spike_detection
 jddp.Checks            -                       same_batches limits
 fit.batches            -                       data train_dataset train_dataloader train_dataloaders
-fit.callbacks          -                       logger loggers report_to
+fit.sinks              report.sinks            logger loggers report_to log_with
 -                      data.num_workers        dataloader_num_workers workers
 fit.seed               seed                    random_seed seed_everything
 batch_norm             ddp.batch_norm          sync_batchnorm sync_bn broadcast_buffers

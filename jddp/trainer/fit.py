@@ -18,6 +18,8 @@ from jddp.names.synonyms import OF_FIT
 from jddp.trainer.arguments import epochs_of, steps_left
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.plan import CHECKS, Checks, Evaluation, Keep, Plan
+from jddp.trainer.reports.sink import Sink
+from jddp.trainer.reports.sinks import choose_sinks
 from jddp.trainer.run import Run
 from jddp.trainer.start import start
 from jddp.typing import Batch, Batches, Settings
@@ -39,6 +41,7 @@ def fit(
     keep: int | Keep = 3,
     resume: str = "auto",
     callbacks: Sequence[Callback] = (),
+    sinks: Sequence[str | Sink] = (),
     seed: int = 0,
     log_every_steps: int = 50,
     learning_rate: Callable[[int], ArrayLike] | None = None,
@@ -71,6 +74,8 @@ def fit(
       resume: "auto" (resume if there is a checkpoint), "never" (there must be none), "must"
         (there must be one), or "changed" (like "auto", even if model, loss or optimizer changed).
       callbacks: Objects with the methods of `jddp.Callback`.
+      sinks: Sinks, which get the records on process 0 too: "tensorboard", "wandb", or objects with
+        the methods `log(record)` and `close()`.
       seed: Seed of the first state's PRNG key.
       log_every_steps: Steps between train records.
       learning_rate: Learning rate as a function of the step, for the records.
@@ -124,5 +129,6 @@ def fit(
         run_dir=None if run_dir is None else folder_or_url(run_dir),
         config=copy.deepcopy(config),  # The caller's may change while the run keeps it.
         callbacks=callbacks,
+        sinks=choose_sinks(sinks, key="sinks"),
     )
     return start(ddp, batches, plan, state)

@@ -126,6 +126,7 @@ class Loop:
           Interrupted: At a signal, before the end.
         """
         run = self.run
+        self.reporter.begin()
         if not self.notes and self.source.begins_at:
             begins = f"{self.source.begins_at:,}"
             self.reporter.note(f"batches begin at position {begins}, where their iterator was")

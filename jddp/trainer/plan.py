@@ -10,6 +10,7 @@ from jddp.config.versions import versions
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, check_choice
 from jddp.trainer.callbacks import Callback
+from jddp.trainer.reports.sinks import ChosenSink
 from jddp.typing import Batches, JsonObject, Settings
 
 
@@ -131,6 +132,7 @@ class Plan:
       config: Settings of the run; a directory with other ones is refused.
       facts: Facts to keep beside the settings.
       callbacks: Objects as `jddp.Callback` describes them.
+      sinks: Sinks of the user, which get the records too.
 
     Raises:
       ConfigError: If a number is not positive, or a choice is unknown.
@@ -153,6 +155,7 @@ class Plan:
     config: Settings | None = None
     facts: Settings = field(default_factory=dict)
     callbacks: Sequence[Callback] = ()
+    sinks: Sequence[ChosenSink] = ()
 
     @property
     def manifest(self) -> JsonObject:
@@ -199,3 +202,6 @@ class Plan:
         check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
         if self.profile_steps is not None and self.run_dir is None:
             raise ConfigError("train.profile_steps needs run.dir, where the trace is written.")
+        if self.run_dir is None:
+            for sink in self.sinks:
+                sink.refuse_no_run_dir()

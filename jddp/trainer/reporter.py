@@ -2,7 +2,7 @@
 
 A step's metrics are read late, so that the devices never wait for the host. They go to the check
 for NaN and infinity, to the callbacks and, if due, as a record to the sinks: the terminal and the
-metrics file.
+metrics file, and those that the user has chosen.
 """
 
 import contextlib
@@ -22,10 +22,11 @@ from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.profile import Profile
+from jddp.trainer.reports.guarded import GuardedSink
 from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.rates import EXPOSED_SHARE, summary
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.reports.sink import Sink
+from jddp.trainer.reports.sink import Sink, Start
 from jddp.trainer.run import Run
 from jddp.trainer.throughput import Work
 from jddp.trainer.watching import watching
@@ -93,12 +94,27 @@ class Reporter:
 
     def __post_init__(self) -> None:
         """Begins the display of progress."""
-        self.progress = Progress(self.plan.num_steps, is_writer=jax.process_index() == 0)
+        is_writer = jax.process_index() == 0
+        self.progress = Progress(self.plan.num_steps, is_writer=is_writer)
         self.note = self.progress.note
-        self._kept: list[Sink] = [] if self.files is None else [self.files.metrics]
+        chosen = self.plan.sinks if is_writer else ()
+        self._guarded = [GuardedSink(sink.name, sink.make) for sink in chosen]
+        file = [] if self.files is None else [self.files.metrics]
+        self._kept: list[Sink] = [*file, *self._guarded]  # which the terminal does not
         self.clock = Clock(0)
         self.work = Work((), 0, {})
         self._waiting: Sent | None = None  # the newest step, whose metrics are not read yet
+
+    def begin(self) -> None:
+        """Makes the sinks that the user has chosen, once the run is where it begins or resumes."""
+        for sink in self._guarded:
+            sink.begin(Start(self.run.run_dir, self.run.config or {}, self.run.step))
+
+    def close(self) -> None:
+        """Restores the terminal, and closes the sinks that the user has chosen."""
+        self.progress.close()
+        for sink in self._guarded:
+            sink.close()
 
     def measured(self, work: Work) -> None:
         """Takes the work of a step, after the first one, which is compiled: time begins here."""

@@ -108,6 +108,19 @@ def scale(slope=1.0):
 
 def number():
     return 3
+
+
+class Seen:
+    starts, records = [], []
+
+    def __init__(self, start):
+        self.starts.append(start)
+
+    def log(self, record):
+        self.records.append(record)
+
+    def close(self):
+        pass
 """
 
 
@@ -225,6 +238,20 @@ def test_processes_compare_their_configs_flags_and_code_by_name(monkeypatch):
     assert (facts["XLA_FLAGS"], facts["seed"]) == ("--mine", "0")
     assert {"JAX_PLATFORMS", "code of jddp", "jax", "optimizer.learning_rate"} <= facts.keys()
     assert "data.dir" not in facts  # which may be another on each machine
+
+
+def test_a_sink_of_a_config_is_made_for_its_run_and_gets_its_records(mine):
+    for num_steps in (3, 5):  # a sink may be there later
+        sinks = {"sinks": ["mine:Seen"]} if num_steps == 5 else {}
+        train_steps = {"num_steps": num_steps, "log_every_steps": 1}
+        run = train(own_config(report=sinks, train=train_steps))
+    seen = sys.modules["mine"].Seen
+    (start,) = seen.starts
+    assert (start.run_dir, start.step) == (mine / "run", 3)
+    assert start.config == run.config
+    assert seen.records == [record for record in run.history if record["step"] > 3]
+    with pytest.raises(ConfigError, match=r"report.sinks\[0\]: module 'mine' has no 'Sen'"):
+        train(own_config(report={"sinks": ["mine:Sen"]}))
 
 
 def test_all_that_cannot_be_resolved_is_said_at_once(mine):

@@ -193,7 +193,7 @@ def test_a_checkpoint_s_run_data_do_not_grow_with_the_run(ddp, tmp_path):
     assert [x["step"] for x in saved["evaluations"]] == [8]  # that of step 9 came after it
 
 
-@pytest.mark.parametrize("name", ["logs", "LOGS", "lock", "nonfinite"])
+@pytest.mark.parametrize("name", ["logs", "LOGS", "lock", "nonfinite", "wandb"])
 def test_a_checkpoint_is_not_kept_in_a_folder_of_the_run_itself(ddp, tmp_path, name):
     with pytest.raises(
         ConfigError, match=rf"^run\.save\('{name}'\): the run directory uses this name"

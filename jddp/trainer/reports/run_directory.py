@@ -7,6 +7,7 @@
     checkpoints/     states to resume from
     logs/            the lines of each process
     profile/         traces of each process, of the steps that were asked for
+    events.*, wandb/ records for TensorBoard, and for Weights & Biases, if they are sinks
     lock             the process that writes here, while it runs
 
 A directory belongs to the config that it was first used with: a rerun with the same one resumes,
@@ -38,7 +39,7 @@ KEYS_OF_A_START |= {"checkpoint.resume", "checkpoint.allow_changed"}
 # A schedule without a length has the length of the run: writing that length changes nothing.
 LENGTH_KEYS = {f"optimizer.schedule.kwargs.{x}" for x in ("decay_steps", "transition_steps")}
 # Files and folders of a run whose names a folder of checkpoints could have.
-OWN_NAMES = {"lock", "logs", "nonfinite", "profile"}
+OWN_NAMES = {"lock", "logs", "nonfinite", "profile", "wandb"}
 MISSING = object()
 log = logging.getLogger("jddp")
 
@@ -235,7 +236,8 @@ class RunDirectory:
         """Whether the directory holds results of a finished step, or files that are not jddp's."""
         if not (self._config.exists() or self._manifest.exists()):
             return True
-        folders = [path for path in self.path.iterdir() if path.is_dir() and path.name != "logs"]
+        folders = [path for path in self.path.iterdir() if path.is_dir()]
+        folders = [path for path in folders if path.name not in ("logs", "wandb")]
         return any(map(os.listdir, folders)) or any(True for _ in self.metrics.read())
 
     def _forget(self) -> None:

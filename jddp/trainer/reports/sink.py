@@ -1,8 +1,9 @@
 """A sink: an object that takes the records of a run, such as the metrics file or TensorBoard."""
 
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from jddp.typing import Record
+from jddp.typing import Record, Settings
 
 
 @runtime_checkable
@@ -20,3 +21,17 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Writes what is left; called once, after the last record, also if training has failed."""
+
+
+class Start(NamedTuple):
+    """A start of a run, the argument with which a sink is made.
+
+    Attributes:
+      run_dir: Run directory, or None.
+      config: Config of the run, or the settings of `fit(config=...)`; {} if there are none.
+      step: Number of finished steps; 0 unless the run resumes.
+    """
+
+    run_dir: Path | None
+    config: Settings
+    step: int

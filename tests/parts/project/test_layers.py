@@ -32,6 +32,7 @@ FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS.values()) for roo
 HOMES = {"optax": {"reduce", "zoo", "engine", "data_parallel", "verification"}}
 HOMES |= {"flax": {"modules", "zoo", "checkpoint"}, "orbax": {"checkpoint"}}
 HOMES |= {"fsspec": {"checkpoint"}, "omegaconf": {"config"}, "pydantic": {"config"}}
+HOMES |= {"tensorboardX": {"trainer"}, "wandb": {"trainer"}}
 HOMES |= {"matplotlib": {"trainer"}, "rich": {"trainer"}, "optuna": {"job"}}
 HOMES |= {"jax.distributed": {"distributed"}, "jax._src": {"distributed"}}
 HOMES |= {"jax.shard_map": {"engine"}}

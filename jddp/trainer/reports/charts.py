@@ -1,0 +1,45 @@
+"""Sorts the values of a record for sinks with charts, such as TensorBoard.
+
+chart_of("loss", "train")              # "loss/train", in the group of "loss/eval"
+chart_of("step_seconds", "train")      # "time/step_seconds"
+scalars(record), arrays(record)        # by chart
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from jddp.typing import Record
+
+_GROUPS = {
+    "optimizer": ("learning_rate", "grad_norm", "loss_scale", "skipped"),
+    "time": ("step_seconds", "data_wait_seconds"),
+    "speed": ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu"),
+    "memory": ("peak_memory_bytes", "predicted_memory_bytes"),
+}
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+
+
+def chart_of(name: str, split: str) -> str:
+    """Returns the chart of a value, after its group and a slash."""
+    return f"{_GROUP_OF[name]}/{name}" if name in _GROUP_OF else f"{name}/{split}"
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """Returns the numbers of a record by chart."""
+    return {chart: x for chart, x in _values(record) if isinstance(x, int | float)}
+
+
+def arrays(record: Record) -> dict[str, list[object]]:
+    """Returns the lists of a record by chart."""
+    return {chart: x for chart, x in _values(record) if isinstance(x, list)}
+
+
+def finite_numbers(values: Sequence[object]) -> list[float]:
+    """Returns the finite numbers of a list; none of a list of lists."""
+    return [x for x in values if isinstance(x, int | float) and math.isfinite(x)]
+
+
+def _values(record: Record) -> Iterator[tuple[str, object]]:
+    for name, value in record.items():
+        if name not in ("step", "split"):
+            yield chart_of(name, record["split"]), value

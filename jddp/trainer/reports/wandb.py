@@ -1,0 +1,63 @@
+"""A run of Weights & Biases, or a local one that `wandb sync` uploads (WANDB_MODE=offline).
+
+Charts are those of TensorBoard, over the step of their records. Its own variables and files choose
+project, team and mode (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE), and have the credentials.
+"""
+
+import secrets
+from pathlib import Path
+
+from jddp.files import make_folder, replace_file
+from jddp.trainer.reports.charts import arrays, finite_numbers, scalars
+from jddp.trainer.reports.sink import Start
+from jddp.trainer.reports.tables import shape_of
+from jddp.typing import Record
+
+
+class WeightsAndBiases:
+    """A sink that logs to Weights & Biases; a run that resumes keeps its id.
+
+    Args:
+      start: The start of the run, which has a run directory.
+    """
+
+    def __init__(self, start: Start) -> None:
+        import wandb
+
+        assert start.run_dir is not None, "its word needs one"
+        self._wandb = wandb
+        self._run = wandb.init(
+            dir=start.run_dir,
+            name=start.run_dir.name,
+            id=_id_of(start.run_dir / "wandb"),
+            resume="allow",
+            config=dict(start.config),
+            settings=wandb.Settings(console="off"),  # The terminal belongs to the loop.
+        )
+        # Its own step counts calls, of which a step may have two, and never goes back.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, record: Record) -> None:
+        """Logs the values of a record."""
+        shown = {chart: self._shown(values) for chart, values in arrays(record).items()}
+        self._run.log({"step": record["step"], **scalars(record), **shown})
+
+    def close(self) -> None:
+        """Waits until all is uploaded."""
+        self._run.finish()
+
+    def _shown(self, values: list[object]) -> object:
+        """A table of a list of lists, a histogram of a list of numbers."""
+        shape = shape_of(values)
+        if len(shape) == 2:
+            return self._wandb.Table(data=values, columns=[str(i) for i in range(shape[1])])
+        return self._wandb.Histogram(finite_numbers(values))
+
+
+def _id_of(folder: Path) -> str:
+    """The id of the run, which the first start chooses."""
+    file = folder / "id"
+    if not file.exists():
+        make_folder(folder)
+        replace_file(file, secrets.token_hex(4).encode())
+    return file.read_text()

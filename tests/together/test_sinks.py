@@ -1,0 +1,226 @@
+"""Runs whose records go to sinks: to TensorBoard, to a stand-in for wandb, to sinks of a user."""
+
+import shutil
+import struct
+import sys
+import types
+
+import numpy as np
+import optax
+import pytest
+from states import assert_same
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.errors import ConfigError
+from jddp.trainer.reports.sink import Start
+
+TESTS = [make_batch(8, seed=9)]
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    return jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+
+
+def fit(ddp, num_steps=4, **options):
+    batches = [make_batch(8, seed=seed) for seed in range(num_steps)]
+    plan = {"log_every_steps": 1, "evaluate": TESTS, "eval_every_steps": 2}
+    return jddp.fit(ddp, batches, num_steps=num_steps, **plan | options)
+
+
+class Kept:
+    def __init__(self, start):
+        self.start, self.records, self.is_closed = start, [], False
+
+    def log(self, record):
+        self.records.append(record)
+
+    def close(self):
+        self.is_closed = True
+
+
+class Broken:
+    def log(self, record):
+        raise OSError("no network")
+
+    def close(self):
+        raise OSError("no network")
+
+
+def refuse(start):
+    raise ValueError("no credentials")
+
+
+def test_a_run_goes_its_way_with_sinks_that_fail_and_one_gets_all_its_records(ddp, caplog):
+    want, kept = fit(ddp), Kept(None)
+    run = fit(ddp, sinks=[Broken(), kept, refuse])
+    assert_same(run.state, want.state)
+    assert kept.records == run.history
+    assert kept.is_closed
+    assert len(run.history) == 6
+    assert sorted(x for x in caplog.messages if x.startswith("sink")) == [
+        "sink Broken cannot take the record of step 1: OSError: no network. The training "
+        "continues.",
+        "sink Broken: 6 of 6 records lost",
+        "sink refuse cannot begin or close: ValueError: no credentials. The training continues.",
+        "sink refuse: 6 of 6 records lost",
+    ]
+
+
+def test_a_sink_is_closed_also_where_training_fails_and_has_the_records_so_far(ddp):
+    class Ends(jddp.Callback):
+        def on_eval(self, run, metrics):
+            raise RuntimeError("on purpose")
+
+    kept = Kept(None)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(ddp, sinks=[kept], callbacks=[Ends()])
+    assert kept.is_closed
+    assert [(x["step"], x["split"]) for x in kept.records] == [
+        (1, "train"),
+        (2, "train"),
+        (2, "eval"),
+    ]
+
+
+def test_other_processes_than_the_first_have_no_sinks(ddp, monkeypatch):
+    monkeypatch.setattr("jddp.trainer.reporter.jax.process_index", lambda: 1)
+    made = []
+    fit(ddp, sinks=[made.append])
+    assert not made
+
+
+def test_wrong_sinks_are_refused_before_a_batch_is_read(ddp, tmp_path):
+    for sinks, message in ((["tensorbord"], "Did you mean"), (["tensorboard"], "needs run_dir=")):
+        with pytest.raises(ConfigError, match=message):
+            jddp.fit(ddp, iter(()), num_steps=1, sinks=sinks)
+
+
+def events(run_dir):
+    """The events of all event files, in the order of their starts."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for path in sorted(run_dir.glob("events.*"), key=lambda path: int(path.suffix[1:])):
+        rest = path.read_bytes()
+        while rest:  # size, checksum, event, checksum
+            (size,) = struct.unpack("<Q", rest[:8])
+            yield Event.FromString(rest[12 : 12 + size])
+            rest = rest[16 + size :]
+
+
+def scalars(found):
+    return [
+        (x.step, value.tag, value.simple_value)
+        for x in found
+        for value in x.summary.value
+        if value.HasField("simple_value")
+    ]
+
+
+def expected(history, name):
+    return {(x["step"], f"{name}/{x['split']}", np.float32(x[name])) for x in history}
+
+
+def test_tensorboard_shows_training_beside_evaluation_rates_and_the_config(ddp, tmp_path):
+    config = {"model": {"width": 16}, "note": None}
+    run = fit(ddp, run_dir=tmp_path, config=config, sinks=["tensorboard"])
+    found = [*events(tmp_path)]
+    values = scalars(found)
+    for name in ("loss", "accuracy"):
+        assert expected(run.history, name) <= set(values)
+    assert {"time/step_seconds", "speed/examples_per_second"} < {tag for _, tag, _ in values}
+    plugins = {
+        value.metadata.plugin_data.plugin_name: value for x in found for value in x.summary.value
+    }
+    assert b"model.width" in plugins["hparams"].metadata.plugin_data.content
+    assert plugins["text"].tensor.string_val[0] == b"    model:\n      width: 16\n    note: null"
+
+
+def test_tensorboard_hides_the_steps_that_a_resumed_run_takes_again(ddp, tmp_path):
+    plan = {"run_dir": tmp_path, "sinks": ["tensorboard"]}
+
+    class Ends(jddp.Callback):
+        def on_step(self, run, metrics):
+            if metrics["step"] == 4:
+                raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(ddp, 6, save_every_steps=2, callbacks=[Ends()], **plan)
+    shutil.rmtree(tmp_path / "checkpoints" / "4")  # as if it had been killed
+    run = fit(ddp, 6, **plan)
+    shown = []
+    for event in events(tmp_path):
+        if event.HasField("session_log"):  # as TensorBoard does
+            shown = [x for x in shown if x.step < event.step]
+        shown.append(event)
+    losses = [x for x in scalars(shown) if x[1].startswith("loss/")]
+    assert sorted(losses) == sorted(expected(run.history, "loss"))
+    assert len([x for x in events(tmp_path) if x.HasField("session_log")]) == 1
+    assert len(scalars(events(tmp_path))) > len(scalars(shown))
+
+
+def test_arrays_are_a_histogram_and_a_table_in_tensorboard(tmp_path):
+    from jddp.trainer.reports.tensorboard import TensorBoard
+
+    sink = TensorBoard(Start(tmp_path, {}, 0))
+    recall, confusion = [0.5, float("nan"), 1.0], [[3, 1], [0, 4]]
+    sink.log({"step": 2, "split": "eval", "recall": recall, "confusion": confusion})
+    sink.close()
+    values = [value for x in events(tmp_path) for value in x.summary.value]
+    histograms = {x.tag: x.histo for x in values if x.HasField("histo")}
+    assert histograms.keys() == {"recall/eval"}
+    assert (histograms["recall/eval"].num, histograms["recall/eval"].sum) == (2, 1.5)
+    texts = {
+        x.tag.partition("/text")[0]: x.tensor.string_val[0] for x in values if x.HasField("tensor")
+    }
+    assert texts["confusion/eval"].split() == b"0 1 0 3 1 1 0 4".split()
+    assert texts["recall/eval"].split() == b"0 1 2 0.5 nan 1".split()
+
+
+class Wandb(types.ModuleType):
+    """Stands in for the package wandb, which CI does not install."""
+
+    Histogram, Table = staticmethod(dict), staticmethod(dict)
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.runs = []
+
+    def Settings(self, **settings):
+        return settings
+
+    def init(self, **options):
+        run = types.SimpleNamespace(options=options, logged=[], metrics=[], is_finished=False)
+        run.log = run.logged.append
+        run.define_metric = lambda *names, **options: run.metrics.append((names, options))
+        run.finish = lambda: setattr(run, "is_finished", True)
+        self.runs.append(run)
+        return run
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    module = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    return module
+
+
+def test_wandb_gets_every_record_and_a_resumed_run_has_the_same_id(ddp, tmp_path, wandb):
+    plan = {"run_dir": tmp_path / "mine", "config": {"seed": 3}, "sinks": ["wandb"]}
+    run = fit(ddp, 2, **plan)
+    run = fit(ddp, 4, **plan)
+    first, second = wandb.runs
+    assert first.options == second.options
+    assert first.options["id"] == (tmp_path / "mine" / "wandb" / "id").read_text()
+    assert first.options["resume"] == "allow"
+    assert first.options["config"] == {"seed": 3}
+    assert first.options["name"] == "mine"
+    assert first.is_finished
+    logged = [*first.logged, *second.logged]
+    assert [x["step"] for x in logged] == [x["step"] for x in run.history]
+    assert [x.get("loss/eval", x.get("loss/train")) for x in logged] == [
+        x["loss"] for x in run.history
+    ]
+    assert first.metrics == [(("*",), {"step_metric": "step"})]
