@@ -11,6 +11,9 @@
               that does nothing else; the same with steps skipped that are not finite, and with a
               dynamic loss scale; and a comparison of all replicas / the 500 steps between two of
               them
+    reports   the default job's step in `fit` with a record of each step, in a file, and with
+              TensorBoard as a sink / without records; and what is added, for one record in fifty
+              steps, which is the default
     goodput   the default job, killed a minute after each of its starts: steps that were not lost,
               in the time that a step takes / all of the time; a round is a life
     program   digests of the default job's model, loss and optimizer, which a run takes once at its
@@ -242,7 +245,7 @@ def bare_loop(ddp: Any, batch: Any, num_steps: int) -> float:
     return (time.perf_counter() - since) / num_steps
 
 
-def fitted(ddp: Any, batch: Any, num_steps: int) -> float:
+def fitted(ddp: Any, batch: Any, num_steps: int, **options: Any) -> float:
     """Seconds a step in `fit`, between the same two moments."""
     import jddp
 
@@ -252,9 +255,38 @@ def fitted(ddp: Any, batch: Any, num_steps: int) -> float:
         def on_step(self, run: Any, metrics: Any) -> None:
             at[metrics["step"]] = time.perf_counter()
 
+    plan = {"num_steps": num_steps + 2, "callbacks": [Moments()], **options}
     with contextlib.redirect_stdout(io.StringIO()):
-        jddp.fit(ddp, itertools.repeat(batch), num_steps=num_steps + 2, callbacks=[Moments()])
+        jddp.fit(ddp, itertools.repeat(batch), **plan)
     return (at[num_steps + 1] - at[1]) / num_steps
+
+
+def reports(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
+    ddp = default_job({})
+    batch = ddp.shard_batch(first_batch())
+    found: dict[str, list[float]] = {name: [] for name in ("silent", "kept", "TensorBoard")}
+    for number in range(num_rounds + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            kept = {"run_dir": f"{folder}/kept", "log_every_steps": 1}
+            shown = {"run_dir": f"{folder}/shown", "log_every_steps": 1, "sinks": ["tensorboard"]}
+            values = {
+                "silent": fitted(ddp, batch, num_steps, log_every_steps=10**9),
+                "kept": fitted(ddp, batch, num_steps, **kept),
+                "TensorBoard": fitted(ddp, batch, num_steps, **shown),
+            }
+        if number:  # the first compiles
+            for name, value in values.items():
+                found[name].append(value)
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(found[name], found["silent"], strict=True))
+        for name in ("kept", "TensorBoard")
+    }
+    return {
+        "seconds of a step without records": statistics.median(found["silent"]),
+        "records in a file / without records": ratios["kept"],
+        "and in TensorBoard / without records": ratios["TensorBoard"],
+        "share of one record in 50 steps": (ratios["TensorBoard"] - 1) / 50,
+    }
 
 
 def opened(num_rounds: int) -> dict[str, float]:
@@ -420,6 +452,7 @@ PARTS = {
     "save": save,
     "restart": restart,
     "watching": watching,
+    "reports": reports,
     "goodput": goodput,
     "program": program,
     "opened": opened,

@@ -269,6 +269,12 @@ class ReportConfig(Section):
     sinks: list[str] = option(
         [], "Who gets the records, too: tensorboard, wandb, package.module:Name.", "none"
     )
+    norms_every_steps: int | None = option(
+        None,
+        "Steps between norms of each layer, which cost a step; or null.",
+        "none",
+        ge=1,
+    )
 
 
 class Config(Section):

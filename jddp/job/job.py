@@ -172,6 +172,7 @@ class Job:
                 facts=self._facts(),
                 callbacks=[*keep_best, *stopping, *callbacks],
                 sinks=self.parts.sinks,
+                norms_every_steps=config.report.norms_every_steps,
             )
             return start(self.ddp, batches, plan, state)
 

@@ -25,6 +25,7 @@ from jddp.distributed.watchdog import Watchdog
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import UsageError
+from jddp.inspection.norms import diagnose
 from jddp.trainer.callbacks import call_each
 from jddp.trainer.given import refuse_same_rows
 from jddp.trainer.numerics import Numerics, Sent
@@ -158,6 +159,7 @@ class Loop:
                 break
             with self.reporter.clock.waiting():
                 batch = next(self.source)
+            self._record_norms(batch)
             with self.profile.step(run.step + 1, run.state):
                 limit = self.spikes.limits(run.step + 1)
                 run.state, metrics = self.ddp.step(run.state, batch, **limit)
@@ -183,6 +185,18 @@ class Loop:
         self.replica_check.finish()
         if not self.is_over:
             raise Interrupted
+
+    def _record_norms(self, batch: Batch) -> None:
+        """Records the norms of each layer before the next step, if due."""
+        step, every = self.run.step + 1, self.plan.norms_every_steps
+        if every is None or step % every:
+            return
+        self.reporter.next()
+        paused = time.perf_counter()
+        self.watchdog.enter("compile", self.run.step)  # at the first time
+        self.reporter.layers(step, diagnose(self.ddp, self.run.state, batch))
+        self.watchdog.enter("step", self.run.step)
+        self.reporter.clock.pause(time.perf_counter() - paused)
 
     def _is_due(self, *periods: int | None) -> bool:
         step = self.run.step

@@ -133,6 +133,7 @@ class Plan:
       facts: Facts to keep beside the settings.
       callbacks: Objects as `jddp.Callback` describes them.
       sinks: Sinks of the user, which get the records too.
+      norms_every_steps: Steps between records of each layer's norms, or None.
 
     Raises:
       ConfigError: If a number is not positive, or a choice is unknown.
@@ -156,6 +157,7 @@ class Plan:
     facts: Settings = field(default_factory=dict)
     callbacks: Sequence[Callback] = ()
     sinks: Sequence[ChosenSink] = ()
+    norms_every_steps: int | None = None
 
     @property
     def manifest(self) -> JsonObject:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
+from jddp.inspection.norms import Layers
 from jddp.inspection.trace import DATA
 from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
@@ -202,6 +203,14 @@ class Reporter:
             )
         finally:  # A run that is killed before this evaluates, and calls them, again.
             self._keep(record)
+
+    def layers(self, step: int, layers: Layers) -> None:
+        """Records the norms of each layer's parameters before a step, and of its gradient in it."""
+        record: JsonObject = {"step": step, "split": "layers"}
+        for kind in ("parameter", "gradient"):
+            record |= {f"{kind}_norm/{name}": norms[kind] for name, norms in layers.items()}
+        self.run.records.append(record)
+        self._keep(record)
 
     def report_best(self) -> None:
         """Prints a line on the best evaluation of each metric that was watched."""

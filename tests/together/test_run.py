@@ -276,6 +276,7 @@ def test_the_signature_of_fit_names_every_option_of_a_run():
     plan -= {"evaluation", "eval_params"}  # Both are of `evaluate`.
     plan -= {"facts"}  # Facts that only the command line knows.
     plan -= {"profile_steps"}  # A program calls `jax.profiler` itself.
+    plan -= {"norms_every_steps"}  # A program calls `jddp.diagnose` itself.
     assert plan | {"evaluate", "state"} <= options.keys()
 
 

@@ -21,7 +21,9 @@ _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
 
 def chart_of(name: str, split: str) -> str:
     """Returns the chart of a value, after its group and a slash."""
-    return f"{_GROUP_OF[name]}/{name}" if name in _GROUP_OF else f"{name}/{split}"
+    if name in _GROUP_OF:
+        return f"{_GROUP_OF[name]}/{name}"
+    return f"{name}/{split}" if split in ("train", "eval") else name
 
 
 def scalars(record: Record) -> dict[str, float]:

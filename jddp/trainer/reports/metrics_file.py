@@ -24,7 +24,7 @@ from jddp.typing import JsonObject, Record
 log = logging.getLogger("jddp")
 
 # A record as `log` writes it; the groups are its step and its split.
-_OWN = re.compile(rb'\{"step": (\d{1,18}), "split": "(train|eval)".*\}\n')
+_OWN = re.compile(rb'\{"step": (\d{1,18}), "split": "(train|eval|layers)".*\}\n')
 # Errors of a write that a file system may report only when the file is synced.
 _REPORTED_LATE = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 
@@ -171,7 +171,7 @@ class MetricsFile:
         with file_errors(f"{self.path}: cannot be read"), self.path.open("rb") as file:
             for line in file:
                 own = _OWN.fullmatch(line)
-                if own and own[2] == b"train":
+                if own and own[2] != b"eval":
                     yield line, int(own[1]), False
                 elif record := _record(line):
                     yield line, record["step"], record.get("split") == "eval"

@@ -16,7 +16,7 @@ class Sink(Protocol):
         Args:
           record: Values by name: numbers, and lists (of lists) of numbers for metrics that are
             arrays. "step" is the number of finished steps. "split" is "train" for the last step
-            before the record, or "eval" for an evaluation.
+            before the record, "eval" for an evaluation, or "layers" for norms of each layer.
         """
 
     def close(self) -> None:
