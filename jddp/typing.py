@@ -44,7 +44,8 @@ Record = Mapping[str, Any]
 RESERVED = (
     *("step", "split"),  # of each record
     *("loss", "count", "examples", "grad_norm", "skipped", "loss_scale", "spike"),  # of steps
-    *("learning_rate", "step_seconds", "data_wait_seconds", "examples_per_second"),
+    *("learning_rate", "step_seconds", "data_wait_seconds", "host_seconds", "examples_per_second"),
+    *("slowest_process", "slowest_host", "slowest_phase", "slowest_ratio"),  # of a job
     *("tokens_per_second", "model_flops_per_second", "mfu"),
     *("peak_memory_bytes", "predicted_memory_bytes", "exposed_communication"),
 )

@@ -144,6 +144,13 @@ def published(prefix: str) -> dict[int, str]:
     return {}
 
 
+def unpublish(prefix: str) -> None:
+    """Removes the values under `prefix/`, which have been read."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        if is_connected():
+            _client().key_value_delete(prefix)
+
+
 def is_connected() -> bool:
     """Whether processes can reach each other: one may have called `jax.distributed.shutdown`."""
     return _client() is not None

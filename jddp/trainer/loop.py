@@ -13,7 +13,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -27,13 +26,14 @@ from jddp.engine.trainable import Trainable
 from jddp.errors import UsageError
 from jddp.inspection.norms import diagnose
 from jddp.trainer.callbacks import call_each
+from jddp.trainer.clock import Clock
 from jddp.trainer.given import refuse_same_rows
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source
 from jddp.trainer.profile import Profile
 from jddp.trainer.replica_check import ReplicaCheck
-from jddp.trainer.reporter import Clock, Reporter
+from jddp.trainer.reporter import Reporter
 from jddp.trainer.reports.metrics_file import as_json
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
@@ -160,11 +160,12 @@ class Loop:
             with self.reporter.clock.waiting():
                 batch = next(self.source)
             self._record_norms(batch)
-            with self.profile.step(run.step + 1, run.state):
+            with self.profile.step(run.step + 1, run.state), self.reporter.clock.on_devices():
                 limit = self.spikes.limits(run.step + 1)
                 run.state, metrics = self.ddp.step(run.state, batch, **limit)
             run.step += 1
-            self.replica_check.finish()
+            with self.reporter.clock.on_devices():
+                self.replica_check.finish()
             self.replica_check.begin(run.step, run.state)
             self.position = self.source.position
             self.reporter.next(Sent(run.step, metrics, batch, self.position))
@@ -178,7 +179,8 @@ class Loop:
                 self.reporter.next()
                 self.act(self.requests.due())
             if is_due and not self.is_over:  # at the end all is due
-                self._evaluate_and_save()
+                with self.reporter.clock.pause():
+                    self._evaluate_and_save()
         self.reporter.next()
         self.profile.close()
         self.act(self.requests.due())
@@ -192,11 +194,11 @@ class Loop:
         if every is None or step % every:
             return
         self.reporter.next()
-        paused = time.perf_counter()
         self.watchdog.enter("compile", self.run.step)  # at the first time
-        self.reporter.layers(step, diagnose(self.ddp, self.run.state, batch))
+        with self.reporter.clock.pause(), self.reporter.clock.on_devices():
+            norms = diagnose(self.ddp, self.run.state, batch)
+        self.reporter.layers(step, norms)
         self.watchdog.enter("step", self.run.step)
-        self.reporter.clock.pause(time.perf_counter() - paused)
 
     def _is_due(self, *periods: int | None) -> bool:
         step = self.run.step
@@ -204,7 +206,6 @@ class Loop:
 
     def _evaluate_and_save(self, *, at_end: bool = False) -> None:
         """Evaluates and saves if due; at the end, if not yet done at this step."""
-        paused = time.perf_counter()
         run = self.run
         if self.files is not None and (at_end or self._is_due(self.plan.save_every_steps)):
             self.save(LATEST)
@@ -215,7 +216,6 @@ class Loop:
         if at_end and self.files is not None and run.stopped is not None:
             self.save(LATEST)  # An evaluation may have stopped the run; a checkpoint records this.
         self.watchdog.enter("step", run.step)
-        self.reporter.clock.pause(time.perf_counter() - paused)
 
     def _trace_evaluation(self) -> None:
         """Traces an evaluation of the first batch, so that mistakes show before the first step."""
@@ -234,7 +234,8 @@ class Loop:
     def _evaluate(self) -> None:
         if not self.is_evaluated:
             batches = self._batches_until_stopped()
-            found = self.ddp.evaluate(self.run.state, batches, self.plan.eval_params)
+            with self.reporter.clock.on_devices():
+                found = self.ddp.evaluate(self.run.state, batches, self.plan.eval_params)
             self.reporter.evaluated(found)
             self.act(self.requests.due())
 

@@ -5,21 +5,19 @@ for NaN and infinity, to the callbacks and, if due, as a record to the sinks: th
 metrics file, and those that the user has chosen.
 """
 
-import contextlib
 import copy
 import dataclasses
 import logging
 import statistics
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
 from jddp.inspection.norms import Layers
-from jddp.inspection.trace import DATA
 from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
+from jddp.trainer.clock import Clock
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.profile import Profile
@@ -29,44 +27,12 @@ from jddp.trainer.reports.rates import EXPOSED_SHARE, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sink import Sink, Start
 from jddp.trainer.run import Run
+from jddp.trainer.slow_process import Processes
 from jddp.trainer.throughput import Work
 from jddp.trainer.watching import watching
 from jddp.typing import JsonObject, Record
 
 log = logging.getLogger("jddp")
-
-
-class Clock:
-    """Time per step, without evaluation and saving; it starts at a step that is finished now."""
-
-    def __init__(self, step: int) -> None:
-        self._since = time.perf_counter()
-        self._step = step
-        self._waited = 0.0
-
-    def pause(self, seconds: float) -> None:
-        """Excludes seconds that were not spent on steps."""
-        self._since += seconds
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """While open, the loop waits for data."""
-        since = time.perf_counter()
-        with jax.profiler.TraceAnnotation(DATA):
-            yield
-        self._waited += time.perf_counter() - since
-
-    def seconds_per_step(self, step: int) -> dict[str, float]:
-        """Means per step since the last call; "step_seconds" includes "data_wait_seconds"."""
-        num_steps = step - self._step
-        if num_steps < 1:
-            return {}
-        seconds = (time.perf_counter() - self._since) / num_steps
-        waited = self._waited / num_steps
-        self._since = time.perf_counter()
-        self._step = step
-        self._waited = 0.0
-        return {"step_seconds": seconds, "data_wait_seconds": waited}
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,6 +50,7 @@ class Reporter:
       clock: Time of steps since the last record.
       work: The work of a step, for its rates.
       progress: Sink that prints, also sentences.
+      processes: Comparison of the processes of the job.
       note: Function that prints a sentence.
     """
 
@@ -104,6 +71,7 @@ class Reporter:
         self._kept: list[Sink] = [*file, *self._guarded]  # which the terminal does not
         self.clock = Clock(0)
         self.work = Work((), 0, {})
+        self.processes = Processes(self.note)
         self._waiting: Sent | None = None  # the newest step, whose metrics are not read yet
 
     def begin(self) -> None:
@@ -121,6 +89,7 @@ class Reporter:
         """Takes the work of a step, after the first one, which is compiled: time begins here."""
         self.work = work
         self.progress.unit = work.unit
+        self.processes.begin(work.devices)
         self.clock = Clock(self.run.step)
 
     def next(self, sent: Sent | None = None) -> None:
@@ -155,7 +124,8 @@ class Reporter:
     def _record(self, sent: Sent) -> dict[str, float]:
         """Waits for a step, and records its metrics if due; returns them if they were read."""
         step = sent.step
-        seen = self.numerics.look(sent, self.run.state)  # at each step: no later state may be saved
+        with self.clock.on_devices():  # at each step: no later state may be saved
+            seen = self.numerics.look(sent, self.run.state)
         if seen.note:
             self.note(seen.note)
         is_due = step % self.plan.log_every_steps == 0 or step == self.plan.num_steps
@@ -172,8 +142,12 @@ class Reporter:
         record: JsonObject = {"step": step, "split": "train", **values}
         if self.plan.learning_rate is not None:
             record["learning_rate"] = self.learning_rate(step)
-        if seconds := self.clock.seconds_per_step(step):
-            record |= {**seconds, **self.work.rates(seconds["step_seconds"], num_rows)}
+        if (spent := self.clock.spent(step)) is not None:
+            record |= {"step_seconds": spent.step, "data_wait_seconds": spent.data}
+            record |= {"host_seconds": spent.host, **self.work.rates(spent.step, num_rows)}
+            record |= self.processes.compare(spent)
+            with self.clock.on_devices():
+                self.processes.measure(self.run.state.step)
         record |= self.profile.take_fields()
         self.run.metrics = copy.deepcopy(record)  # a callback may change it
         self.run.records.append(record)

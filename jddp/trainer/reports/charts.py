@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from jddp.typing import Record
 
 _GROUPS = {
-    "optimizer": ("learning_rate", "grad_norm", "loss_scale", "skipped"),
-    "time": ("step_seconds", "data_wait_seconds"),
+    "optimizer": ("learning_rate", "grad_norm", "loss_scale", "skipped", "spike"),
+    "time": ("step_seconds", "data_wait_seconds", "host_seconds"),
+    "processes": ("slowest_process", "slowest_ratio"),
     "speed": ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu"),
     "memory": ("peak_memory_bytes", "predicted_memory_bytes"),
 }

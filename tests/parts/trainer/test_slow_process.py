@@ -1,0 +1,134 @@
+"""Of processes that wait for each other, the one is found for which the others wait."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import jddp.distributed.coordination as job
+from jddp.trainer import slow_process
+from jddp.trainer.clock import Clock, Spent
+from jddp.trainer.probe import Probe
+from jddp.trainer.slow_process import Own, Processes, find_slowest
+
+
+def own(data=0.01, devices=1.0, host=0.02, probe=1.0):
+    return Own("node3", probe, Spent(data + devices, data, devices, host))
+
+
+SLOW = {
+    # Process 1 takes 0.5 s longer; the others have this as time on devices.
+    "data": [own(devices=1.5), own(data=0.51), own(devices=1.5)],
+    "host": [own(devices=1.5), own(host=0.52), own(devices=1.5)],
+    # All are on devices for as long as those of process 1 need.
+    "compute": [own(devices=1.5), own(devices=1.5, probe=1.5), own(devices=1.5)],
+}
+
+
+@pytest.mark.parametrize("phase", SLOW)
+def test_the_process_that_is_slow_is_found_and_not_those_that_wait_for_it(phase):
+    found = find_slowest(SLOW[phase])
+    assert (found.process, found.phase) == (1, phase)
+    assert found.ratio == pytest.approx(1.53 / 1.03)
+
+
+def test_processes_that_are_alike_have_a_ratio_of_one():
+    assert find_slowest([own(), own()]).ratio == 1
+    assert find_slowest([own(devices=0.0), own(data=0.02, devices=0.0)]).ratio > 1
+
+
+@pytest.fixture
+def of_three(monkeypatch):
+    """What is published in a job of three, of which this is process 0."""
+    store = {}
+    monkeypatch.setattr(job, "num_processes", lambda: 3)
+    monkeypatch.setattr(job, "try_publish", store.__setitem__)
+    monkeypatch.setattr(slow_process, "Probe", lambda devices: SimpleNamespace(seconds=1.0))
+    monkeypatch.setattr(job, "unpublish", lambda name: [store.pop(f"{name}/{i}") for i in range(3)])
+    monkeypatch.setattr(
+        job,
+        "published",
+        lambda name: {int(key[-1]): x for key, x in store.items() if key[:-2] == name},
+    )
+    return store
+
+
+def publish_others(store, of_all):
+    """Publishes times of the other processes for the record that process 0 has published last."""
+    name = max(store, key=lambda key: int(key.split("/")[-2])).rpartition("/")[0]
+    for number, x in enumerate(of_all[1:], 1):
+        store[f"{name}/{number}"] = json.dumps(x)
+
+
+def test_a_process_is_reported_once_it_is_slow_in_three_records_in_a_row(of_three):
+    notes = []
+    processes = Processes(notes.append)
+    processes.begin(jax.devices()[:1])
+    slow, alike = SLOW["data"], [own(), own(), own()]
+    fields = []
+    for of_all in [slow, slow, alike, slow, slow, slow, slow, SLOW["host"], alike]:
+        fields.append(processes.compare(of_all[0].spent))
+        publish_others(of_three, of_all)
+        assert len(notes) == (len(fields) > 6)  # the third in a row is read with the next record
+    assert fields[0] == {}  # nothing is waited for
+    assert fields[1].keys() == {f"slowest_{x}" for x in ("process", "host", "phase", "ratio")}
+    assert [x["slowest_phase"] for x in fields[4:8]] == ["data"] * 4
+    assert notes[0].startswith("process 1 on node3 is 1.5 times slower than the others, in data")
+    assert len(of_three) == 3  # those of earlier records are removed
+
+
+def test_a_record_that_not_all_have_published_is_read_later(of_three):
+    processes = Processes(pytest.fail)
+    processes.begin(jax.devices()[:1])
+    assert processes.compare(own().spent) == processes.compare(own().spent) == {}
+    for number in (1, 2):
+        for name in {key.rpartition("/")[0] for key in of_three}:
+            of_three[f"{name}/{number}"] = json.dumps(own())
+    assert "slowest_process" in processes.compare(own().spent)
+    assert len(of_three) == 1
+
+
+def test_a_process_alone_compares_and_measures_nothing():
+    processes = Processes(pytest.fail)
+    processes.begin(jax.devices())
+    processes.measure(None)
+    assert processes.compare(own().spent) == {}
+
+
+def test_devices_are_measured_again_after_some_time_when_their_steps_are_finished(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    probe = Probe(jax.devices()[:2])
+    first = probe.seconds
+    assert first > 0
+    probe.renew(jax.numpy.zeros(()))
+    assert probe.seconds == first
+    now[0] = 11.0
+    monkeypatch.setattr("time.perf_counter", iter([5.0, 5.0]).__next__)
+    probe.renew(jax.numpy.zeros(()))
+    assert probe.seconds == 0.0
+
+
+def test_a_clock_tells_waiting_from_the_host_and_from_pauses(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = Clock(0)
+
+    def spend(seconds):
+        now[0] += seconds
+
+    assert clock.spent(0) is None
+    for _ in range(2):
+        with clock.waiting():
+            spend(1.0)
+        with clock.on_devices():
+            spend(4.0)
+        spend(0.5)
+        with clock.pause():
+            spend(2.0)  # saving
+            with clock.on_devices():
+                spend(8.0)  # evaluation
+    assert clock.spent(2) == Spent(step=5.5, data=1.0, devices=12.0, host=2.5)
+    spend(1.0)
+    assert clock.spent(3) == Spent(step=1.0, data=0.0, devices=0.0, host=1.0)
