@@ -63,7 +63,7 @@ def test_a_run_goes_its_way_with_sinks_that_fail_and_one_gets_all_its_records(dd
         "sink Broken cannot take the record of step 1: OSError: no network. The training "
         "continues.",
         "sink Broken: 6 of 6 records lost",
-        "sink refuse cannot begin or close: ValueError: no credentials. The training continues.",
+        "sink refuse cannot begin: ValueError: no credentials. The training continues.",
         "sink refuse: 6 of 6 records lost",
     ]
 
@@ -185,7 +185,14 @@ class Wandb(types.ModuleType):
 
     def __init__(self):
         super().__init__("wandb")
-        self.runs = []
+        self.runs, self.mode, self.is_logged_in = [], "online", True
+
+    def setup(self):
+        return types.SimpleNamespace(settings=types.SimpleNamespace(mode=self.mode))
+
+    def login(self, **options):
+        assert options == {"prompt": False, "verify": False}
+        return self.is_logged_in
 
     def Settings(self, **settings):
         return settings
@@ -224,3 +231,19 @@ def test_wandb_gets_every_record_and_a_resumed_run_has_the_same_id(ddp, tmp_path
         x["loss"] for x in run.history
     ]
     assert first.metrics == [(("*",), {"step_metric": "step"})]
+
+
+def test_wandb_without_credentials_costs_a_line_and_offline_needs_none(
+    ddp, tmp_path, wandb, caplog
+):
+    wandb.is_logged_in = False
+    for mode in ("online", "offline"):
+        wandb.mode = mode
+        assert fit(ddp, run_dir=tmp_path / mode, sinks=["wandb"]).step == 4
+    reported = [x for x in caplog.messages if x.startswith("sink")]
+    assert reported == [
+        "sink wandb cannot begin: ConfigError: no credentials. Call `wandb login`, or set "
+        "WANDB_MODE=offline. The training continues.",
+        "sink wandb: 6 of 6 records lost",
+    ]
+    assert len(wandb.runs) == 1

@@ -74,13 +74,17 @@ class GuardedSink:
             log.warning("sink %s: %d of %d records lost", self._name, num_lost, self._num_given)
 
     def _run(self, start: Start) -> None:
-        with self._reporting("begin or close"):
+        with self._reporting("begin"):
             sink = self._make(start)
-            while (record := self._waiting.get()) is not None:
-                with self._reporting(f"take the record of step {record['step']}"):
-                    sink.log(copy.deepcopy(record))  # which it may change
-                    self._num_taken += 1
-            sink.close()
+            with self._reporting("close"):
+                self._pass_on(sink)
+
+    def _pass_on(self, sink: Sink) -> None:
+        while (record := self._waiting.get()) is not None:
+            with self._reporting(f"take the record of step {record['step']}"):
+                sink.log(copy.deepcopy(record))  # which it may change
+                self._num_taken += 1
+        sink.close()
 
     @contextlib.contextmanager
     def _reporting(self, what: str) -> Iterator[None]:
@@ -88,7 +92,7 @@ class GuardedSink:
             yield
         except BaseException as error:  # also an exit, with which a thread ends in silence
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._report(f"cannot {what}: {reason}")
+            self._report(f"cannot {what}: {reason.rstrip('.')}")
 
     def _report(self, what: str) -> None:
         """Reports the first failure."""

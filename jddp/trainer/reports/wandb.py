@@ -7,6 +7,7 @@ project, team and mode (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE), and have the c
 import secrets
 from pathlib import Path
 
+from jddp.errors import ConfigError
 from jddp.files import make_folder, replace_file
 from jddp.trainer.reports.charts import arrays, finite_numbers, scalars
 from jddp.trainer.reports.sink import Start
@@ -19,12 +20,19 @@ class WeightsAndBiases:
 
     Args:
       start: The start of the run, which has a run directory.
+
+    Raises:
+      ConfigError: If there are no credentials.
     """
 
     def __init__(self, start: Start) -> None:
         import wandb
 
         assert start.run_dir is not None, "its word needs one"
+        # Otherwise a terminal is asked for a key, in the middle of the progress.
+        is_online = wandb.setup().settings.mode == "online"
+        if is_online and not wandb.login(prompt=False, verify=False):
+            raise ConfigError("no credentials. Call `wandb login`, or set WANDB_MODE=offline.")
         self._wandb = wandb
         self._run = wandb.init(
             dir=start.run_dir,

@@ -83,8 +83,12 @@ def test_a_sink_that_cannot_be_made_or_closed_is_reported_in_a_line(caplog):
     sink = Kept()
     sink.close = refuse
     passed(lambda start: sink)
-    line = "sink mine cannot begin or close: ConnectionError: no network. The training continues."
-    assert caplog.messages == [line, "sink mine: 10 of 10 records lost", line]
+    reason = "ConnectionError: no network. The training continues."
+    assert caplog.messages == [
+        f"sink mine cannot begin: {reason}",
+        "sink mine: 10 of 10 records lost",
+        f"sink mine cannot close: {reason}",
+    ]
 
 
 def test_a_sink_that_blocks_for_ever_holds_nothing_up(caplog):
