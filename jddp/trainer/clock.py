@@ -1,8 +1,10 @@
 """The time of a loop per step, and the part of it that the loop spends in each phase.
 
-with clock.waiting(): ...         # for data
-with clock.on_devices(): ...      # the devices compute, or wait for other processes
-clock.spent(step)                 # the rest of the time is that of the host
+    with clock.waiting(): ...         # for data
+    with clock.on_devices(): ...      # the devices compute, or wait for other processes
+    clock.spent(step)
+
+The rest of the time is that of the host.
 """
 
 import contextlib
@@ -64,7 +66,7 @@ class Clock:
         yield
         self._on_devices += time.perf_counter() - since
 
-    def spent(self, step: int) -> "Spent | None":
+    def spent(self, step: int) -> Spent | None:
         """Means per step since the last call, or None if there was no step."""
         num_steps = step - self._step
         if num_steps < 1:

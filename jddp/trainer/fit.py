@@ -18,8 +18,7 @@ from jddp.names.synonyms import OF_FIT
 from jddp.trainer.arguments import epochs_of, steps_left
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.plan import CHECKS, Checks, Evaluation, Keep, Plan
-from jddp.trainer.reports.sink import Sink
-from jddp.trainer.reports.sinks import choose_sinks
+from jddp.trainer.reports.sinks import GivenSink, choose_sinks
 from jddp.trainer.run import Run
 from jddp.trainer.start import start
 from jddp.typing import Batch, Batches, Settings
@@ -41,7 +40,7 @@ def fit(
     keep: int | Keep = 3,
     resume: str = "auto",
     callbacks: Sequence[Callback] = (),
-    sinks: Sequence[str | Sink] = (),
+    sinks: Sequence[GivenSink] = (),
     seed: int = 0,
     log_every_steps: int = 50,
     learning_rate: Callable[[int], ArrayLike] | None = None,
@@ -75,7 +74,7 @@ def fit(
         (there must be one), or "changed" (like "auto", even if model, loss or optimizer changed).
       callbacks: Objects with the methods of `jddp.Callback`.
       sinks: Sinks, which get the records on process 0 too: "tensorboard", "wandb", or objects with
-        the methods `log(record)` and `close()`.
+        the methods `log(record)` and `close()`, or functions that make one for a run.
       seed: Seed of the first state's PRNG key.
       log_every_steps: Steps between train records.
       learning_rate: Learning rate as a function of the step, for the records.

@@ -194,11 +194,12 @@ class Loop:
         if every is None or step % every:
             return
         self.reporter.next()
+        phase = self.watchdog.phase
         self.watchdog.enter("compile", self.run.step)  # at the first time
         with self.reporter.clock.pause(), self.reporter.clock.on_devices():
             norms = diagnose(self.ddp, self.run.state, batch)
         self.reporter.layers(step, norms)
-        self.watchdog.enter("step", self.run.step)
+        self.watchdog.enter(phase, self.run.step)
 
     def _is_due(self, *periods: int | None) -> bool:
         step = self.run.step

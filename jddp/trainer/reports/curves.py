@@ -21,8 +21,8 @@ def plot(history: Sequence[Record]) -> Any:
     Raises:
       UsageError: If matplotlib is not installed, or there is no record.
     """
-    shown = [record for record in history if record.get("split") != "layers"]
-    found = (name for record in shown for name in record if is_metric(name, record[name]))
+    plotted = [record for record in history if record.get("split") != "layers"]
+    found = (name for record in plotted for name in record if is_metric(name, record[name]))
     names = list(dict.fromkeys(("loss", *found)))
     if not history:
         raise UsageError("There is nothing to plot: the run has no record yet.")

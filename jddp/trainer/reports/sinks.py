@@ -13,6 +13,9 @@ from jddp.errors import ConfigError
 from jddp.names import did_you_mean, name_of_callable, resolve_target
 from jddp.trainer.reports.sink import Sink, Start
 
+# A word, a target, a sink, or a class or function that makes one.
+GivenSink = str | Sink | Callable[[Start], Sink]
+
 
 class ChosenSink(NamedTuple):
     """A sink that a run will make.
