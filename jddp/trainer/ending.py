@@ -94,13 +94,13 @@ def _save_here(loop: Loop, note: str) -> None:
 
 
 def close(loop: Loop, *, failed: bool = False) -> None:
-    """Waits for checkpoints, restores the terminal and closes the sinks.
+    """Waits for checkpoints and restores the terminal.
 
     After a failure it waits for no other process, and raises no second error.
     """
     loop.source.close()
     loop.profile.close()
-    loop.reporter.close()
+    loop.reporter.progress.close()
     if not failed:
         loop.watchdog.enter("save", loop.run.step)
     is_raised = not (failed or loop.run.interrupted)

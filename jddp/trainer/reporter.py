@@ -80,8 +80,7 @@ class Reporter:
             sink.begin(Start(self.run.run_dir, self.run.config or {}, self.run.step))
 
     def close(self) -> None:
-        """Restores the terminal, and closes the sinks that the user has chosen."""
-        self.progress.close()
+        """Closes the sinks that the user has chosen, for which it may wait."""
         for sink in self._guarded:
             sink.close()
 

@@ -107,4 +107,6 @@ def _train(
         except BaseException as error:
             vars(error)["run"] = loop.run
             raise
+        finally:
+            loop.reporter.close()  # behind the checkpoints: a process may be killed soon
         return loop.run

@@ -3,7 +3,7 @@
     guarded = GuardedSink("wandb", make)
     guarded.begin(start)          # a thread makes the sink
     guarded.log(record)           # never waits
-    guarded.close()               # waits for a few seconds at most
+    guarded.close()               # waits for half a minute at most
 
 A sink may fail, be slow, or hang, for example because its network is down. Its first failure is
 reported in one line, and at the end the number of records that it has lost.
@@ -20,7 +20,7 @@ from jddp.trainer.reports.sink import Sink, Start
 from jddp.typing import Record
 
 MOST_WAITING = 1000  # records
-SECONDS_TO_CLOSE = 5.0
+SECONDS_TO_CLOSE = 30.0
 log = logging.getLogger("jddp")
 
 
