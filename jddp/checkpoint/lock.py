@@ -27,6 +27,7 @@ from jddp.files import opener
 
 log = logging.getLogger("jddp")
 
+_FLOCK = "hhqqi0q"
 _BUSY = {errno.EAGAIN, errno.EACCES}
 # Answers of a system or a file system that has no such lock.
 _LACKING = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
@@ -59,6 +60,17 @@ def held(path: Path) -> Iterator[str]:
                     file.truncate(0)
 
 
+def holder_of(path: Path) -> str:
+    """The name of the process that holds a file, which is only read; "" if it is free or missing.
+
+    Raises:
+      OSError: If it cannot be read.
+    """
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
+        return _name_of_holder(file) if _is_held(file) else ""
+    return ""
+
+
 def _opened(path: Path) -> IO[bytes]:
     # The target of a link would be emptied.
     return open(path, "a+b", buffering=0, opener=lambda p, flags: opener(p, flags | os.O_NOFOLLOW))
@@ -83,9 +95,22 @@ def _is_locked(file: IO[bytes]) -> bool:
 def _lock_description(file: IO[bytes]) -> None:
     if not hasattr(fcntl, "F_OFD_SETLK"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    # struct flock: type, whence, start, length (0: to the end), and no process.
-    whole = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    fcntl.fcntl(file, fcntl.F_OFD_SETLK, whole)
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, _whole(fcntl.F_WRLCK))
+
+
+def _whole(kind: int) -> bytes:
+    """A lock of a whole file, as a struct flock."""
+    # Type, whence, start, length (0: to the end), and no process.
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _is_held(file: IO[bytes]) -> bool:
+    """Whether another one holds a file; where that cannot be asked, whether a name is in it."""
+    try:
+        asked = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _whole(fcntl.F_RDLCK))
+    except (OSError, AttributeError):
+        return bool(file.read(1))
+    return struct.unpack(_FLOCK, asked)[0] != fcntl.F_UNLCK
 
 
 def _flock(file: IO[bytes]) -> None:
