@@ -162,6 +162,12 @@ def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
     return max((x for x in known if x), default=None)
 
 
+def limit_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """The memory that each of the devices can give out at most; None without statistics."""
+    known = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((x for x in known if x), default=None)
+
+
 def largest_arrays(program: HloProgram, most: int = 3) -> tuple[Array, ...]:
     """The largest arrays, in descending order; arrays of one origin and shape count once."""
     made = dict.fromkeys(_made_in(program, program.entry))

@@ -287,6 +287,7 @@ class Loop:
             "losses": self.spikes.kept,
             "world": self.ddp.steps.topology,
             "learning_rate": self.reporter.learning_rate(run.step),
+            "buckets": self.reporter.work.buckets,
             "program": None if self.program is None else self.program.kept,
             **self.about,
         }

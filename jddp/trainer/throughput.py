@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jddp.engine.state import name_of
 from jddp.engine.trainable import Trainable
 from jddp.inspection.flops import count_flops, uncounted
-from jddp.inspection.memory import compiled_bytes, peak_bytes
+from jddp.inspection.memory import compiled_bytes, limit_bytes, peak_bytes
 from jddp.inspection.peaks import seconds_at_peak
 from jddp.modules.rows import count_rows
-from jddp.typing import Batch
+from jddp.typing import Batch, JsonObject
 
 # Names of arrays in a batch by which its examples are images, or sequences of tokens.
 _IMAGES = {"image", "images", "pixel_values"}
@@ -38,6 +38,8 @@ class Work:
       per_step: The amount behind each rate in that step, by name of its field in records.
       unit: Unit of its examples, for people.
       predicted_bytes: Memory that the compiler has assigned to it on a device; None if not asked.
+      limit_bytes: Memory that a device can give out; None if it has no statistics.
+      buckets: What it sends: the bytes, the dtype, and the first and last path of each bucket.
     """
 
     devices: Sequence[jax.Device]
@@ -45,6 +47,8 @@ class Work:
     per_step: dict[str, float]
     unit: str = "ex"
     predicted_bytes: int | None = None
+    limit_bytes: int | None = None
+    buckets: list[JsonObject] = dataclasses.field(default_factory=list)
 
     def rates(self, seconds: float, num_rows: int) -> dict[str, float | None]:
         """Fields of a record, of those that are known, for steps of so many seconds and rows."""
@@ -52,7 +56,10 @@ class Work:
         fields: dict[str, float | None] = {n: x * share for n, x in self.per_step.items()}
         if (peak := peak_bytes(self.devices)) is None:
             return fields
-        return fields | {"peak_memory_bytes": peak, "predicted_memory_bytes": self.predicted_bytes}
+        fields |= {"peak_memory_bytes": peak, "predicted_memory_bytes": self.predicted_bytes}
+        return fields | (
+            {} if self.limit_bytes is None else {"memory_limit_bytes": self.limit_bytes}
+        )
 
 
 def measure(ddp: Trainable, batch: Batch) -> Work:
@@ -84,6 +91,10 @@ def _count(work: Work, ddp: Trainable, batch: Batch) -> None:
     flops = {kind: x * num_parts for kind, x in count_flops(traced).items()}
     if names := uncounted(traced):
         log.warning("A step has more FLOPs than are reported, in %s.", ", ".join(sorted(names)))
+    work.buckets = [
+        {"bytes": x.bytes, "dtype": x.wire_dtype.name, "paths": [x.paths[0], x.paths[-1]]}
+        for x in steps.sent(rows).buckets
+    ]
     work.per_step["model_flops_per_second"] = sum(flops.values())
     seconds = seconds_at_peak(flops, mesh.devices.flat[0].device_kind)
     if seconds:
@@ -92,6 +103,7 @@ def _count(work: Work, ddp: Trainable, batch: Batch) -> None:
     if peak_bytes(work.devices) is not None:
         # JAX has kept the program of the step, and compiles nothing again.
         work.predicted_bytes = compiled_bytes(steps.lower(rows).compile())
+        work.limit_bytes = limit_bytes(work.devices)
 
 
 def _name_examples(work: Work, batch: Batch, num_entries: int) -> None:

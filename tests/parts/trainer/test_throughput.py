@@ -10,7 +10,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.inspection import peaks
-from jddp.inspection.memory import peak_bytes
+from jddp.inspection.memory import limit_bytes, peak_bytes
 from jddp.trainer import throughput
 from jddp.trainer.reports.rates import summary
 from jddp.trainer.throughput import Work, measure
@@ -34,6 +34,7 @@ def gpu(monkeypatch):
     """A peak rate of CPUs, and statistics of their memory."""
     monkeypatch.setitem(peaks.PEAKS, "cpu", (0, 0, 1e-6, 0))  # a million a second
     monkeypatch.setattr(throughput, "peak_bytes", lambda devices: 3 * 2**30)
+    monkeypatch.setattr(throughput, "limit_bytes", lambda devices: 4 * 2**30)
 
 
 def test_records_have_rates_and_the_end_a_line_of_them(gpu, capsys, caplog):
@@ -50,6 +51,7 @@ def test_records_have_rates_and_the_end_a_line_of_them(gpu, capsys, caplog):
     predicted = jddp.memory(ddp, make_batch(8)).total
     assert second["predicted_memory_bytes"] == pytest.approx(predicted, rel=0.2)
     assert (last["peak_memory_bytes"], "tokens_per_second" in last) == (3 * 2**30, False)
+    assert last["memory_limit_bytes"] == 4 * 2**30
     end = capsys.readouterr().out.splitlines()[-1]
     assert end.startswith("median ")
     assert "FLOP/s, MFU " in end
@@ -103,7 +105,8 @@ def test_kernels_that_no_trace_shows_are_named(monkeypatch, caplog):
 
 def test_peak_memory_is_that_of_the_fullest_device():
     assert peak_bytes([Device({"peak_bytes_in_use": 2}), Device({"peak_bytes_in_use": 3})]) == 3
-    assert peak_bytes([Device(None), Device({})]) is None
+    assert limit_bytes([Device({"bytes_limit": 5}), Device({"bytes_limit": 4})]) == 4
+    assert peak_bytes([Device(None), Device({})]) is limit_bytes([Device(None)]) is None
     record = {"peak_memory_bytes": 62.1 * 2**30, "predicted_memory_bytes": 60 * 2**30}
     assert summary(record, "ex") == "peak memory 62.1 GiB (60.0 predicted)"
     assert summary(record | {"predicted_memory_bytes": None}, "ex") == "peak memory 62.1 GiB"
