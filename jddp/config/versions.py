@@ -1,5 +1,6 @@
-"""Versions of Python and of the packages that results depend on."""
+"""Versions of Python, of the packages that results depend on, and of the code around a run."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import platform
@@ -18,6 +19,33 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "checkout"  # Run in place, not installed.
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of git's checkout that a folder is in; "" where there is none.
+
+    Files are read, and git is not run. Whether files have changed since is not known.
+    """
+    with contextlib.suppress(OSError, ValueError):  # a folder that was removed, or other files
+        here = folder.absolute()
+        found = (x / ".git" for x in (here, *here.parents) if (x / ".git").exists())
+        return _commit_in(next(found, here))
+    return ""
+
+
+def _commit_in(git: Path) -> str:
+    if git.is_file():  # of a worktree or a submodule
+        git = git.parent / git.read_text().removeprefix("gitdir: ").strip()
+    head = (git / "HEAD").read_text().strip()
+    if not head.startswith("ref: "):
+        return head
+    name = head.removeprefix("ref: ")
+    common = git / "commondir"
+    git = git / common.read_text().strip() if common.exists() else git
+    if (git / name).exists():
+        return (git / name).read_text().strip()
+    lines = (git / "packed-refs").read_text().splitlines()
+    return next((line.split()[0] for line in lines if line.endswith(f" {name}")), "")
 
 
 def source_hash() -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jax.typing import ArrayLike
 
-from jddp.config.versions import versions
+from jddp.config.versions import commit_of, versions
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, check_choice
 from jddp.trainer.callbacks import Callback
@@ -161,8 +161,9 @@ class Plan:
 
     @property
     def manifest(self) -> JsonObject:
-        """The facts, and the versions of the software."""
-        return {"versions": versions(), **self.facts}
+        """The facts, the versions of the software, and the commit of the code around it."""
+        commit = commit_of(Path())
+        return {"versions": versions(), **({"commit": commit} if commit else {}), **self.facts}
 
     @property
     def settings(self) -> JsonObject:
