@@ -30,7 +30,8 @@ _SMOOTHED_OVER = 1 / 40  # of them
 STYLE = """
 .chart { --c0: #2563a8; --c1: #d9730d; --c2: #2f8f5b; --c3: #a63d8f; --c4: #7a6a00; --c5: #b8303c;
   --c6: #138496; --c7: #6b5bd0; --grid: #8883; margin: 0; min-width: 0; break-inside: avoid }
-.chart figcaption { font-size: .9em } .chart figcaption b { margin-right: .6em }
+.chart figcaption { font-size: .9em } .chart figcaption span { display: inline-block }
+.chart figcaption b { margin-right: .6em }
 .chart i { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 .7em;
   border-radius: 2px; background: var(--c) }
 .chart svg { display: block; width: 100%; height: auto; font: 13.5px system-ui, sans-serif }
@@ -69,7 +70,8 @@ for (const figure of document.querySelectorAll('.curves')) {
         if (steps[middle] + (steps[middle + 1] ?? Infinity) < 2 * step) low = middle + 1
         else high = middle
       }
-      return `${name} ${values[low]} at ${steps[low].toLocaleString('en')}`
+      const value = values[low].toLocaleString('en', {maximumSignificantDigits: 5})
+      return `${name} ${value} at ${steps[low].toLocaleString('en')}`
     })
     const x = Math.min(left + width, Math.max(left, at))
     line.setAttribute('d', `M${x},0V${svg.viewBox.baseVal.height}`)

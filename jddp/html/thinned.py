@@ -3,10 +3,11 @@
     curve = Thinned()
     for record in records:
         curve.add(record["step"], record["loss"])
+    curve.finish()
     curve.steps, curve.values, curve.low, curve.high
 
-Each point stands for equally many values. When there are too many points, each two of them become
-one: so a million values take no more memory than a thousand.
+Each point stands for equally many values, but for the last one. When there are too many points,
+each two of them become one: so a million values take no more memory than a thousand.
 """
 
 import math
@@ -44,7 +45,6 @@ class Thinned:
       smallest: The first of the smallest values, with its step; None without a finite value.
       largest: The first of the largest values; None without a finite value.
       last: The last value; None if it was not finite.
-      not_finite: The first and the last step of a value that was not finite; () without one.
     """
 
     def __init__(self) -> None:
@@ -55,16 +55,16 @@ class Thinned:
         self.smallest: At | None = None
         self.largest: At | None = None
         self.last: float | None = None
-        self.not_finite: tuple[int, ...] = ()
         self._size = 1  # values of a point
         self._open: list[float] = []  # those of the next point
+        self._last_step = 0
 
     def add(self, step: int, value: float | None) -> None:
         """Adds a value; None is one that is not finite."""
         if not is_drawable(value):
-            self.last, self.not_finite = None, (*self.not_finite[:1], step)
+            self.last = None
             return
-        self.last = value
+        self.last, self._last_step = value, step
         if self.smallest is None or value < self.smallest.value:
             self.smallest = At(value, step)
         if self.largest is None or value > self.largest.value:
@@ -72,6 +72,11 @@ class Thinned:
         self._open.append(value)
         if len(self._open) == self._size:
             self._close(step)
+
+    def finish(self) -> None:
+        """Makes a point of the last values, which are fewer than those of the others."""
+        if self._open:
+            self._close(self._last_step)
 
     def _close(self, step: int) -> None:
         values, self._open = self._open, []

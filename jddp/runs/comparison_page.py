@@ -82,4 +82,5 @@ def _curve(records: Iterable[Record], metric: str) -> Thinned:
     for record in records:
         if metric in record:
             curve.add(record["step"], record[metric])
+    curve.finish()
     return curve

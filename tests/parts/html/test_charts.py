@@ -27,6 +27,9 @@ def test_a_long_curve_is_thinned_to_points_with_the_range_of_their_values():
     for step in range(100_000):
         curve.add(step, 100.0 if step == 54_321 else step % 7)
     assert MOST_POINTS / 2 <= len(curve.steps) <= MOST_POINTS
+    assert curve.steps[-1] < 99_999
+    curve.finish()
+    assert curve.steps[-1] == 99_999
     assert max(curve.high) == 100
     assert set(curve.low) == {0}
     assert min(curve.high) == 6
@@ -42,7 +45,7 @@ def test_a_short_curve_is_kept_as_it_is_and_values_that_are_not_finite_are_left_
     for step, value in enumerate(values, 1):
         curve.add(step, value)
     assert (curve.steps, curve.values) == ([1, 3, 7], [1, 3, 2.5])
-    assert (curve.not_finite, curve.last) == ((2, 6), 2.5)
+    assert curve.last == 2.5
     assert (curve.smallest, curve.largest) == ((1, 1), (3, 3))
     assert series_of("train", curve).low == ()
 
