@@ -16,6 +16,7 @@ COMMANDS = {
     "launch": "start the processes of a job, on one host or several",
     "evaluate": "evaluate a run again, on its data or on other data",
     "predict": "write what a run predicts for rows, images or a text",
+    "report": "judge a run, and write a page with its curves and times",
     "compare": "tell which run is better, by how much, and what differs",
     "explain": "compile a step, and list what it sends and when",
     "tune": "find the fastest way to send gradients, or the largest batch",

@@ -141,6 +141,11 @@ class Run(Shown):
         """
         return dict(self._ddp.evaluate(self.state, self._given(batches), self._eval_params))
 
+    @property
+    def test_batches(self) -> Batches:
+        """The evaluation batches of the run."""
+        return self._given(None)
+
     def predict(self, batches: Batches | None = None, function: LossFn = outputs) -> PyTree:
         """The outputs of the most recent model for each row, as `jddp.DataParallel.predict` does.
 

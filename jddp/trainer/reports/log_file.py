@@ -1,11 +1,14 @@
 """The log file of one process of a run.
 
-It has every line of progress, including lines that the terminal did not show, jddp's warnings, and
-the traceback of the exception that ended the run, each with its time.
+It begins with the process and its host, and has every line of progress, including lines that the
+terminal did not show, jddp's warnings, and the traceback of the exception that ended the run, each
+with its time.
 """
 
 import contextlib
 import logging
+import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +56,7 @@ def logging_to(path: Path) -> Iterator[None]:
     loggers = (said, logging.getLogger("jddp"))
     for logger in loggers:
         logger.addHandler(handler)
+    said.info("begins: process %d on %s", os.getpid(), socket.gethostname())
     try:
         yield
     except BaseException:

@@ -5,6 +5,7 @@
                      with the keys that they were allowed to change
     metrics.jsonl    one record per line
     checkpoints/     states to resume from
+    report.html      a page on the run, as it was at its end
     logs/            the lines of each process
     profile/         traces of each process, of the steps that were asked for
     events.*, wandb/ records for TensorBoard, and for Weights & Biases, if they are sinks

@@ -1,0 +1,95 @@
+"""Runs the model of a run on its test examples: mistakes of a classifier, losses of tokens.
+
+    found = examples_of(open_run("runs/one", mesh=1))
+    found.confusion, found.mistakes, found.loss_by_position
+
+Batches are read one by one, so memory does not grow with their number.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from jddp.data.sources.tokenize import BYTES
+from jddp.errors import Error, UsageError
+from jddp.runs.sampling import continue_text
+from jddp.trainer.reports.page.examples import TestAnswers, WrongAnswer
+from jddp.trainer.run import Run
+from jddp.typing import Batch
+from jddp.zoo.losses import Model, next_token
+
+MOST_MISTAKES = 24
+PROMPT, SAMPLE = 48, 160  # tokens
+
+
+def examples_of(run: Run) -> TestAnswers:
+    """Runs a model on its test examples.
+
+    Args:
+      run: An opened run, on one process.
+
+    Raises:
+      UsageError: If its loss is neither the cross entropy of classes nor that of tokens.
+    """
+    loss = ((run.config or {}).get("loss") or {}).get("name")
+    if loss == "cross_entropy":
+        return _of_a_classifier(run)
+    if loss == "next_token":
+        return _of_a_language_model(run)
+    raise UsageError(
+        f"--examples: {run.run_dir} has the loss {loss!r}, whose test examples are not drawn. They "
+        "are for loss.name cross_entropy or next_token; in Python, see run.predict."
+    )
+
+
+def _of_a_classifier(run: Run) -> TestAnswers:
+    worst = list[WrongAnswer]()
+    confusion = np.zeros((0, 0), int)
+    for batch in run.test_batches:
+        logits = run.predict([batch])
+        if not confusion.size:
+            confusion = np.zeros((logits.shape[1], logits.shape[1]), int)
+        np.add.at(confusion, (batch["label"], logits.argmax(-1)), 1)
+        found = [*worst, *_mistakes(batch, logits)]
+        worst = sorted(found, key=lambda x: -x.probability)[:MOST_MISTAKES]
+    return TestAnswers(run.step, int(confusion.sum()), confusion.tolist(), worst)
+
+
+def _mistakes(batch: Batch, logits: np.ndarray) -> Iterator[WrongAnswer]:
+    """The most confident mistakes of a batch."""
+    shifted = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    sure = shifted.max(-1) / shifted.sum(-1)
+    labels, found = np.asarray(batch["label"]), logits.argmax(-1)
+    wrong = np.flatnonzero(labels != found)
+    for i in wrong[np.argsort(-sure[wrong])][:MOST_MISTAKES]:
+        pixels = np.array(batch["image"][i])  # a copy, or the whole batch would be kept
+        yield WrongAnswer(pixels, int(labels[i]), int(found[i]), float(sure[i]))
+
+
+def _of_a_language_model(run: Run) -> TestAnswers:
+    total: np.ndarray | None = None
+    num_examples = 0
+    prompt = sample = ""
+    for batch in run.test_batches:
+        losses = run.predict([batch], _token_losses)
+        num_examples += len(losses)
+        total = losses.sum(0) if total is None else total + losses.sum(0)
+        if not prompt:
+            prompt, sample = _sample(run, batch)
+    means = [] if total is None else (total / num_examples).tolist()
+    return TestAnswers(run.step, num_examples, loss_by_position=means, prompt=prompt, sample=sample)
+
+
+def _token_losses(model: Model, batch: Batch) -> Float[Array, "b t"]:
+    return next_token(model, batch, train=False)[0]
+
+
+def _sample(run: Run, batch: Batch) -> tuple[str, str]:
+    """The beginning of the first example, and what the model continues it with."""
+    prompt = BYTES.decode([*map(int, np.asarray(batch["tokens"])[0, :PROMPT])])
+    try:
+        return prompt, continue_text(run, prompt, num_tokens=SAMPLE).removeprefix(prompt)
+    except Error:  # other tokens than bytes
+        return "-", ""

@@ -1,0 +1,225 @@
+"""The page of a run is made of whatever is there of its directory, and loads nothing."""
+
+import json
+import random
+import re
+
+import pytest
+
+from jddp.checkpoint.lock import held, holder_of
+from jddp.commands.report import main
+from jddp.config.files import dump_values, load_config
+from jddp.errors import ExitCode
+from jddp.trainer.reports.page import history
+from jddp.trainer.reports.page import records as reading
+from jddp.trainer.reports.page.facts import read_facts
+from jddp.trainer.reports.page.history import read_history
+from jddp.trainer.reports.page.page import SECTIONS, draw_run
+from jddp.trainer.reports.page.records import read_records
+
+LOG = """\
+2026-01-01 10:00:00,000 INFO begins: process 7 on node1
+2026-01-01 10:00:10,000 INFO step 10/40  loss 1
+2026-01-01 10:00:20,000 INFO step 20/40  loss 1
+2026-01-01 10:00:25,000 INFO eval 20  loss 1
+2026-01-01 10:00:26,500 WARNING The disk of "node1" is <slow>.
+2026-01-01 11:00:00,000 INFO begins: process 8 on node2
+2026-01-01 11:00:01,000 INFO resumed from step 10 of 40
+2026-01-01 11:00:02,000 INFO step 13 is skipped: its loss, gradients or other state are not finite
+2026-01-01 11:00:10,000 INFO step 20/40  loss 1
+2026-01-01 11:00:19,000 INFO step 27: the loss jumps to 9, 30 MADs above the median of 1
+2026-01-01 11:00:20,000 INFO step 30/40  loss 1
+2026-01-01 11:00:30,000 INFO step 40/40  loss 1
+"""
+EVALUATION = {
+    "confusion": [[90.0, 10.0], [20.0, 80.0]],
+    "recall": [0.9, None],
+    "loss_by_position": [3.0, 2.0, 1.5, 1.2, 1.1],
+}
+BUCKETS = [{"bytes": 2**20, "paths": ["dense/bias", "dense/kernel"]}]
+CLASSES = ["shirt <b>", "boot"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with all that a run leaves."""
+    times = {"step_seconds": 1.0, "data_wait_seconds": 0.02}
+    memory = {"peak_memory_bytes": 3 * 2**30, "memory_limit_bytes": 4 * 2**30}
+    lines = [
+        {"step": step, "split": "train", "loss": 2 / step, "learning_rate": 0.1, **times, **memory}
+        for step in range(1, 41)
+    ]
+    evaluated = {"split": "eval", "loss": 0.1, "accuracy": 0.85, "examples": 200}
+    lines[20]["exposed_communication"] = 0.25
+    lines.append({"step": 40, **evaluated, **EVALUATION})
+    config, _ = load_config([], {"train.num_steps": 40, "run.dir": str(tmp_path)})
+    files = {
+        "metrics.jsonl": "".join(json.dumps(line) + "\n" for line in lines),
+        "config.yaml": dump_values(config.model_dump()),
+        "manifest.json": json.dumps({"versions": {"jax": "1.2"}, "data": {"classes": CLASSES}}),
+        "lock": "",
+        "logs/process_0.log": LOG,
+        "checkpoints/40/run.json": json.dumps({"buckets": BUCKETS}),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def heads(html):
+    return re.findall("<h2>(.*?)</h2>", html)
+
+
+def test_a_page_has_all_sections_in_order_and_loads_nothing(run):
+    html = draw_run(read_facts(run))
+    assert heads(html) == [x for x in SECTIONS if x != "Test examples"]
+    assert html.index("<h1>restarted once, with 10 steps taken again") < html.index("<h2>")
+    numbers = [
+        "<b>0.85</b>best accuracy, at step 40",
+        "<b>0:56</b>for 40 of 40 steps",
+        "<b>71%</b>",
+    ]
+    for words in (*numbers, "used 3 GiB (75%)", "dense/kernel 1 MiB (100%)"):
+        assert words in html
+    assert "computing 29.4 s (52%)" in html
+    assert "waiting for communication, in traced steps 9.8 s (17%)" in html
+    assert not re.search(r"https?:|src=|@import|url\(|<link", html)
+
+
+def test_starts_and_what_happened_are_read_from_the_log(run):
+    history = read_history(run / "logs" / "process_0.log")
+    first, second = history.starts
+    assert (first.host, first.last_step, first.seconds) == ("node1", 20, 26.5)
+    assert (second.host, second.resumed_from, second.last_step) == ("node2", 10, 40)
+    assert (history.lost_steps, history.num_steps, history.pause_seconds) == (10, 40, 5.0)
+    steps = {kind: [mark.step for mark in marks] for kind, marks in history.events.items()}
+    assert steps == {"warning": [20], "resumed": [10], "skipped": [13], "spike": [27]}
+    facts = read_facts(run)
+    assert facts.goodput == pytest.approx(40 / 56.5)
+    html = draw_run(facts)
+    assert "The disk of &quot;node1&quot; is &lt;slow&gt;." in html
+
+
+def test_arrays_become_a_matrix_scores_of_classes_and_a_curve(run):
+    html = draw_run(read_facts(run))
+    assert '<td style="background:hsl(210 65% 50% / 0.68)">90</td>' in html
+    assert "shirt &lt;b&gt;" in html
+    assert "shirt <b>" not in html
+    scores = html[html.index("recall") :]
+    assert scores.index("boot") < scores.index("shirt")  # which has no recall: it comes first
+    assert "<b>loss_by_position</b>" in html
+
+
+def test_a_config_is_shown_by_what_differs_from_the_defaults(run):
+    html = draw_run(read_facts(run))
+    table = html[html.index("Config") : html.index("<details>", html.index("Config"))]
+    assert "<code>train.num_steps</code>" in table
+    assert "<code>train.log_every_steps</code>" not in table
+
+
+def test_a_directory_with_nothing_to_read_has_a_page_that_says_so(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    html = draw_run(read_facts(tmp_path))
+    assert "too short to tell" in html
+    assert "metrics.jsonl: there is none" in html
+    assert heads(html) == ["Commands", "Left out"]
+
+
+def test_lines_that_are_no_records_are_counted_and_half_a_line_at_the_end_is_not(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "split": "layers", "gradient_norm/a": 1}\n')
+        file.write('[1]\nnot json\n{"step": "x"}\n{"step": 41, "split": "tr')
+    facts = read_facts(run)
+    assert (facts.records.num_strange, facts.records.num_train) == (3, 40)
+    assert "3 lines are no records" in draw_run(facts)
+
+
+def test_numbers_that_are_not_finite_are_gaps(tmp_path):
+    values = ["1.0", "NaN", "null", "-Infinity", "1e999", "2.0", "1e308"]
+    lines = [f'{{"step": {i}, "split": "train", "loss": {x}}}\n' for i, x in enumerate(values)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    facts = read_facts(tmp_path)
+    assert facts.records.train["loss"].values == [1.0, 2.0]
+    paths = " ".join(re.findall(' d="([^"]*)"', draw_run(facts)))
+    assert not re.search("nan|inf", paths)
+
+
+def test_of_a_file_that_is_too_long_all_evaluations_and_some_train_records_are_read(
+    run, monkeypatch
+):
+    size = (run / "metrics.jsonl").stat().st_size
+    monkeypatch.setattr(reading, "MOST_BYTES", size // 4)
+    found = read_records(run / "metrics.jsonl")
+    assert (found.every, found.num_train, found.num_evaluations) == (5, 8, 1)
+    whole = sum(1.0 for _ in range(36))  # up to the last record that was read
+    assert found.step_seconds == whole
+    assert "one in 5 is read" in draw_run(read_facts(run))
+
+
+def test_a_run_that_is_running_says_which_process_runs_it(run):
+    assert holder_of(run / "lock") == ""
+    with held(run / "lock"):
+        facts = read_facts(run)
+        assert facts.holder == "another run of this process"
+        assert "for 40 of 40 steps, running: another run" in draw_run(facts)
+    (run / "lock").write_text("process 1 on a host that was lost")
+    assert read_facts(run).holder == ""
+
+
+ODD = ["null", "NaN", "1e999", "-1e308", "[]", "[1,[2]]", "{}", "true", "9" * 30, "[[1],[null]]"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_damaged_or_foreign_run_has_a_page(run, seed):
+    rng = random.Random(seed)
+    for name in ("metrics.jsonl", "config.yaml", "manifest.json", "logs/process_0.log"):
+        text = (run / name).read_text()
+        parts = re.split(r"(\d+(?:\.\d+)?)", text)
+        odd = [rng.choice(ODD) if i % 2 and rng.random() < 0.1 else x for i, x in enumerate(parts)]
+        content = bytearray("".join(odd).encode())
+        for _ in range(rng.choice([0, 3, 50])):
+            content[rng.randrange(len(content))] = rng.randrange(256)
+        (run / name).write_bytes(content[: rng.choice([len(content), len(content) // 2])])
+    html = draw_run(read_facts(run))
+    assert html.startswith("<!DOCTYPE html>")
+    assert not re.search("nan|inf", " ".join(re.findall(' d="([^"]*)"', html)))
+
+
+def test_the_command_prints_the_verdict_and_writes_the_page(run, tmp_path, capsys):
+    assert main([str(run)]) == ExitCode.DONE
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "restarted once, with 10 steps taken again"
+    assert last == f"page: {run / 'report.html'}"
+    assert main([str(run), "--out", str(tmp_path / "page.html")]) == ExitCode.DONE
+    assert (tmp_path / "page.html").read_bytes() == (run / "report.html").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "arguments, code, words",
+    [
+        (["nowhere"], ExitCode.USAGE, "nowhere is no run directory: it has none of metrics.jsonl"),
+        (["s3://bucket/run"], ExitCode.USAGE, "is a URL: give --out FILE"),
+        ([".", "--out", "no/such/page.html"], ExitCode.FILE_SYSTEM, "page.html: cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, code, words, run, monkeypatch, capsys):
+    monkeypatch.chdir(run)
+    assert main(arguments) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_a_warning_of_several_lines_at_the_end_is_no_error_that_ended_the_run(run):
+    log = run / "logs" / "process_0.log"
+    log.write_text(f"{LOG}2026-01-01 11:00:31,000 WARNING Two replicas differ:\nparams/a\n")
+    assert read_history(log).error == ""
+    log.write_text(f"{LOG}2026-01-01 11:00:31,000 ERROR ended by:\nTraceback (most\n  x\nE: no\n\n")
+    assert read_history(log).error == "E: no"
+
+
+def test_the_last_events_of_a_kind_are_kept(run, monkeypatch):
+    monkeypatch.setattr(history, "MOST_EVENTS", 2)
+    log = run / "logs" / "process_0.log"
+    log.write_text("".join(f"2026-01-01 10:00:0{i},000 WARNING {i}\n" for i in range(5)))
+    assert [mark.text for mark in read_history(log).events["warning"]] == ["3", "4"]

@@ -1,0 +1,120 @@
+"""`jddp report --examples` runs the model on its test data, and draws what it does with them."""
+
+import base64
+import io
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import jddp
+from jddp.commands.report import main
+from jddp.config.schema import Config
+from jddp.data.sources.tokenize import BYTES, write_tokens
+from jddp.errors import ExitCode
+from jddp.html.images import picture
+from jddp.job.job import train
+from jddp.runs import examples
+from jddp.runs.examples import examples_of
+
+CLASSES = 3
+
+
+def images(num, seed):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, CLASSES, num)
+    pixels = rng.normal(labels[:, None, None, None], 1.5, (num, 4, 4, 1))
+    return {"image": pixels.astype(np.float32), "label": labels.astype(np.int32)}
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    for name, num in (("train", 64), ("test", 50)):
+        np.savez(folder / f"{name}.npz", **images(num, seed=num))
+    config = Config(
+        data={"name": "npz", "dir": str(folder), "global_batch_size": 16},
+        model={"name": "mlp", "kwargs": {"widths": [4], "num_outputs": CLASSES}},
+        train={"num_steps": 20},
+        mesh={"num_devices": 1},
+        run={"dir": str(folder / "run")},
+    )
+    train(config)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    write_tokens(["abab" * 40 + str(i) for i in range(20)], folder / "tokens", tokenizer=BYTES)
+    sizes = {"num_layers": 1, "num_heads": 1, "width": 8, "max_length": 8}
+    data = {"name": "tokens", "dir": str(folder / "tokens"), "kwargs": {"sequence_length": 8}}
+    config = Config(
+        data=data | {"global_batch_size": 8},
+        model={"name": "gpt", "kwargs": sizes},
+        loss={"name": "next_token"},
+        train={"num_steps": 5},
+        mesh={"num_devices": 1},
+        run={"dir": str(folder / "run")},
+    )
+    train(config)
+    return folder / "run"
+
+
+def test_mistakes_and_the_confusion_matrix_are_those_of_the_model(classifier, monkeypatch):
+    monkeypatch.setattr(examples, "MOST_MISTAKES", 5)
+    run = jddp.open_run(classifier, mesh=1)
+    found = examples_of(run)
+    data = images(50, seed=50)
+    logits = run.predict()
+    predicted, confusion = logits.argmax(-1), np.zeros((CLASSES, CLASSES))
+    np.add.at(confusion, (data["label"], predicted), 1)
+    assert found.num_examples == 50
+    np.testing.assert_array_equal(found.confusion, confusion)
+    sure = np.exp(logits).max(-1) / np.exp(logits).sum(-1)
+    wrong = np.flatnonzero(predicted != data["label"])
+    worst = wrong[np.argsort(-sure[wrong])][:5]
+    assert [x.probability for x in found.mistakes] == pytest.approx(sure[worst].tolist())
+    for mistake, i in zip(found.mistakes, worst, strict=True):
+        np.testing.assert_array_equal(mistake.pixels, data["image"][i])
+        assert (mistake.label, mistake.predicted) == (data["label"][i], predicted[i])
+
+
+def test_the_page_has_the_mistakes_as_images(classifier, capsys):
+    assert main([str(classifier), "--examples"]) == ExitCode.DONE
+    page = (classifier / "report.html").read_text()
+    assert "50 test examples, by the checkpoint of step 20." in page
+    assert "Most confident mistakes" in page
+    encoded = re.search(r'src="data:image/png;base64,([^"]*)"', page)[1]
+    assert Image.open(io.BytesIO(base64.b64decode(encoded))).size == (4, 4)
+
+
+def test_a_language_model_has_losses_by_position_and_a_sample(language_model, monkeypatch):
+    monkeypatch.setattr(examples, "SAMPLE", 6)
+    run = jddp.open_run(language_model, mesh=1)
+    found = examples_of(run)
+    assert len(found.loss_by_position) == 8
+    assert np.mean(found.loss_by_position) == pytest.approx(run.evaluate()["loss"], rel=1e-4)
+    assert (found.prompt, bool(found.sample)) == ("ababababa", True)
+
+
+def test_of_another_loss_no_examples_are_drawn(classifier, capsys):
+    config = classifier / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("name: cross_entropy", "name: mean_squared_error"))
+    assert main([str(classifier), "--examples"]) == ExitCode.USAGE
+    config.write_text(text)
+    assert "has the loss 'mean_squared_error'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape, mode", [((200, 100), "L"), ((5, 6, 1), "L"), ((5, 6, 3), "RGB")])
+def test_an_array_becomes_a_png_with_its_range_as_black_to_white(shape, mode):
+    pixels = np.random.default_rng(0).normal(size=shape)
+    encoded = re.search('base64,([^"]*)', picture(pixels, 'a "name"'))[1]
+    image = Image.open(io.BytesIO(base64.b64decode(encoded)))
+    assert image.mode == mode
+    shown, every = np.asarray(image), 3 if shape[0] > 96 else 1
+    wanted = pixels[::every, ::every].squeeze()
+    wanted = (wanted - wanted.min()) / np.ptp(wanted) * 255
+    np.testing.assert_allclose(shown, wanted, atol=1.01)
