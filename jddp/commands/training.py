@@ -100,6 +100,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
     from jddp.commands.preview import preview
     from jddp.job.job import build
     from jddp.trainer.reports.metrics_file import as_json
+    from jddp.trainer.reports.page.page import NAME
 
     job = build(config, needs_data=not is_dry_run)
     banner = _banner(job, name, detected)  # on all: it may compile, which no process may do alone
@@ -121,7 +122,8 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
             signal.signal(number, signal.SIG_IGN)
         return ExitCode.PREEMPTED
     if job.is_writer:
-        print(f"done     {run.step:,} steps, {time.monotonic() - started:.0f} s in all")
+        page = f"; {config.run.dir}/{NAME}" if run.run_dir and (run.run_dir / NAME).exists() else ""
+        print(f"done     {run.step:,} steps, {time.monotonic() - started:.0f} s in all{page}")
     return ExitCode.DONE
 
 

@@ -9,6 +9,8 @@ from jddp.distributed.coordination import from_first
 from jddp.distributed.forks import ending_forked_children
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError
 from jddp.trainer.loop import Interrupted, Loop
+from jddp.trainer.reports.page.facts import read_facts
+from jddp.trainer.reports.page.page import NAME, draw_run
 from jddp.trainer.saving import LATEST
 
 log = logging.getLogger("jddp")
@@ -110,7 +112,20 @@ def close(loop: Loop, *, failed: bool = False) -> None:
         is_raised = False
         raise
     finally:
+        _write_page(loop)
         _finish_records(loop, is_raised=is_raised)
+
+
+def _write_page(loop: Loop) -> None:
+    """Writes report.html; that it cannot be made is no reason to end a run otherwise."""
+    if loop.files is None or jax.process_index() != 0:
+        return
+    try:
+        facts = read_facts(loop.files.path, name=str(loop.files.where), is_over=True)
+        text = draw_run(facts)
+        loop.files.folder.replace(NAME, [text.encode(errors="replace")])
+    except Exception as error:
+        log.warning("%s is not written: %r", NAME, error)
 
 
 def _finish_records(loop: Loop, *, is_raised: bool) -> None:

@@ -1,0 +1,65 @@
+"""A run leaves its page, however it ends, and never fails because of it."""
+
+import jax
+import optax
+import pytest
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.trainer import ending
+
+
+class Failing(jddp.Callback):
+    """Fails after a step."""
+
+    def on_step(self, run, metrics):
+        """Raises an error after the third step."""
+        if metrics["step"] == 3:
+            raise ValueError("a <callback> has failed")
+
+
+def fit(run_dir, num_steps=12, **options):
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+    batches = [make_batch(16)] * num_steps
+    options = {"evaluate": [make_batch(16)], "log_every_steps": 1, **options}
+    return jddp.fit(ddp, batches, num_steps=num_steps, run_dir=run_dir, **options)
+
+
+def page_of(run_dir):
+    return (run_dir / "report.html").read_text()
+
+
+def test_a_run_ends_with_its_page_and_a_longer_one_replaces_it(tmp_path):
+    fit(tmp_path)
+    page = page_of(tmp_path)
+    assert "for 12 of 12 steps<" in page  # and not running, although it holds the lock
+    assert "<b>loss</b>" in page
+    fit(tmp_path, num_steps=14)
+    page = page_of(tmp_path)
+    assert "for 14 of 14 steps<" in page
+    assert "resumed from step 12 of 14" in page
+
+
+def test_a_run_that_fails_has_a_page_that_begins_with_the_error(tmp_path):
+    with pytest.raises(ValueError, match="a <callback> has failed"):
+        fit(tmp_path, callbacks=[Failing()])
+    page = page_of(tmp_path)
+    assert "<h1>ended by an error after step 4 of 12</h1>" in page
+    assert "ValueError: a &lt;callback&gt; has failed" in page
+
+
+def test_a_page_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch, caplog):
+    def fail(facts):
+        raise LookupError("no such thing")
+
+    monkeypatch.setattr(ending, "draw_run", fail)
+    assert fit(tmp_path).step == 12
+    assert "report.html is not written: LookupError('no such thing')" in caplog.messages
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_process_0_alone_writes_and_a_run_without_a_directory_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.chdir(tmp_path)
+    assert fit(None).step == 12
+    assert not list(tmp_path.iterdir())
