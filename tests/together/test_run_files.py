@@ -187,10 +187,13 @@ def test_an_evaluation_after_a_resume_at_its_own_step_is_in_the_history_once(ddp
 
 def test_a_checkpoint_s_run_data_do_not_grow_with_the_run(ddp, tmp_path):
     fit(ddp, tmp_path, num_steps=9, eval_every_steps=1, save_every_steps=1, keep=9)
-    sizes = {step: (tmp_path / f"checkpoints/{step}/run.json").stat().st_size for step in (3, 9)}
-    assert abs(sizes[9] - sizes[3]) < 100, sizes
-    saved = json.loads((tmp_path / "checkpoints/9/run.json").read_text())
-    assert [x["step"] for x in saved["evaluations"]] == [8]  # that of step 9 came after it
+    third, ninth = (
+        json.loads((tmp_path / f"checkpoints/{step}/run.json").read_text()) for step in (3, 9)
+    )
+    assert [x["step"] for x in ninth["evaluations"]] == [8]  # that of step 9 came after it
+    # Losses, which the next are compared with, are kept up to a number (test_spikes.py).
+    assert [len(saved.pop("losses")) for saved in (third, ninth)] == [3, 9]
+    assert abs(len(json.dumps(ninth)) - len(json.dumps(third))) < 100
 
 
 @pytest.mark.parametrize("name", ["logs", "LOGS", "lock", "nonfinite", "wandb"])

@@ -78,6 +78,12 @@ def test_a_run_that_resumes_finds_the_same_spikes():
         assert found + [spike.step for spike in rest if spike] == whole
 
 
+def test_no_more_losses_are_kept_than_the_next_ones_are_compared_with():
+    spikes = Spikes("warn")
+    spikes_in(noisy(2, 500), spikes)
+    assert len(spikes.kept) == RULE.window + LAG
+
+
 def test_a_limit_is_known_before_the_loss_of_the_step_before_it_is_and_does_not_depend_on_it():
     early, late = Spikes("skip"), Spikes("skip")
     for step, loss in enumerate(noisy(2, 130), 1):
