@@ -4,15 +4,17 @@ It evaluates on the evaluation data of its config, or on other data: `data.dir=e
 loss and metrics; metrics that are arrays are printed as tables.
 """
 
+import sys
 from collections.abc import Sequence
 from json import dumps
 from typing import Any
 
 from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
 from jddp.errors import printable, report, show
+from jddp.trainer.reports.lines import not_finite_values
 from jddp.trainer.reports.metrics_file import as_json
-from jddp.trainer.reports.progress import COLUMNS, not_finite_values
 from jddp.trainer.reports.tables import as_text, tables_in
+from jddp.trainer.reports.terminal import columns_of
 from jddp.typing import Record
 
 
@@ -45,4 +47,4 @@ def _as_text(record: Record) -> str:
     """Numbers in one line, and a table for each array."""
     numbers = {name: x for name, x in record.items() if not isinstance(x, list)}
     line = "  ".join(f"{printable(name)} {as_text(x, digits=6)}" for name, x in numbers.items())
-    return "\n".join([line, *tables_in(record, COLUMNS)])
+    return "\n".join([line, *tables_in(record, columns_of(sys.stdout))])

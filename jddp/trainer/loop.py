@@ -103,6 +103,7 @@ class Loop:
         profiles = None if files is None else files.profile(jax.process_index())
         self.profile = Profile(plan.profile_steps, profiles)
         self.reporter = Reporter(self.run, plan, files, self.numerics, self.profile)
+        self.reporter.course.steps_per_epoch = self.source.steps_per_epoch
         self.requests = Requests()
         self.signal: str | None = None
         self.position = self.source.position
@@ -235,7 +236,7 @@ class Loop:
     def _evaluate(self) -> None:
         if not self.is_evaluated:
             batches = self._batches_until_stopped()
-            with self.reporter.clock.on_devices():
+            with self.reporter.clock.on_devices(), self.reporter.evaluations.measured():
                 found = self.ddp.evaluate(self.run.state, batches, self.plan.eval_params)
             self.reporter.evaluated(found)
             self.act(self.requests.due())
@@ -291,7 +292,8 @@ class Loop:
             "program": None if self.program is None else self.program.kept,
             **self.about,
         }
-        self.saving.save(where, run.step, run.state, beside)
+        with self.reporter.saves.measured():
+            self.saving.save(where, run.step, run.state, beside)
         call_each(self.plan.callbacks, lambda callback: callback.on_save(run))
 
 

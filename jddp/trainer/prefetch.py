@@ -70,6 +70,13 @@ class Source:
         return self._batches.get_state()["position"] if is_known else 0
 
     @property
+    def steps_per_epoch(self) -> float | None:
+        """Number of steps in a pass over `TrainBatches`; None for other batches."""
+        found = self._batches
+        is_known = isinstance(found, TrainBatches)
+        return found.num_examples / found.global_batch_size if is_known else None
+
+    @property
     def num_left(self) -> int:
         """Number of batches to come, of some epochs."""
         return len(self._batches.positions_left())

@@ -22,6 +22,8 @@ from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.profile import Profile
 from jddp.trainer.reports.guarded import GuardedSink
+from jddp.trainer.reports.lines import Course
+from jddp.trainer.reports.pauses import Pause
 from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.rates import EXPOSED_SHARE, summary
 from jddp.trainer.reports.run_directory import RunDirectory
@@ -29,7 +31,7 @@ from jddp.trainer.reports.sink import Sink, Start
 from jddp.trainer.run import Run
 from jddp.trainer.slow_process import Processes
 from jddp.trainer.throughput import Work
-from jddp.trainer.watching import watching
+from jddp.trainer.watching import Watching, watching
 from jddp.typing import JsonObject, Record
 
 log = logging.getLogger("jddp")
@@ -49,6 +51,9 @@ class Reporter:
     Attributes:
       clock: Time of steps since the last record.
       work: The work of a step, for its rates.
+      course: Facts of the run for its progress.
+      evaluations: Evaluations of the run, whose time is measured.
+      saves: Checkpoints of the run, too.
       progress: Sink that prints, also sentences.
       processes: Comparison of the processes of the job.
       note: Function that prints a sentence.
@@ -63,7 +68,10 @@ class Reporter:
     def __post_init__(self) -> None:
         """Begins the display of progress."""
         is_writer = jax.process_index() == 0
-        self.progress = Progress(self.plan.num_steps, is_writer=is_writer)
+        self.evaluations = Pause(self.plan.eval_every_steps)
+        self.saves = Pause(self.plan.save_every_steps)
+        self.course = Course(self.plan.num_steps, pauses=(self.evaluations, self.saves))
+        self.progress = Progress(self.course, is_writer=is_writer)
         self.note = self.progress.note
         chosen = self.plan.sinks if is_writer else ()
         self._guarded = [GuardedSink(sink.name, sink.make) for sink in chosen]
@@ -76,6 +84,7 @@ class Reporter:
 
     def begin(self) -> None:
         """Makes the sinks that the user has chosen, once the run is where it begins or resumes."""
+        self.course.best = self._best()
         for sink in self._guarded:
             sink.begin(Start(self.run.run_dir, self.run.config or {}, self.run.step))
 
@@ -87,7 +96,7 @@ class Reporter:
     def measured(self, work: Work) -> None:
         """Takes the work of a step, after the first one, which is compiled: time begins here."""
         self.work = work
-        self.progress.unit = work.unit
+        self.course.unit = work.unit
         self.processes.begin(work.devices)
         self.clock = Clock(self.run.step)
 
@@ -176,6 +185,7 @@ class Reporter:
             )
         finally:  # A run that is killed before this evaluates, and calls them, again.
             self._keep(record)
+        self.course.best = self._best()
 
     def layers(self, step: int, layers: Layers) -> None:
         """Records the norms of each layer's parameters before a step, and of its gradient in it."""
@@ -187,9 +197,16 @@ class Reporter:
 
     def report_best(self) -> None:
         """Prints a line on the best evaluation of each metric that was watched."""
-        lines = {x.metric: x.conclusion(self.run) for x in watching(self.plan.callbacks)}
-        for line in lines.values():
-            self.note(line)
+        for callback in self._watching():
+            self.note(callback.conclusion(self.run))
+
+    def _best(self) -> str:
+        """The best evaluation so far, of the first metric that is watched; "" without one."""
+        return next((x.best_so_far(self.run) for x in self._watching()), "")
+
+    def _watching(self) -> list[Watching]:
+        """One callback for each metric that is watched."""
+        return list({x.metric: x for x in watching(self.plan.callbacks)}.values())
 
     def report_throughput(self) -> None:
         """Prints a line on the speed of the run, that of its median record, and on peak memory."""

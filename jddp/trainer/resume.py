@@ -84,7 +84,7 @@ def _count_steps(loop: Loop) -> None:
     if loop.plan.num_epochs is not None:
         num_steps = loop.run.step + loop.source.num_left
         loop.plan.num_steps = num_steps
-        loop.reporter.progress.num_steps = num_steps
+        loop.reporter.course.num_steps = num_steps
         loop.about["plan"] = loop.plan.settings
 
 

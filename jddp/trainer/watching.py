@@ -62,11 +62,16 @@ class Watching(Callback):
         best = max(run.evaluations, key=self._goodness, default=None)
         return None if best is None or self._goodness(best) == -math.inf else best
 
+    def best_so_far(self, run: Run) -> str:
+        """The best evaluation in a few words; "" without one."""
+        if (best := self.best_of(run)) is None:
+            return ""
+        return f"best {self.metric} {best[self.metric]:.4g} at step {best['step']}"
+
     def conclusion(self, run: Run) -> str:
         """A line about the best evaluation of a run that has ended."""
-        if (best := self.best_of(run)) is None:
-            return f"best {self.metric}: none, because no evaluation returned a number"
-        return f"best {self.metric} {best[self.metric]:.4g} at step {best['step']}"
+        none = f"best {self.metric}: none, because no evaluation returned a number"
+        return self.best_so_far(run) or none
 
     def _goodness(self, metrics: Record) -> float:
         """The value, signed so that larger is better; minus infinity if it is not a number."""

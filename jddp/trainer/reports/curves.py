@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jddp.errors import UsageError
-from jddp.trainer.reports.progress import is_metric
+from jddp.trainer.reports.lines import is_metric
 from jddp.typing import Record
 
 

@@ -10,6 +10,7 @@ import pytest
 from jddp.errors import ConfigError
 from jddp.trainer.reports.charts import chart_of
 from jddp.trainer.reports.guarded import GuardedSink
+from jddp.trainer.reports.lines import Course
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.sink import Sink, Start
@@ -44,7 +45,7 @@ def passed(make, **options):
 
 def test_the_metrics_file_and_the_printer_of_progress_are_sinks(tmp_path):
     assert isinstance(MetricsFile(tmp_path / "metrics.jsonl"), Sink)
-    assert isinstance(Progress(10, is_writer=True), Sink)
+    assert isinstance(Progress(Course(10), is_writer=True), Sink)
 
 
 def test_a_sink_is_made_for_its_run_and_gets_copies_of_all_records_in_order(caplog):

@@ -14,9 +14,10 @@ from runs import contents
 from jddp.checkpoint import checkpoints
 from jddp.distributed import coordination
 from jddp.errors import ConfigError, DataError, FileSystemError
+from jddp.trainer.reports.lines import Course, train_line
 from jddp.trainer.reports.log_file import said
 from jddp.trainer.reports.metrics_file import MetricsFile
-from jddp.trainer.reports.progress import Progress, train_line
+from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.tables import tables_in
 
@@ -160,37 +161,37 @@ EVALUATED = {"step": 1170, "split": "eval", "loss": 0.361, "examples": 10_000.0}
 
 def test_a_train_line_says_all_and_fits():
     line = "step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k ex/s  ETA 0:15"
-    assert train_line(RECORD, 1170) == line
+    assert train_line(RECORD, Course(1170)) == line
     many = RECORD | {f"a_metric_with_a_long_name_{i}": 0.5 for i in range(9)}
-    assert len(train_line(many, 1170)) <= 80
-    assert train_line(many, 1170).endswith("ETA 0:15")
+    assert len(train_line(many, Course(1170))) <= 80
+    assert train_line(many, Course(1170)).endswith("ETA 0:15")
     # Beside a bar there is less room: the learning rate goes first, and the speed before a metric.
-    assert train_line(RECORD, 1170, columns=69) == line.replace("lr 0.0016  ", "")
-    clipped = train_line(RECORD | {"grad_norm": 1.2345}, 1170, columns=69)
+    assert train_line(RECORD, Course(1170), columns=69) == line.replace("lr 0.0016  ", "")
+    clipped = train_line(RECORD | {"grad_norm": 1.2345}, Course(1170), columns=69)
     assert clipped == "step 400/1170  loss 0.238  accuracy 0.912  grad_norm 1.23  ETA 0:15"
-    assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, 500_000)
-    assert train_line({"step": 1, "loss": float("nan")}, 9) == "step 1/9  loss nan"
+    assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, Course(500_000))
+    assert train_line({"step": 1, "loss": float("nan")}, Course(9)) == "step 1/9  loss nan"
 
 
 def test_a_train_line_has_tokens_and_mfu_or_else_flops_if_there_is_room():
     rates = {"tokens_per_second": 1.2e6, "model_flops_per_second": 3.2e15, "mfu": 0.41234}
     line = "step 400/1170  loss 0.2384  accuracy 0.9123  1.2M tokens/s  MFU 41.2 %  ETA 0:15"
-    assert train_line(RECORD | rates, 1170) == line  # the learning rate is known beforehand
-    assert train_line(RECORD | rates, 1170, columns=69) == line.replace("MFU 41.2 %  ", "")
+    assert train_line(RECORD | rates, Course(1170)) == line  # the learning rate is known beforehand
+    assert train_line(RECORD | rates, Course(1170), columns=69) == line.replace("MFU 41.2 %  ", "")
     del rates["mfu"]
     short = {name: x for name, x in (RECORD | rates).items() if name != "accuracy"}
     line = "step 400/1170  loss 0.2384  lr 0.0016  1.2M tokens/s  3.2 PFLOP/s  ETA 0:15"
-    assert train_line(short, 1170) == line
+    assert train_line(short, Course(1170)) == line
     del short["tokens_per_second"]
     short["model_flops_per_second"] = 8.9e9
     line = "step 400/1170  loss 0.2384  lr 0.0016  10.8k images/s  8.9 GFLOP/s  ETA 0:15"
-    assert train_line(short, 1170, unit="images") == line
+    assert train_line(short, Course(1170, unit="images")) == line
     # On a device whose peak is unknown, FLOP/s mean less than the learning rate.
-    assert "FLOP" not in train_line(short, 1170, unit="images", columns=69)
+    assert "FLOP" not in train_line(short, Course(1170, unit="images"), columns=69)
 
 
 def report(records=(RECORD,), is_writer=True):
-    progress = Progress(1170, is_writer=is_writer)
+    progress = Progress(Course(1170), is_writer=is_writer)
     for record in records:
         progress.log(record)
     progress.log(EVALUATED)
@@ -454,7 +455,7 @@ def test_a_metric_that_is_an_array_is_a_table_and_is_as_wide_as_a_terminal():
 
 def test_the_line_of_an_evaluation_has_its_tables_below_it(capsys):
     record = {"step": 4, "split": "eval", "loss": 0.5, "examples": 9, "recall": [0.9, 0.8]}
-    Progress(8, is_writer=True).log(record)
+    Progress(Course(8), is_writer=True).log(record)
     lines = ["eval 4  loss 0.5  examples 9", "recall    0    1", "        0.9  0.8"]
     assert capsys.readouterr().out.splitlines() == lines
 
@@ -471,10 +472,10 @@ def test_arrays_are_nested_lists_in_a_record_and_null_where_they_are_not_finite(
 def test_an_evaluation_that_is_not_finite_gets_a_line_and_its_arrays_none(capsys):
     record = {"step": 4, "split": "eval", "examples": 9, "recall": [math.nan, 0.5]}
     record |= {"loss": math.nan, "f1": math.inf}
-    Progress(8, is_writer=True).log(record)
+    Progress(Course(8), is_writer=True).log(record)
     lines = " ".join(capsys.readouterr().out.split())
     assert "eval 4 is not finite: loss nan, f1 inf. Look for examples with NaN" in lines
-    Progress(8, is_writer=True).log({**record, "loss": 1.0, "f1": 0.5})
+    Progress(Course(8), is_writer=True).log({**record, "loss": 1.0, "f1": 0.5})
     assert "not finite" not in capsys.readouterr().out
 
 

@@ -32,9 +32,10 @@ case "$host" in
 esac
 """
 SHOW = """
+from jddp.trainer.reports.lines import Course
 from jddp.trainer.reports.progress import Progress
 
-progress = Progress(100, is_writer=True)
+progress = Progress(Course(100), is_writer=True)
 for step in range(1, 101):
     progress.log({"step": step, "split": "train", "loss": 1.0})
 progress.close()

@@ -1,0 +1,128 @@
+"""Progress on pseudo-terminals of several widths and kinds, and in logs, where it is plain."""
+
+import re
+import struct
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from runs import environment
+
+from jddp.trainer.reports.lines import Course, live_lines, train_line
+from jddp.trainer.reports.pauses import Pause, seconds_left
+from jddp.trainer.reports.terminal import unbroken, wrap
+
+RECORD = {"step": 400, "split": "train", "loss": 0.23841, "accuracy": 0.91234}
+RECORD |= {"learning_rate": 1.6e-3, "examples_per_second": 10812.0, "step_seconds": 0.02}
+COURSE = Course(1170, steps_per_epoch=117.2, unit="images", best="best accuracy 0.8694 at step 300")
+EVALUATED = "eval 400  loss 0.361  accuracy 0.869  examples 10000"
+SHOW = f"""
+from jddp.trainer.reports.lines import Course
+from jddp.trainer.reports.progress import Progress
+
+course = Course(1170, "images", 117.2, best={COURSE.best!r})
+progress = Progress(course, is_writer=True)
+progress.log({RECORD!r})
+progress.log({{"step": 400, "split": "eval", "loss": 0.361, "accuracy": 0.869, "examples": 1e4}})
+progress.note("saved in " + "/".join(["folder"] * 4) + ", which is a path that can be copied")
+progress.close()
+"""
+COMMAND = [sys.executable, "-c", SHOW]
+SIZE = struct.Struct("HHHH").pack
+CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+COLOURS = re.compile(r"\x1b\[[0-9;]*[39][0-9;]*m")
+
+
+def on_a_terminal(columns, **variables):
+    """What is written to a pseudo-terminal of so many columns."""
+    size = f"import fcntl, termios; fcntl.ioctl(1, termios.TIOCSWINSZ, {SIZE(24, columns, 0, 0)})"
+    spawn = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]))"
+    command = [sys.executable, "-c", spawn, sys.executable, "-c", f"{size}\n{SHOW}"]
+    kept = environment(**{"TERM": "xterm"} | variables)
+    for name in ("COLUMNS", "LINES"):
+        kept.pop(name, None)
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "check": True}
+    return subprocess.run(command, env=kept, **options).stdout.decode()
+
+
+def drawn(written):
+    """The lines that were drawn, without those that are there twice."""
+    lines = re.split(r"[\r\n]+", CONTROLS.sub("", written))
+    return list(dict.fromkeys(line.rstrip() for line in lines))
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_terminal_has_live_lines_of_its_width_and_lines_above_them(columns):
+    written = on_a_terminal(columns)
+    lines = drawn(written)
+    assert all(len(line) <= columns for line in lines)
+    indent = 11 if columns == 80 else 0  # for the bar
+    live = live_lines(RECORD, COURSE, columns - indent).split("\n")
+    assert lines[-4:-1] == [lines[-4][:indent] + live[0], *(" " * indent + x for x in live[1:])]
+    evaluated = wrap("  ".join(map(unbroken, EVALUATED.split("  "))), columns)
+    assert [line for line in lines if line in evaluated] == evaluated
+    assert any("folder/folder/folder/folder," in line for line in lines)
+    assert written.count("\x1b[?25h") == written.count("\x1b[?25l") == 1  # the cursor is back
+
+
+def test_a_terminal_gets_no_colours_where_they_are_unwanted_and_no_controls_if_it_is_dumb():
+    assert COLOURS.search(on_a_terminal(80)) is not None
+    assert COLOURS.search(on_a_terminal(80, NO_COLOR="1")) is None
+    plain = on_a_terminal(40, TERM="dumb").replace("\r\n", "\n")
+    assert not CONTROLS.search(plain)
+    assert "\r" not in plain
+    assert plain.startswith(train_line(RECORD, COURSE, 40) + "\n")
+
+
+@pytest.mark.parametrize("scheduler", ["SLURM_JOB_ID", "RAY_JOB_ID"])
+def test_logs_are_plain_lines_of_80_columns_whatever_the_terminal_of_the_job_is(scheduler):
+    env = environment(**{scheduler: "1"}, TERM="xterm", COLUMNS="200", FORCE_COLOR="1")
+    done = subprocess.run(COMMAND, env=env, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert not re.search("[\x1b\r]", done.stdout)
+    assert lines[:2] == [train_line(RECORD, COURSE), EVALUATED]
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_live_lines_leave_out_what_matters_least():
+    text = """\
+        step 400/1170  epoch 3.4/10  ETA 0:15
+        loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k images/s
+        best accuracy 0.8694 at step 300"""
+    assert live_lines(RECORD, COURSE, 60) == textwrap.dedent(text)
+    above, below, _ = live_lines(RECORD, COURSE, 36).split("\n")
+    assert above == "step 400/1170  ETA 0:15"
+    assert below == "loss 0.2384  accuracy 0.9123"
+    many = RECORD | {f"a_metric_with_a_long_name_{i}": 0.5 for i in range(9)}
+    lines = live_lines(many | {"step": 10**9}, COURSE, 40).split("\n")
+    assert all(len(line) <= 40 for line in lines)
+
+
+def test_a_train_line_has_the_epoch_if_there_is_room():
+    line = "step 400/1170  epoch 3.4/10  loss 0.2384  lr 0.0016  10.8k images/s  ETA 0:15"
+    record = {name: x for name, x in RECORD.items() if name != "accuracy"}
+    assert train_line(record, COURSE) == line
+    assert train_line(record, COURSE, 76) == line.replace("epoch 3.4/10  ", "")
+
+
+def test_the_remaining_time_counts_evaluations_and_saves_to_come():
+    evaluations, saves = Pause(100, seconds=2.0), Pause(None, seconds=5.0)
+    # A step is recorded before its evaluation: those after 400, 500 and 600 are to come.
+    left = [evaluations.num_left(step, 600) for step in (399, 400, 401, 599, 600)]
+    assert left == [3, 3, 2, 1, 1]
+    assert [saves.num_left(step, 600) for step in (1, 599, 600)] == [1, 1, 1]
+    assert seconds_left(400, 600, 0.1, [evaluations, saves]) == pytest.approx(20 + 6 + 5)
+    assert seconds_left(600, 600, 0.1) == 0
+    line = train_line(RECORD, Course(1170, pauses=[Pause(100, seconds=10.0)]))
+    assert line.endswith("ETA 1:45")  # 770 steps and 9 evaluations
+
+
+def test_a_pause_takes_the_time_of_the_newest_which_compiles_nothing(monkeypatch):
+    now = iter([0.0, 30.0, 100.0, 102.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    pause = Pause(10)
+    for _ in range(2):
+        with pause.measured():
+            pass
+    assert pause.seconds == 2.0
