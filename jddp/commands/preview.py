@@ -9,8 +9,6 @@ import dataclasses
 import math
 import textwrap
 
-import jax
-
 from jddp.inspection.memory import Memory, in_words
 from jddp.inspection.memory import memory as memory_of
 from jddp.job.job import Job
@@ -21,37 +19,15 @@ from jddp.trainer.prefetch import NUM_AHEAD
 
 
 def preview(job: Job) -> str:
-    """Returns batch arithmetic, mesh, bucket plan, groups of the optimizer and memory."""
+    """Returns the bucket plan, groups of the optimizer and memory."""
     memory = memory_of(job.ddp, job.batch_spec)
     optimizers = optimizer_table(job.config, job.ddp.steps.abstract_state(job.batch_spec))
     parts = [
-        _arithmetic(job),
         [str(job.ddp.steps.planned(job.batch_spec).plan)],
         optimizers,
         memory_table(job, memory),
     ]
     return "\n\n".join(filter(None, map("\n".join, parts)))
-
-
-def _arithmetic(job: Job) -> list[str]:
-    config, mesh = job.config, job.ddp.mesh
-    size, parts = config.data.global_batch_size, config.ddp.accumulate_steps
-    processes = jax.process_count()
-    rows = processes * next(iter(job.batch_spec.values())).shape[0]
-    share, padding = rows // mesh.size, (f" and {rows - size} of padding" if rows > size else "")
-    micro = f" in {parts} micro-batches of {share // parts}" if parts > 1 else ""
-    if job.data is None or job.num_steps is None:
-        length = f"{job.num_steps or 'unknown'}: the data is not on this machine"
-    else:
-        epochs = job.num_steps * size / len(job.data.train)
-        length = f"{job.num_steps:,} = {epochs:.4g} epochs of {len(job.data.train):,} examples"
-    return [
-        f"mesh     data={mesh.size} x {mesh.devices.flat[0].device_kind}, "
-        f"{processes} process{'es' if processes > 1 else ''}",
-        f"batch    {size} a step{padding} = {processes} x {rows // processes} a process "
-        f"= {mesh.size} x {share} a replica{micro}",
-        f"steps    {length}",
-    ]
 
 
 def memory_table(job: Job, memory: Memory) -> list[str]:

@@ -11,12 +11,11 @@ import contextlib
 import json
 import os
 import signal
-import textwrap
+import sys
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jddp.config.cli import (
     Parser,
@@ -36,9 +35,6 @@ from jddp.distributed.failure_file import RESULT, describe_failure, write_failur
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import stop_signals
 from jddp.errors import Error, ExitCode, report, show
-
-if TYPE_CHECKING:
-    from jddp.job.job import Job
 
 EXAMPLES = """\
 examples:
@@ -96,16 +92,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, started: float) -> int:
-
     from jddp.commands.preview import preview
+    from jddp.commands.summary import closing, opening
     from jddp.job.job import build
     from jddp.trainer.reports.metrics_file import as_json
-    from jddp.trainer.reports.page.page import NAME
+    from jddp.trainer.reports.terminal import columns_of
 
     job = build(config, needs_data=not is_dry_run)
-    banner = _banner(job, name, detected)  # on all: it may compile, which no process may do alone
+    columns = columns_of(sys.stdout)
+    text = opening(job, name, detected, columns=columns)  # on all processes
     if job.is_writer:
-        show(banner)
+        show(text)
     if is_dry_run:
         text = preview(job)
         if job.is_writer:
@@ -122,8 +119,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
             signal.signal(number, signal.SIG_IGN)
         return ExitCode.PREEMPTED
     if job.is_writer:
-        page = f"; {config.run.dir}/{NAME}" if run.run_dir and (run.run_dir / NAME).exists() else ""
-        print(f"done     {run.step:,} steps, {time.monotonic() - started:.0f} s in all{page}")
+        show(closing(job, run, seconds=time.monotonic() - started, columns=columns))
     return ExitCode.DONE
 
 
@@ -167,30 +163,6 @@ def _turn_on_cache() -> None:
             report(f"{error} Until then the cache is off.")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-
-
-def _banner(job: "Job", name: str, detected: str) -> str:
-    """A few lines about the job, its devices, and the launcher and rank that were detected."""
-    import jax
-
-    from jddp.config.versions import versions
-
-    config, mesh = job.config, job.ddp.mesh
-    processes, device = jax.process_count(), mesh.devices.flat[0]
-    facts = {
-        "config": name,
-        "data": job.data.description if job.data else f"not here: {job.data_error}",
-        "model": f"{config.model.name or config.model.target}, {job.num_parameters:,} parameters",
-        "run dir": str(config.run.dir),
-    } | ({"job": detected} if detected else {})
-    noun = "process" if processes == 1 else "processes"
-    lines = [
-        f"jddp {versions()['jddp']} | jax {jax.__version__} | "
-        f"{processes} {noun} x {mesh.size // processes} {device.platform} devices"
-    ]
-    for label, fact in facts.items():
-        lines += textwrap.wrap(f"{label:<9}{fact}", 80, subsequent_indent=" " * 9)
-    return "\n".join(lines)
 
 
 def _leave(error: BaseException) -> int:

@@ -51,7 +51,7 @@ from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.trainer.start import start
 from jddp.trainer.watching import EarlyStopping, KeepBest
-from jddp.typing import Batch, Batches, JsonObject
+from jddp.typing import Batch, Batches, JsonObject, PyTree
 from jddp.verification.compare import Verification
 from jddp.verification.verify import verify
 from jddp.zoo.state_dicts import OtherModel
@@ -117,15 +117,18 @@ class Job:
     @property
     def num_parameters(self) -> int:
         """Number of trained elements of the model."""
+        return sum(jax.tree.leaves(self.parameter_sizes))
+
+    @property
+    def parameter_sizes(self) -> PyTree:
+        """Number of elements of each parameter, of one replica: each may have its own."""
         steps = self.ddp.steps
         state = steps.abstract_state(self.batch_spec)
-        # Of one replica: each may have its own.
-        sizes = jax.tree.map(
+        return jax.tree.map(
             lambda x, layout: math.prod(layout.one_device_shape(x.shape)),
             state.params,
             steps.layouts(state).params,
         )
-        return sum(jax.tree.leaves(sizes))
 
     @property
     def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -107,13 +107,18 @@ class BucketPlan(Shown):
         """Bytes of all buckets: what each replica contributes per optimizer step."""
         return sum(bucket.bytes for bucket in self.buckets)
 
+    @property
+    def headline(self) -> str:
+        """Number of buckets, and what they send, in a line."""
+        return f"{self.in_words}, {in_mebibytes(self.wire_bytes)} MiB on the wire per step"
+
     def noted(self, *notes: str) -> "BucketPlan":
         """The plan with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
     def __str__(self) -> str:
         """A table of one line per bucket, for a terminal of 80 columns."""
-        rows = [f"{self.in_words}, {in_mebibytes(self.wire_bytes)} MiB on the wire per step"]
+        rows = [self.headline]
         rows.append(f"{'bucket':>6} {'MiB':>9} {'leaves':>6}  {'dtype':<9} first and last leaf")
         rows += [_row(i, bucket, 45) for i, bucket in enumerate(self.buckets)]
         if self.units:

@@ -23,6 +23,7 @@ from tiny import ConvNet, loss_fn, make_batch
 import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.commands.preview import memory_table, preview
+from jddp.commands.summary import folded, opening
 from jddp.config.effects import effect_of
 from jddp.config.files import dump_values, load_config, read_yaml, with_overrides
 from jddp.config.keys import keys_of
@@ -383,24 +384,42 @@ def test_a_preview_says_what_a_run_would_be_and_writes_nothing(mine):
     text = preview(build(own_config(ddp={"accumulate_steps": 2}), needs_data=False))
     assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
     assert all(len(line) <= 80 for line in text.splitlines())
+    assert text.startswith("1 bucket")
+    assert "fits: " in text
+
+
+def test_a_summary_has_the_factors_of_a_batch_and_the_length_schedule_and_files(mine):
+    job = build(own_config(ddp={"accumulate_steps": 2}), needs_data=False)
+    text = opening(job, "mine", "", columns=80)
+    assert all(len(line) <= 80 for line in text.splitlines())
     for part in [
-        "mesh     data=2 x cpu, 1 process",
-        "batch    8 a step = 1 x 8 a process = 2 x 4 a replica in 2 micro-batches of 2",
+        "batch    8 = 2 devices x 2 micro-batches x 2 examples",
         "steps    3 = 1.2 epochs of 20 examples",
-        "1 bucket",
-        "fits: ",
+        "lr       ",
+        "sends    1 bucket, ",
+        "run dir  ",
     ]:
-        assert part in text
+        assert f"\n{part}" in text
     odd = own_config(data={"target": "mine:points", "global_batch_size": 5})
-    said = "batch    5 a step and 1 of padding = 1 x 6 a process = 2 x 3 a replica"
-    assert said in preview(build(odd, needs_data=False))
+    said = "batch    5 and 1 of padding = 2 devices x 3 examples"
+    assert said in opening(build(odd, needs_data=False), "odd", "", columns=80)
     kwargs = {"image_size": 8, "num_classes": 10}
     absent = {"name": "npy", "dir": "nowhere", "global_batch_size": 8, "kwargs": kwargs}
     config = own_config(data=absent, model={"name": "cnn"}, loss={}, train={"num_epochs": 3})
-    found = preview(build(config, needs_data=False))
-    assert "steps    unknown: the data is not on this machine" in found
+    found = opening(build(config, needs_data=False), "absent", "", columns=40)
+    assert "steps    unknown: the data is not on" in found
+    assert all(len(line) <= 40 or "/" in line for line in found.splitlines())  # paths stay whole
     with pytest.raises(DataError):
         build(config)
+
+
+def test_many_modules_of_a_model_are_folded():
+    few = {"Dense_0": 5, "Dense_1": 7}
+    assert folded(few) == few
+    many = {"embed": 10, **{f"block_{i}": 3 for i in range(12)}, "head": 4}
+    assert folded(many) == {"embed": 10, "12 x block": 36, "head": 4}
+    named = {name: size for size, name in enumerate("abcdefghij")}
+    assert folded(named) == {**{name: named[name] for name in "fghij"}, "5 others": 10}
 
 
 def test_what_does_not_fit_comes_with_options_that_would(mine):

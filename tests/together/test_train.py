@@ -8,6 +8,7 @@ import pytest
 from runs import contents, environment, free_port, records
 
 import jddp
+from jddp.__main__ import COMMANDS
 from jddp.commands.train import main
 from jddp.config.files import load_config
 from jddp.config.schema import Config
@@ -107,11 +108,19 @@ def test_a_run_says_what_it_does_and_keeps_what_it_measured(trained):
     lines = done.stdout.splitlines()
     assert lines[0].startswith("jddp ")
     assert f"jax {jax.__version__} | 1 process x 2 cpu devices" in lines[0]
-    sections = {"config   line", "data     mine:points: 20 train / 7 test examples"}
-    assert sections | {"model    mine:Line, 7 parameters", "run dir  runs/line"} <= set(lines)
-    assert lines[-3].startswith("eval 8  loss ")
-    assert re.fullmatch(r"median .* ex/s, .* .?FLOP/s", lines[-2])
-    assert lines[-1].startswith("done     8 steps")
+    model = "model    mine:Line, 7 parameters = BatchNorm_0 4 + Dense_0 3"
+    sections = {"config   line", "data     mine:points: 20 train / 7 test examples", model}
+    files = "         metrics.jsonl, logs, report.html, checkpoints every 2 steps"
+    assert sections | {"run dir  runs/line", files} <= set(lines)
+    end = next(i for i, line in enumerate(lines) if line.startswith("done     8 steps, "))
+    assert lines[end - 2].startswith("eval 8  loss ")
+    assert re.fullmatch(r"median .* ex/s, .* .?FLOP/s", lines[end - 1])
+    assert re.search(r" s in all, goodput \d+ %, best loss [\d.]+ at step [48]$", lines[end])
+    assert lines[end + 1] == "page     runs/line/report.html"
+    named = re.findall("jddp ([a-z]+) runs/line", " ".join(lines[end + 1 :]))
+    assert named
+    assert set(named) <= COMMANDS.keys()
+    assert len(lines[end:]) <= 4
     assert all(len(line) <= 80 for line in lines)
     steps = [(record["step"], record["split"]) for record in records(run_dir)]
     train = [(step, "train") for step in range(1, 9)]
@@ -220,6 +229,7 @@ def test_help_fits_a_screen_and_names_every_section_and_key(capsys):
 
 LIGHT = """
 import sys
+from jddp.__main__ import COMMANDS
 from jddp.commands.train import main
 for arguments in (["sede=3"], ["--print-config"], ["--help-keys"], ["run.dir=in_the_way/run"]):
     code = main(["--config", "line.yaml", *arguments])
