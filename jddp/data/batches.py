@@ -21,7 +21,7 @@ from jddp.data.order import Order
 from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
 from jddp.errors import ConfigError, DataError
-from jddp.html import Shown
+from jddp.html import Shown, TextTable
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_BATCHES
 
@@ -153,8 +153,17 @@ class TrainBatches(Shown):
     def __repr__(self) -> str:
         """Number of examples, global batch size and position; reads no example."""
         head = f"TrainBatches: {self.num_examples:,} examples, {self.global_batch_size} a step"
-        end = "endless" if self._end == ENDLESS else f"{len(self.positions_left()):,} steps left"
-        return f"{head}, at position {self._position:,}, {end}"
+        return f"{head}, at position {self._position:,}, {self._steps_left}"
+
+    @property
+    def _steps_left(self) -> str:
+        return "endless" if self._end == ENDLESS else f"{len(self.positions_left()):,} steps left"
+
+    def _tables(self) -> Iterator[TextTable]:
+        """The settings, and how long the batches last."""
+        facts = self.settings | {"left": self._steps_left}
+        rows = [(name.replace("_", " "), f"{x}") for name, x in facts.items()]
+        yield TextTable(type(self).__name__, rows)
 
     def __iter__(self) -> Iterator[NumpyBatch]:
         return self

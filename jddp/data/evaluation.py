@@ -16,7 +16,7 @@ from jddp.data.examples import Examples, NumpyBatch
 from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
 from jddp.errors import ConfigError, DataError
-from jddp.html import Shown
+from jddp.html import Shown, TextTable
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_BATCHES
 
@@ -40,6 +40,11 @@ class _EvalBatches(Shown):
 
     def __repr__(self) -> str:
         return f"evaluation batches: {len(self.examples):,} examples in {len(self):,} batches"
+
+    def _tables(self) -> Iterator[TextTable]:
+        facts = self.settings | {"num_batches": len(self)}
+        rows = [(name.replace("_", " "), f"{x}") for name, x in facts.items()]
+        yield TextTable("evaluation batches", rows)
 
     def __len__(self) -> int:
         return -(-len(self.examples) // self.global_batch_size)

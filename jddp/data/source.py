@@ -1,6 +1,6 @@
 """Data sets, and sources that load them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -9,6 +9,7 @@ import numpy as np
 from jddp.data.augment import Augment
 from jddp.data.examples import Examples
 from jddp.data.row_examples import as_examples
+from jddp.html import Shown, TextTable
 
 Spec = dict[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -16,7 +17,7 @@ _NUM_FINGERPRINT_ROWS = 64
 
 
 @dataclass(frozen=True)
-class DataSet:
+class DataSet(Shown):
     """Training examples and test examples.
 
     Attributes:
@@ -32,6 +33,15 @@ class DataSet:
     description: str
     sha256: str
     classes: tuple[str, ...] = ()
+
+    def _tables(self) -> Iterator[TextTable]:
+        """The arrays of an example, and the classes."""
+        rows = [
+            (name, " x ".join(map(str, shape)) or "a number", dtype.name)
+            for name, (shape, dtype) in spec_of(self.train).items()
+        ]
+        notes = [f"{len(self.classes)} classes: {', '.join(self.classes)}"] if self.classes else []
+        yield TextTable(self.description, rows, ("array", "shape of an example", "dtype"), notes)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ and every reader would see replica 0's.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from jddp.errors import UsageError
-from jddp.html import Shown
+from jddp.html import Shown, TextTable
 from jddp.reduce.plan import in_mebibytes
 from jddp.reduce.shards import Shape
 from jddp.typing import Batch, HookState, Leaf, ModelState, OptState, Params, Path, PyTree
@@ -162,21 +162,68 @@ class TrainState(Shown):
     def __repr__(self) -> str:
         """Its contents, in numbers and bytes; waits for the devices."""
         # Printing a state after a step has taken it must not raise: it is what a debugger does.
-        if getattr(self.step, "is_deleted", lambda: False)():
+        if self._is_donated:
             return "TrainState (donated to a step; use ddp.latest)"
-        is_there = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
-        lines = [f"TrainState at step {self.step}" if is_there else "TrainState, its shapes"]
-        for field in ("params", "ema_params", "model_state", "opt_state", "comm_state"):
-            leaves = jax.tree.leaves(getattr(self, field))
-            size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
-            numbers = f"{sum(x.size for x in leaves):,} numbers in {len(leaves)} arrays"
-            if leaves:
-                lines.append(f"  {field:<12} {numbers}, {size} MiB")
+        lines = [self._title]
+        for field, leaves in self._fields():
+            numbers = f"{_count(leaves):,} numbers in {len(leaves)} arrays"
+            lines.append(f"  {field:<12} {numbers}, {_size(leaves)} MiB")
         return "\n".join(lines)
+
+    def _tables(self) -> Iterator[TextTable]:
+        """Its contents, and the parameters of each module."""
+        if self._is_donated:
+            return
+        rows = [(field, *_facts(leaves)) for field, leaves in self._fields()]
+        head = ("numbers", "arrays", "MiB", "dtype", "layout")
+        yield TextTable(self._title, rows, ("", *head))
+        modules: dict[str, list[Leaf]] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
+            modules.setdefault(name_of(path[:-1]), []).append(leaf)
+        rows = [(module, *_facts(leaves)) for module, leaves in modules.items()]
+        yield TextTable("parameters", rows, ("module", *head))
+
+    @property
+    def _is_donated(self) -> bool:
+        return bool(getattr(self.step, "is_deleted", lambda: False)())
+
+    @property
+    def _title(self) -> str:
+        is_there = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
+        return f"TrainState at step {self.step}" if is_there else "TrainState, its shapes"
+
+    def _fields(self) -> Iterator[tuple[str, list[Leaf]]]:
+        """The fields that hold arrays, and these."""
+        for field in ("params", "ema_params", "model_state", "opt_state", "comm_state"):
+            if leaves := jax.tree.leaves(getattr(self, field)):
+                yield field, leaves
 
     def replace(self, **changes: PyTree) -> "TrainState":
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+def _facts(leaves: Sequence[Leaf]) -> tuple[str, ...]:
+    """How many numbers, arrays and MiB there are, of which dtypes, and how they are placed."""
+    dtypes = dict.fromkeys(str(x.dtype) for x in leaves)
+    layouts = dict.fromkeys(_layout(x) for x in leaves)
+    numbers = f"{_count(leaves):,}", f"{len(leaves)}", _size(leaves)
+    return *numbers, ", ".join(dtypes), ", ".join(layouts)
+
+
+def _layout(leaf: Leaf) -> str:
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return "not placed"
+    return "replicated" if sharding.is_fully_replicated else f"{sharding.spec}"
+
+
+def _count(leaves: Sequence[Leaf]) -> int:
+    return sum(x.size for x in leaves)
+
+
+def _size(leaves: Sequence[Leaf]) -> str:
+    return in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
 
 
 def check_state(state: object) -> None:

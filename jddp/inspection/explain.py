@@ -18,7 +18,7 @@ from jddp.engine.mesh import platform
 from jddp.engine.protocols import Synchronization
 from jddp.engine.trainable import Steps, Trainable
 from jddp.errors import UsageError
-from jddp.html import Shown
+from jddp.html import Shown, TextTable
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
 from jddp.inspection.memory import FIELDS, Memory, assigned_memory
@@ -124,24 +124,43 @@ class Explanation(Shown):
 
     def __repr__(self) -> str:
         """A verdict, the plan, the compiled collectives, and a summary."""
-        rows: dict[tuple[str, ...], list[Collective]] = {}
-        for x in self.compiled:
-            row = ",".join(x.dtypes), x.op, "yes" if x.is_async else "no", purpose_of(x)
-            rows.setdefault(row, []).append(x)
         lines = [
             *([str(self.prediction), ""] if self.prediction else []),
             *textwrap.wrap(self.verdict, 79),
             "",
             str(self.plan),
             "",
-            f"compiled for {self.num_devices} {self.platform} devices, jax {jax.__version__}",
+            self._compiled_for,
             f"{'number':>6} {'MiB':>9}  {'dtype':<6} {'collective':<18} {'async':<5}  for",
         ]
-        for (*columns, purpose), found in rows.items():
-            size = in_mebibytes(sum(x.bytes for x in found))
-            kind = "{:<6} {:<18} {:<5}".format(*columns)
-            lines.append(f"{len(found):>6} {size:>9}  {kind}  {purpose}")
+        form = "{:>6} {:>9}  {:<6} {:<18} {:<5}  {}"
+        lines += [form.format(*row) for row in self._rows]
         return "\n".join([*lines, "", *self._sentences()])
+
+    def _tables(self) -> Iterator[TextTable]:
+        if self.prediction is not None:
+            return  # A modelled step is text, and a page (`as_html`).
+        yield TextTable(self.verdict)
+        yield from self.plan._tables()
+        head = ("number", "MiB", "dtype", "collective", "async", "for")
+        yield TextTable(self._compiled_for, self._rows, head, [" ".join(self._sentences())])
+        yield from self.memory._tables()
+
+    @property
+    def _compiled_for(self) -> str:
+        return f"compiled for {self.num_devices} {self.platform} devices, jax {jax.__version__}"
+
+    @property
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Collectives of a kind: number, MiB, dtype, name, whether asynchronous, and purpose."""
+        kinds: dict[tuple[str, ...], list[Collective]] = {}
+        for x in self.compiled:
+            kind = ",".join(x.dtypes), x.op, "yes" if x.is_async else "no", purpose_of(x)
+            kinds.setdefault(kind, []).append(x)
+        return [
+            (f"{len(found)}", in_mebibytes(sum(x.bytes for x in found)), *kind)
+            for kind, found in kinds.items()
+        ]
 
     def _sentences(self) -> list[str]:
         local = self.sync

@@ -17,7 +17,7 @@ import jax
 from jddp.distributed.nvidia_smi import smallest_bytes
 from jddp.engine.mesh import platform
 from jddp.engine.trainable import Steps, Trainable
-from jddp.html import Shown
+from jddp.html import Shown, TextTable
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, read_program
 from jddp.typing import Batch, PyTree
 
@@ -96,10 +96,21 @@ class Memory(Shown):
 
     def __repr__(self) -> str:
         """A table of 80 columns: memory that the step needs on a device, and the device's own."""
-        rows = {field: getattr(self, field) for field in FIELDS}
-        rows |= {"sum": self.total, "the device has": self.limit}
-        sizes = (f"  {name.replace('_', ' '):<15}{_in_mib(x):>12}" for name, x in rows.items())
+        sizes = (f"  {name:<15}{_in_mib(x):>12}" for name, x in self._rows.items())
         return "\n".join(["memory per device, MiB", *sizes])
+
+    def _tables(self) -> Iterator[TextTable]:
+        rows = [(name, _in_mib(x)) for name, x in self._rows.items()]
+        part = f", {self.total / self.limit:.1%} used" if self.limit < math.inf else ""
+        yield TextTable(f"memory per device{part}", rows, ("", "MiB"))
+        largest = [(_in_mib(array.bytes), str(array)) for array in self.largest]
+        if largest:
+            yield TextTable("largest arrays", largest, ("MiB", "array"))
+
+    @property
+    def _rows(self) -> dict[str, float]:
+        rows = {field.replace("_", " "): getattr(self, field) for field in FIELDS}
+        return rows | {"sum": self.total, "the device has": self.limit}
 
     def cuts(self, num_rows: int) -> Iterator[int]:
         """Numbers of micro-batches with which a step is estimated to fit, in rising order."""

@@ -11,14 +11,14 @@ This room knows shapes, dtypes and paths. It touches no array and no device.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
 from jddp.errors import ConfigError
-from jddp.html import Shown
+from jddp.html import Shown, TextTable
 from jddp.typing import Path, PyTree
 
 MEBIBYTE = 2**20
@@ -127,6 +127,17 @@ class BucketPlan(Shown):
             rows.append(_row(i, x.bucket, 36, f"{x.num_passes} x {x.num_slices:<4} "))
         return "\n".join((*rows, *self._remarks()))
 
+    def _tables(self) -> Iterator[TextTable]:
+        head = ("MiB", "leaves", "dtype", "first and last leaf")
+        rows = [(f"{i}", *_cells(bucket)) for i, bucket in enumerate(self.buckets)]
+        yield TextTable(self.headline, rows, ("bucket", *head), self._remarks())
+        units = [
+            (f"{i}", f"{x.num_passes}", f"{x.num_slices}", *_cells(x.bucket))
+            for i, x in enumerate(self.units)
+        ]
+        if units:
+            yield TextTable("units, gathered", units, ("unit", "passes", "slices", *head))
+
     def _remarks(self) -> tuple[str, ...]:
         if not self.unused:
             return self.notes
@@ -134,10 +145,16 @@ class BucketPlan(Shown):
         return (*self.notes, f"{len(self.unused)} unused, not sent: {_shorten(named, 55)}")
 
 
-def _row(number: int, bucket: Bucket, width: int, times: str = "") -> str:
+def _cells(bucket: Bucket) -> tuple[str, ...]:
+    """Size in MiB, number of leaves, dtype, and names of the first and the last leaf."""
     ends = " .. ".join(dict.fromkeys((bucket.paths[0], bucket.paths[-1])))
-    size = f"{number:>6} {in_mebibytes(bucket.bytes):>9} {len(bucket.paths):>6}"
-    return f"{size}  {bucket.wire_dtype.name:<9} {times}{_shorten(ends, width)}"
+    size = in_mebibytes(bucket.bytes)
+    return size, f"{len(bucket.paths)}", bucket.wire_dtype.name, ends
+
+
+def _row(number: int, bucket: Bucket, width: int, times: str = "") -> str:
+    size, num_leaves, dtype, ends = _cells(bucket)
+    return f"{number:>6} {size:>9} {num_leaves:>6}  {dtype:<9} {times}{_shorten(ends, width)}"
 
 
 @dataclass(frozen=True)

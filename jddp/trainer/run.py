@@ -5,8 +5,9 @@ run.plot(); run.history; run.evaluate(other_batches); run.predict(batches)
 run = jddp.open_run(run_dir)  # the same for a run that has ended
 """
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from jddp.checkpoint.folders import finished
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, UsageError
-from jddp.html import Shown
+from jddp.html import Shown, TextTable
 from jddp.trainer.reports.curves import plot
 from jddp.trainer.reports.lines import is_metric
 from jddp.trainer.reports.run_directory import OWN_NAMES
 from jddp.trainer.reports.tables import shape_of
-from jddp.typing import Batches, JsonObject, LossFn, Metrics, PyTree, Settings
+from jddp.typing import Batches, JsonObject, LossFn, Metrics, PyTree, Record, Settings
 from jddp.zoo.losses import outputs
 
 _NAME = re.compile(r"\w[\w-]*", re.ASCII)
@@ -169,6 +170,21 @@ class Run(Shown):
         """
         return plot(self.history)
 
+    def _tables(self) -> Iterator[TextTable]:
+        """Results, and the facts of the run."""
+        lowest: JsonObject = min(self.evaluations, key=_loss, default={})
+        records = {"train": self.metrics, "eval": self.eval_metrics, "lowest eval loss": lowest}
+        shown = {split: _shown(record) for split, record in records.items() if record}
+        names = dict.fromkeys(name for metrics in shown.values() for name in metrics)
+        rows = [
+            (split, f"{records[split]['step']:,}", *(metrics.get(name, "") for name in names))
+            for split, metrics in shown.items()
+        ]
+        ends = {"stopped": self.stopped, "interrupted by": self.interrupted}
+        facts = [f"{name}: {text}" for name, text in ends.items() if text is not None]
+        facts.append(f"in {self.run_dir or 'no directory'}")
+        yield TextTable(f"Run at step {self.step:,}", rows, ("", "step", *names), facts)
+
     def __repr__(self) -> str:
         """The step, the newest metrics and the directory, one line each."""
         lines = [f"Run at step {self.step:,}"]
@@ -177,9 +193,20 @@ class Run(Shown):
         if self.interrupted is not None:
             lines.append(f"  interrupted by {self.interrupted}")
         for split, record in (("train", self.metrics), ("eval", self.eval_metrics)):
-            shown = [f"{name} {x:.4g}" for name, x in record.items() if is_metric(name, x)]
-            arrays = {name: shape_of(x) for name, x in record.items() if isinstance(x, list)}
-            shown += [f"{name} {' x '.join(map(str, shape))}" for name, shape in arrays.items()]
-            if shown:
-                lines.append(f"  {split:<6} {', '.join(shown)}")
+            if shown := _shown(record):
+                text = ", ".join(f"{name} {x}" for name, x in shown.items())
+                lines.append(f"  {split:<6} {text}")
         return "\n".join([*lines, f"  in {self.run_dir or 'no directory'}"])
+
+
+def _shown(record: Record) -> dict[str, str]:
+    """The metrics of a record, then the shapes of those that are arrays."""
+    numbers = {name: f"{x:.4g}" for name, x in record.items() if is_metric(name, x)}
+    arrays = {name: shape_of(x) for name, x in record.items() if isinstance(x, list)}
+    return numbers | {name: " x ".join(map(str, shape)) for name, shape in arrays.items()}
+
+
+def _loss(record: Record) -> float:
+    """The loss; infinity where it is not a number, which is None in a record that was read."""
+    loss = record.get("loss")
+    return math.inf if loss is None or math.isnan(loss) else loss

@@ -1,8 +1,10 @@
-"""What a notebook shows is text in columns, and stays so where the notebook is exported."""
+"""What a notebook shows is a table, or text in columns that an export keeps."""
 
 import importlib
 import inspect
+from html.parser import HTMLParser
 
+import jax
 import numpy as np
 import optax
 from house import DOORS, MODULES, name_of
@@ -10,10 +12,47 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.data import ArrayExamples, TrainBatches, WorkerBatches, eval_batches
-from jddp.html import Shown
+from jddp.data.source import make_data_set
+from jddp.html import Shown, TextTable
+from jddp.trainer.run import Run
 
-SHOWN = {"BucketPlan", "DataParallel", "Explanation", "Memory", "Run", "TrainBatches"}
+SHOWN = {"BucketPlan", "DataParallel", "DataSet", "Explanation", "Memory", "Run", "TrainBatches"}
 SHOWN |= {"TrainState", "Verification", "WorkerBatches"}
+
+
+class Reader(HTMLParser):
+    """The cells of tables; refuses a tag that is not closed, and what runs or loads something."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.rows, self.text = [], [], ""
+        self.feed(html)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        assert tag not in ("script", "link", "img", "iframe")
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def rows_of(shown):
+    return Reader(shown._repr_html_()).rows
+
+
+def row_of(shown, name):
+    return next(row for row in rows_of(shown) if row[0] == name)
 
 
 def test_everything_that_a_notebook_shows_is_shown_by_one_helper_which_escapes_it():
@@ -36,8 +75,8 @@ def test_memory_is_a_table_of_what_a_device_needs_and_html_keeps_its_columns():
     ddp, batch = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2), make_batch()
     ddp.init(0, batch)
     memory = jddp.memory(ddp, batch)
-    for shown in (ddp, ddp.plan, memory):  # where <pre> inherits a proportional font
-        assert shown._repr_html_().startswith('<pre style="font-family: monospace;')
+    assert ddp._repr_html_().startswith('<pre style="font-family: monospace;')
+    assert row_of(memory, "sum")[1] == f"{memory.total / 2**20:,.2f}"
     lines = repr(memory).splitlines()
     assert lines[0] == "memory per device, MiB"
     names = [line[:17].strip() for line in lines[1:]]
@@ -59,4 +98,61 @@ def test_batches_show_their_size_and_position():
         (to_evaluate, "evaluation batches: 20 examples in 3 batches"),
     ):
         assert repr(shown) == text
-        assert "font-family: monospace" in shown._repr_html_()
+        assert rows_of(shown)
+
+
+ODD = "<script>alert('&amp;')</script>"
+
+
+def test_a_table_escapes_its_text_and_aligns_numbers_at_the_right():
+    html = str(TextTable(ODD, [(ODD, "1,024"), ("b", "-2.5e-07")], (ODD, "MiB"), [ODD]))
+    reader = Reader(html)
+    assert reader.rows == [[ODD, "MiB"], [ODD, "1,024"], ["b", "-2.5e-07"]]
+    assert reader.text.count(ODD) == 4
+    assert html.count("text-align: right") == 3
+    assert Reader(str(TextTable("empty"))).rows == []
+
+
+def test_a_state_shows_the_parameters_of_each_module_and_their_layout():
+    ddp, batch = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2), make_batch()
+    first = ddp.init(0, batch)
+    state, _ = ddp.step(first, batch)
+    rows = {row[0]: row for row in rows_of(state)}
+    kernel, bias = state.params["Dense_0"]["kernel"], state.params["Dense_0"]["bias"]
+    assert rows["Dense_0"][1:3] == [f"{kernel.size + bias.size:,}", "2"]
+    assert rows["Dense_0"][-2:] == ["float32", "replicated"]
+    assert rows["params"][1] == f"{sum(x.size for x in jax.tree.leaves(state.params)):,}"
+    assert "donated" in first._repr_html_()
+    assert rows_of(jax.device_get(state))[1][-1] == "not placed"
+    sharded = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2, strategy="zero1")
+    assert "'data'" in row_of(sharded.init(0, batch), "opt_state")[-1]
+
+
+def test_a_plan_and_an_explanation_show_a_row_for_each_bucket_and_collective():
+    ddp, batch = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2), make_batch()
+    ddp.init(0, batch)
+    assert len(rows_of(ddp.plan)) == 1 + len(ddp.plan)
+    explained = jddp.explain(ddp, batch)
+    reader = Reader(explained._repr_html_())
+    assert explained.verdict in reader.text
+    assert ["number", "MiB", "dtype", "collective", "async", "for"] in reader.rows
+    assert any(row[3:4] == ["all-reduce"] for row in reader.rows)
+
+
+def test_a_run_shows_its_last_records_and_its_lowest_loss_and_a_data_set_its_arrays(tmp_path):
+    run = Run(None, None, run_dir=tmp_path / ODD, save=print)
+    assert rows_of(run) == []
+    run.step, run.interrupted = 1200, "SIGINT"
+    run.metrics = {"step": 1200, "split": "train", "loss": 0.5, "step_seconds": 0.1}
+    for step, loss in ((400, 0.3), (800, None), (1200, 0.41)):
+        run.evaluations.append({"step": step, "split": "eval", "loss": loss, ODD: 0.9})
+    assert rows_of(run) == [
+        ["", "step", "loss", ODD],
+        ["train", "1,200", "0.5", ""],
+        ["eval", "1,200", "0.41", "0.9"],
+        ["lowest eval loss", "400", "0.3", "0.9"],
+    ]
+    assert "interrupted by: SIGINT" in run._repr_html_()
+    arrays = {"x": np.ones((20, 3, 2), np.float32), "y": np.zeros(20, np.int32)}
+    data = make_data_set("mine", arrays, arrays, classes=["cat", ODD])
+    assert rows_of(data)[1:] == [["x", "3 x 2", "float32"], ["y", "a number", "int32"]]
