@@ -23,8 +23,8 @@ from jddp.trainer.plan import Plan
 from jddp.trainer.profile import Profile
 from jddp.trainer.reports.guarded import GuardedSink
 from jddp.trainer.reports.lines import Course
+from jddp.trainer.reports.notebook import make_progress
 from jddp.trainer.reports.pauses import Pause
-from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.rates import EXPOSED_SHARE, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sink import Sink, Start
@@ -54,7 +54,7 @@ class Reporter:
       course: Facts of the run for its progress.
       evaluations: Evaluations of the run, whose time is measured.
       saves: Checkpoints of the run, too.
-      progress: Sink that prints, also sentences.
+      progress: Sink that prints, or shows in a notebook, also sentences.
       processes: Comparison of the processes of the job.
       note: Function that prints a sentence.
     """
@@ -71,7 +71,7 @@ class Reporter:
         self.evaluations = Pause(self.plan.eval_every_steps)
         self.saves = Pause(self.plan.save_every_steps)
         self.course = Course(self.plan.num_steps, pauses=(self.evaluations, self.saves))
-        self.progress = Progress(self.course, is_writer=is_writer)
+        self.progress = make_progress(self.course, is_writer=is_writer)
         self.note = self.progress.note
         chosen = self.plan.sinks if is_writer else ()
         self._guarded = [GuardedSink(sink.name, sink.make) for sink in chosen]

@@ -1,12 +1,15 @@
 """A notebook's kernel, driven as Jupyter drives it; and the notebooks of examples/."""
 
+import json
 import re
 import subprocess
 import sys
 
 import jupytext
+import nbformat
 import pytest
 from jupyter_client.manager import KernelManager
+from nbclient import NotebookClient
 from runs import ROOT, environment
 
 NOTEBOOKS = sorted(ROOT.glob("examples/notebooks/*.py"))
@@ -58,11 +61,12 @@ def run_cell(client, code):
     return "".join(x["content"]["text"] for x in messages if x["msg_type"] == "stream")
 
 
-def wait_until_printed(client, word):
-    """Waits for a word of the cell that runs."""
-    message = {"content": {}}
-    while word not in message["content"].get("text", ""):
-        message = client.get_iopub_msg(timeout=SECONDS)
+def wait_until_it_trains(client):
+    """Waits until the running cell shows a step."""
+    shown = ""
+    while not re.match(r"step \d+/1000000  loss ", shown):
+        content = client.get_iopub_msg(timeout=SECONDS)["content"]
+        shown = content.get("data", {}).get("text/plain", "")
 
 
 @pytest.mark.slow
@@ -70,12 +74,28 @@ def test_an_interrupt_stops_behind_a_step_and_the_same_call_resumes(kernel):
     manager, client = kernel
     run_cell(client, SETUP)
     request = client.execute("run = fit(1_000_000)")
-    wait_until_printed(client, "step 50/")
+    wait_until_it_trains(client)
     manager.interrupt_kernel()
     reply = client.get_shell_msg(timeout=SECONDS)
     assert reply["parent_header"]["msg_id"] == request
     assert reply["content"]["status"] == "ok", reply["content"]
     assert run_cell(client, CHECK).splitlines()[-1] == "SIGINT None 5"
+
+
+@pytest.mark.slow
+def test_progress_is_one_element_that_a_saved_notebook_keeps(tmp_path):
+    cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, "run = fit(60)", "run")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    place = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=SECONDS, resources=place).execute(env=environment())
+    saved = json.loads(nbformat.writes(notebook))
+    shown = [x for x in saved["cells"][1]["outputs"] if x["output_type"] == "display_data"]
+    assert len(shown) == 1
+    html, text = (shown[0]["data"][kind] for kind in ("text/html", "text/plain"))
+    assert 'aria-valuenow="100%"' in "".join(html)
+    assert "<svg" in "".join(html)
+    assert "".join(text).startswith("step 60/60  loss ")
+    assert "<table" in "".join(saved["cells"][2]["outputs"][0]["data"]["text/html"])
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
