@@ -20,6 +20,8 @@ extensions = [
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 
+exclude_patterns = ["notebooks/download"]  # files, and no pages
+
 nb_execution_mode = "force"
 nb_execution_in_temp = True
 nb_execution_timeout = 300  # seconds for one cell; on two idle cores all of a notebook takes 30

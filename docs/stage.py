@@ -96,6 +96,7 @@ class Stage:
         for path, name in SITE.items():
             if path in NOTEBOOKS:
                 self.write(name, self.notebook(path))
+                self.write(f"notebooks/download/{path.stem}.ipynb", download(path))
             elif name != "index.md" or path.parent == DOCS:
                 self.write(name, self.text(path))
         for group in API.values():
@@ -140,6 +141,8 @@ class Stage:
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
                 cell.source = self.linked(cell.source, path, SITE[path])
+        link = f"{{download}}`Download this notebook <download/{path.stem}.ipynb>`"
+        notebook.cells[0].source += f"\n\n{link}"
         return jupytext.writes(notebook, fmt="ipynb")
 
     def linked(self, text: str, path: Path, name: str) -> str:
@@ -183,6 +186,17 @@ class Stage:
         lexer = LEXERS.get(path.suffix, "text")
         text = f"{{code-block}} {lexer}\n:class: whole-file\n\n{path.read_text()}"
         return f"{head}``````{text}\n``````\n"
+
+
+def download(path: Path) -> str:
+    """A notebook without outputs, to run elsewhere: links to the repository are their text."""
+    import jupytext
+
+    notebook = jupytext.read(path, fmt="py:percent")
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = re.sub(r"\[([^]]+)\]\((?!\w+:)[^)]+\)", r"\1", cell.source)
+    return jupytext.writes(notebook, fmt="ipynb")
 
 
 def first_program() -> str:
