@@ -22,6 +22,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -131,13 +132,16 @@ class CheckpointFolder:
         """Sets the number of the newest checkpoints that stay from now on."""
         self._writer.surplus = functools.partial(folders.surplus, keep=num)
 
-    def restore(self, like: TrainState, layouts: TrainState | None = None) -> Restored | None:
+    def restore(
+        self, like: TrainState, layouts: TrainState | None = None, *, before: float = math.inf
+    ) -> Restored | None:
         """Reads the newest checkpoint with valid digests onto the devices; None if there is none.
 
         Args:
           like: State with the structure, shapes and shardings to restore to; not changed.
           layouts: Layouts of its leaves; None if all are replicated. The checkpoint may be from
             another number of replicas, and its optimizer sharded or not: see `resize`.
+          before: Step below which a checkpoint is looked for.
 
         Raises:
           ConfigError: If the checkpoint is from another model or optimizer than `like`, or the path
@@ -146,8 +150,8 @@ class CheckpointFolder:
         """
         check_names(like)
         self._writer.wait()
-        there = self.steps()
-        while (step := self._newest_sound()) is not None:
+        there = [step for step in self.steps() if step < before]
+        while (step := self._newest_sound(before)) is not None:
             if (restored := self._read(step, like, layouts)) is not None:
                 return restored
         if there:
@@ -158,9 +162,17 @@ class CheckpointFolder:
             )
         return None
 
-    def _newest_sound(self) -> int | None:
+    def remove_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps, from which a run has gone back."""
+        self._writer.wait()
+        if jax.process_index() == 0:
+            self._writer.remove(step, folders.later)
+
+    def _newest_sound(self, before: float) -> int | None:
         """The newest step with undamaged files; damaged checkpoints are renamed."""
-        found = find_newest(self._directory, self._set_aside) if jax.process_index() == 0 else None
+        found = None
+        if jax.process_index() == 0:
+            found = find_newest(self._directory, self._set_aside, before)
         shared = from_first("newest", json.dumps(found), timeout_seconds=SECONDS)
         step: int | None = json.loads(shared)
         if step is not None:

@@ -54,6 +54,11 @@ def surplus(steps: list[int], saved: int, *, keep: int, keep_every: int | None =
     return [step for step in oldest if keep_every is None or step % keep_every != 0]
 
 
+def later(steps: list[int], step: int) -> list[int]:
+    """Steps to remove once a run has gone back to one: all above it."""
+    return [x for x in steps if x > step]
+
+
 def commit(directory: Path, step: int) -> None:
     """Renames the sealed `<step>.new` to `<step>`, replacing a checkpoint of that name."""
     there = directory / str(step)

@@ -172,7 +172,7 @@ class Writer:
             try:
                 if not reason:
                     self._commit(step, describe_arrays(shapes, found, layouts), beside)
-                    self._remove_surplus(step)
+                    self.remove(step, self.surplus)
             except (OSError, ValueError, FileSystemError) as error:
                 reason = f"process 0: {folders.first_line(error)}"
         if self._is_apart or (reason and jax.process_index() == 0):
@@ -198,20 +198,25 @@ class Writer:
         folders.commit(self._directory, step)
         self._storage.publish(self._directory / str(step))
 
-    def _remove_surplus(self, step: int) -> None:
-        """Removes checkpoints that are no longer kept, after a save; logs those that stay."""
+    def remove(self, step: int, surplus: folders.Surplus) -> None:
+        """Removes checkpoints that are no longer kept, on process 0; logs those that stay.
+
+        Args:
+          step: Step of the newest checkpoint, which stays.
+          surplus: Function from the steps of all checkpoints, and this one, to those to remove.
+        """
         try:
             self._check_place()
-            old = self.surplus(folders.finished(self._directory), step)
+            old = surplus(folders.finished(self._directory), step)
             reason = folders.remove(self._directory, old)
-            self._storage.remove_surplus(self._directory.name, step, self.surplus)
+            self._storage.remove_surplus(self._directory.name, step, surplus)
         except (OSError, FileSystemError) as error:
             reason = folders.first_line(error)
         is_new = _kind(reason) != self._unremoved
         self._unremoved = _kind(reason)
         if reason and is_new:
             log.warning(
-                "%s: step %d is saved, but an older checkpoint cannot be removed: %s. The removal "
+                "%s: step %d is saved, but another checkpoint cannot be removed: %s. The removal "
                 "is tried again after each save.",
                 *(self._directory, step, reason),
             )

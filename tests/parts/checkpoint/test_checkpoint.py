@@ -501,7 +501,7 @@ def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_removed(
         (line,) = [x for x in caplog.records if x.name == "jddp"]
         assert line.levelname == "WARNING"
         assert re.fullmatch(
-            rf"{saved}: step 6 is saved, but an older checkpoint cannot be removed: "
+            rf"{saved}: step 6 is saved, but another checkpoint cannot be removed: "
             r".*Directory not empty.*\. The removal is tried again after each save\.",
             line.getMessage(),
         )
@@ -543,7 +543,7 @@ def test_a_rename_that_is_refused_leaves_the_older_checkpoint_and_is_no_failed_s
         with contextlib.closing(CheckpointFolder(saved, keep=2)) as checkpoints:
             checkpoints.save(6, state, {})
     assert names_in(saved) == {"2", "4", "6"}
-    assert "step 6 is saved, but an older checkpoint cannot be removed: [Errno 5]" in caplog.text
+    assert "step 6 is saved, but another checkpoint cannot be removed: [Errno 5]" in caplog.text
 
 
 def test_what_a_process_that_died_was_writing_or_removing_is_no_checkpoint(saved, state):
