@@ -87,9 +87,9 @@ class TrainConfig(Section):
     max_consecutive_skips: int = option(
         10, "Steps skipped in a row (ddp.skip_nonfinite) that end the run.", "none", ge=1
     )
-    on_spike: Literal["warn", "skip"] | None = option(
+    on_spike: Literal["warn", "skip", "rewind"] | None = option(
         "warn",
-        "Where the loss jumps: print a line, leave out the step's update too, or null.",
+        "Where the loss jumps: print a line, also leave out the update, or go back; or null.",
         alike=("warn", None),
     )
     profile_steps: list[int] | None = option(

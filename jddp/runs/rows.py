@@ -93,8 +93,10 @@ def rows_of_step(run_dir: str | Path, step: int, *, trust: str | None = None) ->
 
 def _rows(run_dir: Path, config: Config, data: DataSet, step: int) -> Rows:
     batches = batches_in_order(config, data, process_index=0, num_processes=1)
-    known, at = _newest(run_dir)
-    end = at + (step - known) * batches.global_batch_size
+    known, at, rewinds = _newest(run_dir)
+    # Steps up to the one that a run went back to came before the batches that it then left out.
+    num_left_out = sum(spike - to for spike, to in rewinds if step <= to)
+    end = at + (step - known - num_left_out) * batches.global_batch_size
     first = end - batches.global_batch_size
     left = (batches.positions_left().stop - at) // batches.global_batch_size
     num_steps = config.train.num_steps or known + left
@@ -107,12 +109,13 @@ def _rows(run_dir: Path, config: Config, data: DataSet, step: int) -> Rows:
     return Rows(step, epoch, tuple(np.asarray(examples).tolist()), names)
 
 
-def _newest(run_dir: Path) -> tuple[int, int]:
-    """The step of the newest checkpoint and the position in the data after it, or zeros."""
+def _newest(run_dir: Path) -> tuple[int, int, list[list[int]]]:
+    """The step of the newest checkpoint, the position after it, or zeros; and the rewinds."""
     if not (steps := finished(run_dir / "checkpoints")):
-        return 0, 0
+        return 0, 0, []
     beside = read_object(run_dir / "checkpoints" / str(steps[-1]) / "run.json")
-    return steps[-1], int(beside["position"]["state"]["position"])
+    position = int(beside["position"]["state"]["position"])
+    return steps[-1], position, beside.get("rewinds", [])
 
 
 def _refuse_other_data(run_dir: Path, data: DataSet) -> None:

@@ -11,6 +11,7 @@ from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError
 from jddp.trainer.loop import Interrupted, Loop
 from jddp.trainer.reports.page.facts import read_facts
 from jddp.trainer.reports.page.page import NAME, draw_run
+from jddp.trainer.rewind import take_steps
 from jddp.trainer.saving import LATEST
 
 log = logging.getLogger("jddp")
@@ -39,7 +40,9 @@ def run_to_the_end(loop: Loop) -> None:
     with log_file, loop.requests:
         try:
             with ending_forked_children():
-                loop.run_on()
+                loop.begin()
+                take_steps(loop)
+                loop.end()
         except Interrupted:
             _leave(loop)
         except KeyboardInterrupt:  # the second one, to leave at once

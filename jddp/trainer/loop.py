@@ -65,6 +65,7 @@ class Loop:
       run: The run in progress.
       about: Metadata for every checkpoint: config, versions, settings.
       position: Position in the data after the last step.
+      rewinds: The step of each spike from which the run went back, and that of the checkpoint.
       notes: Notes on the checkpoint from which the run resumes.
       program: The program of a run that is kept; None of another.
       signal: Name of the signal at which all processes stop, or None.
@@ -107,6 +108,7 @@ class Loop:
         self.requests = Requests()
         self.signal: str | None = None
         self.position = self.source.position
+        self.rewinds = list[tuple[int, int]]()
         self.notes = list[str]()
         self.program: SameProgram | None = None
         self._evaluation = plan.evaluation
@@ -121,12 +123,14 @@ class Loop:
         """Whether there is no evaluation to do of this step."""
         return self._evaluation is None or self.run.eval_metrics.get("step") == self.run.step
 
-    def run_on(self) -> None:
-        """Steps until all are done or a callback has stopped the run, and ends it.
+    def set_length(self, num_steps: int) -> None:
+        """Sets the number of steps of a run of some epochs."""
+        self.plan.num_steps = num_steps
+        self.reporter.course.num_steps = num_steps
+        self.about["plan"] = self.plan.settings
 
-        Raises:
-          Interrupted: At a signal, before the end.
-        """
+    def begin(self) -> None:
+        """Prints the notes, checks replicas and evaluation, and starts to read batches."""
         run = self.run
         self.reporter.begin()
         if not self.notes and self.source.begins_at:
@@ -139,7 +143,13 @@ class Loop:
         self.replica_check.begin(0, run.state)  # as it was made or read
         self.replica_check.finish()
         self._trace_evaluation()
-        self._take_steps()
+        if self.spikes.rewinds:  # to go back to, before the first checkpoint that is due
+            self.save(LATEST)
+        self.source.start(self.plan.num_steps - run.step, run.step + 1)
+
+    def end(self) -> None:
+        """Evaluates and saves the last state, and reports the run."""
+        run = self.run
         if run.stopped is not None:
             self.reporter.note(f"stopped at step {run.step}: {run.stopped}")
         self._evaluate_and_save(at_end=True)
@@ -148,19 +158,22 @@ class Loop:
         call_each(self.plan.callbacks, lambda callback: callback.on_end(run))
         self.act(self.requests.last())
 
-    def _take_steps(self) -> None:
+    def take_steps(self) -> None:
+        """Steps until all are done or a callback has stopped the run.
+
+        Raises:
+          Interrupted: At a signal, before the end.
+          Spiked: If the run goes back from a step, instead of on to the end.
+        """
         run = self.run
         first = run.step + 1
         self.reporter.clock = Clock(run.step)
-        self.source.start(self.plan.num_steps - run.step, first)
         self.watchdog.enter("compile", run.step)
         while not self.is_over:
             self.act(self.requests.due())
             if self.is_over or self.signal is not None:
                 break
-            with self.reporter.clock.waiting():
-                batch = next(self.source)
-            self._record_norms(batch)
+            batch = self._next_batch()
             with self.profile.step(run.step + 1, run.state), self.reporter.clock.on_devices():
                 limit = self.spikes.limits(run.step + 1)
                 run.state, metrics = self.ddp.step(run.state, batch, **limit)
@@ -189,17 +202,24 @@ class Loop:
         if not self.is_over:
             raise Interrupted
 
+    def _next_batch(self) -> Batch:
+        """Takes the batch of the next step, and records the norms of each layer with it, if due."""
+        every = self.plan.norms_every_steps
+        is_due = every is not None and (self.run.step + 1) % every == 0
+        if is_due:
+            self.reporter.next()  # before the batch is taken: at a spike it is not of the next step
+        with self.reporter.clock.waiting():
+            batch = next(self.source)
+        if is_due:
+            self._record_norms(batch)
+        return batch
+
     def _record_norms(self, batch: Batch) -> None:
-        """Records the norms of each layer before the next step, if due."""
-        step, every = self.run.step + 1, self.plan.norms_every_steps
-        if every is None or step % every:
-            return
-        self.reporter.next()
         phase = self.watchdog.phase
         self.watchdog.enter("compile", self.run.step)  # at the first time
         with self.reporter.clock.pause(), self.reporter.clock.on_devices():
             norms = diagnose(self.ddp, self.run.state, batch)
-        self.reporter.layers(step, norms)
+        self.reporter.layers(self.run.step + 1, norms)
         self.watchdog.enter(phase, self.run.step)
 
     def _is_due(self, *periods: int | None) -> bool:
@@ -286,6 +306,7 @@ class Loop:
             "early_stopping": settings_of(self.plan.callbacks),
             "skipped": self.numerics.kept,
             "losses": self.spikes.kept,
+            "rewinds": self.rewinds,
             "world": self.ddp.steps.topology,
             "learning_rate": self.reporter.learning_rate(run.step),
             "buckets": self.reporter.work.buckets,

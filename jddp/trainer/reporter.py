@@ -101,10 +101,20 @@ class Reporter:
         self.clock = Clock(self.run.step)
 
     def next(self, sent: Sent | None = None) -> None:
-        """Reports the pending step; `sent`, if given, becomes the pending step."""
+        """Reports the pending step; `sent`, if given, becomes the pending step.
+
+        Raises:
+          Spiked: If the run goes back from the step that was pending.
+        """
         late, self._waiting = self._waiting, sent
         if late is not None:
             self._call(late.step, self._record(late))
+            self.numerics.refuse_spike()
+
+    def forget(self) -> Sent | None:
+        """Drops the pending step, which is not reported; returns it, or None."""
+        late, self._waiting = self._waiting, None
+        return late
 
     def finish(self) -> None:
         """Reports the pending step after a failure; a callback that fails again is logged.
@@ -113,15 +123,17 @@ class Reporter:
 
         Raises:
           NumericsError: If that step must not be saved.
+          Spiked: If the run goes back from that step, or from the one before.
         """
-        late, self._waiting = self._waiting, None
-        if late is None:
+        self.numerics.refuse_spike()
+        if (late := self.forget()) is None:
             return
         values = self._record(late)
         try:
             self._call(late.step, values)
         except (Exception, SystemExit) as error:
             log.error("A callback has failed again, at step %d: %r", late.step, error)
+        self.numerics.refuse_spike()
 
     def _call(self, step: int, values: Mapping[str, float]) -> None:
         def on_step(callback: Callback) -> None:

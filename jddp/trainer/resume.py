@@ -54,6 +54,7 @@ def _restore_from(loop: Loop, beside: JsonObject) -> None:
     run.stopped = beside["stopped"]
     loop.numerics.restore(tuple(beside["skipped"]))
     loop.spikes.restore(beside.get("losses", []))  # none of an earlier version
+    loop.rewinds = [(step, to) for step, to in beside.get("rewinds", [])]
     run.metrics = dict(beside["metrics"])
     run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
     in_another_world = _compare_worlds(loop, beside["world"])  # while the first batch is there
@@ -82,10 +83,7 @@ def _compare_worlds(loop: Loop, before: JsonObject) -> str | None:
 def _count_steps(loop: Loop) -> None:
     """Counts the steps of some epochs, which end with their last example."""
     if loop.plan.num_epochs is not None:
-        num_steps = loop.run.step + loop.source.num_left
-        loop.plan.num_steps = num_steps
-        loop.reporter.course.num_steps = num_steps
-        loop.about["plan"] = loop.plan.settings
+        loop.set_length(loop.run.step + loop.source.num_left)
 
 
 def _resume_records(run: Run, files: RunDirectory) -> list[JsonObject]:

@@ -85,7 +85,8 @@ class Spikes:
     """The last losses of a run, and the spikes among them.
 
     Args:
-      action: "warn", or "skip" to leave out their updates; None looks for none.
+      action: "warn", "skip" to leave out their updates, or "rewind" to go back to a checkpoint;
+        None looks for none.
       rule: The rule by which a loss is one.
       rows: Command that prints the examples of a step, without its number; "" for none.
     """
@@ -103,12 +104,18 @@ class Spikes:
         return self._action == "skip"
 
     @property
+    def rewinds(self) -> bool:
+        """Whether the run goes back at spikes."""
+        return self._action == "rewind"
+
+    @property
     def kept(self) -> Losses:
         """The last losses, for a checkpoint."""
         return [*self._recent]
 
     def restore(self, kept: Losses) -> None:
         """Continues from a checkpoint."""
+        self._last = -1
         self._recent.clear()
         self._recent.extend((step, loss) for step, loss in kept)
 

@@ -1,4 +1,4 @@
-"""A process of a job whose loss jumps in one step: python -m workers.spikes DIR
+"""A process of a job whose loss jumps in one step: python -m workers.spikes DIR/ACTION
 
 It writes the parameters that it ends with, and the steps that were reported to it as spikes.
 """
@@ -16,6 +16,7 @@ from jddp import distributed
 from jddp.engine.state import by_path
 
 LENGTH, BAD = 70, 60
+EVERY = 25  # steps between checkpoints
 
 
 class Spikes(jddp.Callback):
@@ -30,18 +31,25 @@ class Spikes(jddp.Callback):
 
 def batches(process, num_processes):
     """The rows of one process, of which the first one's are wrong in the bad step."""
-    for step in range(1, LENGTH + 1):
+    for step in range(1, LENGTH + EVERY):
         batch = make_batch(8, seed=step % 5)
         own = {name: np.split(x, num_processes)[process] for name, x in batch.items()}
         yield {**own, "x": 1000 * own["x"]} if step == BAD and process == 0 else own
 
 
 def train_through(folder, process, num_processes):
-    """Trains as one process of some, and writes what it ends with."""
+    """Trains as one process of some, and writes what it ends with; the folder names the action."""
     ddp, spikes = jddp.DataParallel(MLP(), optax.adam(1e-3), loss_fn, mesh=2), Spikes()
     given = batches(process, num_processes)
-    checks = jddp.Checks(on_spike="skip")
-    run = jddp.fit(ddp, given, num_steps=LENGTH, callbacks=[spikes], checks=checks)
+    run = jddp.fit(
+        ddp,
+        given,
+        num_steps=LENGTH,
+        save_every_steps=EVERY,
+        run_dir=folder / "run",
+        checks=jddp.Checks(on_spike=folder.name),
+        callbacks=[spikes],
+    )
     params = {name: np.asarray(x) for name, x in by_path(run.state.params).items()}
     skipped = int(run.state.skipped)
     np.savez(folder / f"process_{process}.npz", steps=spikes.steps, skipped=skipped, **params)
