@@ -10,6 +10,7 @@ from jddp.data.augment import Augment
 from jddp.data.examples import Examples
 from jddp.data.row_examples import as_examples
 from jddp.html import Shown, TextTable
+from jddp.typing import JsonObject
 
 Spec = dict[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -26,6 +27,8 @@ class DataSet(Shown):
       description: One line for the log: name of the data, number of examples.
       sha256: Hash of the data, for the manifest of the run.
       classes: Names of the classes, in the order of their numbers; empty if there are none.
+      encoding: What new rows are prepared with, such as the means of columns, for the manifest of
+        the run; empty if there is nothing.
     """
 
     train: Examples
@@ -33,6 +36,7 @@ class DataSet(Shown):
     description: str
     sha256: str
     classes: tuple[str, ...] = ()
+    encoding: JsonObject = field(default_factory=dict)
 
     def _tables(self) -> Iterator[TextTable]:
         """The arrays of an example, and the classes."""
@@ -54,16 +58,24 @@ class DataSource:
       augment: Augmentation of training examples, or `None`.
       sizes: Number of classes or tokens, by its name in models: "num_classes" or "vocab_size";
         empty if only the examples show it.
+      num_categories: Number of categories of each column of "categories", of a table.
     """
 
     spec: Spec
     load: Callable[[], DataSet]
     augment: Augment | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    num_categories: Sequence[int] = ()
 
 
 def make_data_set(
-    name: str, train: object, test: object, *, sha256_hex: str = "", classes: Sequence[str] = ()
+    name: str,
+    train: object,
+    test: object,
+    *,
+    sha256_hex: str = "",
+    classes: Sequence[str] = (),
+    encoding: JsonObject | None = None,
 ) -> DataSet:
     """A data set of two dicts of arrays, or of examples.
 
@@ -73,6 +85,7 @@ def make_data_set(
       test: Test data.
       sha256_hex: Hash of the data; by default of its sizes and of the rows at both ends.
       classes: Names of the classes.
+      encoding: What new rows are prepared with.
 
     Raises:
       DataError: If the data cannot be read (see `ArrayExamples` and `as_examples`).
@@ -83,6 +96,7 @@ def make_data_set(
         description=f"{name}: {len(both[0]):,} train / {len(both[1]):,} test examples",
         sha256=sha256_hex or sha256(b"".join(map(_fingerprint, both))).hexdigest(),
         classes=tuple(classes),
+        encoding=encoding or {},
     )
 
 

@@ -278,6 +278,8 @@ class Job:
         data: JsonObject = {"description": self.data.description, "sha256": self.data.sha256}
         if self.data.classes:
             data["classes"] = list(self.data.classes)
+        if self.data.encoding:
+            data["encoding"] = self.data.encoding
         return {
             "data": data,
             "world": {

@@ -5,7 +5,7 @@ Mistakes in several sections are collected, so that one run of the command shows
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ def resolve_parts(config: Config) -> Parts:
 
     attempt(optimizer_of)  # before the data are read, which the number of steps may depend on
     source = attempt(find_source)
-    filled = attempt(functools.partial(_model, sizes=source.sizes if source else {}))
+    filled = attempt(functools.partial(_model, source=source))
     loss_fn, eval_fn = attempt(find_loss), attempt(find_eval_fn)
     options, sinks = attempt(_ddp_options), attempt(_sinks)
     if mistakes:
@@ -105,8 +105,9 @@ def find_source(config: Config) -> DataSource:
     return source_of(data.target, *pair)
 
 
-def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Module]:
+def _model(config: Config, source: DataSource | None) -> tuple[Config, Module]:
     """The model, and the config with the sizes of the model that the data determine."""
+    sizes: Settings = {} if source is None else _sizes_of(source)
     section = config.model
     factory = named(section, "model")
     defaults = defaults_of(MODELS.get(section.name or "", factory))
@@ -114,6 +115,12 @@ def _model(config: Config, sizes: Mapping[str, int]) -> tuple[Config, Module]:
         if name not in section.kwargs and defaults.get(name, size) != size:
             config = with_overrides(config, {f"model.kwargs.{name}": size})
     return config, make_model(factory, kwargs=config.model.kwargs, seed=config.seed)
+
+
+def _sizes_of(source: DataSource) -> Settings:
+    """Arguments of models that follow from the data."""
+    num_categories = [*source.num_categories]
+    return {**source.sizes, **({"num_categories": num_categories} if num_categories else {})}
 
 
 def _ddp_options(config: Config) -> Kwargs:

@@ -24,14 +24,14 @@ from jddp.data_parallel import DataParallel
 from jddp.distributed.agree import agree
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import TrainState
-from jddp.errors import ConfigError, Error, UsageError
+from jddp.errors import ConfigError, DataError, Error, UsageError
 from jddp.job.job import join, test_batches
 from jddp.job.parts import find_eval_fn, find_loss, find_source
 from jddp.job.trust import is_trusted, refusal
-from jddp.runs.saved import Saved, config_in, model_in, read_saved
+from jddp.runs.saved import Saved, config_in, kept_of_data, model_in, read_saved
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.run import Run
-from jddp.typing import Batch, LossFn
+from jddp.typing import Batch, JsonObject, LossFn
 from jddp.zoo.models import Module
 from jddp.zoo.optimizers import make_optimizer
 
@@ -113,7 +113,7 @@ def open_run(
         save=_refusing(
             UsageError("An opened run is read-only. To resume it, call fit with the same run_dir.")
         ),
-        evaluation=None if config is None else OwnBatches(config, trusted),
+        evaluation=None if config is None else OwnBatches(config, trusted, run_dir),
         eval_params=params or saved.evaluated.removesuffix("_params"),
         config=config.model_dump() if config else saved.beside.get("config"),
     )
@@ -169,8 +169,8 @@ def _state_of(ddp: DataParallel, saved: Saved) -> TrainState:
 class OwnBatches:
     """The evaluation batches of a config; data is read when they are first iterated."""
 
-    def __init__(self, config: Config, trusted: set[str]) -> None:
-        self._config, self._trusted = config, trusted
+    def __init__(self, config: Config, trusted: set[str], run_dir: Path) -> None:
+        self._config, self._trusted, self._run_dir = config, trusted, run_dir
         self._data: DataSet | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -179,7 +179,17 @@ class OwnBatches:
         if self._data is None:
             self._data = find_source(self._config).load()
             agree("data set", {"sha256": self._data.sha256})
+            _refuse_other_encoding(self._data, kept_of_data(self._run_dir).get("encoding", {}))
         return iter(test_batches(self._config, self._data))
+
+
+def _refuse_other_encoding(data: DataSet, kept: JsonObject) -> None:
+    """Refuses a table whose training part would number and scale columns in another way."""
+    if kept and data.encoding != kept:
+        raise DataError(
+            f"{data.description}: its training part gives other means or categories than the run "
+            "was trained with. Put the run's files train* beside the new files test*."
+        )
 
 
 def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:

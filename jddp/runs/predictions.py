@@ -5,7 +5,7 @@
 If the outputs are logits of classes, the likeliest class and its probability come first. Rows of a
 file are passed to the model as they are: the transformations of a data source, such as the
 normalization of images, are not applied. Images of a folder are decoded and normalized like the
-images of the run's image folder.
+images of the run's image folder, and columns of a table like those of the run's table.
 """
 
 import csv
@@ -20,14 +20,19 @@ import numpy as np
 
 from jddp.config.permissions import absolute
 from jddp.data import ArrayExamples, eval_batches
+from jddp.data.examples import Examples
+from jddp.data.sources.columns import ENDINGS
+from jddp.data.sources.encoding import Encoding
 from jddp.data.sources.image_folder import FolderExamples, images_in
 from jddp.data.sources.mapped import map_npy, map_npz
+from jddp.data.sources.table import rows_in
 from jddp.distributed.resolve import resolve_identity
 from jddp.engine.state import by_path
 from jddp.errors import DataError, FileSystemError, UsageError, file_errors
 from jddp.files import replace_file
 from jddp.runs.opened import open_run
-from jddp.typing import Settings
+from jddp.runs.saved import kept_of_data
+from jddp.typing import JsonObject, Settings
 
 INPUTS = ("image", "tokens", "x")  # as `jddp.zoo.losses.outputs` looks for them
 
@@ -39,8 +44,8 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
 
     Args:
       run_dir: A run directory, or its URL.
-      data: A .npz file of arrays by name, a .npy file of the inputs, or a folder of images; then
-        their names are written too.
+      data: A .npz file of arrays by name; a .npy file of the inputs; for a run of a table, a .csv
+        or .parquet file with its columns; or a folder of images, whose names are written too.
       out: A file to write: .npz, .csv or .jsonl.
       **chosen: Further arguments of `open_run`.
 
@@ -59,11 +64,15 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
     data, out = absolute(data), absolute(out)
     run = open_run(run_dir, **chosen)
     section = (run.config or {})["data"]
-    rows = _images(data, section) if data.is_dir() else _read(data)
+    kept = kept_of_data(run.run_dir)
+    if data.suffix in ENDINGS:
+        rows: Examples = _rows(data, kept)
+    else:
+        rows = _images(data, section) if data.is_dir() else _read(data)
     found = by_path(run.predict(eval_batches(rows, global_batch_size=section["global_batch_size"])))
     arrays = {name or "predictions": x for name, x in found.items()}
     is_classifier = (run.config or {})["loss"]["name"] == "cross_entropy"
-    arrays = _classified(arrays, _class_names(run.run_dir), is_classifier=is_classifier) | arrays
+    arrays = _classified(arrays, kept.get("classes", []), is_classifier=is_classifier) | arrays
     if isinstance(rows, FolderExamples):
         arrays = {"file": np.array(rows.files), **arrays}
     with file_errors(f"{out} cannot be written"):
@@ -74,7 +83,10 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
 def _read(path: Path) -> ArrayExamples:
     """The rows of a file with inputs."""
     if path.suffix not in (".npz", ".npy"):
-        raise UsageError(f"--data {path}: rows are read from .npz and .npy. Convert them.")
+        raise UsageError(
+            f"--data {path}: rows are read from .npz and .npy, or .csv and .parquet "
+            "for a run of a table. Convert them."
+        )
     arrays = map_npz(path) if path.suffix == ".npz" else {"x": map_npy(path)}
     if not (given := [arrays[name] for name in INPUTS if name in arrays]):
         raise DataError(
@@ -96,13 +108,13 @@ def _images(folder: Path, section: Settings) -> FolderExamples:
     return images_in(folder, **section["kwargs"])
 
 
-def _class_names(run_dir: Path | None) -> list[str]:
-    """The names of a run's classes, if its data names them."""
-    try:
-        manifest = json.loads((Path(run_dir or "") / "manifest.json").read_bytes())
-        return [str(name) for name in manifest["data"]["classes"]]
-    except (OSError, ValueError, LookupError, TypeError):  # of an earlier run, or of other data
-        return []
+def _rows(path: Path, kept: JsonObject) -> ArrayExamples:
+    """The rows of a table, encoded like those of the run."""
+    if "encoding" not in kept:
+        raise UsageError(
+            f"--data {path}: the run was not trained on a table, so it has no columns to read."
+        )
+    return rows_in(path, Encoding(**kept["encoding"]))
 
 
 def _classified(

@@ -3,6 +3,7 @@
 A run directory is data; `trust` decides which code that it names may be imported.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,3 +111,11 @@ def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Module:
     section = config.model
     found = section.name if section.target is None else resolve_model(config, trust, run_dir)
     return make_model(found, kwargs=section.kwargs)
+
+
+def kept_of_data(run_dir: Path | None) -> JsonObject:
+    """The data of a run's manifest, with classes and encoding; empty if it has none."""
+    try:
+        return dict(json.loads((Path(run_dir or "") / "manifest.json").read_bytes())["data"])
+    except (OSError, ValueError, LookupError, TypeError):  # of an earlier run
+        return {}

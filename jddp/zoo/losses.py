@@ -28,15 +28,31 @@ ArrayBatch = Mapping[str, Array]
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
 
-def call_model(model: Model, inputs: Array, train: bool, mask: Array | None = None) -> Any:
+def call_model(
+    model: Model,
+    inputs: Array,
+    train: bool,
+    mask: Array | None = None,
+    categories: Array | None = None,
+) -> Any:
     """The model's outputs, in training or evaluation mode.
 
     The mode is passed as `train`, `training`, `is_training` or `deterministic`, if `__call__` has
-    such an argument, and the mask of valid rows as `mask`, for batch norms, if it has that.
+    such an argument, and the mask of valid rows as `mask`, for batch norms, if it has that. The
+    categories of a table are passed as `categories`.
+
+    Raises:
+      ConfigError: If there are categories, and the model has no argument for them.
     """
     parameters = inspect.signature(model).parameters
+    if categories is not None and "categories" not in parameters:
+        raise ConfigError(
+            "The batch holds categories, and the model has no argument 'categories' in __call__. "
+            "Choose model.name=tabular, or leave the categorical columns out."
+        )
+    given = {"mask": mask, "categories": categories}
     options: dict[str, Any] = {name: train == value for name, value in _MODES.items()}
-    options |= {} if mask is None else {"mask": mask}
+    options |= {name: x for name, x in given.items() if x is not None}
     return model(inputs, **{name: x for name, x in options.items() if name in parameters})
 
 
@@ -46,8 +62,9 @@ def cross_entropy(
     """The softmax cross entropy of `batch["image"]` and `batch["label"]`, in nats, and "accuracy".
 
     Args:
-      model: Model that returns logits `(b, classes)` for images.
-      batch: Rows of "image" and "label", whole numbers `(b,)`; "mask" `(b,)`, if there is padding.
+      model: Model that returns logits `(b, classes)` for images, or for the rows of a table.
+      batch: Rows of "image", or of "x" and perhaps "categories"; and of "label", whole numbers
+        `(b,)`; "mask" `(b,)`, if there is padding.
       train: Whether this is training.
       label_smoothing: Fraction of the target that is spread over all classes, in training.
 
@@ -55,8 +72,8 @@ def cross_entropy(
       Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", CVPR 2016,
       section 7. https://arxiv.org/abs/1512.00567
     """
-    images, labels = _fields(batch, "cross_entropy", "image", "label")
-    logits = call_model(model, images, train, batch.get("mask"))
+    inputs, labels = _fields(batch, "cross_entropy", "x" if "x" in batch else "image", "label")
+    logits = call_model(model, inputs, train, batch.get("mask"), batch.get("categories"))
     if logits.ndim != 2:
         raise ConfigError(f"cross_entropy: the model gives {logits.shape}. They need (b, classes).")
     losses = _cross_entropy(logits, labels, label_smoothing if train else 0.0)
@@ -106,11 +123,11 @@ def mean_squared_error(model: Model, batch: ArrayBatch, train: bool) -> Float[Ar
 
     Args:
       model: Model that returns predictions of the shape of "y" for "x".
-      batch: Rows of "x" and "y".
+      batch: Rows of "x" and "y", and perhaps of the "categories" of a table.
       train: Whether this is training.
     """
     x, y = _fields(batch, "mean_squared_error", "x", "y")
-    predictions = call_model(model, x, train)
+    predictions = call_model(model, x, train, categories=batch.get("categories"))
     if predictions.shape != y.shape:
         raise ConfigError(
             f"mean_squared_error: the model gives {predictions.shape} for targets of {y.shape}. "
@@ -124,7 +141,7 @@ def outputs(model: Model, batch: ArrayBatch) -> Any:
     for name in ("image", "tokens", "x"):
         if name in batch:
             inputs = batch[name][:, :-1] if name == "tokens" else batch[name]
-            return call_model(model, inputs, train=False)
+            return call_model(model, inputs, False, categories=batch.get("categories"))
     raise ConfigError(
         f"The batch holds {', '.join(batch)}, of which none is known for the model's inputs. Give "
         "predict a function(model, batch)."

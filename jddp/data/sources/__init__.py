@@ -15,14 +15,25 @@ from jddp.data.sources.fashion_mnist import fashion_mnist
 from jddp.data.sources.image_folder import image_folder
 from jddp.data.sources.records import array_record, hugging_face, parquet
 from jddp.data.sources.stdlib_text import python_stdlib
+from jddp.data.sources.table import table_in_files
 from jddp.data.sources.tokens import tokens
 from jddp.errors import ConfigError
 from jddp.names import check_arguments, defaults_of, look_up
 from jddp.typing import Settings
 
-_FORMATS: tuple[Callable[..., DataSource], ...] = (array_record, fashion_mnist, hugging_face, idx)
-_FORMATS += (image_folder, npy, npz, parquet, python_stdlib, tokens)
-SOURCES: dict[str, Callable[..., DataSource]] = {make.__name__: make for make in _FORMATS}
+SOURCES: dict[str, Callable[..., DataSource]] = {
+    "array_record": array_record,
+    "fashion_mnist": fashion_mnist,
+    "hugging_face": hugging_face,
+    "idx": idx,
+    "image_folder": image_folder,
+    "npy": npy,
+    "npz": npz,
+    "parquet": parquet,
+    "python_stdlib": python_stdlib,
+    "table": table_in_files,
+    "tokens": tokens,
+}
 KEYS = {"source": "data.source", "directory": "data.dir"}
 
 

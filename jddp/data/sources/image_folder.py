@@ -24,6 +24,7 @@ from jddp.data.augment import CropAndFlip
 from jddp.data.examples import NumpyBatch, per_channel
 from jddp.data.extras import import_extra
 from jddp.data.source import DataSet, DataSource, image_spec, make_data_set
+from jddp.data.split import check_share
 from jddp.errors import ConfigError, DataError
 
 # By the first bytes of a file, whatever its name. Other formats of Pillow start programs.
@@ -233,8 +234,8 @@ def image_folder(
     """
     if undecodable not in ("error", "mask"):
         raise ConfigError(f"data.kwargs.undecodable: {undecodable!r}. Choose 'error' or 'mask'.")
-    if test_share is not None and not 0 < test_share < 1:
-        raise ConfigError(f"data.kwargs.test_share: {test_share!r} is not between 0 and 1.")
+    if test_share is not None:
+        check_share(test_share)
     import_extra("PIL", needed_by="image_folder")
     masks = undecodable == "mask"
 

@@ -23,15 +23,16 @@ from jddp.zoo.models.cnn import CNN, CNN_NNX
 from jddp.zoo.models.gpt import GPT, gpt2
 from jddp.zoo.models.mlp import MLP
 from jddp.zoo.models.resnet import ResNet, resnet18, resnet50
+from jddp.zoo.models.tabular import Tabular
 from jddp.zoo.models.vit import ViT, vit_b16
 
 Module = nn.Module | nnx.Module
 
 MODELS: dict[str, Callable[..., Module]] = {"cnn": CNN, "cnn_nnx": CNN_NNX, "gpt": GPT}
 MODELS |= {"gpt2": gpt2, "mlp": MLP, "resnet18": resnet18, "resnet50": resnet50}
-MODELS |= {"vit": ViT, "vit_b16": vit_b16}
+MODELS |= {"tabular": Tabular, "vit": ViT, "vit_b16": vit_b16}
 
-__all__ = ["CNN", "CNN_NNX", "GPT", "MLP", "MODELS", "ResNet", "ViT"]
+__all__ = ["CNN", "CNN_NNX", "GPT", "MLP", "MODELS", "ResNet", "Tabular", "ViT"]
 __all__ += ["gpt2", "resnet18", "resnet50", "vit_b16"]
 
 

@@ -1,0 +1,106 @@
+"""How the columns of a table become arrays of numbers: decided by the training part, then kept.
+
+encoding = encoding_of(train, inputs, categorical, normalize=True, reserves_unseen=False)
+arrays = encoding.arrays(test)                        # {"x": ..., "categories": ...}
+encoding = Encoding(**json.loads(...))                # as the manifest of a run has it
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from jddp.data.examples import NumpyBatch
+from jddp.data.sources.columns import Columns
+from jddp.typing import JsonObject
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What is computed from the inputs of a table.
+
+    Attributes:
+      means: Number that is subtracted from a column of numbers, by its name.
+      stds: Divisor after the subtraction, by the name of the column.
+      categories: Categories of a categorical column, in the order of their numbers, by its name.
+      reserves_unseen: Whether any other category has the number after the last one; it is an error
+        otherwise.
+    """
+
+    means: Mapping[str, float]
+    stds: Mapping[str, float]
+    categories: Mapping[str, Sequence[str]]
+    reserves_unseen: bool = False
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns that are read."""
+        return [*self.means, *self.categories]
+
+    @property
+    def num_categories(self) -> list[int]:
+        """Number of categories of each categorical column, with the reserved one."""
+        return [len(names) + self.reserves_unseen for names in self.categories.values()]
+
+    def arrays(self, table: Columns) -> NumpyBatch:
+        """float32 "x" `(rows, numbers)`, and int32 "categories" `(rows, columns)` if there are any.
+
+        Raises:
+          DataError: If an entry is no number, or its category is unseen and none is reserved.
+        """
+        numbers = [
+            (table.numbers(name) - self.means[name]) / self.stds[name] for name in self.means
+        ]
+        found = {"x": _side_by_side(numbers, len(table), np.dtype("float32"))}
+        if self.categories:
+            columns = [self._numbers_of(table, name) for name in self.categories]
+            found["categories"] = _side_by_side(columns, len(table), np.dtype("int32"))
+        return found
+
+    def _numbers_of(self, table: Columns, name: str) -> np.ndarray:
+        known = self.categories[name]
+        unseen = len(known) if self.reserves_unseen else None
+        return table.numbers_of(name, known, unseen=unseen)
+
+    def to_json(self) -> JsonObject:
+        """The arguments that make it again."""
+        return asdict(self)
+
+
+def encoding_of(
+    train: Columns,
+    inputs: Sequence[str],
+    categorical: Sequence[str],
+    *,
+    normalize: bool,
+    reserves_unseen: bool,
+) -> Encoding:
+    """The encoding of these inputs, with the statistics and the categories of the training part.
+
+    Args:
+      train: The training part.
+      inputs: Names of the columns that the model gets.
+      categorical: The inputs that are categories; the others are numbers.
+      normalize: Whether numbers get mean 0 and standard deviation 1. A column of one number, which
+        has none, gets mean 0.
+      reserves_unseen: Whether categories that the training part lacks get a number.
+
+    Raises:
+      DataError: If an entry is no number.
+    """
+    names = [name for name in inputs if name not in categorical]
+    numbers = {name: train.numbers(name) if normalize else np.zeros(1) for name in names}
+    return Encoding(
+        {name: float(x.mean()) for name, x in numbers.items()},
+        {name: float(x.std()) or 1.0 for name, x in numbers.items()},
+        {name: train.categories(name) for name in inputs if name in categorical},
+        reserves_unseen,
+    )
+
+
+def _side_by_side(columns: Sequence[np.ndarray], num_rows: int, dtype: np.dtype) -> np.ndarray:
+    """Columns as one array `(num_rows, columns)`, which may have no column."""
+    out = np.empty((num_rows, len(columns)), dtype)
+    for index, column in enumerate(columns):
+        out[:, index] = column
+    return out

@@ -1,0 +1,166 @@
+"""Rows of CSV and Parquet files, by the names of their columns.
+
+    data.name=table  data.dir=houses
+    data.kwargs: {inputs: [area, rooms, city], categorical: [city], target: price}
+
+Numbers are normalized by the mean and the standard deviation of the training part, and categories
+are numbered by it. The run keeps both, for `jddp predict RUN --data new.csv`.
+
+All rows are in memory: 4 bytes for each input of each row, and, while files are read, their
+columns as text.
+"""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from jddp.data.examples import ArrayExamples, NumpyBatch
+from jddp.data.extras import import_extra
+from jddp.data.source import DataSet, DataSource, make_data_set, spec_of
+from jddp.data.sources.columns import ENDINGS, Columns, read_columns
+from jddp.data.sources.encoding import Encoding, encoding_of
+from jddp.data.split import check_share, rows_for_testing
+from jddp.errors import ConfigError, DataError
+
+TASKS = ("classification", "regression")
+
+
+def table_in_files(
+    *,
+    directory: Path,
+    inputs: Sequence[str],
+    target: str,
+    categorical: Sequence[str] = (),
+    normalize: bool = True,
+    task: str | None = None,
+    unseen: str = "error",
+    test_share: float | None = None,
+) -> DataSource:
+    """The source "table": CSV or Parquet files in a directory, which are read into memory.
+
+    Args:
+      directory: Folder of train*.csv and test*.csv, or of such files of Parquet; with `test_share`,
+        of any such files.
+      inputs: Names of the columns that the model gets.
+      target: Name of the column that it predicts.
+      categorical: The inputs that are categories; the others are numbers.
+      normalize: Whether numbers get mean 0 and standard deviation 1 over the training part.
+      task: "classification" or "regression"; by default regression if the target is numbers of
+        which one is not whole.
+      unseen: "error", or "reserve": a category that the training part lacks gets a number of its
+        own, whose embedding is never trained.
+      test_share: Fraction of the rows that are for testing; None if they are in files of their own.
+
+    Raises:
+      ConfigError: If an argument breaks its rule, or pyarrow is not installed.
+      DataError: If a file is missing or damaged, lacks a column, has text where numbers are
+        needed, or a category or class that only the test part has.
+    """
+    _check(inputs, categorical, target, task=task, unseen=unseen)
+    import_extra("pyarrow", needed_by="table")
+    names = [*inputs, target]
+    training, testing = _parts(directory, names, test_share)
+    encoding = encoding_of(
+        training, inputs, categorical, normalize=normalize, reserves_unseen=unseen == "reserve"
+    )
+    classes = _classes(training, target, task)
+    parts = [
+        encoding.arrays(part) | _targets(part, target, classes) for part in (training, testing)
+    ]
+    data = _data_set(f"table {directory}", parts, encoding, classes)
+    return DataSource(
+        spec_of(data.train),
+        lambda: data,
+        sizes={"num_classes": len(classes)} if classes else {},
+        num_categories=encoding.num_categories,
+    )
+
+
+def rows_in(path: Path, encoding: Encoding) -> ArrayExamples:
+    """The inputs of a CSV or Parquet file, encoded like those of a run.
+
+    Raises:
+      DataError: As for `table`.
+    """
+    return ArrayExamples(encoding.arrays(read_columns([path], encoding.columns)))
+
+
+def _check(
+    inputs: Sequence[str],
+    categorical: Sequence[str],
+    target: str,
+    *,
+    task: str | None,
+    unseen: str,
+) -> None:
+    if not inputs or len({*inputs, target}) != len(inputs) + 1:
+        raise ConfigError(
+            f"data.kwargs.inputs: {[*inputs]} with target {target!r}. Name at least one column, "
+            "each once, and not the target."
+        )
+    if others := sorted({*categorical} - {*inputs}):
+        raise ConfigError(f"data.kwargs.categorical: {others[0]!r} is no input. Add it to inputs.")
+    if task not in (None, *TASKS):
+        raise ConfigError(f"data.kwargs.task: {task!r}. Choose one of {', '.join(TASKS)}.")
+    if unseen not in ("error", "reserve"):
+        raise ConfigError(f"data.kwargs.unseen: {unseen!r}. Choose 'error' or 'reserve'.")
+
+
+def _parts(
+    directory: Path, names: Sequence[str], test_share: float | None
+) -> tuple[Columns, Columns]:
+    """The rows for training, and the rows for testing."""
+    if test_share is None:
+        train, test = (read_columns(_files(directory, part), names) for part in ("train", "test"))
+        return train, test
+    check_share(test_share)
+    rows = read_columns(_files(directory, ""), names)
+    is_test = rows_for_testing(len(rows), test_share)
+    if is_test.all() or not is_test.any():
+        raise DataError(
+            f"{directory}: test_share={test_share} leaves one part of {len(rows)} rows empty. "
+            "Choose another share."
+        )
+    return rows.where(~is_test), rows.where(is_test)
+
+
+def _files(directory: Path, part: str) -> list[Path]:
+    """The files of a part, in the order of their names."""
+    found = [path for ending in ENDINGS for path in sorted(directory.glob(f"{part}*{ending}"))]
+    if not found:
+        raise DataError(
+            f"{directory}: no files {part}*.csv or {part}*.parquet. Add them; or give "
+            "data.kwargs.test_share, which splits any files."
+        )
+    return found
+
+
+def _classes(training: Columns, target: str, task: str | None) -> list[str]:
+    """The classes of the target, in the order of their numbers; empty for regression."""
+    if task == "regression":
+        return []
+    if task is None and training.is_numeric(target):
+        numbers = training.numbers(target)
+        if (numbers != np.round(numbers)).any():
+            return []
+    return training.categories(target)
+
+
+def _targets(part: Columns, target: str, classes: Sequence[str]) -> NumpyBatch:
+    if classes:
+        return {"label": part.numbers_of(target, classes)}
+    return {"y": part.numbers(target).astype(np.float32)[:, None]}
+
+
+def _data_set(
+    name: str, parts: Sequence[NumpyBatch], encoding: Encoding, classes: Sequence[str]
+) -> DataSet:
+    digest = sha256(repr((encoding.to_json(), [*classes])).encode())
+    for part in parts:
+        for array in part.values():
+            digest.update(array.tobytes())
+    return make_data_set(
+        name, *parts, sha256_hex=digest.hexdigest(), classes=classes, encoding=encoding.to_json()
+    )

@@ -1,0 +1,178 @@
+"""Tables: columns by name, encoded by the training part, refused where they do not fit."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jddp.data import make_source
+from jddp.data.sources.encoding import Encoding
+from jddp.data.sources.table import rows_in
+from jddp.data.split import rows_for_testing
+from jddp.errors import ConfigError, DataError
+
+TRAIN = {
+    "area": [10.0, 20.0, 30.0, 40.0],
+    "city": ["Rome", "Łódź", "Rome", ""],
+    "rooms": [1, 2, 3, 2],
+    "kind": ["dear", "cheap", "dear", "dear"],
+    "price": [1.5, 2.0, 3.0, 4.0],
+}
+TEST = {name: column[:2] for name, column in TRAIN.items()}
+INPUTS = {"inputs": ["area", "city"], "categorical": ["city"], "target": "kind"}
+
+
+def as_csv(columns):
+    rows = [columns.keys(), *zip(*columns.values(), strict=True)]
+    return "".join(",".join(map(str, row)) + "\n" for row in rows)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for part, columns in (("train", TRAIN), ("test", TEST)):
+        (tmp_path / f"{part}.csv").write_text(as_csv(columns))
+    return tmp_path
+
+
+def source_in(folder, **kwargs):
+    return make_source("table", directory=str(folder), kwargs=INPUTS | kwargs)
+
+
+def rows_of(examples):
+    return examples.take(np.arange(len(examples)))
+
+
+def test_numbers_are_normalized_and_categories_numbered_by_the_training_part(folder):
+    source = source_in(folder)
+    data = source.load()
+    train, test = rows_of(data.train), rows_of(data.test)
+    np.testing.assert_allclose(train["x"][:, 0], (np.array(TRAIN["area"]) - 25) / np.sqrt(125))
+    np.testing.assert_array_equal(test["x"], train["x"][:2])  # not by their own mean
+    assert train["categories"].tolist() == [[1], [2], [1], [0]]  # "", Rome, Łódź
+    assert train["label"].tolist() == [1, 0, 1, 1]
+    assert data.classes == ("cheap", "dear")
+    assert {name: (x.shape[1:], x.dtype) for name, x in train.items()} == source.spec
+    assert (source.sizes, source.num_categories) == ({"num_classes": 2}, [3])
+
+
+def test_parquet_gives_the_same_rows_as_csv(folder, tmp_path):
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    for part, columns in (("train", TRAIN), ("test", TEST)):
+        pq.write_table(pa.table(columns), packed / f"{part}-0.parquet")
+    expected, found = source_in(folder).load(), source_in(packed).load()
+    for name, array in rows_of(expected.train).items():
+        np.testing.assert_array_equal(rows_of(found.train)[name], array)
+    assert found.sha256 == expected.sha256
+
+
+def test_a_target_that_is_not_whole_is_a_number_and_text_or_whole_numbers_are_classes(folder):
+    assert rows_of(source_in(folder, target="price").load().train)["y"].shape == (4, 1)
+    assert source_in(folder, target="rooms").load().classes == ("1", "2", "3")
+    found = rows_of(source_in(folder, target="rooms", task="regression").load().train)
+    assert found["y"].tolist() == [[1], [2], [3], [2]]
+
+
+def test_numbers_may_stay_as_they_are_and_columns_may_be_categories_alone(folder):
+    found = rows_of(source_in(folder, normalize=False).load().train)
+    assert found["x"].tolist() == [[10], [20], [30], [40]]
+    found = rows_of(source_in(folder, inputs=["city"]).load().train)
+    assert (found["x"].shape, found["categories"].shape) == ((4, 0), (4, 1))
+
+
+def test_a_column_of_one_number_is_not_divided_by_zero(folder):
+    (folder / "train.csv").write_text(as_csv({**TRAIN, "area": [7] * 4}))
+    assert not rows_of(source_in(folder).load().train)["x"].any()
+
+
+def test_one_share_of_the_rows_is_for_testing_and_stays_there_when_rows_are_added(tmp_path):
+    is_test = rows_for_testing(10_000, 0.2)
+    assert abs(is_test.mean() - 0.2) < 0.02
+    np.testing.assert_array_equal(rows_for_testing(500, 0.2), is_test[:500])
+    (tmp_path / "all.csv").write_text("x,y\n" + "".join(f"{i},{i}.5\n" for i in range(100)))
+    share = {"inputs": ["x"], "categorical": [], "target": "y", "test_share": 0.2}
+    data = source_in(tmp_path, normalize=False, **share).load()
+    tested = rows_of(data.test)["x"][:, 0]
+    np.testing.assert_array_equal(tested, np.flatnonzero(rows_for_testing(100, 0.2)))
+    both = {*tested, *rows_of(data.train)["x"][:, 0]}
+    assert both == {*range(100)}
+
+
+def test_new_rows_are_encoded_like_those_of_the_run(folder):
+    data = source_in(folder).load()
+    encoding = Encoding(**data.encoding)
+    (folder / "new.csv").write_text("city,area\nRome,20\n")  # without a target, in another order
+    found = rows_of(rows_in(folder / "new.csv", encoding))
+    np.testing.assert_array_equal(found["x"], rows_of(data.train)["x"][1:2])
+    assert found["categories"].tolist() == [[1]]
+
+
+def test_an_unseen_category_may_have_a_number_of_its_own(folder):
+    (folder / "test.csv").write_text(as_csv({**TEST, "city": ["Oslo", "Rome"]}))
+    source = source_in(folder, unseen="reserve")
+    assert rows_of(source.load().test)["categories"].tolist() == [[3], [1]]
+    assert source.num_categories == [4]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"city": ["Rome", "Oslo"]}, "row 2 .* has 'Oslo' in column 'city': none of the 3 cat"),
+        ({"area": [1, "two"]}, "row 2 .* has 'two' in column 'area': no number"),
+        ({"area": ["", 2]}, "row 1 .* has '' in column 'area': no number"),
+        ({"area": [1, "inf"]}, "row 2 .* has 'inf' in column 'area': no finite number"),
+        ({"kind": ["dear", "free"]}, "row 2 .* has 'free' in column 'kind': none of the 2"),
+    ],
+)
+def test_a_bad_entry_is_named_by_file_row_and_column(folder, change, message):
+    (folder / "test.csv").write_text(as_csv(TEST | change))
+    with pytest.raises(DataError, match=f"test.csv: {message}") as error:
+        source_in(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_bad_entry_is_named_in_the_second_of_two_files_too(folder):
+    (folder / "train2.csv").write_text(as_csv({**TRAIN, "area": [1, 2, "x", 4]}))
+    with pytest.raises(DataError, match="train2.csv: row 3 "):
+        source_in(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("area,town,kind\n1,Rome,dear\n", "no column 'city'. It has area, town, kind"),
+        ("area,city,city,kind\n1,a,b,dear\n", "more than one column 'city'"),
+        ("area,city,kind\n1,Rome\n", "not a whole CSV file"),
+        ("area,city,kind\n", "no rows"),
+        ("", "not a whole CSV file"),
+    ],
+)
+def test_a_file_that_is_not_the_table_is_refused_in_one_line(folder, text, message):
+    (folder / "train.csv").write_text(text)
+    with pytest.raises(DataError, match=f"train.csv: {message}") as error:
+        source_in(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_dates_are_no_numbers(tmp_path):
+    dates = {**TRAIN, "area": np.array(["2020-01-01"] * 4, "datetime64[s]")}
+    for part in ("train", "test"):
+        pq.write_table(pa.table(dates), tmp_path / f"{part}.parquet")
+    with pytest.raises(DataError, match="column 'area' is timestamp.*List it in data.kwargs.cat"):
+        source_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"inputs": []}, "Name at least one column"),
+        ({"inputs": ["area", "kind"]}, "not the target"),
+        ({"categorical": ["rooms"]}, "'rooms' is no input"),
+        ({"task": "ranking"}, "Choose one of classification, regression"),
+        ({"unseen": "drop"}, "Choose 'error' or 'reserve'"),
+        ({"test_share": 1.5}, "not between 0 and 1"),
+    ],
+)
+def test_an_argument_that_breaks_its_rule_is_refused(folder, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        source_in(folder, **kwargs)
