@@ -49,7 +49,7 @@ NOT_READABLE = (ConfigError, ValueError, RecursionError, YAMLError, OmegaConfBas
 NAMED = ("data", "model", "optimizer", "optimizer.schedule", "ddp.reduction.hook")
 RIVALS = [
     *((section, ("name", "target"), ("kwargs",)) for section in NAMED),
-    ("loss", ("name", "target"), ("kwargs", "eval_target", "eval_kwargs")),
+    ("loss", ("name", "target"), ("kwargs", "class_weights", "eval_target", "eval_kwargs")),
     ("loss", ("eval_target",), ("eval_kwargs",)),
     ("train", ("num_steps", "num_epochs"), ()),
     ("ddp.strategy", ("name",), ("every", "start", "outer", "number", "regather", "group_size")),

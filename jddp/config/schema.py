@@ -154,6 +154,17 @@ class LossConfig(NamedSection):
         None, "Your own function for evaluation, of that form; or the loss itself."
     )
     eval_kwargs: Kwargs = option({}, "Its arguments.")
+    class_weights: list[Annotated[float, Field(ge=0)]] | Literal["balanced"] | None = option(
+        None, "A weight for each class, or 'balanced', from the training labels."
+    )
+
+    @model_validator(mode="after")
+    def _weights_have_classes(self) -> "LossConfig":
+        if self.class_weights is not None and self.name != "cross_entropy":
+            raise ValueError(
+                "'class_weights' need name=cross_entropy: a loss of your own can return jddp.Mean"
+            )
+        return self
 
     @model_validator(mode="after")
     def _arguments_have_a_function(self) -> "LossConfig":
@@ -311,6 +322,11 @@ class Config(Section):
             )
         if self.checkpoint.start_from is not None and self.model.init_from is not None:
             raise ConfigError("checkpoint.start_from has the weights, too: drop model.init_from.")
+        if self.loss.class_weights is not None and self.data.mixup is not None:
+            raise ConfigError(
+                "loss.class_weights and data.mixup cannot be combined: a mixed example has two "
+                "classes. Leave one of them out."
+            )
         for key in self.checkpoint.allow_changed:
             known = [".".join(path) for path in keys_of(Config)]
             if not any(f"{key}.".startswith(f"{name}.") for name in known):

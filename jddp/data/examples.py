@@ -14,6 +14,8 @@ from jddp.errors import DataError
 
 NumpyBatch = dict[str, np.ndarray]
 
+_NUM_READ = 1024  # examples at a time, of which only the labels are kept
+
 # The dtypes that JAX would convert to; converted here, so that specs are known beforehand.
 _NARROW = {"float64": np.float32, "int64": np.int32, "uint64": np.uint32}
 
@@ -73,6 +75,11 @@ class ArrayExamples:
         labels = self._arrays.get("label", np.zeros(1))
         return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
 
+    @property
+    def labels(self) -> np.ndarray | None:
+        """The array "label", if there is one."""
+        return self._arrays.get("label")
+
     def take(self, indices: np.ndarray) -> NumpyBatch:
         """The rows at `indices` of every array.
 
@@ -80,6 +87,15 @@ class ArrayExamples:
           DataError: If a number of a mapped array is not finite, or needs 64 bits.
         """
         return {name: in_32_bits(name, x[indices], indices) for name, x in self._arrays.items()}
+
+
+def labels_of(examples: Examples) -> np.ndarray:
+    """The "label" of every example: of its attribute `labels`; without one, all are read."""
+    labels = getattr(examples, "labels", None)
+    if labels is not None:
+        return np.asarray(labels)
+    parts = np.array_split(np.arange(len(examples)), 1 + len(examples) // _NUM_READ)
+    return np.concatenate([examples.take(part)["label"] for part in parts])
 
 
 def per_channel(name: str, given: float | Sequence[float], num_channels: int) -> np.ndarray:
@@ -132,7 +148,7 @@ class ImageExamples:
                 "needs one whole number."
             )
         self._images = images
-        self._labels = labels
+        self.labels = labels
         divisor = per_channel("std", std, images.shape[-1])
         self._scale = np.float32(1 / 255) / divisor
         self._offset = per_channel("mean", mean, images.shape[-1]) / divisor
@@ -152,7 +168,7 @@ class ImageExamples:
             images -= self._offset
         else:
             check_numbers("image", images, indices)
-        return {"image": images, "label": self._labels[indices].astype(np.int32)}
+        return {"image": images, "label": self.labels[indices].astype(np.int32)}
 
 
 def in_32_bits(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarray) -> np.ndarray:

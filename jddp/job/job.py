@@ -42,7 +42,7 @@ from jddp.inspection.outputs import num_outputs
 from jddp.job.initial_weights import initial_weights
 from jddp.job.length import num_steps_of
 from jddp.job.optimizers import Schedule, optimizer_of
-from jddp.job.parts import Parts, resolve_parts
+from jddp.job.parts import Parts, resolve_parts, with_class_weights
 from jddp.trainer.arguments import steps_left
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.own_loop import Checkpoints
@@ -319,6 +319,8 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     num_steps = config.train.num_steps
     if data is not None:
         agree("data set", {"sha256": data.sha256})
+        parts = with_class_weights(parts, data)
+        config = parts.config
         num_steps = num_steps_of(config, len(data.train), folder)
     optimizer, learning_rate = optimizer_of(config, num_steps or 1)
     num_devices = None if config.mesh.num_devices == "auto" else config.mesh.num_devices

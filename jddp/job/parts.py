@@ -4,6 +4,7 @@ A registered name is looked up in its package; a target, `package.module:Name`, 
 Mistakes in several sections are collected, so that one run of the command shows them all.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from jddp.config.options import (
 )
 from jddp.config.schema import Config
 from jddp.config.sections import Kwargs, NamedSection
-from jddp.data import DataSource, make_source, source_of
+from jddp.data import DataSet, DataSource, make_source, source_of
+from jddp.data.examples import labels_of
 from jddp.engine.strategy import FSDP, LogicalReplicas, Strategy
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
+from jddp.job.class_weights import balanced_weights, weighted
 from jddp.job.optimizers import optimizer_of
 from jddp.names import accepted_names, check_arguments, defaults_of, named, resolve_target
 from jddp.reduce.hooks import CommHook
@@ -161,7 +164,33 @@ def find_loss(config: Config) -> LossFn:
     """The loss that a config names."""
     loss = config.loss
     found = named(loss, "loss", LOSSES, "loss")
-    return _with_arguments(found, loss.kwargs, "loss.target", "loss.kwargs")
+    filled = _with_arguments(found, loss.kwargs, "loss.target", "loss.kwargs")
+    weights = loss.class_weights
+    return filled if weights is None or weights == "balanced" else weighted(filled, weights)
+
+
+def with_class_weights(parts: Parts, data: DataSet) -> Parts:
+    """The parts, with balanced class weights computed and given ones checked.
+
+    Raises:
+      ConfigError: If the data have no classes, or another number of them.
+      DataError: If a class has no training example.
+    """
+    config, spec = parts.config, parts.source.spec
+    weights = config.loss.class_weights
+    num_classes = parts.source.sizes.get("num_classes", 0)
+    if weights is None:
+        return parts
+    if "label" not in spec or spec["label"][1].kind not in "iu":
+        raise ConfigError("loss.class_weights: the data have no classes. Leave them out.")
+    if weights == "balanced":
+        weights = balanced_weights(labels_of(data.train), num_classes)
+        config = with_overrides(config, {"loss.class_weights": weights})
+    if num_classes not in (0, len(weights)):
+        raise ConfigError(
+            f"loss.class_weights: {len(weights)} weights for {num_classes} classes. Give one each."
+        )
+    return dataclasses.replace(parts, config=config, loss_fn=find_loss(config))
 
 
 def find_eval_fn(config: Config) -> LossFn | None:

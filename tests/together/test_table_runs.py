@@ -9,7 +9,7 @@ import jddp
 from jddp.__main__ import main
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, DataError
-from jddp.job.job import build, train
+from jddp.job.job import train
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 
@@ -58,7 +58,10 @@ def test_two_devices_train_a_table_as_one_does_and_new_rows_are_predicted_by_nam
     new.write_text("city,note,height\nRome,a,52\nOslo,b,49\n")
     command = ["predict", str(two.run_dir), "--data", str(new), "--out", str(out)]
     assert main(command) == 0
-    assert [row["label"] for row in csv.DictReader(out.open())] == ["warm", "cold"]
+    assert [row["label"] for row in csv.DictReader(out.read_text().splitlines())] == [
+        "warm",
+        "cold",
+    ]
 
     out.unlink()
     new.write_text("city,height\nRome,52\nParis,49\n")
@@ -74,4 +77,4 @@ def test_two_devices_train_a_table_as_one_does_and_new_rows_are_predicted_by_nam
 
 def test_a_model_without_an_argument_for_categories_is_refused(folder):
     with pytest.raises(ConfigError, match="no argument 'categories'.*model.name=tabular"):
-        build(config(folder, model={"name": "mlp", "kwargs": {}}))
+        train(config(folder, model={"name": "mlp", "kwargs": {}}))
