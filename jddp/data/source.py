@@ -9,6 +9,7 @@ import numpy as np
 from jddp.data.augment import Augment
 from jddp.data.examples import Examples
 from jddp.data.row_examples import as_examples
+from jddp.data.split import check_share, hold_back
 from jddp.html import Shown, TextTable
 from jddp.typing import JsonObject
 
@@ -108,6 +109,27 @@ def source_of(name: str, train: object, test: object) -> DataSource:
     """
     data = make_data_set(name, train, test)
     return DataSource(spec_of(data.train), lambda: data)
+
+
+def source_of_parts(
+    name: str, read: Callable[[str], object], test_share: float | None
+) -> DataSource:
+    """A source of data whose parts are opened at once.
+
+    Args:
+      name: First words of the description.
+      read: Function that returns the part "train" or "test".
+      test_share: Fraction of the training part that is for testing in place of "test"; None to read
+        both.
+
+    Raises:
+      ConfigError: If the share is not between 0 and 1.
+      DataError: If the data cannot be read.
+    """
+    if test_share is None:
+        return source_of(name, read("train"), read("test"))
+    check_share(test_share)
+    return source_of(name, *hold_back(as_examples(read("train")), test_share))
 
 
 def image_spec(*shape: int) -> Spec:

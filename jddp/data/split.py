@@ -1,13 +1,47 @@
 """Splits examples into those for training and those for testing, where the data has one part.
 
     is_test = rows_for_testing(len(rows), 0.2)
+    train, test = hold_back(examples, 0.2)
 
 The number of a row decides, and no seed: a row stays on its side when others are added after it.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from jddp.errors import ConfigError
+from jddp.data.examples import Examples, NumpyBatch, labels_of
+from jddp.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """Some of other examples.
+
+    Attributes:
+      examples: The other examples.
+      rows: Their indices, in the order of the subset.
+    """
+
+    examples: Examples
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The labels of the subset."""
+        return labels_of(self.examples)[self.rows]
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes of all examples; 0 if it is unknown."""
+        return getattr(self.examples, "num_classes", 0)
+
+    def take(self, indices: np.ndarray) -> NumpyBatch:
+        """The examples at `indices` of the subset."""
+        return self.examples.take(self.rows[indices])
 
 
 def check_share(test_share: float) -> None:
@@ -29,3 +63,29 @@ def rows_for_testing(num_rows: int, test_share: float) -> np.ndarray:
     check_share(test_share)
     # numpy promises Philox's raw bits, not what `Generator` makes of them (NEP 19).
     return np.random.Philox(key=0).random_raw(num_rows) * 2.0**-64 < test_share
+
+
+def hold_back(examples: Examples, test_share: float) -> tuple[Examples, Examples]:
+    """The examples for training, and the examples for testing.
+
+    Raises:
+      ConfigError: If the share is not between 0 and 1.
+      DataError: If one of the two has no example.
+    """
+    is_test = rows_for_testing(len(examples), test_share)
+    refuse_empty(is_test, test_share)
+    train, test = (Subset(examples, np.flatnonzero(rows)) for rows in (~is_test, is_test))
+    return train, test
+
+
+def refuse_empty(is_test: np.ndarray, test_share: float) -> None:
+    """Refuses a split of so few rows that all are on one side.
+
+    Raises:
+      DataError: If they are.
+    """
+    if is_test.all() or not is_test.any():
+        raise DataError(
+            f"test_share={test_share} leaves one part of {len(is_test)} rows empty. Choose "
+            "another share, or give files for testing."
+        )

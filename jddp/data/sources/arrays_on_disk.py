@@ -15,7 +15,7 @@ import numpy as np
 
 from jddp.data.augment import FlipAndShift
 from jddp.data.examples import ImageExamples
-from jddp.data.source import DataSource, image_spec, make_data_set, source_of
+from jddp.data.source import DataSource, image_spec, make_data_set, source_of_parts
 from jddp.data.sources.idx import read_idx
 from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.errors import DataError
@@ -118,17 +118,19 @@ def _images(
     )
 
 
-def npz(*, directory: Path) -> DataSource:
+def npz(*, directory: Path, test_share: float | None = None) -> DataSource:
     """The source of all arrays in train.npz and test.npz in a directory.
 
     Args:
       directory: Folder of the two files; their arrays have one row per example.
+      test_share: Fraction of the rows of train.npz that are for testing in place of test.npz.
 
     Raises:
       DataError: If the files are missing or damaged, or do not hold examples.
     """
-    parts = (map_npz(directory / f"{part}.npz") for part in ("train", "test"))
-    return source_of(f"npz {directory}", *parts)
+    return source_of_parts(
+        f"npz {directory}", lambda part: map_npz(directory / f"{part}.npz"), test_share
+    )
 
 
 def load_weights(path: Path) -> np.ndarray:

@@ -5,8 +5,9 @@
 - `array_record`: train*.array_record and test*.array_record, with a function that makes a dict of
   arrays from the bytes of a record.
 
-They need the extra jddp[data]. Columns that hold anything but numbers are refused, unless
-`columns` leaves them out.
+With `test_share=0.2` this share of the training part is for testing, and no other is read. All need
+the extra jddp[data]. Columns that hold anything but numbers are refused, unless `columns` leaves
+them out.
 """
 
 import contextlib
@@ -16,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from jddp.data.extras import import_extra
-from jddp.data.source import DataSource, source_of
+from jddp.data.source import DataSource, source_of_parts
 from jddp.data.sources.decoded_rows import DecodedRows, StoredRows
 from jddp.data.sources.mapped import refusing_damage, require_file
 from jddp.errors import DataError, Error, FileSystemError
 from jddp.names import resolve_target
 
 
-def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> DataSource:
+def parquet(
+    *, directory: Path, columns: Sequence[str] | None = None, test_share: float | None = None
+) -> DataSource:
     """The source of Parquet files in a directory, with these columns (None for all)."""
 
     def read(part: str) -> DecodedRows:
@@ -43,10 +46,12 @@ def parquet(*, directory: Path, columns: Sequence[str] | None = None) -> DataSou
                 raise reason from None
         return DecodedRows(rows, where)
 
-    return source_of(f"parquet {directory}", read("train"), read("test"))
+    return source_of_parts(f"parquet {directory}", read, test_share)
 
 
-def hugging_face(*, directory: Path, columns: Sequence[str] | None = None) -> DataSource:
+def hugging_face(
+    *, directory: Path, columns: Sequence[str] | None = None, test_share: float | None = None
+) -> DataSource:
     """The source of data sets that were saved to disk, with these columns (None for all)."""
 
     def read(part: str) -> Any:
@@ -60,10 +65,10 @@ def hugging_face(*, directory: Path, columns: Sequence[str] | None = None) -> Da
             rows.data.validate(full=True)
             return DecodedRows(rows, where)
 
-    return source_of(f"hugging_face {directory}", read("train"), read("test"))
+    return source_of_parts(f"hugging_face {directory}", read, test_share)
 
 
-def array_record(*, directory: Path, decode: str) -> DataSource:
+def array_record(*, directory: Path, decode: str, test_share: float | None = None) -> DataSource:
     """The source of ArrayRecord files; the target `decode` makes a row from a record's bytes."""
 
     def read(part: str) -> Any:
@@ -78,7 +83,7 @@ def array_record(*, directory: Path, decode: str) -> DataSource:
             raise DataError(f"{where}: no records. Write some.")
         return grain.MapDataset.source(StoredRows(records, where)).map(function)
 
-    return source_of(f"array_record {directory}", read("train"), read("test"))
+    return source_of_parts(f"array_record {directory}", read, test_share)
 
 
 def _files(root: Path, part: str, ending: str) -> list[str]:

@@ -21,7 +21,7 @@ from jddp.data.extras import import_extra
 from jddp.data.source import DataSet, DataSource, make_data_set, spec_of
 from jddp.data.sources.columns import ENDINGS, Columns, read_columns
 from jddp.data.sources.encoding import Encoding, encoding_of
-from jddp.data.split import check_share, rows_for_testing
+from jddp.data.split import check_share, refuse_empty, rows_for_testing
 from jddp.errors import ConfigError, DataError
 
 TASKS = ("classification", "regression")
@@ -118,11 +118,7 @@ def _parts(
     check_share(test_share)
     rows = read_columns(_files(directory, ""), names)
     is_test = rows_for_testing(len(rows), test_share)
-    if is_test.all() or not is_test.any():
-        raise DataError(
-            f"{directory}: test_share={test_share} leaves one part of {len(rows)} rows empty. "
-            "Choose another share."
-        )
+    refuse_empty(is_test, test_share)
     return rows.where(~is_test), rows.where(is_test)
 
 

@@ -6,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jddp.data import make_source
+from jddp.data.examples import labels_of
 from jddp.data.sources.encoding import Encoding
 from jddp.data.sources.table import rows_in
 from jddp.data.split import rows_for_testing
@@ -96,6 +97,22 @@ def test_one_share_of_the_rows_is_for_testing_and_stays_there_when_rows_are_adde
     np.testing.assert_array_equal(tested, np.flatnonzero(rows_for_testing(100, 0.2)))
     both = {*tested, *rows_of(data.train)["x"][:, 0]}
     assert both == {*range(100)}
+
+
+@pytest.mark.parametrize("name", ["npz", "parquet"])
+def test_other_sources_hold_a_share_of_their_training_part_back(tmp_path, name):
+    rows = {"x": np.arange(50.0), "label": np.arange(50) % 3}
+    np.savez(tmp_path / "train.npz", **rows)
+    pq.write_table(pa.table(rows), tmp_path / "train.parquet")
+    data = make_source(name, directory=str(tmp_path), kwargs={"test_share": 0.2}).load()
+    is_test = rows_for_testing(50, 0.2)
+    np.testing.assert_array_equal(rows_of(data.train)["x"], np.flatnonzero(~is_test))
+    np.testing.assert_array_equal(rows_of(data.test)["x"], np.flatnonzero(is_test))
+    np.testing.assert_array_equal(labels_of(data.train), np.flatnonzero(~is_test) % 3)
+    with pytest.raises(ConfigError, match="test_share: 1.5 is not between 0 and 1"):
+        make_source(name, directory=str(tmp_path), kwargs={"test_share": 1.5})
+    with pytest.raises(DataError, match="leaves one part of 50 rows empty"):
+        make_source(name, directory=str(tmp_path), kwargs={"test_share": 1e-9})
 
 
 def test_new_rows_are_encoded_like_those_of_the_run(folder):
