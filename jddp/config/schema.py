@@ -80,6 +80,9 @@ class TrainConfig(Section):
     eval_params: Literal["params", "ema"] = option(
         "params", "Evaluate the parameters, or their moving average."
     )
+    limit_eval_batches: int | None = option(
+        None, "Batches of an evaluation, the first ones; null evaluates all.", ge=1
+    )
     log_every_steps: int = option(50, "Steps between lines of metrics.", "none", ge=1)
     check_replicas_every_steps: int | None = option(
         500, "Steps between bitwise comparisons of all replicas; or null.", "none", ge=1

@@ -161,6 +161,7 @@ class Job:
                 resume=config.checkpoint.resume,
                 evaluation=test_batches(config, self.data),
                 eval_params=config.train.eval_params,
+                limit_eval_batches=config.train.limit_eval_batches,
                 learning_rate=self.learning_rate,
                 checks=Checks(
                     replicas_every_steps=config.train.check_replicas_every_steps,

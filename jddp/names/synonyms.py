@@ -40,6 +40,7 @@ eval_fn                loss.eval_target        compute_metrics eval_fn
 fit.resume             checkpoint.resume       resume_from_checkpoint ckpt_path
 jddp.Keep              checkpoint.keep_every_steps keep_every_steps
 jddp.Evaluation        train.eval_params       eval_params
+jddp.Evaluation        train.limit_eval_batches limit_val_batches limit_eval_batches
 jddp.Checks            train.max_consecutive_skips max_consecutive_skips
 jddp.Checks            train.check_replicas_every_steps check_replicas_every_steps
 jddp.Checks            train.on_spike          on_spike spike_detection

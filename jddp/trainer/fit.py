@@ -122,6 +122,7 @@ def fit(
         resume=resume,
         evaluation=tests,
         eval_params=evaluation.params,
+        limit_eval_batches=evaluation.limit,
         learning_rate=learning_rate,
         checks=checks,
         seed=seed,

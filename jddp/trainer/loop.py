@@ -262,7 +262,7 @@ class Loop:
             self.act(self.requests.due())
 
     def _batches_until_stopped(self) -> Iterator[Batch]:
-        for batch in self._evaluation or ():
+        for batch in itertools.islice(self._evaluation or (), self.plan.limit_eval_batches):
             self.watchdog.enter("evaluation", self.run.step)
             self.act(self.requests.due())
             if self.signal is not None:

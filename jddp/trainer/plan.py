@@ -57,17 +57,21 @@ class Evaluation:
       batches: This process's batches, iterated from the beginning each time; or a dict of arrays,
         the same on every process; or None.
       params: Parameters to evaluate, "params" or "ema".
+      limit: Number of batches, the first ones, that an evaluation reads; None reads all. Means are
+        exact over the rows that were read, which "examples" counts.
 
     Raises:
-      ConfigError: If the parameters are unknown.
+      ConfigError: If the parameters are unknown, or the limit is not positive.
     """
 
     batches: Batches | Mapping[str, object] | None
     params: str = "params"
+    limit: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses unknown parameters."""
+        """Refuses unknown parameters, and a limit that is not positive."""
         check_choice("eval_params", self.params, ("params", "ema"))
+        check_counts(limit=self.limit)
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ class Plan:
       resume: "auto", "never", "must" or "changed".
       evaluation: Evaluation batches, iterated again each time, or None.
       eval_params: "params" or "ema".
+      limit_eval_batches: Number of batches that an evaluation reads, or None for all.
       learning_rate: Learning rate as a function of the step, for the records, or None.
       checks: What the run checks of its processes and steps.
       profile_steps: First and last step of which a trace is recorded, or None.
@@ -148,6 +153,7 @@ class Plan:
     resume: str = "auto"
     evaluation: Batches | None = None
     eval_params: str = "params"
+    limit_eval_batches: int | None = None
     learning_rate: Callable[[int], ArrayLike] | None = None
     checks: Checks = CHECKS
     profile_steps: Sequence[int] | None = None
@@ -167,7 +173,7 @@ class Plan:
 
     @property
     def settings(self) -> JsonObject:
-        """The settings that may differ when a run resumes, and `eval_params`, by name."""
+        """The settings that may differ when a run resumes, and those of evaluation, by name."""
         return {
             "num_steps": self.num_steps,
             "log_every_steps": self.log_every_steps,
@@ -179,6 +185,7 @@ class Plan:
             "max_consecutive_skips": self.checks.max_consecutive_skips,
             "on_spike": self.checks.on_spike,
             "eval_params": self.eval_params,
+            "limit_eval_batches": self.limit_eval_batches,
         }
 
     @property
@@ -201,6 +208,7 @@ class Plan:
             log_every_steps=self.log_every_steps,
             eval_every_steps=self.eval_every_steps,
             save_every_steps=self.save_every_steps,
+            limit_eval_batches=self.limit_eval_batches,
         )
         check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
         is_saved = None not in (self.run_dir, self.save_every_steps)

@@ -759,7 +759,9 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
     assert own["save_every_steps"] == saving["every_steps"]
     assert own["keep"] == saving["keep"]
     assert jddp.Keep() == jddp.Keep(saving["keep"], saving["keep_every_steps"])
-    assert jddp.Evaluation(None) == jddp.Evaluation(None, length["eval_params"])
+    assert jddp.Evaluation(None) == jddp.Evaluation(
+        None, length["eval_params"], length["limit_eval_batches"]
+    )
     assert own["checks"] == jddp.Checks(
         replicas_every_steps=length["check_replicas_every_steps"],
         max_consecutive_skips=length["max_consecutive_skips"],

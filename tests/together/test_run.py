@@ -273,7 +273,7 @@ def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(tmp_path, mon
 def test_the_signature_of_fit_names_every_option_of_a_run():
     options = inspect.signature(jddp.fit).parameters
     plan = {field.name for field in dataclasses.fields(Plan)}
-    plan -= {"evaluation", "eval_params"}  # Both are of `evaluate`.
+    plan -= {"evaluation", "eval_params", "limit_eval_batches"}  # All are of `evaluate`.
     plan -= {"facts"}  # Facts that only the command line knows.
     plan -= {"profile_steps"}  # A program calls `jax.profiler` itself.
     plan -= {"norms_every_steps"}  # A program calls `jddp.diagnose` itself.

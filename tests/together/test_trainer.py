@@ -942,3 +942,14 @@ def test_a_run_whose_directory_is_moved_ends_in_good_order_and_resumes_there(pla
     assert run.step == NUM_STEPS
     trained = [x["step"] for x in records(tmp_path / "moved") if x["split"] == "train"]
     assert trained == [*range(1, NUM_STEPS + 1)]
+
+
+def test_a_limited_evaluation_is_exact_over_the_first_batches(plain):
+    limited = jddp.Evaluation(EVALUATION, limit=1)
+    run = jddp.fit(plain, batches(), num_steps=2, evaluate=limited, eval_every_steps=1)
+    assert [record["examples"] for record in run.evaluations] == [5, 5]
+    found = plain.evaluate(run.state, EVALUATION[:1])
+    assert found == {name: run.eval_metrics[name] for name in found}
+    assert run.evaluate()["examples"] == 8
+    with pytest.raises(ConfigError, match="limit is at least 1; got 0"):
+        jddp.Evaluation(EVALUATION, limit=0)
