@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -74,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         share_gpus()  # with a job that may run there
     else:
-        if not arguments.find_rate:  # which leaves no run
+        if not (arguments.find_rate or arguments.fast_dev_run):  # which leave no run
             from jddp.trainer.reports.run_directory import RunDirectory
 
             RunDirectory(config.run.dir or "", is_writer=True).check_usable()
@@ -88,6 +89,8 @@ def _run(arguments: argparse.Namespace) -> int:
     with owned_process():
         if arguments.find_rate:
             return _find_rate(config, is_writer=identity.process_id == 0)
+        if arguments.fast_dev_run:
+            return _try_out(config)
         return _train(config, name, detected, is_dry_run=arguments.dry_run, started=started)
 
 
@@ -132,12 +135,22 @@ def _find_rate(config: Config, *, is_writer: bool) -> int:
     return ExitCode.DONE
 
 
+def _try_out(config: Config) -> int:
+    from jddp.job.dev_run import fast_dev_run
+    from jddp.job.job import build
+
+    with fast_dev_run(config) as short:
+        run = build(short).run()
+    return ExitCode.DONE if run.interrupted is None else ExitCode.PREEMPTED
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    sections = textwrap.fill(" ".join(Config.model_fields), width=78)
     parser = Parser(
         prog="python -m jddp.train",
         usage="%(prog)s [--config FILE]... [key.path=value]... [--dry-run]",
         description="Train a Flax model on every device, as configured.",
-        epilog=f"sections of a config:\n  {' '.join(Config.model_fields)}\n\n{EXAMPLES}",
+        epilog=f"sections of a config:\n{textwrap.indent(sections, '  ')}\n\n{EXAMPLES}",
     )
     add_config_arguments(parser)
     add = parser.add_argument
@@ -145,6 +158,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     either("--dry-run", action="store_true", help="compile, and print the memory of a run")
     rates = "take 100 steps at rising learning rates, and suggest one"
     either("--find-rate", action="store_true", help=rates)
+    short = "take 3 steps, evaluate, save, and keep nothing"
+    either("--fast-dev-run", action="store_true", help=short)
     add("--print-config", action="store_true", help="print the resolved config")
     sweep = "train each combination of these values in turn, and compare the runs"
     add("--sweep", nargs="+", metavar="key.path=a,b", help=sweep)
