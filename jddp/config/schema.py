@@ -83,6 +83,9 @@ class TrainConfig(Section):
     limit_eval_batches: int | None = option(
         None, "Batches of an evaluation, the first ones; null evaluates all.", ge=1
     )
+    check_evaluation: bool = option(
+        True, "Evaluate one batch before the first step of a new run.", "none"
+    )
     log_every_steps: int = option(50, "Steps between lines of metrics.", "none", ge=1)
     check_replicas_every_steps: int | None = option(
         500, "Steps between bitwise comparisons of all replicas; or null.", "none", ge=1

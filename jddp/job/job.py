@@ -167,6 +167,7 @@ class Job:
                     replicas_every_steps=config.train.check_replicas_every_steps,
                     max_consecutive_skips=config.train.max_consecutive_skips,
                     on_spike=config.train.on_spike,
+                    evaluation=config.train.check_evaluation,
                     limits=Limits(**config.watchdog.model_dump()),
                 ),
                 profile_steps=config.train.profile_steps,

@@ -142,7 +142,7 @@ class Loop:
             self._evaluate()  # if it was interrupted
         self.replica_check.begin(0, run.state)  # as it was made or read
         self.replica_check.finish()
-        self._trace_evaluation()
+        self._check_evaluation()
         if self.spikes.rewinds:  # to go back to, before the first checkpoint that is due
             self.save(LATEST)
         self.source.start(self.plan.num_steps - run.step, run.step + 1)
@@ -239,8 +239,11 @@ class Loop:
             self.save(LATEST)  # An evaluation may have stopped the run; a checkpoint records this.
         self.watchdog.enter("step", run.step)
 
-    def _trace_evaluation(self) -> None:
-        """Traces an evaluation of the first batch, so that mistakes show before the first step."""
+    def _check_evaluation(self) -> None:
+        """Traces an evaluation of the first batch, so that mistakes show before the first step.
+
+        In a new run the evaluation of this batch is run, too; its result is dropped.
+        """
         if self._evaluation is None:
             return
         batches = iter(self._evaluation)
@@ -252,6 +255,9 @@ class Loop:
         names = self.ddp.trace_evaluation(self.run.state, first[0], self.plan.eval_params)
         for callback in watching(self.plan.callbacks):
             callback.check(names)
+        if self.run.step == 0 and self.plan.checks.evaluation:
+            self.watchdog.enter("evaluation", 0)
+            self.ddp.evaluate(self.run.state, first, self.plan.eval_params)
 
     def _evaluate(self) -> None:
         if not self.is_evaluated:

@@ -88,6 +88,8 @@ class Checks:
       same_batches: Whether all processes get the same rows on purpose, as in a benchmark.
         Otherwise a first batch that several processes have is refused. With
         `jddp.data.TrainBatches` and `eval_batches` each process reads its own rows.
+      evaluation: Whether a new run evaluates one batch before its first step, without a record, so
+        that what fails only where it runs, such as memory, fails then. Evaluation is traced anyway.
       limits: Seconds that a phase may take before its processes are reported as hanging.
 
     Raises:
@@ -98,6 +100,7 @@ class Checks:
     max_consecutive_skips: int = 10
     on_spike: str | None = "warn"
     same_batches: bool = False
+    evaluation: bool = True
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -199,6 +202,7 @@ class Plan:
             "resume": self.resume,
             "seed": self.seed,
             "same_batches": self.checks.same_batches,
+            "check_evaluation": self.checks.evaluation,
         }
 
     def __post_init__(self) -> None:

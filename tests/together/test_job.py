@@ -766,6 +766,7 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
         replicas_every_steps=length["check_replicas_every_steps"],
         max_consecutive_skips=length["max_consecutive_skips"],
         on_spike=length["on_spike"],
+        evaluation=length["check_evaluation"],
         limits=Limits(**config["watchdog"]),
     )
 

@@ -54,3 +54,31 @@ def test_an_object_that_only_adds_is_trained_evaluated_saved_and_resumed(tmp_pat
     assert "resumed from step 3 of 6" in capsys.readouterr().out
     assert float(run.state.params["sum"]) == sum(range(6))
     assert run.eval_metrics["loss"] == 15
+
+
+class Noting(Adding):
+    """Notes the step and the number of batches of each evaluation."""
+
+    def __init__(self):
+        self.seen = []
+
+    def evaluate(self, state, batches, params):
+        found = super().evaluate(state, batches, params)
+        self.seen.append((int(state.step), found["examples"]))
+        return found
+
+
+def test_a_new_run_evaluates_one_batch_before_its_first_step_without_a_record(tmp_path):
+    noting = Noting()
+    options = {"run_dir": tmp_path, "evaluate": BATCHES[:2]}
+    run = jddp.fit(noting, BATCHES, num_steps=2, **options)
+    assert [x["step"] for x in run.evaluations] == [2]
+    jddp.fit(noting, BATCHES, num_steps=4, **options)  # resumes: its evaluation has run
+    assert noting.seen == [(0, 1), (2, 2), (4, 2)]
+
+
+def test_the_evaluation_before_the_first_step_can_be_skipped():
+    noting = Noting()
+    checks = jddp.Checks(evaluation=False)
+    jddp.fit(noting, BATCHES, num_steps=2, evaluate=BATCHES[:2], checks=checks)
+    assert noting.seen == [(2, 2)]
