@@ -24,6 +24,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,6 +132,10 @@ class CheckpointFolder:
     def keep(self, num: int) -> None:
         """Sets the number of the newest checkpoints that stay from now on."""
         self._writer.surplus = functools.partial(folders.surplus, keep=num)
+
+    def keep_only(self, steps: Sequence[int]) -> None:
+        """Sets the checkpoints that stay from now on, beside the one that was saved last."""
+        self._writer.surplus = functools.partial(folders.surplus_but, steps)
 
     def restore(
         self, like: TrainState, layouts: TrainState | None = None, *, before: float = math.inf

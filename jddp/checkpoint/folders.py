@@ -9,7 +9,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from jddp.checkpoint.checksums import NAME
@@ -57,6 +57,11 @@ def surplus(steps: list[int], saved: int, *, keep: int, keep_every: int | None =
 def later(steps: list[int], step: int) -> list[int]:
     """Steps to remove once a run has gone back to one: all above it."""
     return [x for x in steps if x > step]
+
+
+def surplus_but(kept: Sequence[int], steps: list[int], saved: int) -> list[int]:
+    """Steps to remove: all but those to keep, and the one that was saved last."""
+    return [step for step in steps if step != saved and step not in kept]
 
 
 def commit(directory: Path, step: int) -> None:

@@ -251,6 +251,7 @@ class CheckpointConfig(Section):
     best_mode: Literal["auto", "min", "max"] = option(
         "auto", "Whether smaller or larger is better; auto: by the metric's name."
     )
+    keep_best: int = option(1, "Checkpoints of the best evaluations to keep.", "none", ge=1)
     resume: Literal["auto", "never", "must", "changed"] = option(
         "auto",
         "Resume if there is a checkpoint, never, must; changed: another program too.",
@@ -265,6 +266,8 @@ class CheckpointConfig(Section):
     def _direction_is_known(self) -> "CheckpointConfig":
         if self.best_metric is not None:
             _refuse_unknown_direction(self.best_metric, self.best_mode, "best_mode")
+        elif self.keep_best != 1:
+            raise ValueError("keep_best needs best_metric, by which checkpoints are compared")
         return self
 
 

@@ -146,7 +146,11 @@ class Job:
         """Trains to the end, resuming from the newest checkpoint if there is one."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
         config, best = self.config, self.config.checkpoint
-        keep_best = [KeepBest(best.best_metric, mode=best.best_mode)] if best.best_metric else []
+        keep_best = (
+            [KeepBest(best.best_metric, mode=best.best_mode, keep=best.keep_best)]
+            if best.best_metric
+            else []
+        )
         stop = config.train.stop
         stopping = [] if stop.metric is None else [EarlyStopping(**stop.model_dump())]
         with contextlib.closing(self.train_batches()) as batches:

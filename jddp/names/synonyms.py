@@ -30,7 +30,8 @@ fit.evaluate           -                       validation_data
 fit.run_dir            run.dir                 output_dir default_root_dir log_dir save_dir
 fit.run_dir            run.dir                 workdir
 fit.save_every_steps   checkpoint.every_steps  save_steps every_n_train_steps save_interval
-fit.keep               checkpoint.keep         save_total_limit save_top_k max_to_keep
+fit.keep               checkpoint.keep         save_total_limit max_to_keep
+jddp.KeepBest          checkpoint.keep_best    save_top_k
 jddp.KeepBest          checkpoint.best_metric  metric_for_best_model monitor
 -                      checkpoint.best_mode    greater_is_better
 jddp.EarlyStopping     train.stop.metric       early_stopping early_stop early_stopping_metric

@@ -15,6 +15,7 @@ from jddp.config.files import read_yaml
 from jddp.config.schema import Config
 from jddp.errors import FileSystemError, UsageError
 from jddp.job.trust import check_trust, resolve_model
+from jddp.trainer.saving import BEST
 from jddp.typing import JsonObject, PyTree
 from jddp.zoo.models import Module, make_model
 
@@ -50,8 +51,8 @@ def read_saved(run_dir: Path, chosen: int | str | None, read: Callable[[Saved], 
 
     Args:
       run_dir: The run directory.
-      chosen: A step; or a folder of checkpoints, such as "best", to use its newest undamaged one;
-        or both, "best/400". By default the newest in "checkpoints".
+      chosen: A step; or a folder of checkpoints, to use its newest undamaged one, or "best", to use
+        its best undamaged one; or both, "best/400". By default the newest in "checkpoints".
       read: Function that reads a checkpoint; called again if the run removes it meanwhile.
 
     Returns:
@@ -72,12 +73,25 @@ def _find(run_dir: Path, chosen: int | str | None) -> Path:
     above, _, step = text.rpartition("/")
     directory = run_dir / ((above or "checkpoints") if step.isdecimal() else text)
     if not step.isdecimal():
-        step = str(reader.newest_sound(directory))
+        step = str(_first_sound(directory))
     elif int(step) not in (steps := finished(directory)):
         raise FileSystemError(f"{directory} holds no step {step}. Choose one of {steps}.")
     elif fault := reader.find_fault(directory / step):
         raise FileSystemError(f"{directory / step} is damaged: {fault}. Choose another.")
     return directory / step
+
+
+def _first_sound(directory: Path) -> int:
+    """The best undamaged checkpoint of a folder; where none is ranked, the newest.
+
+    The newest has the ranking: each checkpoint that changes it is saved.
+    """
+    newest = reader.newest_sound(directory)
+    if directory.name != BEST:
+        return newest
+    ranked = reader.read_object(directory / str(newest) / "run.json").get("best", [])
+    there = [step for step in ranked if step in finished(directory)]
+    return next((x for x in there if reader.find_fault(directory / str(x)) is None), newest)
 
 
 def config_in(run_dir: Path) -> Config | None:

@@ -41,7 +41,7 @@ from jddp.trainer.same_program import SameProgram
 from jddp.trainer.saving import LATEST, Saving
 from jddp.trainer.spikes import Spikes
 from jddp.trainer.throughput import measure
-from jddp.trainer.watching import settings_of, watching
+from jddp.trainer.watching import best_steps, settings_of, watching
 from jddp.typing import Batch, JsonObject
 
 
@@ -309,6 +309,7 @@ class Loop:
             "metrics": as_json(run.metrics),
             "evaluations": as_json(run.evaluations[-1:]),  # those before are in the file of metrics
             "stopped": run.stopped,
+            "best": best_steps(run, self.plan.callbacks),
             "early_stopping": settings_of(self.plan.callbacks),
             "skipped": self.numerics.kept,
             "losses": self.spikes.kept,

@@ -14,7 +14,8 @@ from jddp.trainer.plan import Plan
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.typing import Settings
 
-LATEST = "checkpoints"  # the folder to resume from; each other folder holds one checkpoint
+LATEST = "checkpoints"  # the folder to resume from; other folders hold one checkpoint
+BEST = "best"  # the folder of the checkpoints that are kept for their evaluations
 SECONDS = 2.0  # between the first and the last process that fail with the same mistake
 
 
@@ -106,7 +107,10 @@ class Saving:
         """
         refuse_unsound(step, state)
         if (now := (step, beside["stopped"])) != self._last.get(where):
-            self._folder(where).save(step, state, beside, self._ddp.steps.layouts(state))
+            folder = self._folder(where)
+            if where == BEST:
+                folder.keep_only(beside["best"])
+            folder.save(step, state, beside, self._ddp.steps.layouts(state))
             self._last[where] = now
 
     def all_are_at(self, step: int) -> bool:

@@ -11,8 +11,9 @@ from jddp.errors import ConfigError
 from jddp.names import did_you_mean
 from jddp.names.directions import choose_mode
 from jddp.trainer.callbacks import Callback
-from jddp.trainer.plan import Plan
+from jddp.trainer.plan import Plan, check_counts
 from jddp.trainer.run import Run
+from jddp.trainer.saving import BEST
 from jddp.typing import JsonObject, Record
 
 
@@ -150,15 +151,17 @@ class EarlyStopping(Watching):
 
 
 class KeepBest(Watching):
-    """Keeps the checkpoint with the best value of a metric, in `<run_dir>/best`.
+    """Keeps the checkpoints with the best values of a metric, in `<run_dir>/best`.
 
     Args:
       metric: Name of the metric in the evaluation.
       mode: "max" if larger values are better, "min" if smaller ones are; "auto" as for
         `EarlyStopping`.
+      keep: Number of checkpoints to keep.
 
     Raises:
-      ConfigError: If the mode is unknown, or is "auto" and the name has no direction.
+      ConfigError: If the mode is unknown, or is "auto" and the name has no direction; or if `keep`
+        is not positive.
 
     Attributes:
       step: Step of the best value, also before a resume; None before an evaluation.
@@ -167,8 +170,10 @@ class KeepBest(Watching):
 
     called = "KeepBest (checkpoint.best_metric)"
 
-    def __init__(self, metric: str = "loss", *, mode: str = "auto") -> None:
+    def __init__(self, metric: str = "loss", *, mode: str = "auto", keep: int = 1) -> None:
         super().__init__(metric, mode)
+        check_counts(keep=keep)
+        self._keep = keep
         self.step: int | None = None
         self.best: float | None = None
 
@@ -179,11 +184,17 @@ class KeepBest(Watching):
             raise ConfigError(f"{self.called} needs run_dir=, to keep the best checkpoint there.")
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """Saves the state if it is the best so far, also compared with those before a resume."""
+        """Saves the state if it is among the best so far, those before a resume included."""
         if (best := self.best_of(run)) is not None:
             self.step, self.best = best["step"], best[self.metric]
-        if best is run.evaluations[-1]:
-            run.save("best")
+        if run.evaluations[-1]["step"] in self.steps(run):
+            run.save(BEST)
+
+    def steps(self, run: Run) -> list[int]:
+        """The steps of the checkpoints that are kept, the best first; of equal ones the earlier."""
+        numbers = [x for x in run.evaluations if self._goodness(x) > -math.inf]
+        ranked = sorted(numbers, key=self._goodness, reverse=True)
+        return [record["step"] for record in ranked[: self._keep]]
 
     def conclusion(self, run: Run) -> str:
         """A line about the best evaluation, and the place of its checkpoint."""
@@ -195,6 +206,11 @@ class KeepBest(Watching):
 def settings_of(callbacks: Sequence[Callback]) -> list[JsonObject]:
     """The settings of each early stopping, for a checkpoint."""
     return [callback.settings for callback in callbacks if isinstance(callback, EarlyStopping)]
+
+
+def best_steps(run: Run, callbacks: Sequence[Callback]) -> list[int]:
+    """The steps of the checkpoints that each `KeepBest` keeps, the best first."""
+    return [x for each in callbacks if isinstance(each, KeepBest) for x in each.steps(run)]
 
 
 def judge_again(run: Run, callbacks: Sequence[Callback], before: Sequence[EarlyStopping]) -> bool:

@@ -20,6 +20,7 @@ from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
+from jddp.checkpoint import listing
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.data import ArrayExamples, TrainBatches
 from jddp.distributed.requests import Requests
@@ -953,3 +954,27 @@ def test_a_limited_evaluation_is_exact_over_the_first_batches(plain):
     assert run.evaluate()["examples"] == 8
     with pytest.raises(ConfigError, match="limit is at least 1; got 0"):
         jddp.Evaluation(EVALUATION, limit=0)
+
+
+def test_the_three_best_checkpoints_stay_and_the_listing_shows_their_metrics(
+    forth_and_back, tmp_path, capsys
+):
+    best = jddp.KeepBest(keep=3)
+    run = fit(forth_and_back, SAME, tmp_path, callbacks=[best], **EACH)
+    ranked = sorted(run.evaluations, key=lambda record: record["loss"])
+    first, *others = (record["step"] for record in ranked[:3])
+    kept = sorted([first, *others])
+    assert [path for path in run.checkpoints if path.startswith("best/")] == [
+        f"best/{step}" for step in kept
+    ]
+    lines = [*listing.lines(tmp_path / "best")]
+    assert [int(line.split()[0]) for line in lines] == kept
+    for step, line in zip(kept, lines, strict=True):
+        assert f"loss {run.evaluations[step - 1]['loss']:.4g}" in line
+    opened = jddp.open_run(tmp_path, model=MLP(), loss_fn=loss_fn, checkpoint="best")
+    assert opened.step == first != max(kept)
+    next((tmp_path / "best" / str(first)).rglob("arrays.json")).write_text("{}")
+    opened = jddp.open_run(tmp_path, model=MLP(), loss_fn=loss_fn, checkpoint="best")
+    assert opened.step == others[0]
+    with pytest.raises(ConfigError, match="keep is at least 1; got 0"):
+        jddp.KeepBest(keep=0)
