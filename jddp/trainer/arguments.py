@@ -9,7 +9,8 @@ from jddp.data import TrainBatches
 from jddp.errors import ConfigError
 from jddp.typing import Batches
 
-METHODS = ("on_step", "on_eval", "on_save", "on_end")  # methods of a callback
+# Methods of a callback.
+METHODS = ("on_step", "on_eval", "on_save", "on_end", "on_begin", "on_epoch", "on_exception")
 
 
 def epochs_of(

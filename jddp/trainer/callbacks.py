@@ -13,10 +13,27 @@ log = logging.getLogger("jddp")
 
 
 class Callback:
-    """Base class of callbacks; override the methods you need. Every process calls all of them."""
+    """Base class of callbacks; override the methods you need. Every process calls all of them.
+
+    Only `on_exception` may be called by some processes alone.
+    """
+
+    def on_begin(self, run: Run) -> None:
+        """Called once, before the first step or evaluation; a resumed run is restored by then."""
 
     def on_step(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Called after each optimizer step, `metrics["step"]`; `run.state` may be one ahead."""
+
+    def on_epoch(self, run: Run, number: int) -> None:
+        """Called after `on_step` of the step that takes the last example of an epoch.
+
+        An epoch may end inside a batch, whose other rows belong to the next one. Only batches of
+        `jddp.data.TrainBatches` know their epochs; with others it is not called.
+
+        Args:
+          run: The run, which may be one step ahead.
+          number: Number of epochs since the beginning of the run, those before a resume included.
+        """
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Called after each evaluation of `run.state`."""
@@ -26,6 +43,13 @@ class Callback:
 
     def on_end(self, run: Run) -> None:
         """Called once, after the last step, evaluation and checkpoint."""
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        """Called where an exception ends the run, after a checkpoint was saved, if one could be.
+
+        The exception is raised afterwards; one of this method is logged. Of several processes those
+        that fail call it: do not communicate here. A signal is no exception.
+        """
 
 
 def call_each(callbacks: Sequence[Callback], hook: Callable[[Callback], None]) -> None:

@@ -8,6 +8,7 @@ import jax
 from jddp.distributed.coordination import from_first
 from jddp.distributed.forks import ending_forked_children
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError
+from jddp.trainer.callbacks import call_each
 from jddp.trainer.loop import Interrupted, Loop
 from jddp.trainer.reports.page.facts import read_facts
 from jddp.trainer.reports.page.page import NAME, draw_run
@@ -50,7 +51,15 @@ def run_to_the_end(loop: Loop) -> None:
         except BaseException as error:
             if run.step > begun_at and not isinstance(error, RUINED):
                 _save_after(loop, error)
+            _call_on_exception(loop, error)
             raise
+
+
+def _call_on_exception(loop: Loop, error: BaseException) -> None:
+    try:
+        call_each(loop.plan.callbacks, lambda callback: callback.on_exception(loop.run, error))
+    except (Exception, SystemExit) as later:  # the error that ends the run is to be raised
+        log.error("A callback has failed in on_exception: %r", later, exc_info=later)
 
 
 def _leave(loop: Loop) -> None:

@@ -27,6 +27,7 @@ from jddp.errors import UsageError
 from jddp.inspection.norms import diagnose
 from jddp.trainer.callbacks import call_each
 from jddp.trainer.clock import Clock
+from jddp.trainer.epochs import Epochs
 from jddp.trainer.given import refuse_same_rows
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
@@ -103,7 +104,8 @@ class Loop:
         self.replica_check = ReplicaCheck(plan.checks.replicas_every_steps)
         profiles = None if files is None else files.profile(jax.process_index())
         self.profile = Profile(plan.profile_steps, profiles)
-        self.reporter = Reporter(self.run, plan, files, self.numerics, self.profile)
+        epochs = Epochs(self.source)
+        self.reporter = Reporter(self.run, plan, files, self.numerics, self.profile, epochs)
         self.reporter.course.steps_per_epoch = self.source.steps_per_epoch
         self.requests = Requests()
         self.signal: str | None = None
@@ -138,6 +140,8 @@ class Loop:
             self.reporter.note(f"batches begin at position {begins}, where their iterator was")
         for note in self.notes:
             self.reporter.note(note)
+        self.reporter.epochs.begin(self.position)
+        call_each(self.plan.callbacks, lambda callback: callback.on_begin(run))
         if self.notes and self._is_due(self.plan.eval_every_steps):
             self._evaluate()  # if it was interrupted
         self.replica_check.begin(0, run.state)  # as it was made or read

@@ -82,6 +82,14 @@ class Source:
         """Number of batches to come, of some epochs."""
         return len(self._batches.positions_left())
 
+    def num_epochs(self, position: JsonObject) -> int:
+        """Number of epochs that are complete at a position; 0 for batches that know no epochs."""
+        if not isinstance(self._batches, TrainBatches):
+            return 0
+        state = position["state"]
+        taken = state.get("end", state["position"])
+        return int(taken // self._batches.num_examples)
+
     def examples_before(self, position: JsonObject) -> list[int] | None:
         """Numbers of the examples in the global batch that ends there; None if unknown."""
         is_known = isinstance(self._batches, TrainBatches)

@@ -8,6 +8,7 @@ metrics file, and those that the user has chosen.
 import copy
 import dataclasses
 import logging
+import operator
 import statistics
 from collections.abc import Mapping
 
@@ -18,6 +19,7 @@ from jddp.inspection.norms import Layers
 from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.clock import Clock
+from jddp.trainer.epochs import Epochs
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.profile import Profile
@@ -47,6 +49,7 @@ class Reporter:
       files: The run directory, or None.
       numerics: Check of each step.
       profile: Trace of some steps.
+      epochs: Count of the epochs.
 
     Attributes:
       clock: Time of steps since the last record.
@@ -64,6 +67,7 @@ class Reporter:
     files: RunDirectory | None
     numerics: Numerics
     profile: Profile
+    epochs: Epochs
 
     def __post_init__(self) -> None:
         """Begins the display of progress."""
@@ -108,7 +112,7 @@ class Reporter:
         """
         late, self._waiting = self._waiting, sent
         if late is not None:
-            self._call(late.step, self._record(late))
+            self._call(late, self._record(late))
             self.numerics.refuse_spike()
 
     def forget(self) -> Sent | None:
@@ -130,16 +134,19 @@ class Reporter:
             return
         values = self._record(late)
         try:
-            self._call(late.step, values)
+            self._call(late, values)
         except (Exception, SystemExit) as error:
             log.error("A callback has failed again, at step %d: %r", late.step, error)
         self.numerics.refuse_spike()
 
-    def _call(self, step: int, values: Mapping[str, float]) -> None:
+    def _call(self, sent: Sent, values: Mapping[str, float]) -> None:
         def on_step(callback: Callback) -> None:
-            callback.on_step(self.run, {"step": step, **values})
+            callback.on_step(self.run, {"step": sent.step, **values})
 
         call_each(self.plan.callbacks, on_step)
+        for number in self.epochs.ended_at(sent.position):
+            on_epoch = operator.methodcaller("on_epoch", self.run, number)
+            call_each(self.plan.callbacks, on_epoch)
 
     def _record(self, sent: Sent) -> dict[str, float]:
         """Waits for a step, and records its metrics if due; returns them if they were read."""

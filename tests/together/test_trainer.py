@@ -978,3 +978,52 @@ def test_the_three_best_checkpoints_stay_and_the_listing_shows_their_metrics(
     assert opened.step == others[0]
     with pytest.raises(ConfigError, match="keep is at least 1; got 0"):
         jddp.KeepBest(keep=0)
+
+
+class Hooks(jddp.Callback):
+    """Notes the hooks around steps, with their steps."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on_begin(self, run):
+        self.calls.append(("begin", run.step))
+
+    def on_step(self, run, metrics):
+        self.calls.append(("step", metrics["step"]))
+
+    def on_epoch(self, run, number):
+        self.calls.append(("epoch", number))
+
+    def on_exception(self, run, error):
+        self.calls.append(("exception", str(error)))
+        raise ValueError("as well")
+
+
+def test_callbacks_hear_of_the_beginning_the_end_of_each_epoch_and_a_failure(
+    plain, tmp_path, caplog
+):
+    """Of twenty examples, eight a step, epochs end inside of steps 3 and 8, and with step 5."""
+    first, second = Hooks(), Hooks()
+    options = {"run_dir": tmp_path, "num_steps": 8}
+    with pytest.raises(Broken):
+        jddp.fit(plain, endless(), callbacks=[first, At(4, break_off)], **options)
+    steps = [("step", number) for number in range(1, 9)]
+    failure = ("exception", str(Broken()))
+    assert first.calls[:5] == [("begin", 0), *steps[:3], ("epoch", 1)]
+    assert first.calls[-1] == failure
+    assert "A callback has failed in on_exception" in caplog.text
+    failed_at = len([call for call in first.calls if call[0] == "step"])
+    jddp.fit(plain, endless(), callbacks=[second], **options)
+    assert second.calls[0] == ("begin", failed_at)
+    both = [call for call in first.calls + second.calls if call[0] in ("step", "epoch")]
+    assert both == [*steps[:3], ("epoch", 1), *steps[3:5], ("epoch", 2), *steps[5:], ("epoch", 3)]
+
+
+def test_batches_without_epochs_end_none_and_padded_rows_count_for_none(plain):
+    hooks, padded = Hooks(), Hooks()
+    jddp.fit(plain, batches(), num_steps=2, callbacks=[hooks])
+    assert hooks.calls == [("begin", 0), ("step", 1), ("step", 2)]
+    options = {"global_batch_size": 12, "num_epochs": 2, "callbacks": [padded]}
+    jddp.fit(plain, make_batch(20), **options)
+    assert [call for call in padded.calls if call[0] == "epoch"] == [("epoch", 1), ("epoch", 2)]
