@@ -271,6 +271,21 @@ class CheckpointConfig(Section):
         return self
 
 
+class CallbackConfig(NamedSection):
+    """A callback, which is called between the steps of a run."""
+
+    name: str | None = option(None, "early_stopping or keep_best.")
+    target: str | None = option(None, "Your own callable that returns a jddp.Callback.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arguments_are_kwargs(cls, values: object) -> object:
+        beside = [*values.keys() - cls.model_fields.keys()] if isinstance(values, dict) else []
+        if beside:
+            raise ValueError(f"{beside[0]!r} is no key of a callback. Arguments belong to 'kwargs'")
+        return values
+
+
 class WatchdogConfig(Section):
     """Seconds after which a phase is reported as hanging, which ends all processes."""
 
@@ -316,6 +331,9 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
     report: ReportConfig = Field(default_factory=ReportConfig)
+    callbacks: list[CallbackConfig] = option(
+        [], "Callbacks, each with name or target, and kwargs.", "none"
+    )
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -39,6 +39,7 @@ from jddp.engine.mesh import count_processes, make_mesh
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
+from jddp.job.callbacks import make_callbacks
 from jddp.job.initial_weights import initial_weights
 from jddp.job.length import num_steps_of
 from jddp.job.optimizers import Schedule, optimizer_of
@@ -50,7 +51,6 @@ from jddp.trainer.plan import Checks, Keep, Plan
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.trainer.start import start
-from jddp.trainer.watching import EarlyStopping, KeepBest
 from jddp.typing import Batch, Batches, JsonObject, PyTree
 from jddp.verification.compare import Verification
 from jddp.verification.verify import verify
@@ -145,14 +145,8 @@ class Job:
     def run(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Trains to the end, resuming from the newest checkpoint if there is one."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
-        config, best = self.config, self.config.checkpoint
-        keep_best = (
-            [KeepBest(best.best_metric, mode=best.best_mode, keep=best.keep_best)]
-            if best.best_metric
-            else []
-        )
-        stop = config.train.stop
-        stopping = [] if stop.metric is None else [EarlyStopping(**stop.model_dump())]
+        config = self.config
+        own = make_callbacks(config)
         with contextlib.closing(self.train_batches()) as batches:
             state = self.first_state(batches)
             plan = Plan(
@@ -179,7 +173,7 @@ class Job:
                 run_dir=self._place(config.run.dir),
                 config=config.model_dump(),
                 facts=self._facts(),
-                callbacks=[*keep_best, *stopping, *callbacks],
+                callbacks=[*own, *callbacks],
                 sinks=self.parts.sinks,
                 norms_every_steps=config.report.norms_every_steps,
             )

@@ -26,6 +26,7 @@ from jddp.data.examples import labels_of
 from jddp.engine.strategy import FSDP, LogicalReplicas, Strategy
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
+from jddp.job.callbacks import find_callbacks
 from jddp.job.class_weights import balanced_weights, weighted
 from jddp.job.optimizers import optimizer_of
 from jddp.names import accepted_names, check_arguments, defaults_of, named, resolve_target
@@ -88,6 +89,7 @@ def resolve_parts(config: Config) -> Parts:
     filled = attempt(functools.partial(_model, source=source))
     loss_fn, eval_fn = attempt(find_loss), attempt(find_eval_fn)
     options, sinks = attempt(_ddp_options), attempt(_sinks)
+    attempt(find_callbacks)  # which are made where the run begins
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     config, model = filled

@@ -1,0 +1,56 @@
+"""The callbacks of a job: those that its config lists, and those that have keys of their own."""
+
+import functools
+from collections.abc import Callable
+
+from jddp.config.schema import CallbackConfig, Config
+from jddp.errors import ConfigError
+from jddp.names import check_arguments, named
+from jddp.trainer.callbacks import Callback
+from jddp.trainer.watching import EarlyStopping, KeepBest
+
+CALLBACKS: dict[str, Callable[..., Callback]] = {
+    "early_stopping": EarlyStopping,
+    "keep_best": KeepBest,
+}
+Make = Callable[[], Callback]
+
+
+def find_callbacks(config: Config) -> list[Make]:
+    """Functions that make the callbacks that a config lists, with checked arguments.
+
+    Raises:
+      ConfigError: If a name or a target is unknown, or an argument is.
+    """
+    return [_find(f"callbacks[{i}]", section) for i, section in enumerate(config.callbacks)]
+
+
+def _find(key: str, section: CallbackConfig) -> Make:
+    make = named(section, key, CALLBACKS, "callback")
+    check_arguments(make, section.kwargs, key=f"{key}.kwargs")
+    return functools.partial(_made, key, make, section)
+
+
+def _made(key: str, make: Callable[..., object], section: CallbackConfig) -> Callback:
+    made = make(**section.kwargs)
+    if not isinstance(made, Callback):
+        raise ConfigError(
+            f"{key}.target: {section.target} returns {type(made).__name__}. It must return a "
+            "jddp.Callback."
+        )
+    return made
+
+
+def make_callbacks(config: Config) -> list[Callback]:
+    """The callbacks of a run, new ones.
+
+    Raises:
+      ConfigError: As `find_callbacks`, or if an argument breaks a rule of the callback.
+    """
+    best, stop = config.checkpoint, config.train.stop
+    made = list[Callback]()
+    if best.best_metric is not None:
+        made.append(KeepBest(best.best_metric, mode=best.best_mode, keep=best.keep_best))
+    if stop.metric is not None:
+        made.append(EarlyStopping(**stop.model_dump()))
+    return made + [make() for make in find_callbacks(config)]
