@@ -263,6 +263,8 @@ def config_keys() -> str:
 
 def type_of(kind: Any) -> str:
     """Words for the type of a key, with its range."""
+    from jddp.config.sections import Section
+
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return ", ".join([type_of(inner[0]), *bounds(inner[1:])])
@@ -272,10 +274,11 @@ def type_of(kind: Any) -> str:
         return " or ".join(map(type_of, inner))
     if origin is list:
         return f"a list ({type_of(inner[0])})"
-    if origin is dict:
-        return "a mapping"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return {**words, types.NoneType: "null"}[kind]
+    words |= {types.NoneType: "null", dict: "a mapping"}
+    if isinstance(kind, type) and issubclass(kind, Section):
+        words[kind] = f"a mapping with {', '.join(kind.model_fields)}"
+    return words[origin or kind]
 
 
 def bounds(rules: Iterable[Any]) -> list[str]:

@@ -38,13 +38,8 @@ from jddp.distributed.signals import stop_signals
 from jddp.errors import Error, ExitCode, report, show
 
 EXAMPLES = """\
-examples:
-  python -m jddp.train                             # the default job, in minutes
-  python -m jddp.train train.num_steps=20 run.dir=runs/try
-  python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
-  python -m jddp.train --config my.yaml model.target=my_models:Net --dry-run
-  python -m jddp.train --sweep seed=0,1,2 optimizer.learning_rate=1e-3,3e-3
-Run the same command again to resume from the last checkpoint.
+e.g. python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
+     python -m jddp.train --sweep seed=0,1,2 optimizer.learning_rate=1e-3,3e-3
 """
 
 
@@ -145,23 +140,23 @@ def _try_out(config: Config) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    sections = textwrap.fill(" ".join(Config.model_fields), width=78)
+    sections = textwrap.fill(f"sections: {' '.join(Config.model_fields)}", 78)
     parser = Parser(
         prog="python -m jddp.train",
         usage="%(prog)s [--config FILE]... [key.path=value]... [--dry-run]",
-        description="Train a Flax model on every device, as configured.",
-        epilog=f"sections of a config:\n{textwrap.indent(sections, '  ')}\n\n{EXAMPLES}",
+        description="Train a Flax model, as configured. The same command again resumes.",
+        epilog=f"{sections}\n\n{EXAMPLES}",
     )
     add_config_arguments(parser)
     add = parser.add_argument
     either = parser.add_mutually_exclusive_group().add_argument
     either("--dry-run", action="store_true", help="compile, and print the memory of a run")
-    rates = "take 100 steps at rising learning rates, and suggest one"
+    rates = "try rising learning rates, and suggest one"
     either("--find-rate", action="store_true", help=rates)
     short = "take 3 steps, evaluate, save, and keep nothing"
     either("--fast-dev-run", action="store_true", help=short)
     add("--print-config", action="store_true", help="print the resolved config")
-    sweep = "train each combination of these values in turn, and compare the runs"
+    sweep = "train each combination of values, and compare the runs"
     add("--sweep", nargs="+", metavar="key.path=a,b", help=sweep)
     add("--yes", action="store_true", help="begin a sweep of many runs without a question")
     add("--help-keys", action="store_true", help="print every key, its default and its meaning")

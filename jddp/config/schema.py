@@ -95,7 +95,7 @@ class TrainConfig(Section):
     )
     on_spike: Literal["warn", "skip", "rewind"] | None = option(
         "warn",
-        "Where the loss jumps: print a line, also leave out the update, or go back; or null.",
+        "If the loss jumps: print a line, leave out the update, or go back; or null.",
         alike=("warn", None),
     )
     profile_steps: list[int] | None = option(

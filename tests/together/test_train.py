@@ -180,7 +180,7 @@ MISTAKES = [
     (["model.target=mine:Lien"], 2, "module 'mine' has no 'Lien'. Did you mean 'Line'?"),
     (["data.kwargs.num_broken_rows=1"], 65, "array 'y' holds NaN or infinity"),
     (["optimizer.learning_rate=1e30", "run.dir=runs/nan"], 80, "The loss is "),
-    (["loss.name=cross_entropy", "run.dir=runs/loss"], 2, "the batch holds x, y: 'image' is"),
+    (["loss.name=cross_entropy", "run.dir=runs/loss"], 2, "the batch holds x, y: 'label' is"),
 ]
 
 
