@@ -60,7 +60,7 @@ MEANT |= {"broadcast_buffers": "batch_norm", "process_group": "mesh", "device_id
 MEANT |= {"gradient_accumulation_steps": "accumulate_steps", "max_norm": "max_grad_norm"}
 MEANT |= {"wire_dtype": "reduction", "mixed_precision": "precision", "zero_stage": "strategy"}
 MEANT |= {"gradient_clip_val": "max_grad_norm", "gradient_clip": "max_grad_norm"}
-MEANT |= {"run_dir": "fit(run_dir=)", "logger": "fit(callbacks=)", "max_steps": "fit(num_steps=)"}
+MEANT |= {"run_dir": "fit(run_dir=)", "logger": "fit(sinks=)", "max_steps": "fit(num_steps=)"}
 
 
 def test_an_unknown_option_is_given_the_name_that_is_meant():
