@@ -106,6 +106,7 @@ class Loop:
         self.profile = Profile(plan.profile_steps, profiles)
         epochs = Epochs(self.source)
         self.reporter = Reporter(self.run, plan, files, self.numerics, self.profile, epochs)
+        self.run.give = self.reporter.give
         self.reporter.course.steps_per_epoch = self.source.steps_per_epoch
         self.requests = Requests()
         self.signal: str | None = None

@@ -214,6 +214,15 @@ class Reporter:
         self.run.records.append(record)
         self._keep(record)
 
+    def give(self, record: JsonObject) -> None:
+        """Gives a record of a callback to the sinks; arrays only to those that the user chose."""
+        plain = {name: x for name, x in record.items() if not isinstance(x, np.ndarray)}
+        self.run.records.append(plain)
+        if self.files is not None:
+            self.files.metrics.log(plain)
+        for sink in self._guarded:
+            sink.log(record)
+
     def report_best(self) -> None:
         """Prints a line on the best evaluation of each metric that was watched."""
         for callback in self._watching():

@@ -7,9 +7,11 @@ run = jddp.open_run(run_dir)  # the same for a run that has ended
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jddp.checkpoint.folders import finished
 from jddp.engine.state import TrainState
@@ -66,6 +68,7 @@ class Run(Shown):
         self._ddp = ddp
         self._save = save
         self.ask_to_stop: Callable[[str], None] | None = None  # of the processes of a job
+        self.give: Callable[[JsonObject], None] | None = None  # to the sinks
         self._evaluation = evaluation
         self._eval_params = eval_params
 
@@ -120,6 +123,18 @@ class Run(Shown):
             self.stopped = self.stopped or reason
         else:
             self.ask_to_stop(reason)
+
+    def log(self, values: Mapping[str, object]) -> None:
+        """Gives values to the sinks of a run in progress, such as samples of a model's output.
+
+        Args:
+          values: Values by name: numbers and text, which `metrics.jsonl` has too; arrays of floats,
+            which TensorBoard and Weights & Biases show as histograms; images, which are uint8:
+            `(h, w)`, `(h, w, 3)` or `(n, h, w, 3)`.
+        """
+        if self.give is not None:
+            taken = {name: _taken(value) for name, value in values.items()}
+            self.give({"step": self.step, "split": "callback", **taken})
 
     def save(self, where: str = "checkpoints") -> None:
         """Writes a checkpoint of the most recent state into a folder of the run directory.
@@ -218,3 +233,13 @@ def _loss(record: Record) -> float:
     """The loss; infinity where it is not a number, which is None in a record that was read."""
     loss = record.get("loss")
     return math.inf if loss is None or math.isnan(loss) else loss
+
+
+def _taken(value: object) -> object:
+    """A number or text, or a copy of an array as one of numpy, in float32 or uint8."""
+    if isinstance(value, str):
+        return value
+    array = np.array(value)  # A sink reads it later, when the caller's may have changed.
+    if array.ndim == 0:
+        return array.item()
+    return array if array.dtype == np.uint8 else array.astype(np.float32)

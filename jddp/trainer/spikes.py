@@ -14,7 +14,7 @@ two steps before: these are known when a step is sent, and a step may be left ou
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -113,11 +113,11 @@ class Spikes:
         """The last losses, for a checkpoint."""
         return [*self._recent]
 
-    def restore(self, kept: Losses) -> None:
-        """Continues from a checkpoint."""
+    def restore(self, kept: Iterable[Sequence[float]]) -> None:
+        """Continues from the losses of a checkpoint, each a step and a loss."""
         self._last = -1
         self._recent.clear()
-        self._recent.extend((step, loss) for step, loss in kept)
+        self._recent.extend((int(step), loss) for step, loss in kept)
 
     def limits(self, step: int) -> dict[str, float]:
         """Options of a step that leave out its update if its loss is a spike."""

@@ -1,5 +1,6 @@
 """Runs whose records go to sinks: to TensorBoard, to a stand-in for wandb, to sinks of a user."""
 
+import json
 import shutil
 import struct
 import sys
@@ -178,10 +179,38 @@ def test_arrays_are_a_histogram_and_a_table_in_tensorboard(tmp_path):
     assert texts["recall/eval"].split() == b"0 1 2 0.5 nan 1".split()
 
 
+class Sampling(jddp.Callback):
+    """Logs a value of each kind at evaluations."""
+
+    def on_eval(self, run, metrics):
+        weights = run.state.params["Dense_0"]["kernel"]
+        pixels = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+        run.log({"sample": "a <b>\nc", "weights": weights, "image": pixels, "score": np.float32(2)})
+        pixels[:] = 0  # of no effect on what was logged
+
+
+def test_text_images_and_histograms_of_a_callback_go_to_tensorboard(ddp, tmp_path):
+    options = {"run_dir": tmp_path, "sinks": ["tensorboard"], "callbacks": [Sampling()]}
+    run = fit(ddp, num_steps=2, **options)
+    values = {x.tag: x for event in events(tmp_path) for x in event.summary.value}
+    assert values["sample/text_summary"].tensor.string_val[0] == b"    a <b>\n    c"
+    assert values["weights"].histo.num == run.state.params["Dense_0"]["kernel"].size
+    assert (values["image"].image.height, values["image"].image.width) == (2, 2)
+    assert values["score"].simple_value == 2
+    plain = {"step": 2, "split": "callback", "sample": "a <b>\nc", "score": 2.0}
+    assert plain in run.history  # whose other values are those of metrics.jsonl
+    assert plain in [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_without_sinks_or_that_has_ended_takes_what_a_callback_logs(ddp):
+    run = fit(ddp, num_steps=2, callbacks=[Sampling()])
+    assert [x["score"] for x in run.history if x["split"] == "callback"] == [2.0]
+
+
 class Wandb(types.ModuleType):
     """Stands in for the package wandb, which CI does not install."""
 
-    Histogram, Table = staticmethod(dict), staticmethod(dict)
+    Histogram, Table, Image = staticmethod(np.size), staticmethod(dict), staticmethod(np.shape)
 
     def __init__(self):
         super().__init__("wandb")
@@ -231,6 +260,13 @@ def test_wandb_gets_every_record_and_a_resumed_run_has_the_same_id(ddp, tmp_path
         x["loss"] for x in run.history
     ]
     assert first.metrics == [(("*",), {"step_metric": "step"})]
+
+
+def test_wandb_gets_text_images_and_histograms_of_a_callback(ddp, tmp_path, wandb):
+    run = fit(ddp, 2, run_dir=tmp_path, sinks=["wandb"], callbacks=[Sampling()])
+    size = run.state.params["Dense_0"]["kernel"].size
+    logged = {"step": 2, "sample": "a <b>\nc", "weights": size, "image": [(2, 2, 3)], "score": 2.0}
+    assert logged in wandb.runs[0].logged
 
 
 def test_wandb_without_credentials_costs_a_line_and_offline_needs_none(

@@ -21,7 +21,7 @@ def plot(history: Sequence[Record]) -> Any:
     Raises:
       UsageError: If matplotlib is not installed, or there is no record.
     """
-    plotted = [record for record in history if record.get("split") != "layers"]
+    plotted = [record for record in history if record.get("split") in ("train", "eval")]
     found = (name for record in plotted for name in record if is_metric(name, record[name]))
     names = list(dict.fromkeys(("loss", *found)))
     if not history:

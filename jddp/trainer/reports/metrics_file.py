@@ -24,7 +24,7 @@ from jddp.typing import JsonObject, Record
 log = logging.getLogger("jddp")
 
 # A record as `log` writes it; the groups are its step and its split.
-_OWN = re.compile(rb'\{"step": (\d{1,18}), "split": "(train|eval|layers)".*\}\n')
+_OWN = re.compile(rb'\{"step": (\d{1,18}), "split": "(train|eval|layers|callback)".*\}\n')
 # Errors of a write that a file system may report only when the file is synced.
 _REPORTED_LATE = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 

@@ -3,6 +3,7 @@
     loss/train, loss/eval, accuracy/eval       the loss and each metric, training beside evaluation
     optimizer/learning_rate, time/step_seconds and so on: `charts` has the groups
     recall/eval                                a metric that is an array: a histogram, and a table
+    samples, ...                               text, images and histograms that callbacks log
     config                                     the config as text, and as hyperparameters
 
 If a run resumes, TensorBoard hides the earlier values of steps that are taken again.
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jddp.config.files import dump_values, flatten
-from jddp.trainer.reports.charts import arrays, finite_numbers, scalars
+from jddp.trainer.reports import charts
 from jddp.trainer.reports.sink import Start
 from jddp.trainer.reports.tables import table_of
 from jddp.typing import Record, Settings
@@ -43,10 +44,16 @@ class TensorBoard:
     def log(self, record: Record) -> None:
         """Adds the values of a record."""
         step = record["step"]
-        for chart, value in scalars(record).items():
+        for chart, value in charts.scalars(record).items():
             self._writer.add_scalar(chart, value, step)
-        for chart, values in arrays(record).items():
+        for chart, values in charts.arrays(record).items():
             self._add_array(chart, values, step)
+        for chart, text in charts.texts(record).items():
+            self._writer.add_text(chart, _as_typed(text.splitlines()), step)
+        for chart, pixels in charts.images(record).items():
+            self._writer.add_images(chart, pixels, step, dataformats="NHWC")
+        for chart, numbers in charts.distributions(record).items():
+            self._writer.add_histogram(chart, numbers, step)
         self._writer.flush()  # A page shows it now, and a process that is killed keeps it.
 
     def close(self) -> None:
@@ -54,7 +61,7 @@ class TensorBoard:
         self._writer.close()
 
     def _add_array(self, chart: str, values: list[object], step: int) -> None:
-        if numbers := finite_numbers(values):
+        if numbers := charts.finite_numbers(values):
             self._writer.add_histogram(chart, np.array(numbers), step)
         self._writer.add_text(chart, _as_typed(table_of("", values, COLUMNS)), step)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jddp.errors import ConfigError
 from jddp.files import make_folder, replace_file
-from jddp.trainer.reports.charts import arrays, finite_numbers, scalars
+from jddp.trainer.reports import charts
 from jddp.trainer.reports.sink import Start
 from jddp.trainer.reports.tables import shape_of
 from jddp.typing import Record
@@ -47,8 +47,13 @@ class WeightsAndBiases:
 
     def log(self, record: Record) -> None:
         """Logs the values of a record."""
-        shown = {chart: self._shown(values) for chart, values in arrays(record).items()}
-        self._run.log({"step": record["step"], **scalars(record), **shown})
+        shown = {chart: self._shown(values) for chart, values in charts.arrays(record).items()}
+        for chart, pixels in charts.images(record).items():
+            shown[chart] = [self._wandb.Image(image) for image in pixels]
+        for chart, numbers in charts.distributions(record).items():
+            shown[chart] = self._wandb.Histogram(numbers)
+        shown |= charts.texts(record)
+        self._run.log({"step": record["step"], **charts.scalars(record), **shown})
 
     def close(self) -> None:
         """Waits until all is uploaded."""
@@ -59,7 +64,7 @@ class WeightsAndBiases:
         shape = shape_of(values)
         if len(shape) == 2:
             return self._wandb.Table(data=values, columns=[str(i) for i in range(shape[1])])
-        return self._wandb.Histogram(finite_numbers(values))
+        return self._wandb.Histogram(charts.finite_numbers(values))
 
 
 def _id_of(folder: Path) -> str:

@@ -3,6 +3,8 @@
 pip install torchvision transformers; pytest -m long tests/parts/zoo/test_published_models.py
 """
 
+import importlib.util
+
 import jax
 import numpy as np
 import pytest
@@ -11,10 +13,15 @@ from jddp.zoo.models import gpt2, resnet18, resnet50, vit_b16
 from jddp.zoo.state_dicts import from_state_dict, to_state_dict
 from jddp.zoo.state_dicts.schemes import library_of
 
-pytestmark = pytest.mark.long
-torch = pytest.importorskip("torch")
+if has_torch := importlib.util.find_spec("torch") is not None:
+    import torch
 
-from peers.published import tensors_of  # noqa: E402
+    from peers.published import tensors_of
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not has_torch, reason="PyTorch is not installed"),
+]
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 224, 224, 3), dtype=np.float32)
 TOKENS = np.random.default_rng(0).integers(0, 50257, (2, 100))
