@@ -91,6 +91,7 @@ def test_a_traced_run_is_shown_beside_its_modelled_step(tmp_path, capsys):
     run = tmp_path / "run"
     traced = ["train.num_steps=3", "train.profile_steps=[2,3]", "train.eval_every_steps=null"]
     assert train([*JOB, *traced, "mesh.num_devices=2", f"run.dir={run}"]) == 0
+    capsys.readouterr()  # with the path of the run, which stays whole
     picture = tmp_path / "both.html"
     words = ["--trace", str(run), "--target", "h100", "--topology", "1x2"]
     assert main([*words, "--html", str(picture)]) == 0
