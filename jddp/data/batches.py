@@ -10,14 +10,13 @@ partial batch is padded with real rows, whose mask is 0.
 """
 
 import math
-import zlib
 from collections.abc import Iterator
 
 import numpy as np
 
 from jddp.data.augment import Augment, Mixup
 from jddp.data.examples import NumpyBatch
-from jddp.data.order import Order
+from jddp.data.order import ExampleOrder, Order
 from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
 from jddp.errors import ConfigError, DataError
@@ -43,11 +42,10 @@ class TrainBatches(Shown):
         examples: object,
         *,
         global_batch_size: int,
-        seed: int,
+        seed: int | None = None,
+        order: ExampleOrder | None = None,
         num_epochs: float | None = None,
         drop_remainder: bool = False,
-        shuffle: bool = True,
-        weights: np.ndarray | None = None,
         augment: Augment | None = None,
         mixup: float | None = None,
         multiple_of: int = 1,
@@ -59,11 +57,10 @@ class TrainBatches(Shown):
         Args:
           examples: Examples to read, or a dict of arrays with a row for each.
           global_batch_size: Examples per step, over all processes.
-          seed: Seed of the order and the augmentation; not negative.
+          seed: Seed of the order, which shuffles each epoch, and of the augmentation.
+          order: Order of the examples, given instead of a seed: an `Order` with weights, say.
           num_epochs: Number of epochs; None for endless batches.
           drop_remainder: Whether to end with the last full batch, instead of padding a partial one.
-          shuffle: Whether each epoch is a new permutation, or the order of the data.
-          weights: Sample weights, `(n,)`: relative frequency of each example.
           augment: Augmentation of rows, or None.
           mixup: Parameter of mixup: weights are drawn from Beta(mixup, mixup). None for no mixup.
           multiple_of: Divisor of the rows of a global batch after padding, such as the number of
@@ -73,9 +70,9 @@ class TrainBatches(Shown):
             number, else 1.
 
         Raises:
-          ConfigError: If the batch does not divide over the processes, or the seed is negative.
-          DataError: If there are fewer examples than a batch holds; or if there is not one weight
-            per example, a weight is negative or not finite, or none is positive.
+          ConfigError: If the batch does not divide over the processes, the seed is negative, or
+            there is not exactly one of seed and order.
+          DataError: If there are fewer examples than a batch holds.
         """
         self._examples = examples = as_examples(examples)
         self.share = Share.of(process_index, num_processes)
@@ -86,19 +83,15 @@ class TrainBatches(Shown):
                 f"global_batch_size {global_batch_size} does not divide over {num_processes} "
                 f"processes. {_nearest_multiples(global_batch_size, num_processes)}"
             )
-        if seed < 0:
-            raise ConfigError(f"seed {seed} is negative. Choose 0 or a larger whole number.")
         if len(examples) < global_batch_size:
             raise DataError(
                 f"the training data holds {len(examples)} examples, but one global batch needs "
                 f"{global_batch_size}. Give more examples, or a smaller batch."
             )
-        if weights is not None:
-            _check_weights(weights, len(examples))
         self.num_examples = len(examples)
         self.num_epochs = num_epochs
         self.global_batch_size = global_batch_size
-        self._order = Order(len(examples), seed, shuffle, weights)
+        self._order = _chosen_order(order, seed, len(examples))
         self._augment = augment if mixup is None else Mixup(examples, mixup, augment)
         self._end = ENDLESS
         self._is_full = drop_remainder or num_epochs is None
@@ -113,16 +106,13 @@ class TrainBatches(Shown):
     @property
     def settings(self) -> dict[str, object]:
         """Settings that must be equal for the batches of all processes, by name."""
-        weights = self._order.weights
         return {
             "num_examples": self.num_examples,
             "global_batch_size": self.global_batch_size,
             "rows of a batch, with padding": self._rows_in_all,
             "num_epochs": self.num_epochs,
             "drop_remainder": self._is_full,
-            "seed": self._order.seed,
-            "shuffle": self._order.shuffle,
-            "weights": None if weights is None else zlib.crc32(weights.tobytes()),
+            **self._order.settings,
             "augment": type(self._augment).__name__,
             "position": self._position,
             "num_processes": self.share.num_processes,
@@ -227,11 +217,20 @@ def count_steps(
     return end // global_batch_size
 
 
-def _check_weights(weights: np.ndarray, num_examples: int) -> None:
-    if weights.shape != (num_examples,):
-        raise DataError(f"weights have shape {weights.shape} for {num_examples} examples.")
-    if not (np.isfinite(weights).all() and (weights >= 0).all() and (weights > 0).any()):
-        raise DataError("weights must be finite and not negative, and at least one positive.")
+def _chosen_order(order: ExampleOrder | None, seed: int | None, num_examples: int) -> ExampleOrder:
+    if (order is None) == (seed is None):
+        raise ConfigError(
+            "TrainBatches needs a seed, or an order in its place. Give one of the two."
+        )
+    if order is None:
+        assert seed is not None
+        return Order(num_examples, seed)
+    if order.num_examples != num_examples:
+        raise ConfigError(
+            f"the order is of {order.num_examples:,} examples, but the data holds "
+            f"{num_examples:,}. Make it with their number."
+        )
+    return order
 
 
 def _nearest_multiples(size: int, factor: int) -> str:

@@ -19,10 +19,14 @@ References:
 
 import functools
 import math
+import zlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
+
+from jddp.errors import ConfigError, DataError
+from jddp.typing import Settings
 
 _STREAMS = {"order": 0, "augment": 1, "weights": 2}
 
@@ -30,22 +34,58 @@ _STREAMS = {"order": 0, "augment": 1, "weights": 2}
 NUM_ROUNDS = 16
 
 
+@runtime_checkable
+class ExampleOrder(Protocol):
+    """An order of examples, as batches use it."""
+
+    @property
+    def num_examples(self) -> int:
+        """Number of positions of one epoch."""
+
+    @property
+    def settings(self) -> Settings:
+        """Settings that must be equal on all processes, by name."""
+
+    def examples_at(self, positions: np.ndarray) -> np.ndarray:
+        """The indices of the examples at these positions of the run, in any order."""
+
+    def uniform(self, positions: np.ndarray, num_draws: int) -> np.ndarray:
+        """Random numbers in [0, 1) for the examples at these positions, `(b, num_draws)`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The order of a run.
+    """Epochs that are permutations of all examples.
 
     Attributes:
       num_examples: Number of examples of one epoch.
-      seed: Seed of the permutations.
+      seed: Seed of the permutations; not negative.
       shuffle: Whether each epoch is a new permutation, or in the order of the data.
       weights: Sample weights, `(num_examples,)`: relative frequency of each example; None for equal
         weights.
+
+    Raises:
+      ConfigError: If the seed is negative.
+      DataError: If there is not one weight per example, a weight is negative or not finite, or none
+        is positive.
     """
 
     num_examples: int
     seed: int
     shuffle: bool = True
     weights: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"seed {self.seed} is negative. Choose 0 or a larger whole number.")
+        if self.weights is not None:
+            _check_weights(self.weights, self.num_examples)
+
+    @property
+    def settings(self) -> Settings:
+        """Settings that must be equal on all processes, by name."""
+        weights = None if self.weights is None else zlib.crc32(self.weights.tobytes())
+        return {"seed": self.seed, "shuffle": self.shuffle, "weights": weights}
 
     def examples_at(self, positions: np.ndarray) -> np.ndarray:
         """The indices of the examples at these positions of the run, in any order."""
@@ -123,3 +163,10 @@ def _keys(stream: Literal["order", "augment", "weights"], seed: int, epoch: int)
     # numpy promises Philox's raw bits, not what `Generator` makes of them (NEP 19).
     key = np.array([seed, epoch], np.uint64)
     return np.random.Philox(key=key, counter=[0, 0, 0, _STREAMS[stream]]).random_raw(NUM_ROUNDS)
+
+
+def _check_weights(weights: np.ndarray, num_examples: int) -> None:
+    if weights.shape != (num_examples,):
+        raise DataError(f"weights have shape {weights.shape} for {num_examples} examples.")
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and (weights > 0).any()):
+        raise DataError("weights must be finite and not negative, and at least one positive.")

@@ -26,7 +26,7 @@ from jddp.config.files import flatten, load_config, with_overrides
 from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
-from jddp.data import DataSet, TrainBatches, WorkerBatches, eval_batches, load_weights
+from jddp.data import DataSet, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
 from jddp.data_parallel import DataParallel
 from jddp.distributed.agree import agree
 from jddp.distributed.chosen_gpus import refuse_gpus
@@ -393,13 +393,13 @@ def batches_in_order(
       **options: Options of `TrainBatches` beside the order.
     """
     path = config.data.sample_weights
-    passed_on = {"global_batch_size", "drop_remainder", "shuffle"}
+    weights = None if path is None else load_weights(absolute(path, folder=folder))
     return TrainBatches(
         data.train,
-        seed=config.seed,
+        global_batch_size=config.data.global_batch_size,
+        order=Order(len(data.train), config.seed, config.data.shuffle, weights),
         num_epochs=config.train.num_epochs,
-        weights=None if path is None else load_weights(absolute(path, folder=folder)),
-        **config.data.model_dump(include=passed_on),
+        drop_remainder=config.data.drop_remainder,
         **options,
     )
 

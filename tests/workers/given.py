@@ -12,7 +12,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp import distributed
-from jddp.data import TrainBatches, eval_batches
+from jddp.data import Order, TrainBatches, eval_batches
 
 distributed.initialize(distributed.resolve_identity())
 
@@ -24,9 +24,10 @@ ALL = {"process_index": 0, "num_processes": 1}  # as on one process
 ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
 
 
-def batches(seed=0, rows=64, **options):
+def batches(seed=0, rows=64, shuffle=True, **options):
     part = {name: x[:rows] for name, x in ROWS.items()}
-    return TrainBatches(part, global_batch_size=8, seed=seed, **options)
+    order = Order(rows, seed, shuffle)
+    return TrainBatches(part, global_batch_size=8, order=order, **options)
 
 
 def of_this_process():

@@ -49,7 +49,9 @@ def numbered_images(num_examples, size=5):
 def train_batches(examples=10, size=4, **options):
     """Of so many numbered examples, or of the given ones."""
     examples = numbered(examples) if isinstance(examples, int) else examples
-    return TrainBatches(examples, **{"global_batch_size": size, "seed": 0} | options)
+    ordered = {name: options.pop(name) for name in ("shuffle", "weights") if name in options}
+    order = Order(len(examples), options.pop("seed", 0), **ordered)
+    return TrainBatches(examples, order=order, **{"global_batch_size": size} | options)
 
 
 def on_processes(num_processes, make, *args, **options):

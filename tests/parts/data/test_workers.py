@@ -15,7 +15,7 @@ import pytest
 from grain._src.python.dataset.transformations import process_prefetch
 from runs import environment
 
-from jddp.data import ArrayExamples, TrainBatches, WorkerBatches, workers
+from jddp.data import ArrayExamples, Order, TrainBatches, WorkerBatches, workers
 from jddp.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.processes
@@ -118,7 +118,7 @@ def test_a_worker_that_does_not_end_is_killed_and_no_other_child(tmp_path, monke
     examples.reached = tmp_path / "reached"
     other = multiprocessing.get_context("spawn").Process(target=signal.pause)
     other.start()
-    endless = TrainBatches(examples, global_batch_size=4, seed=0, shuffle=False)
+    endless = TrainBatches(examples, global_batch_size=4, order=Order(40, 0, shuffle=False))
     with contextlib.closing(WorkerBatches(endless, num_workers=2)) as reading:
         next(reading)
         while not examples.reached.exists():
@@ -138,7 +138,7 @@ QUIET = """
 import itertools
 import sys
 import numpy as np
-from jddp.data import ArrayExamples, TrainBatches, WorkerBatches
+from jddp.data import Order, ArrayExamples, TrainBatches, WorkerBatches
 
 if __name__ == "__main__":
     examples = ArrayExamples({"x": np.zeros((100, 20_000), np.float32)})

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jddp.data import TrainBatches, eval_batches
+from jddp.data import Order, TrainBatches, eval_batches
 from jddp.data.shares import Share
 from jddp.distributed import coordination
 from jddp.errors import ConfigError
@@ -65,7 +65,7 @@ def test_batches_read_the_share_of_their_process_once_jax_has_joined_a_job(monke
     assert shares() == [Share(3, 4)] * 2
     assert shares(process_index=1) == [Share(1, 4)] * 2
     assert shares(process_index=0, num_processes=1) == [Share(0, 1)] * 2
-    mine = next(TrainBatches(rows, global_batch_size=8, seed=0, shuffle=False))
+    mine = next(TrainBatches(rows, global_batch_size=8, order=Order(24, 0, shuffle=False)))
     assert mine["x"].tolist() == [6, 7]
     with pytest.raises(ConfigError, match="process_index=3 must be from 0 up, and below num_pro"):
         shares(num_processes=2)
