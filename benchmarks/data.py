@@ -143,18 +143,18 @@ def order(num_rounds: int) -> dict[str, float]:
     return {"first_batch_ms": milliseconds, "peak_kib": peak / 1024}
 
 
-def images(num_rounds: int, num_files: int = 2000, pixels: int = 256) -> dict[str, float]:
+def images(num_rounds: int, num_files: int = 600, pixels: int = 224) -> dict[str, float]:
     from PIL import Image
 
-    from jddp.data import TrainBatches, WorkerBatches
+    from jddp.data.image_transforms import Normalize
     from jddp.data.sources.image_folder import FolderExamples
+    from jddp.data.transforms import Transformed
 
     with tempfile.TemporaryDirectory() as folder:
         rng, root = np.random.default_rng(0), Path(folder)
         (root / "class").mkdir()
         for number in range(num_files):
-            blocks = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
-            image = Image.fromarray(blocks).resize((pixels, pixels), Image.Resampling.BICUBIC)
+            image = Image.fromarray(photo_like(rng))
             image.save(root / "class" / f"{number}.jpg", quality=90)
         examples = FolderExamples(root, image_size=pixels)
         paths, some = [root / name for name in examples.files], range(200)
@@ -169,25 +169,46 @@ def images(num_rounds: int, num_files: int = 2000, pixels: int = 256) -> dict[st
                 examples.decode(index)
 
         found = {"decode_over_pillow": ratios(timed(by_jddp), timed(by_pillow), num_rounds)}
-        rates = {n: workers_rate(TrainBatches, WorkerBatches, examples, n) for n in (0, 1, 2)}
-        found |= {f"examples_per_second_{n}_workers": rate for n, rate in rates.items()}
+        scaled = Transformed(examples, Normalize(0.5, 0.25))
+        for place, on_device in (("host", False), ("device", True)):
+            for num_workers in (0, 1, 2):
+                rate, num_bytes = reading(scaled, num_workers, on_device=on_device)
+                found[f"examples_per_second_{place}_{num_workers}_workers"] = rate
+            found[f"bytes_per_image_{place}"] = num_bytes
         return found
 
 
-def workers_rate(train_batches: Any, worker_batches: Any, examples: Any, num_workers: int) -> float:
-    """Examples a second, once the workers have started."""
-    batches = train_batches(examples, global_batch_size=50, seed=0)
+def photo_like(rng: np.random.Generator) -> np.ndarray:
+    """An image of 375 x 500 pixels with detail of every size, as photographs have: 1 / f noise."""
+    height, width = 375, 500
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    noise = np.fft.rfft2(rng.normal(size=(3, height, width))) / np.maximum(frequency, 1 / width)
+    pixels = np.fft.irfft2(noise, (height, width))
+    scaled = 128 + 50 * pixels / pixels.std((1, 2), keepdims=True)
+    return np.clip(scaled, 0, 255).astype(np.uint8).transpose(1, 2, 0)
+
+
+def reading(examples: Any, num_workers: int, *, on_device: bool) -> tuple[float, float]:
+    """Augmented examples a second, once the workers have started; and the bytes of an image.
+
+    With `on_device` the rows are only read here: the step transforms them.
+    """
+    from jddp.data import TrainBatches, WorkerBatches
+    from jddp.data.image_transforms import CropAndFlip
+
+    plan = {"global_batch_size": 50, "seed": 0, "transforms": [CropAndFlip()]}
+    batches = TrainBatches(examples, on_device=on_device, **plan)
     if num_workers:
-        batches = worker_batches(batches, num_workers=num_workers)
+        batches = WorkerBatches(batches, num_workers=num_workers)
     for _ in range(4 * max(1, num_workers)):
-        next(batches)
+        batch = next(batches)
     since = time.perf_counter()
-    for _ in range(60):
+    for _ in range(40):
         next(batches)
-    rate = 60 * 50 / (time.perf_counter() - since)
+    rate = 40 * 50 / (time.perf_counter() - since)
     if num_workers:
         batches.close()
-    return rate
+    return rate, batch["image"].nbytes / 50
 
 
 SECTIONS = {"pipeline": pipeline, "loader": loader, "order": order, "images": images}

@@ -61,7 +61,7 @@ def _stages(job: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], None]]]
     return {
         "order": (lambda: order.examples_at(next(positions) + np.arange(size)), nothing),
         "read": (lambda: examples.take(taken), nothing),
-        "order, read and augment": (lambda: batches.batch(next(positions)), nothing),
+        "order, read and transform": (lambda: batches.batch(next(positions)), nothing),
         through: (lambda: next(source), end),
     }
 

@@ -378,7 +378,7 @@ class DataParallel(Shown):
           UsageError: If rows are added, and the loss or a metric is a scalar, or a `jddp.Mean` of
             scalars: padding cannot be masked in it.
         """
-        planned = self._executor.planned
+        planned, batch = self._executor.planned, as_arrays(batch)
         # Those of the last rows, or else of these, for which the loss is traced.
         sums = (planned and planned.sums) or self.steps.planned(batch).sums
         return pad_for_step(batch, self.steps.rows, sums, num_rows)

@@ -32,6 +32,9 @@ Path = tuple[Any, ...]
 # Examples: a tree of arrays that have one row for each, on the host or on the devices.
 Batch = PyTree
 Batches = Iterable[Batch]
+# The entry of a batch with a function of its rows, which the step runs on the devices before the
+# loss, or an evaluation or a prediction, sees them.
+TRANSFORM = "transform"
 # An object of JSON, or of YAML: nested values by name.
 JsonObject = dict[str, Any]
 # Settings or facts by name, perhaps nested, which are only read: a config, a manifest.

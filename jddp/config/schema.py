@@ -119,6 +119,13 @@ class TrainConfig(Section):
         return self
 
 
+class TransformConfig(Section):
+    """A change to the rows of a batch; one that uses random numbers is for training alone."""
+
+    name: str = option(..., "crop_and_flip, flip_and_shift or normalize.")
+    kwargs: Kwargs = option({}, "Its arguments.")
+
+
 class DataConfig(NamedSection):
     """The data."""
 
@@ -134,10 +141,21 @@ class DataConfig(NamedSection):
         None, "A .npy file: how often each example is wanted."
     )
     drop_remainder: bool = option(False, "Drop the last partial batch, instead of padding it.")
-    augment: bool = option(True, "Random changes to examples, where the set has any.")
+    transforms: list[TransformConfig] | None = option(
+        None, "Changes to rows: a list of name and kwargs; null for the set's own."
+    )
     mixup: float | None = option(None, "Mix two images, by weights from Beta(mixup, mixup).", gt=0)
+    cutmix: float | None = option(None, "Or paste a box: shares from Beta(cutmix, cutmix).", gt=0)
+    transform_on: Literal["device", "host"] = option(
+        "device", "Where rows are scaled, augmented and mixed.", "rounding"
+    )
     num_workers: int = option(0, "Processes that read batches; 0 reads in a thread.", "none", ge=0)
     allow_changed: bool = option(False, "Resume with data that have changed.", "none")
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether training images are mixed with others."""
+        return self.mixup is not None or self.cutmix is not None
 
 
 class ModelConfig(NamedSection):
@@ -349,10 +367,10 @@ class Config(Section):
             )
         if self.checkpoint.start_from is not None and self.model.init_from is not None:
             raise ConfigError("checkpoint.start_from has the weights, too: drop model.init_from.")
-        if self.loss.class_weights is not None and self.data.mixup is not None:
+        if self.loss.class_weights is not None and self.data.is_mixed:
             raise ConfigError(
-                "loss.class_weights and data.mixup cannot be combined: a mixed example has two "
-                "classes. Leave one of them out."
+                "loss.class_weights and data.mixup or data.cutmix cannot be combined: a mixed "
+                "example has two classes. Leave one of them out."
             )
         for key in self.checkpoint.allow_changed:
             known = [".".join(path) for path in keys_of(Config)]

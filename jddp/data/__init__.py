@@ -2,7 +2,7 @@
 
     source = make_source("fashion_mnist")           # knows the shapes; has read nothing
     data = source.load()                            # reads and checks the files
-    for batch in TrainBatches(data.train, global_batch_size=128, seed=0, augment=source.augment):
+    for batch in TrainBatches(data.train, global_batch_size=128, seed=0, transforms=source.augment):
         ...                                         # a dict of numpy arrays, endlessly
 
 *Examples* are numbered rows (`examples`), an *order* maps positions of the run to examples
@@ -14,6 +14,7 @@ from jddp.data.batches import TrainBatches as TrainBatches
 from jddp.data.batches import count_steps as count_steps
 from jddp.data.evaluation import eval_batches as eval_batches
 from jddp.data.examples import ArrayExamples as ArrayExamples
+from jddp.data.mixing import Mix as Mix
 from jddp.data.order import Order as Order
 from jddp.data.row_examples import RowExamples as RowExamples
 from jddp.data.source import DataSet as DataSet

@@ -10,19 +10,21 @@ partial batch is padded with real rows, whose mask is 0.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jddp.data.augment import Augment, Mixup
 from jddp.data.examples import NumpyBatch
+from jddp.data.mixing import NUM_PAIR_DRAWS, Mix
 from jddp.data.order import ExampleOrder, Order
 from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
+from jddp.data.transforms import Transform, chain_of
 from jddp.errors import ConfigError, DataError
 from jddp.html import Shown, TextTable
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_BATCHES
+from jddp.typing import TRANSFORM, Batch
 
 ENDLESS = 2**62
 
@@ -46,8 +48,9 @@ class TrainBatches(Shown):
         order: ExampleOrder | None = None,
         num_epochs: float | None = None,
         drop_remainder: bool = False,
-        augment: Augment | None = None,
-        mixup: float | None = None,
+        transforms: Sequence[Transform] = (),
+        mix: Mix | None = None,
+        on_device: bool = False,
         multiple_of: int = 1,
         process_index: int | None = None,
         num_processes: int | None = None,
@@ -61,8 +64,10 @@ class TrainBatches(Shown):
           order: Order of the examples, given instead of a seed: an `Order` with weights, say.
           num_epochs: Number of epochs; None for endless batches.
           drop_remainder: Whether to end with the last full batch, instead of padding a partial one.
-          augment: Augmentation of rows, or None.
-          mixup: Parameter of mixup: weights are drawn from Beta(mixup, mixup). None for no mixup.
+          transforms: Transforms of rows, such as augmentations.
+          mix: Mixup or CutMix of the transformed rows; None for neither.
+          on_device: Whether the step transforms rows on the devices. Batches then hold them as they
+            are stored, such as images of uint8, and the function under "transform".
           multiple_of: Divisor of the rows of a global batch after padding, such as the number of
             devices.
           process_index: Number of this process; by default JAX's, once it has joined a job, else 0.
@@ -92,7 +97,10 @@ class TrainBatches(Shown):
         self.num_epochs = num_epochs
         self.global_batch_size = global_batch_size
         self._order = _chosen_order(order, seed, len(examples))
-        self._augment = augment if mixup is None else Mixup(examples, mixup, augment)
+        self._mix = mix
+        changes = [*transforms, *([] if mix is None else [mix])]
+        self._stored, self._chain = chain_of(examples, changes, on_device=on_device)
+        self._on_device = on_device and self._chain.is_needed
         self._end = ENDLESS
         self._is_full = drop_remainder or num_epochs is None
         if num_epochs is not None:
@@ -113,7 +121,8 @@ class TrainBatches(Shown):
             "num_epochs": self.num_epochs,
             "drop_remainder": self._is_full,
             **self._order.settings,
-            "augment": type(self._augment).__name__,
+            "transforms": str(self._chain.transforms),
+            "on_device": self._on_device,
             "position": self._position,
             "num_processes": self.share.num_processes,
         }
@@ -127,18 +136,45 @@ class TrainBatches(Shown):
         is_short = not self._is_full and (self._end - self._position) % self.global_batch_size > 0
         return is_short or self._rows_in_all > self.global_batch_size
 
-    def batch(self, position: int) -> NumpyBatch:
+    def batch(self, position: int) -> Batch:
         """This process's rows of the global batch that begins at a position of the run."""
+        return self.finished(self.rows(position))
+
+    def rows(self, position: int) -> NumpyBatch:
+        """The rows of `batch` as they are stored, with the random numbers of the transforms."""
         end = min(position + self.global_batch_size, self._end)
-        positions = np.minimum(position + self._own, end - 1)
-        batch = self._examples.take(self._order.examples_at(positions))
-        if self._augment is not None:
-            batch = self._augment(batch, self._order.uniform(positions, self._augment.num_draws))
-        if self.is_padded:
-            counts = (position + self._own < end).astype(np.float32)
-            mask = batch.get("mask", np.ones(len(counts), np.float32))
-            batch = batch | {"mask": (mask.T * counts).T}  # along the rows
-        return batch
+        own = position + self._own
+        return self._padded(self._read(np.minimum(own, end - 1)), own < end)
+
+    @property
+    def example(self) -> Batch:
+        """A batch of one row, in the form of all batches."""
+        return self.finished(self._padded(self._read(np.zeros(1, int)), np.ones(1, bool)))
+
+    def finished(self, rows: NumpyBatch) -> Batch:
+        """The rows, transformed, or with the function that transforms them on the devices."""
+        return rows | {TRANSFORM: self._chain} if self._on_device else self._chain(rows)
+
+    def _padded(self, batch: NumpyBatch, is_valid: np.ndarray) -> NumpyBatch:
+        """The rows, with a mask of the valid ones if batches have masks."""
+        if not self.is_padded:
+            return batch
+        counts = is_valid.astype(np.float32)
+        mask = batch.get("mask", np.ones(len(counts), np.float32))
+        return batch | {"mask": (mask.T * counts).T}  # along the rows
+
+    def _read(self, positions: np.ndarray) -> NumpyBatch:
+        """The examples at these positions, with those to mix them with, and random numbers."""
+        batch = self._stored.take(self._order.examples_at(positions))
+        num_draws = self._chain.num_draws + NUM_PAIR_DRAWS * (self._mix is not None)
+        if not num_draws:
+            return batch
+        uniform = self._order.uniform(positions, num_draws)
+        if self._mix is not None:
+            pairing = uniform[:, -NUM_PAIR_DRAWS:]
+            others = self._stored.take(self._mix.others(pairing, self.num_examples))
+            batch = self._mix.paired(batch, others, pairing)
+        return self._chain.with_draws(batch, uniform[:, : self._chain.num_draws])
 
     def __repr__(self) -> str:
         """Number of examples, global batch size and position; reads no example."""
@@ -155,10 +191,10 @@ class TrainBatches(Shown):
         rows = [(name.replace("_", " "), f"{x}") for name, x in facts.items()]
         yield TextTable(type(self).__name__, rows)
 
-    def __iter__(self) -> Iterator[NumpyBatch]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> NumpyBatch:
+    def __next__(self) -> Batch:
         if not self.positions_left():
             raise StopIteration
         batch = self.batch(self._position)

@@ -7,7 +7,7 @@ They can be iterated any number of times. Each process takes an equal part of ev
 `shares`), and all processes take the same number of batches. The last one may be smaller.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +15,12 @@ import numpy as np
 from jddp.data.examples import Examples, NumpyBatch
 from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
+from jddp.data.transforms import Chain, Transform, chain_of
 from jddp.errors import ConfigError, DataError
 from jddp.html import Shown, TextTable
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_BATCHES
+from jddp.typing import TRANSFORM, Batch
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,6 +30,8 @@ class _EvalBatches(Shown):
     examples: Examples
     global_batch_size: int
     share: Share
+    chain: Chain
+    on_device: bool
 
     @property
     def settings(self) -> dict[str, object]:
@@ -49,13 +53,17 @@ class _EvalBatches(Shown):
     def __len__(self) -> int:
         return -(-len(self.examples) // self.global_batch_size)
 
-    def __iter__(self) -> Iterator[NumpyBatch]:
+    def __iter__(self) -> Iterator[Batch]:
         index, num_processes = self.share
         begin = index * self.global_batch_size // num_processes
         end = (index + 1) * self.global_batch_size // num_processes
         for first in range(0, len(self.examples), self.global_batch_size):
             last = min(first + end, len(self.examples))
-            yield self.examples.take(np.arange(first + begin, last))
+            yield self.finished(self.examples.take(np.arange(first + begin, last)))
+
+    def finished(self, rows: NumpyBatch) -> Batch:
+        """The rows, transformed, or with the function that transforms them on the devices."""
+        return rows | {TRANSFORM: self.chain} if self.on_device else self.chain(rows)
 
 
 @refuses_unknown("eval_batches", OF_BATCHES)
@@ -63,6 +71,8 @@ def eval_batches(
     examples: object,
     *,
     global_batch_size: int,
+    transforms: Sequence[Transform] = (),
+    on_device: bool = False,
     process_index: int | None = None,
     num_processes: int | None = None,
 ) -> _EvalBatches:
@@ -71,6 +81,8 @@ def eval_batches(
     Args:
       examples: Examples to read, or a dict of arrays with a row for each.
       global_batch_size: Examples per batch, over all processes.
+      transforms: Transforms of rows; those that use random numbers are left out.
+      on_device: Whether rows are transformed on the devices, as with `TrainBatches`.
       process_index: Number of this process; by default JAX's, once it has joined a job, else 0.
       num_processes: Number of processes; each takes an equal part of a batch. By default JAX's
         number, else 1.
@@ -89,4 +101,5 @@ def eval_batches(
     if len(examples) == 0:
         raise DataError("the evaluation data holds 0 examples. At least one is needed.")
     share = Share.of(process_index, num_processes)
-    return _EvalBatches(examples, global_batch_size, share)
+    stored, chain = chain_of(examples, transforms, on_device=on_device)
+    return _EvalBatches(stored, global_batch_size, share, chain, on_device and chain.is_needed)

@@ -1,8 +1,7 @@
 """Numbered examples: their number, and the rows at given indices as one batch.
 
-This is the whole interface of a data set. Two kinds are here: arrays as they are (`ArrayExamples`),
-and images that are kept as bytes and normalized when they are read (`ImageExamples`). Mistakes that
-can be found at the start are refused at the start.
+This is the whole interface of a data set. One kind is here: arrays as they are (`ArrayExamples`).
+Mistakes that can be found at the start are refused at the start.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,79 +95,6 @@ def labels_of(examples: Examples) -> np.ndarray:
         return np.asarray(labels)
     parts = np.array_split(np.arange(len(examples)), 1 + len(examples) // _NUM_READ)
     return np.concatenate([examples.take(part)["label"] for part in parts])
-
-
-def per_channel(name: str, given: float | Sequence[float], num_channels: int) -> np.ndarray:
-    """One float32 number, or one for each channel of the images.
-
-    Raises:
-      DataError: If their number differs.
-    """
-    numbers = np.asarray(given, np.float32)
-    if numbers.shape not in ((), (num_channels,)):
-        raise DataError(
-            f"{name} has {numbers.size} numbers, but images have {num_channels} channels. Give one "
-            "number, or one per channel."
-        )
-    return numbers
-
-
-class ImageExamples:
-    """Images, kept as they are stored and normalized when read, with a label each."""
-
-    def __init__(
-        self,
-        images: np.ndarray,
-        labels: np.ndarray,
-        *,
-        mean: float | Sequence[float] = 0.0,
-        std: float | Sequence[float] = 1.0,
-    ):
-        """Checks shapes; reads no image, so that a memory-mapped array stays on disk.
-
-        Args:
-          images: Array `(n, height, width, channels)`: uint8 is divided by 255 and normalized,
-            floating point is used as it is.
-          labels: Whole numbers from 0, `(n,)`.
-          mean: Value to subtract, in the range 0 to 1; one number, or one per channel.
-          std: Divisor after the subtraction.
-
-        Raises:
-          DataError: If there are no images, or shapes or dtypes differ from the above.
-        """
-        if images.ndim != 4 or len(images) == 0:
-            raise DataError(
-                f"images have shape {images.shape}. They need (n, height, width, channels), n > 0."
-            )
-        if images.dtype != np.uint8 and images.dtype.kind != "f":
-            raise DataError(f"images are {images.dtype}. They need uint8 or floating point.")
-        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
-            raise DataError(
-                f"labels are {labels.dtype}{labels.shape} for {len(images)} images. Each image "
-                "needs one whole number."
-            )
-        self._images = images
-        self.labels = labels
-        divisor = per_channel("std", std, images.shape[-1])
-        self._scale = np.float32(1 / 255) / divisor
-        self._offset = per_channel("mean", mean, images.shape[-1]) / divisor
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def take(self, indices: np.ndarray) -> NumpyBatch:
-        """float32 images `(b, height, width, channels)` and int32 labels `(b,)`.
-
-        Raises:
-          DataError: If a floating-point image holds a number that is not finite.
-        """
-        images = self._images[indices].astype(np.float32)
-        if self._images.dtype == np.uint8:
-            images *= self._scale
-            images -= self._offset
-        else:
-            check_numbers("image", images, indices)
-        return {"image": images, "label": self.labels[indices].astype(np.int32)}
 
 
 def in_32_bits(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarray) -> np.ndarray:

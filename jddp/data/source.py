@@ -6,10 +6,10 @@ from hashlib import sha256
 
 import numpy as np
 
-from jddp.data.augment import Augment
 from jddp.data.examples import Examples
 from jddp.data.row_examples import as_examples
 from jddp.data.split import check_share, hold_back
+from jddp.data.transforms import Transform
 from jddp.html import Shown, TextTable
 from jddp.typing import JsonObject
 
@@ -56,7 +56,7 @@ class DataSource:
     Attributes:
       spec: Shape and dtype of each array of one example, without the leading batch dim.
       load: Function that reads and checks the data.
-      augment: Augmentation of training examples, or `None`.
+      augment: Transforms that make new training examples of these, at random.
       sizes: Number of classes or tokens, by its name in models: "num_classes" or "vocab_size";
         empty if only the examples show it.
       num_categories: Number of categories of each column of "categories", of a table.
@@ -64,7 +64,7 @@ class DataSource:
 
     spec: Spec
     load: Callable[[], DataSet]
-    augment: Augment | None = None
+    augment: tuple[Transform, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     num_categories: Sequence[int] = ()
 

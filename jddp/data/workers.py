@@ -24,6 +24,7 @@ from jddp.data.batches import TrainBatches
 from jddp.data.examples import NumpyBatch
 from jddp.data.extras import import_extra
 from jddp.errors import DataError
+from jddp.typing import Batch
 
 # Batches that a worker reads ahead.
 BUFFER = 2
@@ -52,7 +53,7 @@ class WorkerBatches(TrainBatches):
     def __repr__(self) -> str:
         return f"WorkerBatches, {self._num_workers} processes\n{super().__repr__()}"
 
-    def __next__(self) -> NumpyBatch:
+    def __next__(self) -> Batch:
         try:
             batch = self._next()
         except RuntimeError as error:
@@ -64,7 +65,7 @@ class WorkerBatches(TrainBatches):
             ) from error
         self.advance()
         # Copied from the shared memory, which is freed here: at exit Python would warn of a leak.
-        return {name: np.array(array) for name, array in batch.items()}
+        return self.finished({name: np.array(array) for name, array in batch.items()})
 
     def _start(self) -> Any:
         import grain
@@ -73,7 +74,7 @@ class WorkerBatches(TrainBatches):
         if not flags.FLAGS.is_parsed():  # grain's workers read some
             flags.FLAGS.mark_as_parsed()
         positions = grain.MapDataset.source(self.positions_left())
-        batches = positions.map(self._batches.batch).to_iter_dataset(
+        batches = positions.map(self._batches.rows).to_iter_dataset(
             grain.ReadOptions(num_threads=1, prefetch_buffer_size=BUFFER)
         )
         options = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=BUFFER)

@@ -4,8 +4,9 @@
 
 Whatever numpy can convert becomes an array. A column of a dict that holds no numbers is left out,
 with one notice, since most losses do not read it: one that does is refused where it is traced
-(`modules.base.call_loss`). Whole numbers that JAX would cut to 32 bits are refused, and so are
-weights that are given as a mask.
+(`modules.base.call_loss`). The function under "transform" stays: a step applies it to its rows.
+Whole numbers that JAX would cut to 32 bits are refused, and so are weights that are given as a
+mask.
 """
 
 import logging
@@ -14,10 +15,11 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from jddp.errors import DataError
 from jddp.modules.rows import LEFT_OUT
-from jddp.typing import Batch, Leaf, PyTree
+from jddp.typing import TRANSFORM, Batch, Leaf, PyTree
 
 _KINDS = "biufc"
 _INSTEAD = "Encode it as numbers, or leave it out of the batch"
@@ -37,6 +39,10 @@ def as_arrays(batch: Batch) -> Batch:
         return _converted("the batch", batch)
     kept = dict[str, Batch]()
     for name, column in batch.items():
+        if name == TRANSFORM and callable(column):
+            # A tree without leaves, which is equal to any of the same function.
+            kept[name] = column if isinstance(column, Partial) else Partial(column)
+            continue
         try:
             kept[name] = _converted(f"batch[{name!r}]", column)
         except _NoNumbers as error:

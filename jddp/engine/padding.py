@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jddp.engine.host_rows import as_arrays
 from jddp.engine.processes import from_all_processes
 from jddp.engine.row_split import RowSplit
 from jddp.errors import ConfigError, UsageError
@@ -53,14 +52,13 @@ def pad_for_step(batch: Batch, split: RowSplit, sums: Sums, num_rows: int | None
     """Pads this process's rows until they divide, as `jddp.DataParallel.pad` does.
 
     Args:
-      batch: A dict of arrays.
+      batch: A dict of arrays, as `as_arrays` makes them.
       split: Division of the rows of a step.
       sums: Sums of the loss and metrics, which padding must leave alone.
       num_rows: Number of rows to pad to; by default the next that divides.
     """
     if not isinstance(batch, dict):
         raise ConfigError(f"pad adds 'mask' to a dict of arrays; got {type(batch).__name__}.")
-    batch = as_arrays(batch)
     rows, num_parts = count_rows(batch), split.num_local_micro_batches
     if num_rows is None:
         most = max(1, int(from_all_processes(rows, "pad").max()))

@@ -35,6 +35,7 @@ from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_m
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.watchdog import Limits
+from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import count_processes, make_mesh
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError, report
@@ -44,6 +45,7 @@ from jddp.job.initial_weights import initial_weights
 from jddp.job.length import num_steps_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts, with_class_weights
+from jddp.job.transforms import listed_transforms, mix_of, training_transforms
 from jddp.trainer.arguments import steps_left
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.own_loop import Checkpoints
@@ -131,14 +133,19 @@ class Job:
         )
 
     @property
-    def batch_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of one batch of this process."""
+    def batch_spec(self) -> Batch:
+        """The shapes of one batch of this process, read from the first example if there is one."""
         size = self.config.data.global_batch_size
         num_parts = self.ddp.steps.rows.num_micro_batches
         in_all = -(-size // num_parts) * num_parts
-        rows, spec = in_all // count_processes(self.ddp.mesh), self.parts.source.spec
-        # All batches of a run have a mask if its last is partial.
-        if in_all > size or (self.data is not None and self._plain_batches().is_padded):
+        rows = in_all // count_processes(self.ddp.mesh)
+        if self.data is not None:
+            example = as_arrays(self._plain_batches().example)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), example
+            )
+        spec = self.parts.source.spec
+        if in_all > size:
             spec = {"mask": ((), np.dtype("float32")), **spec}
         return {n: jax.ShapeDtypeStruct((rows, *dims), dtype) for n, (dims, dtype) in spec.items()}
 
@@ -263,13 +270,13 @@ class Job:
     def _plain_batches(self) -> TrainBatches:
         """The batches, read by this process itself."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
-        config = self.config.data
         return batches_in_order(
             self.config,
             self.data,
             self.folder,
-            mixup=config.mixup,
-            augment=self.parts.source.augment if config.augment else None,
+            transforms=training_transforms(self.config, self.parts.source),
+            mix=mix_of(self.config),
+            on_device=self.config.data.transform_on == "device",
             multiple_of=self.ddp.steps.rows.num_micro_batches,
         )
 
@@ -408,7 +415,12 @@ def test_batches(config: Config, data: DataSet) -> Batches:
     """This process's evaluation batches of a job."""
     # Evaluation holds no gradients: rows of one micro-batch fit wherever training fits.
     rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
-    return eval_batches(data.test, global_batch_size=rows)
+    return eval_batches(
+        data.test,
+        global_batch_size=rows,
+        transforms=listed_transforms(config),
+        on_device=config.data.transform_on == "device",
+    )
 
 
 def _facts(config: Config) -> dict[str, str]:

@@ -29,6 +29,7 @@ from jddp.errors import ConfigError
 from jddp.job.callbacks import find_callbacks
 from jddp.job.class_weights import balanced_weights, weighted
 from jddp.job.optimizers import optimizer_of
+from jddp.job.transforms import listed_transforms
 from jddp.names import accepted_names, check_arguments, defaults_of, named, resolve_target
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
@@ -90,6 +91,7 @@ def resolve_parts(config: Config) -> Parts:
     loss_fn, eval_fn = attempt(find_loss), attempt(find_eval_fn)
     options, sinks = attempt(_ddp_options), attempt(_sinks)
     attempt(find_callbacks)  # which are made where the run begins
+    attempt(listed_transforms)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     config, model = filled

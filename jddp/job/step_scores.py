@@ -99,7 +99,7 @@ class _Timed:
     def __post_init__(self) -> None:
         """Compiles the step."""
         ddp, spec = self.job.ddp, self.job.batch_spec
-        self._batch = ddp.shard_batch({n: np.ones(x.shape, x.dtype) for n, x in spec.items()})
+        self._batch = ddp.shard_batch(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), spec))
         self._state = ddp.init(0, self._batch)
         self.memory = memory(ddp, self._batch)
         self.seconds()

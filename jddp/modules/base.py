@@ -15,7 +15,7 @@ from jddp.errors import ConfigError, UsageError
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, describe_frozen, is_frozen, thaw
 from jddp.modules.mesh_axes import MeshAxes
-from jddp.modules.rows import LEFT_OUT
+from jddp.modules.rows import LEFT_OUT, transformed
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 STATISTICS = {"batch_stats", "BatchStat"}  # kinds of state, in Linen and in NNX
@@ -108,7 +108,7 @@ class FlaxModel(abc.ABC):
     def call(self, loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
         """Calls a loss with a model in Flax's own form, without constraints on its arrays."""
         with self.axes.left_out():
-            return call_loss(loss_fn, model, batch, train=train)
+            return call_loss(loss_fn, model, transformed(batch), train=train)
 
     def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:
         """Returns the `values`; a model without them makes them, by running the loss once."""

@@ -1,12 +1,13 @@
 """Rows of a batch: how many there are, and whether they divide."""
 
 import math
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
 from jddp.errors import ConfigError, DataError
-from jddp.typing import Batch
+from jddp.typing import TRANSFORM, Batch
 
 # Columns of batches that hold no numbers and were left out, and what they hold.
 LEFT_OUT: dict[str, str] = {}
@@ -45,3 +46,10 @@ def split_rows(batch: Batch, num: int) -> Batch:
     """Cuts the rows into `num` equal parts, in order: (num, rows of a part, ...)."""
     # Not -1, which JAX cannot tell from the size of an array without elements.
     return jax.tree.map(lambda x: x.reshape(num, len(x) // num, *x.shape[1:]), batch)
+
+
+def transformed(batch: Batch) -> Batch:
+    """The rows as a loss reads them: passed through the function that a batch may bring along."""
+    if not (isinstance(batch, Mapping) and callable(batch.get(TRANSFORM))):
+        return batch
+    return batch[TRANSFORM]({name: x for name, x in batch.items() if name != TRANSFORM})

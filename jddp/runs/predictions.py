@@ -23,7 +23,7 @@ from jddp.data import ArrayExamples, eval_batches
 from jddp.data.examples import Examples
 from jddp.data.sources.columns import ENDINGS
 from jddp.data.sources.encoding import Encoding
-from jddp.data.sources.image_folder import FolderExamples, images_in
+from jddp.data.sources.image_folder import images_in
 from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.data.sources.table import rows_in
 from jddp.distributed.resolve import resolve_identity
@@ -73,8 +73,9 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
     arrays = {name or "predictions": x for name, x in found.items()}
     is_classifier = (run.config or {})["loss"]["name"] == "cross_entropy"
     arrays = _classified(arrays, kept.get("classes", []), is_classifier=is_classifier) | arrays
-    if isinstance(rows, FolderExamples):
-        arrays = {"file": np.array(rows.files), **arrays}
+    files = getattr(rows, "files", None)
+    if files is not None:
+        arrays = {"file": np.array(files), **arrays}
     with file_errors(f"{out} cannot be written"):
         replace_file(out, WRITERS[out.suffix](arrays))
     return len(rows)
@@ -101,7 +102,7 @@ def _read(path: Path) -> ArrayExamples:
     return ArrayExamples(arrays)
 
 
-def _images(folder: Path, section: Settings) -> FolderExamples:
+def _images(folder: Path, section: Settings) -> Examples:
     """The images of a folder, decoded like the images of the run."""
     if section["name"] != "image_folder":
         raise UsageError(f"--data {folder} is a folder, but the run was not trained on one.")

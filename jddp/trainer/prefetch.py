@@ -55,14 +55,14 @@ class Source:
         self._put_back: list[tuple[Batch, JsonObject]] = []
 
     def peek(self) -> Batch:
-        """The first batch, on the host, without taking it."""
+        """The first batch, as arrays on the host, without taking it."""
         if isinstance(self._batches, TrainBatches):
             if self._first is None:
-                self._first = self._batches.batch(0)  # which starts no workers
+                self._first = as_arrays(self._batches.batch(0))  # which starts no workers
             return self._first
         if not self._peeked:
             self._peeked.append(self._read_next())
-        return self._peeked[0][0]
+        return as_arrays(self._peeked[0][0])
 
     @property
     def begins_at(self) -> int:

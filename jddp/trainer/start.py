@@ -73,7 +73,7 @@ def _refuse_padding(ddp: Trainable, batches: Batches) -> None:
     if isinstance(batches, TrainBatches) and batches.is_padded:
         full = f"a global batch size that is a multiple of {ddp.steps.rows.num_micro_batches}"
         where = "drop_remainder=True of jddp.data.TrainBatches (data.drop_remainder of a config)"
-        sums = ddp.steps.planned(batches.batch(0)).sums
+        sums = ddp.steps.planned(as_arrays(batches.batch(0))).sums
         refuse_padding(sums, f"let batches be full: {full}, and {where}")
 
 
@@ -87,7 +87,7 @@ def _train(
 ) -> Run:
     """Trains under a watchdog, while the run directory is held; an error has `run`."""
     source = Source(batches, ddp.shard_batch)
-    batch = as_arrays(source.peek())
+    batch = source.peek()
     refuse_same_rows("batches", batch, plan)
     if jax.process_count() > 1:
         agree("model, optimizer or batch", fingerprint(ddp, batch))

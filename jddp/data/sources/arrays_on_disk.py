@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.data.augment import FlipAndShift
-from jddp.data.examples import ImageExamples
+from jddp.data.examples import Examples
+from jddp.data.image_arrays import image_examples
+from jddp.data.image_transforms import FlipAndShift
 from jddp.data.source import DataSource, image_spec, make_data_set, source_of_parts
 from jddp.data.sources.idx import read_idx
 from jddp.data.sources.mapped import map_npy, map_npz
@@ -95,7 +96,7 @@ def _images(
 ) -> DataSource:
     """The source of images and labels that `read` returns for "train" and for "test"."""
 
-    def examples(part: str) -> ImageExamples:
+    def examples(part: str) -> Examples:
         images, labels = read(part)
         if images.shape[1:] != shape:
             raise DataError(
@@ -108,12 +109,12 @@ def _images(
                 f"{name}: {part}: labels range from {lowest} to {highest}. With num_classes "
                 f"{num_classes} they must be in 0 ... {num_classes - 1}."
             )
-        return ImageExamples(images, labels, **scale)
+        return image_examples(images, labels, **scale)
 
     return DataSource(
         image_spec(*shape),
         lambda: make_data_set(name, examples("train"), examples("test")),
-        FlipAndShift(max_shift),
+        (FlipAndShift(max_shift),),
         {"num_classes": num_classes},
     )
 

@@ -20,11 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jddp.data.augment import CropAndFlip
-from jddp.data.examples import NumpyBatch, per_channel
+from jddp.data.examples import NumpyBatch
 from jddp.data.extras import import_extra
+from jddp.data.image_arrays import check_per_channel
+from jddp.data.image_transforms import CropAndFlip, normalize
 from jddp.data.source import DataSet, DataSource, image_spec, make_data_set
 from jddp.data.split import check_share
+from jddp.data.transforms import Transformed
 from jddp.errors import ConfigError, DataError
 
 # By the first bytes of a file, whatever its name. Other formats of Pillow start programs.
@@ -63,8 +65,6 @@ class FolderExamples:
       root: Folder with one folder for each class.
       image_size: Height and width of the images that are returned, in pixels.
       margin: Fraction of the shorter side that is cropped, half of it on each side.
-      mean: Value to subtract, in the range 0 to 1; one number, or one per channel.
-      std: Divisor after that.
       keep_undecodable: Whether an image that does not decode becomes a black one of mask 0; it is
         an error otherwise.
       is_labelled: Whether there is a folder for each class; otherwise all images in the folder and
@@ -80,8 +80,6 @@ class FolderExamples:
     root: Path
     image_size: int
     margin: float = 0.0
-    mean: float | Sequence[float] = 0.5
-    std: float | Sequence[float] = 0.5
     keep_undecodable: bool = False
     is_labelled: bool = True
     split: HashSplit | None = None
@@ -106,8 +104,6 @@ class FolderExamples:
             )
         if self.split is not None:
             found = [(name, label) for name, label in found if self.split.takes(name)]
-        self._mean = per_channel("mean", self.mean, 3)
-        self._std = per_channel("std", self.std, 3)
         self.files = [name for name, _ in found]
         self.labels = np.array([label for _, label in found], np.int32)
 
@@ -115,7 +111,7 @@ class FolderExamples:
         return len(self.files)
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
-        """float32 "image" `(b, size, size, 3)`, int32 "label", and "mask" if some may be missing.
+        """uint8 "image" `(b, size, size, 3)`, int32 "label", and "mask" if some may be missing.
 
         Raises:
           DataError: If an image does not decode, and none may be missing.
@@ -131,8 +127,7 @@ class FolderExamples:
                 reason = str(error).partition(" Remove it")[0]
                 logging.getLogger("jddp").warning("%s It is masked out.", reason)
                 counts[row] = 0
-        scaled = images * (1 / (255 * self._std)) - self._mean / self._std
-        batch = {"image": scaled.astype(np.float32), "label": self.labels[indices]}
+        batch = {"image": images, "label": self.labels[indices]}
         return batch | ({"mask": counts} if self.keep_undecodable else {})
 
     def decode(self, index: int) -> np.ndarray:
@@ -237,14 +232,15 @@ def image_folder(
     if test_share is not None:
         check_share(test_share)
     import_extra("PIL", needed_by="image_folder")
+    check_per_channel("mean", mean, 3)
+    check_per_channel("std", std, 3)
     masks = undecodable == "mask"
+    scaling = normalize(mean, std)
 
     def examples(part: str, margin: float) -> FolderExamples:
         split = None if test_share is None else HashSplit(test_share, is_test=part == "test")
         root = directory if test_share is not None else directory / part
-        found = FolderExamples(
-            root, image_size, margin, mean, std, keep_undecodable=masks, split=split
-        )
+        found = FolderExamples(root, image_size, margin, keep_undecodable=masks, split=split)
         if not found.files:
             raise DataError(
                 f"{root}: test_share={test_share} leaves no image for {part}. Choose another share."
@@ -260,8 +256,8 @@ def image_folder(
         digest = sha256((train.fingerprint() + test.fingerprint()).encode()).hexdigest()
         return make_data_set(
             f"image_folder {directory}",
-            train,
-            test,
+            Transformed(train, scaling),
+            Transformed(test, scaling),
             sha256_hex=digest,
             classes=train.classes,
         )
@@ -271,7 +267,7 @@ def image_folder(
         spec["mask"] = ((), np.dtype("float32"))
     root = directory if test_share is not None else directory / "train"
     found = num_classes or (len(_class_folders(root)) if root.is_dir() else 0)
-    return DataSource(spec, load, CropAndFlip(), {"num_classes": found} if found else {})
+    return DataSource(spec, load, (CropAndFlip(),), {"num_classes": found} if found else {})
 
 
 def _refuse_other_classes(
@@ -298,7 +294,7 @@ def images_in(
     mean: float | Sequence[float] = MEAN,
     std: float | Sequence[float] = STD,
     **others: object,
-) -> FolderExamples:
+) -> Transformed:
     """All images in a folder and below, prepared like the test images of such a source.
 
     Args:
@@ -308,4 +304,5 @@ def images_in(
       std: Divisor after that.
       **others: Arguments of `image_folder` that concern labels, or images that do not decode.
     """
-    return FolderExamples(directory, image_size, TEST_MARGIN, mean, std, is_labelled=False)
+    found = FolderExamples(directory, image_size, TEST_MARGIN, is_labelled=False)
+    return Transformed(found, normalize(mean, std))

@@ -18,13 +18,14 @@ from states import equal
 
 from jddp.data import (
     ArrayExamples,
+    Mix,
     TrainBatches,
     eval_batches,
     make_data_set,
     make_source,
 )
-from jddp.data.augment import FlipAndShift
-from jddp.data.examples import ImageExamples
+from jddp.data.image_arrays import image_examples
+from jddp.data.image_transforms import FlipAndShift
 from jddp.data.order import Order
 from jddp.data.source import spec_of
 from jddp.data.sources import SOURCES
@@ -43,7 +44,7 @@ def numbered(num_examples):
 
 def numbered_images(num_examples, size=5):
     pixels = np.arange(num_examples * size**2, dtype=np.float32)
-    return ImageExamples(pixels.reshape(-1, size, size, 1), np.arange(num_examples))
+    return image_examples(pixels.reshape(-1, size, size, 1), np.arange(num_examples))
 
 
 def train_batches(examples=10, size=4, **options):
@@ -130,7 +131,7 @@ def test_weights_are_kept_in_every_epoch_to_the_next_whole_number(weights, seed,
 
 
 def images_of(**options):
-    plan = {"size": 8, "seed": 3, "augment": FlipAndShift()} | options
+    plan = {"size": 8, "seed": 3, "transforms": [FlipAndShift()]} | options
     return train_batches(numbered_images(10), **plan)
 
 
@@ -285,7 +286,7 @@ def test_what_augmentation_draws_depends_on_seed_epoch_and_example_alone():
 def test_mixup_lays_another_image_over_each_and_keeps_both_labels():
     labels = np.arange(10)
     images = np.broadcast_to(labels[:, None, None, None].astype(np.float32), (10, 3, 3, 1))
-    given = {"examples": ImageExamples(images, labels), "size": 10, "mixup": 0.4}
+    given = {"examples": image_examples(images, labels), "size": 10, "mix": Mix(0.4)}
     batch = next(train_batches(**given))
     share = batch["share"]
     mixed = share * batch["label"] + (1 - share) * batch["other_label"]
@@ -299,12 +300,12 @@ def test_mixup_lays_another_image_over_each_and_keeps_both_labels():
     assert np.var(many) == pytest.approx(1 / 7.2, rel=0.1)
     flat = {"image": images[:, :, 0, 0], "label": labels}  # with masks, as of images in folders
     mask = {"mask": (labels < 5).astype(np.float32)}
-    batch = next(train_batches(ArrayExamples(flat | mask), size=10, mixup=0.4))
+    batch = next(train_batches(ArrayExamples(flat | mask), size=10, mix=Mix(0.4)))
     np.testing.assert_allclose(batch["image"][:, 1], mixed, rtol=1e-5)
     assert set(batch["label"][batch["mask"] > 0]) <= {0, 1, 2, 3, 4}
     np.testing.assert_array_equal(batch["mask"], (batch["label"] < 5) & (batch["other_label"] < 5))
-    with pytest.raises(ConfigError, match="mixes images with labels, but the data has x"):
-        next(train_batches(10, mixup=0.4))
+    with pytest.raises(ConfigError, match="mix images with labels, but the data has x"):
+        next(train_batches(10, mix=Mix(0.4)))
 
 
 def all_of(examples):
@@ -507,7 +508,7 @@ def test_npy_directory_is_normalised_per_channel_and_bad_images_are_refused(tmp_
     images = np.zeros((4, 2, 2, 1), np.float32)
     images[3, 0, 0] = np.nan
     with pytest.raises(DataError, match="NaN or infinity, first in row 3"):  # when it is read
-        ImageExamples(images, np.zeros(4, int)).take(np.array([1, 3]))
+        image_examples(images, np.zeros(4, int)).take(np.array([1, 3]))
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.randoms())

@@ -21,7 +21,7 @@ from jddp.data import (
     make_data_set,
     make_source,
 )
-from jddp.data.augment import CropAndFlip
+from jddp.data.image_transforms import CropAndFlip
 from jddp.data.source import spec_of
 from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
@@ -416,7 +416,7 @@ def test_the_command_times_each_stage(tmp_path, capsys):
     given += ["loss.name=mean_squared_error"]
     assert read_data.main(["--seconds", "0.01", *given]) == 0
     _, *lines = capsys.readouterr().out.splitlines()
-    stages = ["order  ", "read  ", "order, read and augment", "on the devices, by a thread"]
+    stages = ["order  ", "read  ", "order, read and transform", "on the devices, by a thread"]
     for line, stage in zip(lines, stages, strict=True):
         assert line.startswith(stage)
         assert "examples/s" in line

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.data.augment import FlipAndShift
-from jddp.data.examples import ImageExamples
+from jddp.data.image_arrays import image_examples
+from jddp.data.image_transforms import FlipAndShift
 from jddp.data.source import DataSet, DataSource, image_spec
 from jddp.data.sources.idx import read_idx
 from jddp.errors import ConfigError, DataError
@@ -81,7 +81,7 @@ def fashion_mnist(
     load = functools.partial(_load, source, root, num_held_out)
     spec = image_spec(28, 28, 1)
     sizes = {"num_classes": NUM_CLASSES}
-    return DataSource(spec, load, FlipAndShift(max_shift), sizes)
+    return DataSource(spec, load, (FlipAndShift(max_shift),), sizes)
 
 
 def _load(source: str, root: Path, num_held_out: int) -> DataSet:
@@ -100,7 +100,7 @@ def _load(source: str, root: Path, num_held_out: int) -> DataSet:
         test_images, test_labels = train_images[~is_kept], train_labels[~is_kept]
         train_images, train_labels = train_images[is_kept], train_labels[is_kept]
     train, test = (
-        ImageExamples(images[..., None], labels, mean=MEAN, std=STD)
+        image_examples(images[..., None], labels, mean=MEAN, std=STD)
         for images, labels in ((train_images, train_labels), (test_images, test_labels))
     )
     judged = f"{len(test):,} {'held-out' if num_held_out else 'test'}"

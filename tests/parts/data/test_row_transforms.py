@@ -1,0 +1,128 @@
+"""Transforms of rows give the same numbers on the host and on devices."""
+
+import jax
+import numpy as np
+import pytest
+from states import equal
+
+from jddp.data import ArrayExamples, Mix, Order, TrainBatches, eval_batches
+from jddp.data.image_arrays import image_examples
+from jddp.data.image_transforms import CropAndFlip, FlipAndShift, Normalize, normalize
+from jddp.data.split import Subset
+from jddp.data.transforms import Chain, Transformed, as_stored
+from jddp.typing import TRANSFORM
+
+SIZE = 12
+
+
+def stored_images(num=64):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (num, SIZE, SIZE, 3), dtype=np.uint8)
+    return image_examples(images, np.arange(num), mean=[0.4, 0.5, 0.6], std=0.25)
+
+
+def batches_of(*, on_device, **options):
+    return TrainBatches(
+        stored_images(), global_batch_size=32, seed=3, on_device=on_device, **options
+    )
+
+
+def on_devices(batch):
+    """What a compiled step makes of a batch."""
+    batch = dict(batch)
+    return jax.jit(batch.pop(TRANSFORM))(batch)
+
+
+CASES = {
+    "normalized alone": {},
+    "shifted": {"transforms": [FlipAndShift(2)]},
+    "cropped": {"transforms": [CropAndFlip()]},
+    "both, then mixed": {"transforms": [CropAndFlip(), FlipAndShift(1)], "mix": Mix(mixup=0.3)},
+    "boxes": {"mix": Mix(cutmix=1.0)},
+    "mixed or boxes": {"transforms": [FlipAndShift(2)], "mix": Mix(mixup=0.2, cutmix=0.7)},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_rows_transformed_on_devices_are_the_rows_of_the_host(options):
+    here, there = batches_of(on_device=False, **options), batches_of(on_device=True, **options)
+    for _ in range(3):
+        want, given = next(here), next(there)
+        assert given["image"].dtype == np.uint8
+        got = on_devices(given)
+        assert got.keys() == want.keys()
+        for name, x in want.items():
+            # Places of pixels are float32 numbers up to 12, so an interpolation between pixels
+            # that differ by 4 is exact to 4 x 12 x 2^-24, and some operations more.
+            np.testing.assert_allclose(got[name], x, atol=2e-5, err_msg=name)
+        assert here.get_state() == there.get_state()
+
+
+def test_rows_for_devices_have_a_quarter_of_the_bytes_and_a_function_that_is_always_the_same():
+    here, there = batches_of(on_device=False), batches_of(on_device=True)
+    assert next(there)["image"].nbytes * 4 == next(here)["image"].nbytes
+    assert next(there)[TRANSFORM] == batches_of(on_device=True).example[TRANSFORM]
+    no_transform = TrainBatches({"x": np.arange(8)}, global_batch_size=4, seed=0, on_device=True)
+    assert next(no_transform).keys() == {"x"}
+
+
+def test_evaluation_normalizes_and_draws_nothing():
+    examples = stored_images()
+    (plain,) = eval_batches(examples, global_batch_size=64)
+    (given,) = eval_batches(examples, global_batch_size=64, on_device=True)
+    assert given["image"].dtype == np.uint8
+    # A product and a difference, which XLA may fuse into one rounding.
+    np.testing.assert_allclose(on_devices(given)["image"], plain["image"], atol=1e-6)
+    augmented = Chain((Normalize(0.4, 0.25), CropAndFlip()))
+    alone = Chain((Normalize(0.4, 0.25),))
+    rows = {"image": given["image"]}
+    equal(augmented(rows), alone(rows))
+
+
+def test_examples_are_read_as_they_are_stored_below_any_choice_of_them():
+    examples = stored_images()
+    assert isinstance(examples, Transformed)
+    part = Subset(examples, np.array([5, 2]))
+    stored, chain = as_stored(part)
+    assert stored.take(np.arange(2))["image"].dtype == np.uint8
+    equal(chain(stored.take(np.arange(2))), part.take(np.arange(2)))
+    plain = ArrayExamples({"x": np.arange(3)})
+    assert as_stored(plain) == (plain, Chain())
+
+
+def test_the_example_has_the_form_of_all_batches():
+    for options in ({}, {"num_epochs": 0.8}, {"multiple_of": 7}):
+        batches = batches_of(on_device=True, mix=Mix(0.2), **options)
+        first = next(batches)
+        forms = [
+            {name: (x.dtype, x.shape[1:]) for name, x in batch.items() if name != TRANSFORM}
+            for batch in (first, batches.example)
+        ]
+        assert forms[0] == forms[1]
+
+
+def test_a_box_covers_the_share_that_the_loss_is_told_of():
+    black = np.zeros((200, 10, 10, 1), np.uint8)
+    white = black + 255
+    images = np.concatenate([black, white])
+    examples = image_examples(images, np.repeat([0, 1], 200))
+    batches = TrainBatches(
+        examples, global_batch_size=400, order=Order(400, 0, shuffle=False), mix=Mix(cutmix=1.0)
+    )
+    batch = next(batches)
+    own = np.abs(batch["image"] - (1 - batch["label"])[:, None, None, None]).mean((1, 2, 3))
+    differs = batch["label"] != batch["other_label"]
+    np.testing.assert_allclose(own[differs], batch["share"][differs], atol=1e-6)
+    assert set(np.unique(batch["image"])) == {0.0, 1.0}
+    assert batch["share"].min() < 0.2 < 0.9 < batch["share"].max()
+
+
+def test_half_of_the_examples_are_cut_if_both_are_asked_for():
+    batch = next(batches_of(on_device=True, mix=Mix(mixup=0.2, cutmix=1.0)))
+    assert 8 <= batch["mix"][:, 0].sum() <= 24  # three standard deviations of 32 draws
+    assert set(batch["mix"][:, 0]) == {0, 1}
+
+
+def test_lists_of_means_are_kept_as_values_that_can_be_compared():
+    assert normalize([0.1, 0.2], [1.0, 2.0]) == normalize((0.1, 0.2), (1.0, 2.0))
+    assert hash(Chain((normalize([0.1], 1.0), CropAndFlip())))

@@ -1,0 +1,62 @@
+"""A config lists the transforms of its rows."""
+
+import numpy as np
+import pytest
+
+import jddp
+from jddp.config.files import load_config
+from jddp.errors import ConfigError
+from jddp.job.job import build
+from jddp.typing import TRANSFORM
+
+
+def job_with(*overrides, **data):
+    listed = [f"data.{name}={value}" for name, value in data.items()]
+    config, _ = load_config(["fashion_mnist_cnn"], ["mesh.num_devices=2", *listed, *overrides])
+    return build(config)
+
+
+def test_listed_transforms_take_the_place_of_those_of_the_data_set():
+    batch = next(job_with(transforms="[{name: crop_and_flip}]").train_batches())
+    assert batch["draws"].shape[1] == 5
+    none = next(job_with(transforms="[]").train_batches())
+    assert none.keys() - {"mask"} == {"image", "label", TRANSFORM}  # which normalizes
+
+
+def test_a_transform_without_random_numbers_is_for_evaluation_too(tmp_path):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (32, 28, 28, 1), dtype=np.uint8)
+    for part in ("train", "test"):
+        np.savez(tmp_path / f"{part}.npz", image=images, label=np.arange(32) % 3)
+    normalized = {"name": "normalize", "kwargs": {"mean": 0.5, "std": 0.5}}
+
+    def tested(place):
+        listed = [normalized, {"name": "flip_and_shift"}]
+        data = {"name": "npz", "dir": str(tmp_path), "global_batch_size": 8, "kwargs": {}}
+        run = jddp.train(
+            "fashion_mnist_cnn",
+            data=data | {"transforms": listed, "transform_on": place},
+            train={"num_steps": 2, "num_epochs": None},
+            mesh={"num_devices": 2},
+            run={"dir": str(tmp_path / place)},
+        )
+        return next(iter(run.test_batches)), run.evaluate()["loss"]
+
+    (rows, loss), (sent, there) = tested("host"), tested("device")
+    np.testing.assert_allclose(rows["image"], images[: len(rows["image"])] / 127.5 - 1, atol=1e-6)
+    assert sent["image"].dtype == np.uint8
+    # Pixels that differ by roundings, and two steps of them.
+    assert there == pytest.approx(loss, rel=1e-5)
+
+
+def test_unknown_transforms_are_refused_with_the_name_that_is_meant():
+    with pytest.raises(ConfigError, match=r"data.transforms\[0\].name: .*'crop_and_flip'"):
+        job_with(transforms="[{name: crop_and_flips}]")
+    with pytest.raises(ConfigError, match=r"data.transforms\[0\].kwargs.*'smallest'"):
+        job_with(transforms="[{name: crop_and_flip, kwargs: {smallst: 0.1}}]")
+
+
+def test_both_ways_of_mixing_may_be_asked_for_at_once():
+    batch = next(job_with(mixup=0.2, cutmix=1.0).train_batches())
+    assert set(np.unique(batch["mix"][:, 0])) == {0, 1}
+    assert batch["other_image"].dtype == np.uint8

@@ -1,0 +1,132 @@
+"""A batch may bring a function of its rows, which the step runs on the devices."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from states import close, copied, equal
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp import verify
+from jddp.data import Mix, TrainBatches, eval_batches
+from jddp.data.image_arrays import image_examples
+from jddp.data.image_transforms import CropAndFlip, FlipAndShift
+from jddp.typing import TRANSFORM
+from jddp.zoo.losses import cross_entropy
+
+
+class Doubled:
+    """Makes `x` of `half`."""
+
+    def __call__(self, rows):
+        return {"x": 2 * rows["half"], "y": rows["y"]} | {
+            k: rows[k] for k in ("mask",) if k in rows
+        }
+
+    def __eq__(self, other):
+        return isinstance(other, Doubled)
+
+    def __hash__(self):
+        return 0
+
+
+def halves(rows=16, **options):
+    """A batch, and the same one whose function is still to run."""
+    whole = make_batch(rows, **options)
+    half = {name: x for name, x in whole.items() if name != "x"} | {"half": whole["x"] / 2}
+    return whole, half | {TRANSFORM: Doubled()}
+
+
+OPTIONS = [
+    {},
+    {"strategy": "fsdp"},
+    {"accumulate_steps": 2},
+    {"reduction": jddp.Reduction(overlap=False), "ema_decay": 0.9},
+    {"strategy": jddp.LogicalReplicas(8)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_step_equals_the_step_on_rows_that_are_already_transformed(options):
+    ddp = jddp.DataParallel(MLP(), optax.adamw(1e-2), loss_fn, mesh=4, **options)
+    whole, half = halves()
+    start = ddp.init(0, whole)
+    copy = copied(start)
+    want, _ = ddp.step(start, whole)
+    got, _ = ddp.step(copy, half)
+    equal(got.params, want.params)  # twice a half is exact
+
+
+def test_evaluation_prediction_and_padding_transform_rows_too():
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=4)
+    whole, half = halves(14)
+    state = ddp.init(0, ddp.pad(half))
+    equal(state.params, ddp.init(0, ddp.pad(whole)).params)
+    equal(ddp.evaluate(state, [half]), ddp.evaluate(state, [whole]))
+    equal(ddp.predict(state, [half]), ddp.predict(state, [whole]))
+    copy = copied(state)
+    want, _ = ddp.step(state, ddp.pad(whole))
+    equal(ddp.step(copy, ddp.pad(half))[0].params, want.params)
+
+
+def test_equal_functions_compile_one_step(caplog):
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+    _, half = halves()
+    state = ddp.init(0, half)
+    state, _ = ddp.step(state, half)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for _ in range(2):
+            state, _ = ddp.step(state, ddp.shard_batch(half | {TRANSFORM: Doubled()}))
+    assert not [line for line in caplog.messages if "Compiling jit(step)" in line]
+
+
+class Convolution(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Conv(4, (3, 3), use_bias=False)(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(10)(nn.relu(x).mean((1, 2)))
+
+
+def image_batches(*, on_device):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8)
+    examples = image_examples(images, np.arange(64) % 10, mean=0.5, std=0.3)
+    training = TrainBatches(
+        examples,
+        global_batch_size=16,
+        seed=0,
+        transforms=[CropAndFlip(), FlipAndShift(1)],
+        mix=Mix(mixup=0.2, cutmix=1.0),
+        on_device=on_device,
+    )
+    return training, eval_batches(examples, global_batch_size=24, on_device=on_device)
+
+
+def test_a_run_on_bytes_is_the_run_on_rows_that_the_host_has_transformed():
+    def fitted(**options):
+        ddp = jddp.DataParallel(Convolution(), optax.sgd(0.1), cross_entropy, mesh=4)
+        training, testing = image_batches(**options)
+        return jddp.fit(ddp, training, num_steps=6, evaluate=testing)
+
+    want, got = fitted(on_device=False), fitted(on_device=True)
+    # Pixels differ by up to 2e-5, and so do updates of the size of a tenth of a gradient.
+    close(got.state.params, want.state.params, rtol=1e-4, atol=2e-5)
+    assert got.metrics["loss"] == pytest.approx(want.metrics["loss"], rel=1e-5)
+
+
+def test_one_device_is_the_judge_of_transformed_rows_too():
+    training, _ = image_batches(on_device=True)
+    batch = next(training)
+    assert batch["image"].dtype == np.uint8
+    report = verify(Convolution(), optax.adam(1e-2), cross_entropy, batch, mesh=4)
+    assert report.passed, str(report)
+
+
+def test_a_user_may_call_a_column_transform_if_it_holds_numbers():
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+    batch = make_batch() | {TRANSFORM: np.zeros(16, np.float32)}
+    state = ddp.init(0, batch)
+    equal(ddp.evaluate(state, [batch]), ddp.evaluate(state, [make_batch()]))
