@@ -138,25 +138,29 @@ class TrainBatches(Shown):
 
     def batch(self, position: int) -> Batch:
         """This process's rows of the global batch that begins at a position of the run."""
-        return self.finished(self.rows(position))
+        return self.completed(self.rows(position))
 
     def rows(self, position: int) -> NumpyBatch:
-        """The rows of `batch` as they are stored, with the random numbers of the transforms."""
+        """The arrays of `batch`: all of it but the function that is for the devices."""
         end = min(position + self.global_batch_size, self._end)
         own = position + self._own
-        return self._padded(self._read(np.minimum(own, end - 1)), own < end)
+        return self._rows(np.minimum(own, end - 1), own < end)
+
+    def completed(self, rows: NumpyBatch) -> Batch:
+        """The rows, with the function that transforms them on the devices, if there is one."""
+        return rows | {TRANSFORM: self._chain} if self._on_device else rows
 
     @property
     def example(self) -> Batch:
         """A batch of one row, in the form of all batches."""
-        return self.finished(self._padded(self._read(np.zeros(1, int)), np.ones(1, bool)))
+        return self.completed(self._rows(np.zeros(1, int), np.ones(1, bool)))
 
-    def finished(self, rows: NumpyBatch) -> Batch:
-        """The rows, transformed, or with the function that transforms them on the devices."""
-        return rows | {TRANSFORM: self._chain} if self._on_device else self._chain(rows)
+    def _rows(self, positions: np.ndarray, is_valid: np.ndarray) -> NumpyBatch:
+        """The rows at these positions, with a mask of the valid ones if batches have masks."""
+        batch = self._padded(self._read(positions), is_valid)
+        return batch if self._on_device else self._chain(batch)
 
     def _padded(self, batch: NumpyBatch, is_valid: np.ndarray) -> NumpyBatch:
-        """The rows, with a mask of the valid ones if batches have masks."""
         if not self.is_padded:
             return batch
         counts = is_valid.astype(np.float32)

@@ -65,7 +65,7 @@ class WorkerBatches(TrainBatches):
             ) from error
         self.advance()
         # Copied from the shared memory, which is freed here: at exit Python would warn of a leak.
-        return self.finished({name: np.array(array) for name, array in batch.items()})
+        return self.completed({name: np.array(array) for name, array in batch.items()})
 
     def _start(self) -> Any:
         import grain

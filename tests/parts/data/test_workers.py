@@ -1,6 +1,7 @@
 """Processes that read training batches: the same batches, and no hang when one of them dies."""
 
 import contextlib
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -14,9 +15,13 @@ import numpy as np
 import pytest
 from grain._src.python.dataset.transformations import process_prefetch
 from runs import environment
+from states import equal
 
-from jddp.data import ArrayExamples, Order, TrainBatches, WorkerBatches, workers
+from jddp.data import ArrayExamples, Mix, Order, TrainBatches, WorkerBatches, workers
+from jddp.data.image_arrays import image_examples
+from jddp.data.image_transforms import CropAndFlip
 from jddp.errors import ConfigError, DataError
+from jddp.typing import TRANSFORM
 
 pytestmark = pytest.mark.processes
 
@@ -47,6 +52,36 @@ def in_workers():
         yield lambda *args, **options: made.enter_context(
             contextlib.closing(WorkerBatches(batches(*args, **options), num_workers=2))
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Signed:
+    """Adds who runs it."""
+
+    num_draws = 0
+
+    def __call__(self, batch, draws):
+        return batch | {"pid": np.full(len(batch["x"]), os.getpid())}
+
+
+def test_processes_transform_what_they_read():
+    mine = TrainBatches({"x": np.arange(8)}, global_batch_size=4, seed=0, transforms=[Signed()])
+    with contextlib.closing(WorkerBatches(mine, num_workers=1)) as theirs:
+        assert os.getpid() not in next(theirs)["pid"]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_processes_send_images_as_bytes_and_the_transforms_of_one_process(on_device):
+    images = np.random.default_rng(0).integers(0, 256, (24, 6, 6, 3), dtype=np.uint8)
+    examples = image_examples(images, np.arange(24), mean=0.5, std=0.25)
+    plan = {"global_batch_size": 4, "seed": 0, "num_epochs": 1, "on_device": on_device}
+    plan |= {"transforms": [CropAndFlip()], "mix": Mix(mixup=0.2)}
+    one = TrainBatches(examples, **plan)
+    with contextlib.closing(WorkerBatches(TrainBatches(examples, **plan), num_workers=2)) as two:
+        for want, got in zip(one, two, strict=True):
+            assert got["image"].dtype == (np.uint8 if on_device else np.float32)
+            assert got.pop(TRANSFORM, None) == want.pop(TRANSFORM, None)
+            equal(got, want)
 
 
 def test_two_processes_read_what_one_does_and_resume_where_the_loop_stands(in_workers):
