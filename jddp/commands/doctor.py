@@ -5,6 +5,7 @@ devices, and all together examine clocks, the shared directory and the network. 
 with its fix. The exit code is 0, or 69 if a finding will stop a job.
 
 `python -m jddp.doctor RUN_DIR` prints the first failure of a run, and examines nothing.
+`python -m jddp.doctor --config my.yaml` compares the rate of a job's data with that of its steps.
 `python -m jddp.doctor --gpu-acceptance` tries jddp on the GPUs, and writes a page.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from jddp.config.cli import Parser, run_command, share_gpus
 from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
-from jddp.doctor.finding import BAD, OK, Finding
+from jddp.doctor.finding import BAD, OK, WARN, Finding
 from jddp.errors import Error, ExitCode, FileSystemError, UsageError, show
 
 
@@ -35,6 +36,8 @@ def _parser() -> Parser:
     shared = "a directory that all processes share (runs)"
     add("--dir", type=expand, default=Path("runs"), help=shared)
     add("--num-devices", type=int, default=8, help="virtual CPU devices if there is no GPU (8)")
+    about = "only compare the rate at which the data of a job come with its steps"
+    add("--config", action="append", metavar="FILE", help=about)
     page = Path("gpu_acceptance.md")
     about = "test and measure the GPUs in minutes; write a page"
     add("--gpu-acceptance", nargs="?", const=page, type=expand, metavar="PAGE", help=about)
@@ -46,6 +49,8 @@ def _parser() -> Parser:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.gpu_acceptance is not None:
         return _accept(arguments)
+    if arguments.config:
+        return _compare_rates(arguments.config)
     return _examine(arguments) if arguments.run is None else _print_failures(arguments.run)
 
 
@@ -58,6 +63,21 @@ def _accept(arguments: argparse.Namespace) -> int:
     page = arguments.gpu_acceptance
     num_devices = arguments.num_devices
     return accept(page, platform=arguments.platform, num_devices=num_devices)
+
+
+def _compare_rates(files: Sequence[str]) -> int:
+    """Prints whether the data of a job keep up with its steps."""
+    from jddp.config.files import load_config
+    from jddp.job.data_rate import measure_data_rate
+    from jddp.job.job import build
+
+    config, _ = load_config(files)
+    share_gpus()  # with a job that may run there
+    job = build(config)
+    rate = measure_data_rate(job)
+    if job.is_writer:
+        show(str(Finding(WARN if rate.num_workers > config.data.num_workers else OK, str(rate))))
+    return ExitCode.DONE
 
 
 def _print_failures(run: Path) -> int:

@@ -1,8 +1,9 @@
-"""Describes a run and its memory by compiling its step: nothing is run or written.
+"""Describes a run, its memory and the rate of its data: nothing is trained or written.
 
     print(preview(job))
 
-Sizes per device come from the compiler; the effect of a model's options is estimated from them.
+Sizes per device come from the compiler; the effect of a model's options is estimated from them. A
+few steps are timed on rows of ones, and batches are read for two seconds.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import textwrap
 
 from jddp.inspection.memory import Memory, in_words
 from jddp.inspection.memory import memory as memory_of
+from jddp.job.data_rate import measure_data_rate
 from jddp.job.job import Job
 from jddp.job.optimizers import optimizer_table
 from jddp.names import accepted_names
@@ -19,13 +21,14 @@ from jddp.trainer.prefetch import NUM_AHEAD
 
 
 def preview(job: Job) -> str:
-    """Returns the bucket plan, groups of the optimizer and memory."""
+    """Returns the bucket plan, groups of the optimizer, memory, and whether the data keep up."""
     memory = memory_of(job.ddp, job.batch_spec)
     optimizers = optimizer_table(job.config, job.ddp.steps.abstract_state(job.batch_spec))
     parts = [
         [str(job.ddp.steps.planned(job.batch_spec).plan)],
         optimizers,
         memory_table(job, memory),
+        textwrap.wrap(f"data: {measure_data_rate(job)}", 78) if job.data else [],
     ]
     return "\n\n".join(filter(None, map("\n".join, parts)))
 

@@ -140,7 +140,7 @@ class Job:
         in_all = -(-size // num_parts) * num_parts
         rows = in_all // count_processes(self.ddp.mesh)
         if self.data is not None:
-            example = as_arrays(self._plain_batches().example)
+            example = as_arrays(self.plain_batches().example)
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), example
             )
@@ -264,10 +264,10 @@ class Job:
 
     def train_batches(self) -> TrainBatches:
         """This process's training batches, from the first."""
-        batches, num = self._plain_batches(), self.config.data.num_workers
+        batches, num = self.plain_batches(), self.config.data.num_workers
         return WorkerBatches(batches, num_workers=num) if num else batches
 
-    def _plain_batches(self) -> TrainBatches:
+    def plain_batches(self) -> TrainBatches:
         """The batches, read by this process itself."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
         return batches_in_order(

@@ -71,10 +71,10 @@ def modelled(gpu: str, topology: str = "1x8", links: Sequence[str] = ()) -> Scor
 
 def measured() -> Scorer:
     """Returns a scorer that runs steps on the devices at hand, in turn with those of the first."""
-    reference = list[_Timed]()
+    reference = list[TimedStep]()
 
     def score(config: Config) -> Score:
-        own = _Timed(build(config, needs_data=False))
+        own = TimedStep(build(config, needs_data=False))
         reference.append(own)
         first = reference[0]
         rounds = [(first.seconds(), own.seconds()) for _ in range(NUM_ROUNDS)]
@@ -87,7 +87,7 @@ def measured() -> Scorer:
 
 
 @dataclass
-class _Timed:
+class TimedStep:
     """A job's step, on rows of ones.
 
     Attributes:

@@ -66,10 +66,10 @@ def metrics_of(record: Record, digits: int = 4) -> list[str]:
 
 
 def train_line(record: Record, course: Course, columns: int = COLUMNS) -> str:
-    """Step, epoch, loss, metrics, learning rate, speed, MFU and remaining time, in one line.
+    """Step, epoch, loss, metrics, rates, data wait and remaining time, in one line.
 
-    If it is too long, the epoch is left out, then FLOP/s, the learning rate, MFU and the speed,
-    then digits, then the last metrics.
+    If it is too long, the epoch is left out, then FLOP/s, the learning rate, MFU, the speed and the
+    data wait, then digits, then the last metrics.
     """
     step, epoch, left = _position(record, course)
     fields = {"step": step, "epoch": epoch, **_measured(record, course), "left": left}
@@ -102,20 +102,22 @@ def _position(record: Record, course: Course) -> tuple[str, str, str]:
 
 
 def _measured(record: Record, course: Course) -> dict[str, str]:
-    """The loss and metrics, the learning rate, the speed, and MFU or FLOP/s."""
+    """The loss and metrics, the learning rate, the speed, MFU or FLOP/s, and the data wait."""
     rate = record.get("learning_rate")
     return {
         "metrics": "  ".join(metrics_of(record)),
         "rate": "" if rate is None else f"lr {rate:.2g}",
         "speed": rates.speed(record, course.unit),
         "use": rates.mfu(record) or rates.flops(record),  # FLOP/s on a device of unknown peak
+        "wait": rates.data_wait(record),
     }
 
 
 def _least(record: Record) -> tuple[str, ...]:
     """The names of fields, from the one that matters least."""
     # The learning rate is known beforehand, but FLOP/s without a peak mean even less.
-    return ("rate", "use", "speed") if "mfu" in record else ("use", "rate", "speed")
+    first = ("rate", "use") if "mfu" in record else ("use", "rate")
+    return (*first, "speed", "wait")
 
 
 def _without(fields: dict[str, str], least: Iterable[str], columns: int) -> str:

@@ -2,6 +2,7 @@
 
     speed(record, "images")        # "6.5k images/s", or "1.2M tokens/s" of a language model
     flops(record), mfu(record)     # "163 TFLOP/s", "MFU 16.5 %"
+    data_wait(record)              # "data wait 12 %"
     summary(record, "images")      # all of them, "peak memory 62.1 GiB (60.0 predicted)", ...
 
 Each returns "" where its record does not have the fields.
@@ -10,6 +11,7 @@ Each returns "" where its record does not have the fields.
 from jddp.typing import Record
 
 EXPOSED_SHARE = "exposed_communication"
+NOTICED_WAIT = 0.05  # share of a step
 
 
 def speed(record: Record, unit: str) -> str:
@@ -30,6 +32,14 @@ def flops(record: Record) -> str:
     """Model FLOP/s of all devices together."""
     number = record.get("model_flops_per_second")
     return f"{_short(number, ' ')}FLOP/s" if number else ""
+
+
+def data_wait(record: Record) -> str:
+    """The share of a step in which the devices wait for data, if it is noticeable."""
+    wait, step = record.get("data_wait_seconds"), record.get("step_seconds")
+    if wait is None or not step or wait / step < NOTICED_WAIT:
+        return ""
+    return f"data wait {wait / step:.0%}".replace("%", " %")
 
 
 def summary(record: Record, unit: str) -> str:

@@ -173,6 +173,15 @@ def test_a_train_line_says_all_and_fits():
     assert train_line({"step": 1, "loss": float("nan")}, Course(9)) == "step 1/9  loss nan"
 
 
+def test_a_train_line_has_the_wait_for_data_if_it_is_noticeable():
+    waits = RECORD | {"step_seconds": 0.02, "data_wait_seconds": 0.0025}
+    assert "  data wait 12 %  ETA" in train_line(waits, Course(1170), columns=100)
+    assert "lr" not in train_line(waits, Course(1170))  # the wait matters more
+    assert "data wait 12 %" in train_line(waits, Course(1170))
+    seldom = waits | {"data_wait_seconds": 0.0009}
+    assert "wait" not in train_line(seldom, Course(1170), columns=100)
+
+
 def test_a_train_line_has_tokens_and_mfu_or_else_flops_if_there_is_room():
     rates = {"tokens_per_second": 1.2e6, "model_flops_per_second": 3.2e15, "mfu": 0.41234}
     line = "step 400/1170  loss 0.2384  accuracy 0.9123  1.2M tokens/s  MFU 41.2 %  ETA 0:15"
