@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from jddp.data.extras import import_extra
-from jddp.data.sources.image_folder import FORMATS
+from jddp.data.sources.images import FORMATS, refusing_undecodable
 from jddp.data.sources.mapped import refusing_damage
 from jddp.errors import DataError
 
@@ -91,10 +91,7 @@ class DecodedRows(StoredRows):
         where = f"{self._where}: an image of column {name!r}"
         if stored is None or stored["bytes"] is None:
             raise DataError(f"{where} is only a path, which is not read. Embed its bytes.")
-        bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
-        try:
-            with Image.open(io.BytesIO(stored["bytes"]), formats=FORMATS) as file:
-                image = ImageOps.exif_transpose(file)
-                return np.asarray(image.convert(mode) if mode else image)
-        except (OSError, SyntaxError, ValueError, *bomb) as error:
-            raise DataError(f"{where} does not decode ({error}). Remove it.") from error
+        encoded = io.BytesIO(stored["bytes"])
+        with refusing_undecodable(where), Image.open(encoded, formats=FORMATS) as file:
+            image = ImageOps.exif_transpose(file)
+            return np.asarray(image.convert(mode) if mode else image)

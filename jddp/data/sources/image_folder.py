@@ -1,16 +1,12 @@
-"""Images in folders, one folder a class, decoded by Pillow when they are read.
+"""Images in folders, one folder a class, decoded when they are read.
 
     data/train/cat/0001.jpg      data/test/cat/0001.jpg
     data/train/dog/0001.jpg      data/test/dog/0001.jpg
 
 Without the folders train and test, `test_share=0.2` uses this share of the images for testing. The
 hash of its name puts an image on one side, so it stays there when others are added.
-
-An image is scaled until its shorter side fits, and its middle is kept. Pillow's limit on the number
-of pixels applies: a larger image is refused like one that does not decode.
 """
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +21,12 @@ from jddp.data.extras import import_extra
 from jddp.data.image_arrays import check_per_channel
 from jddp.data.image_transforms import CropAndFlip, normalize
 from jddp.data.source import DataSet, DataSource, image_spec, make_data_set
+from jddp.data.sources.images import ENDINGS, decode_image, decode_images
+from jddp.data.sources.mapped import refusing_damage
 from jddp.data.split import check_share
 from jddp.data.transforms import Transformed
 from jddp.errors import ConfigError, DataError
 
-# By the first bytes of a file, whatever its name. Other formats of Pillow start programs.
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 TEST_MARGIN = 0.125
 LAYOUT = (
@@ -114,46 +109,23 @@ class FolderExamples:
         """uint8 "image" `(b, size, size, 3)`, int32 "label", and "mask" if some may be missing.
 
         Raises:
-          DataError: If an image does not decode, and none may be missing.
+          DataError: If an image cannot be read, or does not decode and none may be missing.
         """
-        images = np.zeros((len(indices), self.image_size, self.image_size, 3), np.uint8)
-        counts = np.ones(len(indices), np.float32)
-        for row, index in enumerate(indices.tolist()):
-            try:
-                images[row] = self.decode(index)
-            except DataError as error:
-                if not self.keep_undecodable:
-                    raise
-                reason = str(error).partition(" Remove it")[0]
-                logging.getLogger("jddp").warning("%s It is masked out.", reason)
-                counts[row] = 0
-        batch = {"image": images, "label": self.labels[indices]}
-        return batch | ({"mask": counts} if self.keep_undecodable else {})
+        images = decode_images(
+            self.decode, indices, self.image_size, keep_undecodable=self.keep_undecodable
+        )
+        return images | {"label": self.labels[indices]}
 
     def decode(self, index: int) -> np.ndarray:
         """One image, uint8 `(size, size, 3)`.
 
         Raises:
-          DataError: If it does not decode, or has more pixels than Pillow allows.
+          DataError: If it cannot be read or does not decode.
         """
-        from PIL import Image, ImageOps
-
         path = self.root / self.files[index]
-        size = self.image_size
-        bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
-        try:
-            with Image.open(path, formats=FORMATS) as file:
-                wanted = size / ((1 - self.margin) * min(file.size))
-                if wanted <= 0.5:  # JPEG is decoded at a fraction of its size
-                    file.draft("RGB", (round(file.width * wanted), round(file.height * wanted)))
-                image = file.convert("RGB")
-                kernel = Image.Resampling.BILINEAR
-                return np.asarray(ImageOps.fit(image, (size, size), kernel, bleed=self.margin / 2))
-        except (OSError, SyntaxError, ValueError, *bomb) as error:
-            raise DataError(
-                f"{_shown(path)}: does not decode ({error}). Remove it, or leave out all such "
-                "images by data.kwargs.undecodable=mask."
-            ) from error
+        where = _shown(path)
+        with refusing_damage(where, "image"):
+            return decode_image(path.read_bytes(), self.image_size, margin=self.margin, where=where)
 
     def fingerprint(self) -> str:
         """A hash of names and sizes of all files."""

@@ -87,7 +87,7 @@ def test_images_in_columns_are_decoded_but_in_no_format_that_starts_a_program(
     for part in ("train", "test"):
         shutil.rmtree(tmp_path / part)
     stored_images(tmp_path, {"bytes": EPS})
-    with pytest.raises(DataError, match="an image of column 'image' does not decode"):
+    with pytest.raises(DataError, match="an image of column 'image': does not decode"):
         make_source(name, directory=str(tmp_path))
     assert not started.exists()
 

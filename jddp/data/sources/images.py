@@ -1,0 +1,87 @@
+"""Decodes an image of a file, by Pillow, and scales it.
+
+An image is scaled until its shorter side fits, and its middle is kept. Pillow's limit on the number
+of pixels applies: a larger image is refused like one that does not decode.
+"""
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jddp.data.examples import NumpyBatch
+from jddp.errors import DataError
+
+# By the first bytes of a file, whatever its name. Other formats of Pillow start programs.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+
+
+class UndecodableError(DataError):
+    """An image does not decode, or has more pixels than Pillow allows."""
+
+
+def decode_image(file: bytes, size: int, *, margin: float = 0.0, where: str) -> np.ndarray:
+    """The pixels of an image, uint8 `(size, size, 3)`.
+
+    Args:
+      file: Content of its file, in one of `FORMATS`.
+      size: Height and width of the result.
+      margin: Fraction of the shorter side that is cropped, half of it on each side.
+      where: Name of the image, for errors.
+
+    Raises:
+      UndecodableError: If it does not decode, or has more pixels than Pillow allows.
+    """
+    from PIL import Image, ImageOps
+
+    with refusing_undecodable(where), Image.open(io.BytesIO(file), formats=FORMATS) as image:
+        wanted = size / ((1 - margin) * min(image.size))
+        if wanted <= 0.5:  # JPEG is decoded at a fraction of its size
+            image.draft("RGB", (round(image.width * wanted), round(image.height * wanted)))
+        kernel = Image.Resampling.BILINEAR
+        whole = image.convert("RGB")
+        return np.asarray(ImageOps.fit(whole, (size, size), kernel, bleed=margin / 2))
+
+
+def decode_images(
+    decode: Callable[[int], np.ndarray], indices: np.ndarray, size: int, *, keep_undecodable: bool
+) -> NumpyBatch:
+    """uint8 "image" `(b, size, size, 3)`; and float32 "mask" `(b,)`, if some may be missing.
+
+    Args:
+      decode: Function from the number of an image to its pixels.
+      indices: Numbers of the images.
+      size: Height and width, in pixels.
+      keep_undecodable: Whether an image that does not decode becomes a black one of mask 0, and is
+        named in the log.
+
+    Raises:
+      DataError: If an image does not decode, and none may be missing.
+    """
+    images = np.zeros((len(indices), size, size, 3), np.uint8)
+    mask = np.ones(len(indices), np.float32)
+    for row, index in enumerate(indices.tolist()):
+        try:
+            images[row] = decode(index)
+        except UndecodableError as error:
+            if not keep_undecodable:
+                way_out = "data.kwargs.undecodable=mask leaves out all such images."
+                raise DataError(f"{error} {way_out}") from error
+            logging.getLogger("jddp").warning("%s Until then it is masked out.", error)
+            mask[row] = 0
+    return {"image": images} | ({"mask": mask} if keep_undecodable else {})
+
+
+@contextlib.contextmanager
+def refusing_undecodable(where: str) -> Iterator[None]:
+    """While open, what Pillow raises for a bad image becomes an `UndecodableError`."""
+    from PIL import Image
+
+    bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+    try:
+        yield
+    except (OSError, SyntaxError, ValueError, *bomb) as error:
+        raise UndecodableError(f"{where}: does not decode ({error}). Remove it.") from error
