@@ -178,9 +178,9 @@ def images(num_rounds: int, num_files: int = 600, pixels: int = 224) -> dict[str
         return found
 
 
-def photo_like(rng: np.random.Generator) -> np.ndarray:
-    """An image of 375 x 500 pixels with detail of every size, as photographs have: 1 / f noise."""
-    height, width = 375, 500
+def photo_like(rng: np.random.Generator, shape: tuple[int, int] = (375, 500)) -> np.ndarray:
+    """An image with detail of every size, as photographs have: 1 / f noise."""
+    height, width = shape
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     noise = np.fft.rfft2(rng.normal(size=(3, height, width))) / np.maximum(frequency, 1 / width)
     pixels = np.fft.irfft2(noise, (height, width))

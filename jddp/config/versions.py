@@ -7,11 +7,16 @@ import platform
 from pathlib import Path
 
 PACKAGES = ("jddp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+DECODERS = ("pillow", "simplejpeg")  # of which other versions may round pixels in another way
 
 
 def versions() -> dict[str, str]:
-    """Returns the version of each by name."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    """Returns the version of each by name, and those of decoders that are installed."""
+    found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    for name in DECODERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _version(package: str) -> str:
