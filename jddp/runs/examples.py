@@ -69,16 +69,18 @@ def _mistakes(batch: Batch, logits: np.ndarray) -> Iterator[WrongAnswer]:
 
 
 def _of_a_language_model(run: Run) -> TestAnswers:
-    total: np.ndarray | None = None
+    total = count = np.zeros(1)
     num_examples = 0
     prompt = sample = ""
     for batch in run.test_batches:
         losses = run.predict([batch], _token_losses)
         num_examples += len(losses)
-        total = losses.sum(0) if total is None else total + losses.sum(0)
+        mask = np.asarray(batch.get("mask", np.ones(losses.shape)))
+        total = total + (losses * mask).sum(0)
+        count = count + mask.sum(0)
         if not prompt:
             prompt, sample = _sample(run, batch)
-    means = [] if total is None else (total / num_examples).tolist()
+    means = (total / np.maximum(count, 1)).tolist()
     return TestAnswers(run.step, num_examples, loss_by_position=means, prompt=prompt, sample=sample)
 
 

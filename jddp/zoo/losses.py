@@ -27,32 +27,37 @@ ArrayBatch = Mapping[str, Array]
 # Names that modules have for the argument of training or evaluation, with its value in training.
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
+# Arrays of a batch that a model gets beside its inputs, with the ways out where it takes none.
+_NEEDED = {
+    "categories": "Choose model.name=tabular, or leave the categorical columns out.",
+    "segments": "Choose model.name=gpt, or data.kwargs.documents=mask.",
+}
+
 
 def call_model(
-    model: Model,
-    inputs: Array,
-    train: bool,
-    mask: Array | None = None,
-    categories: Array | None = None,
+    model: Model, inputs: Array, train: bool, mask: Array | None = None, **needed: Array | None
 ) -> Any:
     """The model's outputs, in training or evaluation mode.
 
     The mode is passed as `train`, `training`, `is_training` or `deterministic`, if `__call__` has
     such an argument, and the mask of valid rows as `mask`, for batch norms, if it has that. The
-    categories of a table are passed as `categories`.
+    categories of a table are passed as `categories`, and the documents of a packed row as
+    `segments`.
 
     Raises:
-      ConfigError: If there are categories, and the model has no argument for them.
+      ConfigError: If there are categories or segments, and the model has no argument for them.
     """
     parameters = inspect.signature(model).parameters
-    if categories is not None and "categories" not in parameters:
+    given = {name: x for name, x in needed.items() if x is not None}
+    if unknown := [name for name in given if name not in parameters]:
         raise ConfigError(
-            "The batch holds categories, and the model has no argument 'categories' in __call__. "
-            "Choose model.name=tabular, or leave the categorical columns out."
+            f"The batch holds {unknown[0]}, and the model has no argument {unknown[0]!r} in "
+            f"__call__. {_NEEDED[unknown[0]]}"
         )
-    given = {"mask": mask, "categories": categories}
     options: dict[str, Any] = {name: train == value for name, value in _MODES.items()}
-    options |= {name: x for name, x in given.items() if x is not None}
+    if mask is not None:
+        options["mask"] = mask
+    options |= given
     return model(inputs, **{name: x for name, x in options.items() if name in parameters})
 
 
@@ -73,7 +78,7 @@ def cross_entropy(
       section 7. https://arxiv.org/abs/1512.00567
     """
     inputs, labels = _fields(batch, "cross_entropy", "x" if "x" in batch else "image", "label")
-    logits = call_model(model, inputs, train, batch.get("mask"), batch.get("categories"))
+    logits = call_model(model, inputs, train, batch.get("mask"), categories=batch.get("categories"))
     if logits.ndim != 2:
         raise ConfigError(f"cross_entropy: the model gives {logits.shape}. They need (b, classes).")
     losses = _cross_entropy(logits, labels, label_smoothing if train else 0.0)
@@ -99,7 +104,7 @@ def next_token(
 
     Args:
       model: Causal model that returns logits `(b, t, vocab)` for tokens `(b, t)`.
-      batch: Rows of "tokens" `(b, t + 1)`.
+      batch: Rows of "tokens" `(b, t + 1)`; and of "segments" `(b, t)`, if documents are packed.
       train: Whether this is training.
 
     Returns:
@@ -109,7 +114,7 @@ def next_token(
     (tokens,) = _fields(batch, "next_token", "tokens")
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
-    logits = call_model(model, inputs, train)
+    logits = call_model(model, inputs, train, segments=batch.get("segments"))
     # A masked sum takes the logit of the target: the gradient of an index is a scatter, which on
     # GPUs is deterministic in serial loops alone.
     is_target = jax.nn.one_hot(targets.astype(jnp.int32), logits.shape[-1], dtype=bool)
@@ -141,7 +146,8 @@ def outputs(model: Model, batch: ArrayBatch) -> Any:
     for name in ("image", "tokens", "x"):
         if name in batch:
             inputs = batch[name][:, :-1] if name == "tokens" else batch[name]
-            return call_model(model, inputs, False, categories=batch.get("categories"))
+            needed = {name: batch.get(name) for name in _NEEDED}
+            return call_model(model, inputs, False, **needed)
     raise ConfigError(
         f"The batch holds {', '.join(batch)}, of which none is known for the model's inputs. Give "
         "predict a function(model, batch)."

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jddp.data.examples import Examples
 from jddp.data.source import DataSet, DataSource
-from jddp.data.sources.tokens import TokenExamples, token_spec
+from jddp.data.sources.tokens import packing_of, token_examples, token_spec
 from jddp.errors import DataError, words_of
 
 VOCAB_SIZE = 256
@@ -23,18 +24,21 @@ _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idl
 _MACHINE_MADE = ("_sysconfigdata", "config-")  # written when this interpreter was built
 
 
-def python_stdlib(*, sequence_length: int = 256) -> DataSource:
+def python_stdlib(*, sequence_length: int = 256, documents: str = "cross") -> DataSource:
     """The source of the standard library's text.
 
     Args:
       sequence_length: Bytes that are predicted per example.
+      documents: What becomes of documents, each a file: "cross", "mask" or "pack" (see `tokens`).
 
     Raises:
-      ConfigError: If the length is not positive.
+      ConfigError: If an argument breaks its rule.
     """
-    spec = token_spec(sequence_length)
+    spec = token_spec(sequence_length, documents)
     root = Path(sysconfig.get_path("stdlib"))
-    return DataSource(spec, lambda: _load(root, sequence_length), sizes={"vocab_size": VOCAB_SIZE})
+    return DataSource(
+        spec, lambda: _load(root, sequence_length, documents), sizes={"vocab_size": VOCAB_SIZE}
+    )
 
 
 def source_files(root: Path) -> list[Path]:
@@ -51,7 +55,7 @@ def _is_text(name: str) -> bool:
     return name not in _SKIPPED and not name.startswith(_MACHINE_MADE)
 
 
-def _load(root: Path, sequence_length: int) -> DataSet:
+def _load(root: Path, sequence_length: int, documents: str) -> DataSet:
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for path in source_files(root):
         is_test = sha256(path.as_posix().encode()).digest()[0] % 10 == 0
@@ -61,19 +65,22 @@ def _load(root: Path, sequence_length: int) -> DataSet:
             raise DataError(
                 f"{root / path}: {words_of(error)}. Repair the installation."
             ) from error
-    train, test = b"".join(parts[False]), b"".join(parts[True])
-    if not (train and test):
+    if not all(parts.values()):
         raise DataError(
             f"{root}: no source files of the standard library. This Python was installed without "
             "them; use another one, or data.name=tokens."
         )
-    digest = sha256(train + test).hexdigest()
+    num_train, num_test = (sum(map(len, parts[is_test])) for is_test in (False, True))
+    digest = sha256(b"".join(parts[False] + parts[True])).hexdigest()
+
+    def examples(texts: list[bytes]) -> Examples:
+        text = np.frombuffer(b"".join(texts), np.uint8)
+        begins = np.cumsum([0, *map(len, texts)])[:-1]
+        return token_examples([text], [begins], documents, sequence_length=sequence_length)
+
+    train, test = examples(parts[False]), examples(parts[True])
     description = (
-        f"Python's standard library: {len(train):,} train / {len(test):,} test bytes of "
-        f"{sum(map(len, parts.values())):,} files, sha256 {digest[:12]}"
+        f"Python's standard library: {num_train:,} train / {num_test:,} test bytes of "
+        f"{sum(map(len, parts.values())):,} files{packing_of(train)}, sha256 {digest[:12]}"
     )
-
-    def windows(text: bytes) -> TokenExamples:
-        return TokenExamples(np.frombuffer(text, np.uint8), sequence_length=sequence_length)
-
-    return DataSet(windows(train), windows(test), description, digest)
+    return DataSet(train, test, description, digest)

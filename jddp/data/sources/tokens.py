@@ -7,20 +7,28 @@ is one row of uint16 or uint32, memory-mapped. Beside it, train-00000.documents.
 positions at which documents begin; tokens.json has the tokenizer and the sizes.
 """
 
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jddp.data.examples import NumpyBatch
-from jddp.data.source import DataSource, Spec, make_data_set
+from jddp.data.examples import Examples, NumpyBatch
+from jddp.data.source import DataSet, DataSource, Spec, make_data_set
 from jddp.data.sources.mapped import map_npy, refusing_damage, require_file
+from jddp.data.sources.packed_tokens import PackedExamples
+from jddp.data.sources.token_shards import TokenShards, file_of
 from jddp.errors import ConfigError, DataError
 
 INDEX = "tokens.json"
 DOCUMENTS = ".documents.npy"
+
+# Arrays of a batch beside "tokens", by what becomes of documents.
+ADDED: dict[str, dict[str, str]] = {
+    "cross": {},
+    "mask": {"mask": "float32"},
+    "pack": {"segments": "int32", "mask": "float32"},
+}
 
 
 class TokenExamples:
@@ -45,22 +53,15 @@ class TokenExamples:
         Raises:
           DataError: If no sequence is long enough for a window, or one is not a row of integers.
         """
-        for tokens in shards:
-            if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-                raise DataError(
-                    f"{_name(tokens)}tokens are {tokens.dtype}{tokens.shape}. They need one row of "
-                    "whole numbers."
-                )
-        self._shards = shards
+        self._tokens = TokenShards(shards, vocab_size)
         self._documents = documents
         self._sequence_length = sequence_length
-        self._vocab_size = vocab_size
         sizes = [max(0, len(tokens) - 1) // sequence_length for tokens in shards]
         self._ends = np.cumsum(sizes)
         if not sum(sizes):
             longest = max(shards, key=len)
             raise DataError(
-                f"{_name(longest)}{len(longest):,} tokens are too few for sequence_length "
+                f"{file_of(longest)}{len(longest):,} tokens are too few for sequence_length "
                 f"{sequence_length}, which needs {sequence_length + 1:,}. Give more text or "
                 "shorter sequences."
             )
@@ -86,21 +87,10 @@ class TokenExamples:
             rows = np.flatnonzero(shards == shard)
             firsts = (indices[rows] - (self._ends[shard - 1] if shard else 0)) * length
             places = firsts[:, None] + np.arange(length + 1)
-            batch["tokens"][rows] = self._read(self._shards[shard], places)
+            batch["tokens"][rows] = self._tokens.read(shard, places)
             if self._documents is not None:
                 batch["mask"][rows] = ~_are_in(places[:, 1:], self._documents[shard])
         return batch
-
-    def _read(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
-        taken = tokens[places]
-        size = self._vocab_size or 2**31  # as they become int32
-        if (is_wrong := (taken < 0) | (taken >= size)).any():
-            place = places[is_wrong][0]
-            raise DataError(
-                f"{_name(tokens)}token {tokens[place]} at {place:,} is not in 0 ... "
-                f"{size - 1}. Raise vocab_size, or use tokens of the right tokenizer."
-            )
-        return taken
 
 
 def tokens(
@@ -108,7 +98,7 @@ def tokens(
     directory: Path,
     sequence_length: int,
     vocab_size: int | None = None,
-    cross_documents: bool = True,
+    documents: str = "cross",
 ) -> DataSource:
     """The source of tokens in a directory.
 
@@ -116,50 +106,90 @@ def tokens(
       directory: Folder of the shards.
       sequence_length: Tokens that are predicted per example.
       vocab_size: Number of tokens; larger ones are refused. By default from tokens.json.
-      cross_documents: Whether a document's first token is predicted from the previous document.
+      documents: What becomes of documents: "cross", "mask" or "pack" (see `token_examples`).
 
     Raises:
       ConfigError: If an argument breaks its rule.
       DataError: If tokens.json is damaged.
     """
-    spec = token_spec(sequence_length)
+    spec = token_spec(sequence_length, documents)
     if vocab_size is None and (directory / INDEX).exists():
         require_file(directory / INDEX)
         with refusing_damage(directory / INDEX, "index"):
             vocab_size = int(json.loads((directory / INDEX).read_text())["vocab_size"])
-    if not cross_documents:
-        spec["mask"] = ((sequence_length,), np.dtype("float32"))
 
-    make = functools.partial(TokenExamples, sequence_length=sequence_length, vocab_size=vocab_size)
-
-    def examples(part: str) -> TokenExamples:
+    def examples(part: str) -> Examples:
         paths = _shards(directory, part)
-        begin = (path.with_name(path.stem + DOCUMENTS) for path in paths)
-        documents = None if cross_documents else [*map(map_npy, begin)]
-        return make(*map(map_npy, paths), documents=documents)
+        begins = [path.with_name(path.stem + DOCUMENTS) for path in paths]
+        known = [] if documents == "cross" else [*map(map_npy, begins)]
+        return token_examples(
+            [*map(map_npy, paths)],
+            known,
+            documents,
+            sequence_length=sequence_length,
+            vocab_size=vocab_size,
+        )
 
-    return DataSource(
-        spec=spec,
-        load=lambda: make_data_set(f"tokens {directory}", examples("train"), examples("test")),
-        sizes={"vocab_size": vocab_size} if vocab_size else {},
+    def load() -> DataSet:
+        train, test = examples("train"), examples("test")
+        return make_data_set(f"tokens {directory}{packing_of(train)}", train, test)
+
+    return DataSource(spec, load, sizes={"vocab_size": vocab_size} if vocab_size else {})
+
+
+def token_examples(
+    shards: Sequence[np.ndarray],
+    begins: Sequence[np.ndarray],
+    documents: str,
+    *,
+    sequence_length: int,
+    vocab_size: int | None = None,
+) -> Examples:
+    """Examples of sequences of tokens.
+
+    Args:
+      shards: Sequences of tokens.
+      begins: Positions at which documents begin in each of them.
+      documents: "cross" for windows of the sequences; "mask" for the same windows, in which first
+        tokens of documents are not predicted; "pack" for rows of whole documents.
+      sequence_length: Tokens that are predicted per example.
+      vocab_size: Number of tokens; None accepts any.
+
+    Raises:
+      DataError: If the sequences hold nothing to predict.
+    """
+    if documents == "pack":
+        return PackedExamples(
+            *shards, documents=begins, sequence_length=sequence_length, vocab_size=vocab_size
+        )
+    return TokenExamples(
+        *shards,
+        documents=begins if documents == "mask" else None,
+        sequence_length=sequence_length,
+        vocab_size=vocab_size,
     )
 
 
-def token_spec(sequence_length: int) -> Spec:
-    """The spec of windows of this length; refuses a length that predicts nothing."""
+def packing_of(examples: Examples) -> str:
+    """Words on the packing of documents, to describe data with; empty for windows."""
+    if isinstance(examples, PackedExamples):
+        return f", packed with {100 * examples.padding:.2g} % padding"
+    return ""
+
+
+def token_spec(sequence_length: int, documents: str) -> Spec:
+    """The spec of such examples; refuses a length that predicts nothing, and unknown words."""
     if sequence_length < 1:
         raise ConfigError(f"sequence_length {sequence_length} is not positive. Choose 1 or more.")
-    return {"tokens": ((sequence_length + 1,), np.dtype("int32"))}
+    if documents not in ADDED:
+        raise ConfigError(f"data.kwargs.documents: {documents!r} is none of {', '.join(ADDED)}.")
+    spec = {"tokens": ((sequence_length + 1,), np.dtype("int32"))}
+    return spec | {name: ((sequence_length,), np.dtype(x)) for name, x in ADDED[documents].items()}
 
 
 def _shards(root: Path, part: str) -> list[Path]:
     paths = [p for p in root.glob(f"{part}-*.npy") if not p.name.endswith(DOCUMENTS)]
     return sorted(paths) or [root / f"{part}.npy"]
-
-
-def _name(tokens: np.ndarray) -> str:
-    name = getattr(tokens, "filename", None)
-    return "" if name is None else f"{name}: "
 
 
 def _are_in(places: np.ndarray, rising: np.ndarray) -> np.ndarray:

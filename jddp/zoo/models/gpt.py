@@ -44,6 +44,13 @@ GATHERS: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
+def positions_in(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
+    """The position of each token in its segment, from 0 on; equal numbers side by side are one."""
+    places = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    is_first = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+    return places - jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
+
+
 class GPT(Transformer):
     """Token embeddings and learned positions through a stack of causal blocks.
 
@@ -60,8 +67,20 @@ class GPT(Transformer):
     embedding_gradient: str = "scatter"
 
     @nn.compact
-    def __call__(self, tokens: Int[Array, "b t"], train: bool = False) -> Float[Array, "b t vocab"]:
-        """The logits of the token that follows each position, in float32."""
+    def __call__(
+        self,
+        tokens: Int[Array, "b t"],
+        train: bool = False,
+        segments: Int[Array, "b t"] | None = None,
+    ) -> Float[Array, "b t vocab"]:
+        """The logits of the token that follows each position, in float32.
+
+        Args:
+          tokens: Tokens of each row.
+          train: Whether this is training.
+          segments: Number of each token's document in its row, where rows are packed. Each document
+            has the logits that it has alone in a row. None for one document in each row.
+        """
         t = tokens.shape[1]
         if t > self.max_length:
             raise ConfigError(
@@ -76,12 +95,16 @@ class GPT(Transformer):
         positions = self.param("positions", init, (self.max_length, self.width))
         # Cast after the gather: its gradient, a sum over tokens, is in the dtype of the table.
         table, gather = embed.embedding, GATHERS[self.embedding_gradient]
-        x = gather(table.astype("float32"), tokens) + positions[None, :t]
+        x = gather(table.astype("float32"), tokens)
+        if segments is None:
+            x = x + positions[None, :t]
+        else:
+            x = x + gather(positions, positions_in(segments))
         x = x.astype(self.dtype or table.dtype)
         # Two branches a block add up in the residual stream: GPT-2 scales their ends for it.
         inits = {"kernel_init": init}
         inits["output_init"] = nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5)
-        x = self.apply_blocks(x, train=train, is_causal=True, **inits)
+        x = self.apply_blocks(x, train=train, is_causal=True, segments=segments, **inits)
         return jnp.dot(x, table.T.astype(x.dtype)).astype("float32")
 
 

@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax.typing import Initializer
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jddp.errors import ConfigError
 
@@ -48,18 +48,22 @@ class Block(nn.Module):
     dtype: DTypeLike | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
-        """The block's output."""
-        x = x + self._attend(self._norm("norm_1")(x))
+    def __call__(
+        self, x: Float[Array, "b t width"], segments: Int[Array, "b t"] | None = None
+    ) -> Float[Array, "b t width"]:
+        """The block's output; positions of different segments do not see each other."""
+        x = x + self._attend(self._norm("norm_1")(x), segments)
         return x + self._think(self._norm("norm_2")(x))
 
-    def _attend(self, x: Array) -> Array:
+    def _attend(self, x: Array, segments: Array | None) -> Array:
         b, t, width = x.shape
         if width % self.num_heads:
             raise ConfigError(f"width {width} does not divide over num_heads {self.num_heads}.")
         if self.attention not in ("xla", "cudnn"):
             raise ConfigError(f"attention {self.attention!r} is neither 'xla' nor 'cudnn'.")
         options: dict[str, Any] = {"is_causal": self.is_causal, "implementation": self.attention}
+        if segments is not None:
+            options["mask"] = segments[:, None, :, None] == segments[:, None, None, :]
         x = self._dense(3 * width, self.kernel_init, "query_key_value")(x)
         query, key, value = x.reshape(b, t, 3, self.num_heads, -1).swapaxes(0, 2).swapaxes(1, 2)
         x = jax.nn.dot_product_attention(query, key, value, **options)
@@ -115,7 +119,13 @@ class Transformer(nn.Module):
     dtype: DTypeLike | None = None
 
     def apply_blocks(
-        self, x: Float[Array, "b t width"], *, train: bool, is_causal: bool, **inits: Any
+        self,
+        x: Float[Array, "b t width"],
+        *,
+        train: bool,
+        is_causal: bool,
+        segments: Int[Array, "b t"] | None = None,
+        **inits: Any,
     ) -> Float[Array, "b t width"]:
         """The normed outputs of the blocks for embeddings, of which dropout zeroes some first."""
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
@@ -127,13 +137,14 @@ class Transformer(nn.Module):
         make = functools.partial(block, *fields, **options)
         if self.scan_layers:
             scan = nn.scan(
-                lambda block, x, _: (block(x), None),
+                lambda block, x, segments: (block(x, segments), None),
                 variable_axes={"params": 0},
+                in_axes=nn.broadcast,
                 split_rngs={"params": True, "dropout": True},
                 length=self.num_layers,
             )
-            x, _ = scan(make(name="blocks"), x, None)
+            x, _ = scan(make(name="blocks"), x, segments)
         else:
             for index in range(self.num_layers):
-                x = make(name=f"block_{index}")(x)
+                x = make(name=f"block_{index}")(x, segments)
         return nn.LayerNorm(self.norm_epsilon, dtype=self.dtype)(x)

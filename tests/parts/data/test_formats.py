@@ -304,7 +304,7 @@ def written(tmp_path, tokenizer=None, **options):
 
 def test_text_that_is_written_as_tokens_is_read_back(tmp_path):
     directory, index = written(tmp_path, shard_tokens=300)
-    kwargs = {"sequence_length": 1, "cross_documents": False}
+    kwargs = {"sequence_length": 1, "documents": "mask"}
     source = make_source("tokens", directory=str(directory), kwargs=kwargs)
     data = source.load()
     assert spec_of(data.train) == source.spec

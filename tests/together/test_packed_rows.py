@@ -1,0 +1,114 @@
+"""Packed rows: a document is as alone in its row, and N devices train as one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import jddp
+from jddp.data.sources.packed_tokens import PackedExamples
+from jddp.errors import ConfigError
+from jddp.zoo.losses import next_token
+from jddp.zoo.models.gpt import GPT, positions_in
+from jddp.zoo.models.transformer import Block
+
+pytestmark = pytest.mark.usefixtures("started_devices")
+
+make = functools.partial(GPT, vocab_size=32, num_layers=2, num_heads=2, width=16, max_length=12)
+FORMS = {
+    "plain": {},
+    "scan": {"scan_layers": True},
+    "remat": {"remat": True, "embedding_gradient": "one_hot"},
+}
+DOCUMENTS = [5, 3, 4]
+
+
+def row_of(*documents, length=12):
+    """The documents in a row: tokens, and segments."""
+    tokens, segments = np.zeros((2, 1, length), np.int32)
+    tokens[0, : sum(map(len, documents))] = np.concatenate(documents)
+    numbers = np.repeat(np.arange(len(documents)) + 1, [*map(len, documents)])
+    segments[0, : len(numbers)] = numbers
+    return tokens, segments
+
+
+def some_documents(lengths=DOCUMENTS):
+    return [np.asarray(jax.random.randint(jax.random.key(n), (n,), 0, 32)) for n in lengths]
+
+
+def first_values(model):
+    return model.init(jax.random.key(0), np.zeros((1, 4), np.int32))
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_a_document_in_a_packed_row_has_the_logits_that_it_has_alone(options):
+    model = make(**options)
+    values = first_values(model)
+    documents = some_documents()
+    tokens, segments = row_of(*documents, length=12)
+    packed = model.apply(values, tokens, segments=segments)[0]
+    ends = np.cumsum(DOCUMENTS)
+    for document, logits in zip(documents, np.split(packed, ends)[:3], strict=True):
+        alone = model.apply(values, document[None])[0]
+        # Sums over the keys of a row have another order than over those of a document.
+        np.testing.assert_allclose(logits, alone, atol=2e-6)
+    one = model.apply(values, tokens, segments=np.ones_like(segments))
+    np.testing.assert_allclose(one, model.apply(values, tokens), atol=2e-6)
+    assert np.abs(packed[5:] - one[0][5:]).max() > 0.01  # which segments do change
+
+
+def test_padding_and_other_documents_change_no_bit_of_a_document():
+    model = make()
+    values = first_values(model)
+    first, second, third = some_documents()
+    for others in ((second[::-1], third), (second, third[::-1]), (second,)):
+        one, other = (
+            model.apply(values, *row_of(first, *rest)[:1], segments=row_of(first, *rest)[1])[0, :5]
+            for rest in ((second, third), others)
+        )
+        np.testing.assert_array_equal(one, other)
+
+
+def test_gradients_of_a_document_do_not_reach_another():
+    segments = jnp.array([[1, 1, 1, 2, 2, 3, 0, 0]])
+    block = Block(num_heads=2, is_causal=True, dropout_rate=0.0, train=True)
+    x = jax.random.normal(jax.random.key(0), (1, 8, 4))
+    values = block.init(jax.random.key(1), x)
+    slopes = jax.jacobian(lambda x: block.apply(values, x, segments)[0])(x)
+    reaches = np.abs(slopes).sum((1, 2, 4)) != 0  # from each position to each
+    is_same = np.equal.outer(*np.asarray(segments)[[0, 0]])
+    np.testing.assert_array_equal(reaches, np.tril(is_same))
+
+
+def test_positions_restart_in_each_document():
+    segments = jnp.array([[1, 1, 1, 2, 3, 3, 0, 0], [1] * 8])
+    assert positions_in(segments).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [*range(8)]]
+
+
+def packed_batch():
+    lengths = np.random.default_rng(0).integers(2, 20, 40)
+    tokens = np.random.default_rng(1).integers(0, 32, lengths.sum())
+    begins = np.cumsum(lengths) - lengths
+    examples = PackedExamples(tokens, documents=[begins], sequence_length=12)
+    return examples.take(np.arange(16))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["plain", "accumulate"])
+def test_steps_of_packed_rows_on_devices_equal_those_on_one(options):
+    batch = packed_batch()
+    assert 0 < batch["mask"].mean() < 1
+    counts = batch["mask"].reshape(4, -1).sum(1)
+    assert len({*counts}) > 1  # so a mean of means would be another
+    report = jddp.verify(make(), optax.sgd(0.1), next_token, batch, mesh=4, **options)
+    assert report.passed, report
+
+
+def test_a_model_without_segments_is_refused():
+    batch = packed_batch()
+    model = nn.Embed(32, 32)
+    with pytest.raises(ConfigError, match="holds segments, .*documents=mask"):
+        jddp.DataParallel(model, optax.sgd(0.1), next_token, mesh=2).init(0, batch)
