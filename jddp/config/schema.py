@@ -6,6 +6,7 @@ Sections hold names and numbers; which models, data sets and optimizers exist is
 packages. `options` has the sections that are options of `DataParallel`, too.
 """
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -126,6 +127,22 @@ class TransformConfig(Section):
     kwargs: Kwargs = option({}, "Its arguments.")
 
 
+class MixtureConfig(Section):
+    """A folder of a mixture."""
+
+    dir: ExpandedPath = option(..., "Folder of the files.")
+    weight: float = option(
+        ..., "Frequency of its examples, relative to other folders.", gt=0, lt=math.inf
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_both_keys(cls, values: object) -> object:
+        if not isinstance(values, dict) or values.keys() != {*cls.model_fields}:
+            raise ValueError(f"{values!r} needs 'dir' and 'weight', and no other key")
+        return values
+
+
 class DataConfig(NamedSection):
     """The data."""
 
@@ -134,6 +151,9 @@ class DataConfig(NamedSection):
     source: str = option("embedded", "Fashion-MNIST: 'embedded' (15,000) or 'full'.")
     dir: ExpandedPath | None = option(
         None, "Folder of the files, for data sets that have one.", "none"
+    )
+    mixture: list[MixtureConfig] = option(
+        [], "Or several: a list of dir and weight, of exact shares in training."
     )
     global_batch_size: int = option(128, "Examples a step, over all replicas.", ge=1)
     shuffle: bool = option(True, "A new order each epoch, from the seed.")
@@ -151,6 +171,17 @@ class DataConfig(NamedSection):
     )
     num_workers: int = option(0, "Processes that read batches; 0 reads in a thread.", "none", ge=0)
     allow_changed: bool = option(False, "Resume with data that have changed.", "none")
+
+    @model_validator(mode="after")
+    def _mixture_has_its_own_order(self) -> "DataConfig":
+        folders = [part.dir for part in self.mixture]
+        if len({*folders}) < len(folders):
+            raise ValueError("'mixture' has a folder twice: give each one weight")
+        beside = [key for key in ("target", "dir", "sample_weights") if getattr(self, key)]
+        beside += [] if self.shuffle else ["shuffle"]
+        if self.mixture and beside:
+            raise ValueError(f"'mixture' and {beside[0]!r} cannot be combined: drop one of them")
+        return self
 
     @property
     def is_mixed(self) -> bool:

@@ -15,6 +15,7 @@ from jddp.data.batches import count_steps as count_steps
 from jddp.data.evaluation import eval_batches as eval_batches
 from jddp.data.examples import ArrayExamples as ArrayExamples
 from jddp.data.mixing import Mix as Mix
+from jddp.data.mixture import MixtureOrder as MixtureOrder
 from jddp.data.order import Order as Order
 from jddp.data.row_examples import RowExamples as RowExamples
 from jddp.data.source import DataSet as DataSet

@@ -28,7 +28,7 @@ import numpy as np
 from jddp.errors import ConfigError, DataError
 from jddp.typing import Settings
 
-_STREAMS = {"order": 0, "augment": 1, "weights": 2}
+_STREAMS = {"order": 0, "augment": 1, "weights": 2, "mixture": 3}
 
 # With this number all permutations of few examples are equally frequent; with twelve they are not.
 NUM_ROUNDS = 16
@@ -97,10 +97,10 @@ class Order:
 
     def _of_epoch(self, indices: np.ndarray, epoch: int) -> np.ndarray:
         if self.shuffle:
-            indices = permute(indices, self.num_examples, _keys("order", self.seed, epoch))
+            indices = permute(indices, self.num_examples, random_keys("order", self.seed, epoch))
         if self.weights is None:
             return indices
-        offset = _keys("weights", self.seed, epoch)[0] >> np.uint64(11)
+        offset = random_keys("weights", self.seed, epoch)[0] >> np.uint64(11)
         ends = self._ends
         points = (indices + offset * 2.0**-53) * (ends[-1] / self.num_examples)
         # A point that is rounded up to the very end belongs to the last example of any weight.
@@ -120,7 +120,7 @@ class Order:
         indices = self.examples_at(positions)
         bits = indices.astype(np.uint64)
         for epoch in np.unique(epochs):
-            bits[epochs == epoch] ^= _keys("augment", self.seed, int(epoch))[0]
+            bits[epochs == epoch] ^= random_keys("augment", self.seed, int(epoch))[0]
         draws = np.arange(1, num_draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         return (_mix(_mix(bits)[:, None] + draws) >> np.uint64(11)) * 2.0**-53
 
@@ -159,7 +159,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=8)
-def _keys(stream: Literal["order", "augment", "weights"], seed: int, epoch: int) -> np.ndarray:
+def random_keys(
+    stream: Literal["order", "augment", "weights", "mixture"], seed: int, epoch: int
+) -> np.ndarray:
+    """Random uint64 numbers, as keys of a permutation: a function of the arguments alone."""
     # numpy promises Philox's raw bits, not what `Generator` makes of them (NEP 19).
     key = np.array([seed, epoch], np.uint64)
     return np.random.Philox(key=key, counter=[0, 0, 0, _STREAMS[stream]]).random_raw(NUM_ROUNDS)

@@ -7,6 +7,7 @@ from hashlib import sha256
 import numpy as np
 
 from jddp.data.examples import Examples
+from jddp.data.order import ExampleOrder
 from jddp.data.row_examples import as_examples
 from jddp.data.split import check_share, hold_back
 from jddp.data.transforms import Transform
@@ -30,6 +31,7 @@ class DataSet(Shown):
       classes: Names of the classes, in the order of their numbers; empty if there are none.
       encoding: What new rows are prepared with, such as the means of columns, for the manifest of
         the run; empty if there is nothing.
+      order: Function of a seed that returns the order of a run; None for an order of permutations.
     """
 
     train: Examples
@@ -38,6 +40,7 @@ class DataSet(Shown):
     sha256: str
     classes: tuple[str, ...] = ()
     encoding: JsonObject = field(default_factory=dict)
+    order: Callable[[int], ExampleOrder] | None = None
 
     def _tables(self) -> Iterator[TextTable]:
         """The arrays of an example, and the classes."""
@@ -60,6 +63,7 @@ class DataSource:
       sizes: Number of classes or tokens, by its name in models: "num_classes" or "vocab_size";
         empty if only the examples show it.
       num_categories: Number of categories of each column of "categories", of a table.
+      tokenizer: Name of the tokenizer, of tokens; empty if it is unknown.
     """
 
     spec: Spec
@@ -67,6 +71,7 @@ class DataSource:
     augment: tuple[Transform, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     num_categories: Sequence[int] = ()
+    tokenizer: str = ""
 
 
 def make_data_set(

@@ -27,6 +27,7 @@ from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
+from jddp.data.order import ExampleOrder
 from jddp.data_parallel import DataParallel
 from jddp.distributed.agree import agree
 from jddp.distributed.chosen_gpus import refuse_gpus
@@ -399,16 +400,23 @@ def batches_in_order(
       folder: Folder to which relative paths of the config belong; by default the current one.
       **options: Options of `TrainBatches` beside the order.
     """
-    path = config.data.sample_weights
-    weights = None if path is None else load_weights(absolute(path, folder=folder))
     return TrainBatches(
         data.train,
         global_batch_size=config.data.global_batch_size,
-        order=Order(len(data.train), config.seed, config.data.shuffle, weights),
+        order=_order(config, data, folder),
         num_epochs=config.train.num_epochs,
         drop_remainder=config.data.drop_remainder,
         **options,
     )
+
+
+def _order(config: Config, data: DataSet, folder: Path | None) -> ExampleOrder:
+    """The order of the examples of a run."""
+    if data.order is not None:
+        return data.order(config.seed)
+    path = config.data.sample_weights
+    weights = None if path is None else load_weights(absolute(path, folder=folder))
+    return Order(len(data.train), config.seed, config.data.shuffle, weights)
 
 
 def test_batches(config: Config, data: DataSet) -> Batches:

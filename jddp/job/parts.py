@@ -23,6 +23,7 @@ from jddp.config.schema import Config
 from jddp.config.sections import Kwargs, NamedSection
 from jddp.data import DataSet, DataSource, make_source, source_of
 from jddp.data.examples import labels_of
+from jddp.data.sources.mixture import mixed_source
 from jddp.engine.strategy import FSDP, LogicalReplicas, Strategy
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
@@ -102,7 +103,11 @@ def find_source(config: Config) -> DataSource:
     """The source of the data that a config names."""
     data = config.data
     if data.name is not None:
-        return make_source(data.name, source=data.source, directory=data.dir, kwargs=data.kwargs)
+        make = functools.partial(make_source, data.name, source=data.source, kwargs=data.kwargs)
+        if not data.mixture:
+            return make(directory=data.dir)
+        sources = {part.dir: make(directory=part.dir) for part in data.mixture}
+        return mixed_source(sources, [part.weight for part in data.mixture])
     assert data.target is not None
     found = resolve_target(data.target, key="data.target")
     check_arguments(found, data.kwargs, key="data.kwargs")

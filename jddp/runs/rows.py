@@ -15,6 +15,8 @@ from jddp.checkpoint.reader import read_object
 from jddp.checkpoint.storage import local_copy
 from jddp.config.schema import Config
 from jddp.data import DataSet
+from jddp.data.concatenated import Concatenated
+from jddp.data.examples import Examples
 from jddp.errors import ConfigError, DataError, UsageError, printable
 from jddp.job.job import batches_in_order
 from jddp.job.parts import find_source
@@ -31,7 +33,8 @@ class Rows:
       step: Number of the step, from 1.
       epoch: Passes over the data before its first example.
       examples: Number of each example in the training data, in the order of the global batch.
-      names: Name of each example, where the data have names, such as files; else empty.
+      names: Name of each example, where the data have names, such as files, or the folder and the
+        number there, of a mixture; else empty.
     """
 
     step: int
@@ -103,10 +106,16 @@ def _rows(run_dir: Path, config: Config, data: DataSet, step: int) -> Rows:
     if not (1 <= step <= num_steps and first >= 0):
         raise ConfigError(f"--step {step}: the steps of this run are 1 to {num_steps:,}.")
     examples = batches.examples_before({"position": end})
-    files = getattr(data.train, "files", None)
-    names = () if files is None else tuple(str(files[i]) for i in examples)
     epoch = first / batches.num_examples
+    names = _names_of(data.train, examples)
     return Rows(step, epoch, tuple(np.asarray(examples).tolist()), names)
+
+
+def _names_of(train: Examples, examples: np.ndarray) -> tuple[str, ...]:
+    if isinstance(train, Concatenated):
+        return tuple(train.places(examples))
+    files = getattr(train, "files", None)
+    return () if files is None else tuple(str(files[i]) for i in examples)
 
 
 def _newest(run_dir: Path) -> tuple[int, int, list[list[int]]]:

@@ -113,10 +113,8 @@ def tokens(
       DataError: If tokens.json is damaged.
     """
     spec = token_spec(sequence_length, documents)
-    if vocab_size is None and (directory / INDEX).exists():
-        require_file(directory / INDEX)
-        with refusing_damage(directory / INDEX, "index"):
-            vocab_size = int(json.loads((directory / INDEX).read_text())["vocab_size"])
+    tokenizer, known_size = _tokenizer(directory / INDEX)
+    vocab_size = vocab_size or known_size
 
     def examples(part: str) -> Examples:
         paths = _shards(directory, part)
@@ -134,7 +132,18 @@ def tokens(
         train, test = examples("train"), examples("test")
         return make_data_set(f"tokens {directory}{packing_of(train)}", train, test)
 
-    return DataSource(spec, load, sizes={"vocab_size": vocab_size} if vocab_size else {})
+    sizes = {"vocab_size": vocab_size} if vocab_size else {}
+    return DataSource(spec, load, sizes=sizes, tokenizer=tokenizer)
+
+
+def _tokenizer(index: Path) -> tuple[str, int | None]:
+    """The name of the tokenizer and the size of its vocabulary, of an index that may be absent."""
+    if not index.exists():
+        return "", None
+    require_file(index)
+    with refusing_damage(index, "index"):
+        found = json.loads(index.read_text())
+        return str(found.get("tokenizer", "")), int(found["vocab_size"])
 
 
 def token_examples(

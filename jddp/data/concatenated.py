@@ -1,0 +1,51 @@
+"""Examples of several data sets, one after the other."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jddp.data.examples import Examples, NumpyBatch
+
+
+class Concatenated:
+    """The examples of several data sets, whose arrays have the same names, shapes and dtypes."""
+
+    def __init__(self, parts: Sequence[Examples], names: Sequence[str]) -> None:
+        """Joins data sets.
+
+        Args:
+          parts: The data sets, at least one.
+          names: A name for each, to tell where an example is from.
+        """
+        self._parts = parts
+        self._names = names
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def num_classes(self) -> int:
+        """The largest number of classes of a part; 0 if it is unknown."""
+        return max(getattr(part, "num_classes", 0) for part in self._parts)
+
+    def take(self, indices: np.ndarray) -> NumpyBatch:
+        """The examples at `indices`, in that order."""
+        parts, rows = self._places(indices)
+        batch = self._parts[0].take(rows[:0])
+        batch = {name: np.empty((len(rows), *x.shape[1:]), x.dtype) for name, x in batch.items()}
+        for part in np.unique(parts).tolist():
+            is_here = parts == part
+            for name, array in self._parts[part].take(rows[is_here]).items():
+                batch[name][is_here] = array
+        return batch
+
+    def places(self, indices: np.ndarray) -> list[str]:
+        """The data set of each of these examples, and its number there."""
+        parts, rows = self._places(indices)
+        return [f"{self._names[part]} {row}" for part, row in zip(parts, rows, strict=True)]
+
+    def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        parts = np.searchsorted(self._ends, indices, side="right")
+        firsts = np.concatenate([[0], self._ends])
+        return parts, indices - firsts[parts]

@@ -1,0 +1,131 @@
+"""The order of a mixture of sources: exact shares, as a function of (seed, position).
+
+    order = MixtureOrder((1_000, 50_000), weights=(0.3, 0.7), seed=0)
+    order.examples_at(np.arange(8))        # numbers of the joined sources: 0 to 50,999
+    order.num_drawn(51_000)                # (15300, 35700)
+
+An epoch has as many positions as all sources have examples, and each source has its share of them.
+Before epoch `e` a source has taken `e` times its share, rounded in a way that adds up: no error
+accumulates, and after any number of epochs the shares are exact to one example. The positions of
+an epoch are a permutation of all its draws. The draws of a source are its own epochs, one after the
+other, so after an epoch all its examples have been taken equally often, to one. Passes over a small
+source that are in one epoch of the mixture are shuffled together. Nothing is stored, as in `order`.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+import numpy as np
+
+from jddp.data.order import Order, permute, random_keys
+from jddp.errors import ConfigError
+from jddp.typing import Settings
+
+SEEDS = 2**32  # The orders of sources of one size differ.
+_CHUNK = 2**20  # positions at a time
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureOrder:
+    """Epochs in which each source has a fixed share.
+
+    Attributes:
+      sizes: Number of examples of each source, in the order in which they are joined.
+      weights: Relative frequencies of the sources; 0.3 is three tenths, not the nearest binary
+        fraction.
+      seed: Seed of the order; not negative.
+
+    Raises:
+      ConfigError: If there is not one weight per source, a weight is not positive and finite, or so
+        small that an epoch has less than one example of its source.
+    """
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+    seed: int
+
+    def __post_init__(self) -> None:
+        is_right = all(0 < weight < math.inf for weight in self.weights)
+        if not self.sizes or len(self.sizes) != len(self.weights) or not is_right:
+            raise ConfigError(
+                f"weights {self.weights} of a mixture of {len(self.sizes)} sources: each source "
+                "needs one that is positive and finite."
+            )
+        if min(self.shares) * self.num_examples < 1:
+            raise ConfigError(
+                f"weight {min(self.weights):g} of a mixture is less than one example in an epoch "
+                f"of {self.num_examples:,}. Raise it, or leave its source out."
+            )
+
+    @property
+    def num_examples(self) -> int:
+        """Number of positions of one epoch: the examples of all sources."""
+        return sum(self.sizes)
+
+    @property
+    def settings(self) -> Settings:
+        """Settings that must be equal on all processes, by name."""
+        return {"seed": self.seed, "sizes": self.sizes, "weights": self.weights}
+
+    @property
+    def shares(self) -> tuple[Fraction, ...]:
+        """The share of each source."""
+        exact = [Fraction(str(weight)) for weight in self.weights]
+        return tuple(weight / sum(exact) for weight in exact)
+
+    def examples_at(self, positions: np.ndarray) -> np.ndarray:
+        """The indices in the joined sources of the examples at these positions, in any order."""
+        indices = np.empty(len(positions), np.int64)
+        firsts = np.cumsum(self.sizes) - self.sizes
+        for source, here, draws in self._draws(positions):
+            indices[here] = firsts[source] + self._orders[source].examples_at(draws)
+        return indices
+
+    def uniform(self, positions: np.ndarray, num_draws: int) -> np.ndarray:
+        """Random numbers in [0, 1) for the examples at these positions, `(b, num_draws)`.
+
+        They depend on seed, source, example, and how often the source has been seen.
+        """
+        numbers = np.empty((len(positions), num_draws))
+        for source, here, draws in self._draws(positions):
+            numbers[here] = self._orders[source].uniform(draws, num_draws)
+        return numbers
+
+    def num_drawn(self, position: int) -> tuple[int, ...]:
+        """How many of the examples before a position are of each source."""
+        epoch = position // self.num_examples
+        counts = np.array(self._num_before(epoch))
+        for first in range(epoch * self.num_examples, position, _CHUNK):
+            positions = np.arange(first, min(first + _CHUNK, position))
+            for source, here, _ in self._draws(positions):
+                counts[source] += len(here)
+        return tuple(counts.tolist())
+
+    @functools.cached_property
+    def _orders(self) -> list[Order]:
+        return [Order(size, self.seed + SEEDS * i) for i, size in enumerate(self.sizes)]
+
+    def _num_before(self, epoch: int) -> list[int]:
+        """How many examples of each source come before an epoch."""
+        ends = [math.floor(epoch * self.num_examples * x) for x in accumulate(self.shares)]
+        return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+    def _draws(self, positions: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Each source with its places among these positions, and its own positions there."""
+        epochs, indices = np.divmod(positions, self.num_examples)
+        for epoch in np.unique(epochs).tolist():
+            before = np.array(self._num_before(epoch))
+            ends = np.cumsum(self._num_before(epoch + 1) - before)
+            places = np.flatnonzero(epochs == epoch)
+            keys = random_keys("mixture", self.seed, epoch)
+            slots = permute(indices[places], self.num_examples, keys)
+            sources = np.searchsorted(ends, slots, side="right")
+            firsts = np.r_[0, ends]
+            for source in np.unique(sources).tolist():
+                is_here = sources == source
+                draws = before[source] + slots[is_here] - firsts[source]
+                yield source, places[is_here], draws

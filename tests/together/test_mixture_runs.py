@@ -1,0 +1,108 @@
+"""Runs on a mixture of folders: equal on any devices, resumed at the position, and listed."""
+
+import pytest
+
+import jddp
+from jddp.commands.summary import opening
+from jddp.config.schema import Config
+from jddp.data.sources.tokenize import BYTES, Tokenizer, write_tokens
+from jddp.errors import ConfigError
+from jddp.job.job import build, train
+from jddp.runs.rows import rows_of_step
+
+pytestmark = pytest.mark.usefixtures("started_devices")
+
+OTHER = Tokenizer("other.json", 300, BYTES.encode, BYTES.decode)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for name, tokenizer in (("prose", BYTES), ("code", BYTES), ("foreign", OTHER)):
+        texts = [f"{name[0] * 9}{i} " * (i % 4 + 2) for i in range(60)]
+        write_tokens(texts, folder / name, tokenizer=tokenizer)
+    return folder
+
+
+def config(folder, run, *, names=("prose", "code"), num_devices=2, num_steps=6, **data):
+    mixture = [
+        {"dir": str(folder / name), "weight": w} for name, w in zip(names, (0.3, 0.7), strict=True)
+    ]
+    kwargs = {"sequence_length": 15, "documents": "pack"}
+    data = {"name": "tokens", "mixture": mixture, "global_batch_size": 8, "kwargs": kwargs} | data
+    sizes = {"num_layers": 1, "num_heads": 2, "width": 8, "max_length": 16}
+    return Config(
+        data=data,
+        model={"name": "gpt", "kwargs": sizes},
+        loss={"name": "next_token"},
+        train={"num_steps": num_steps},
+        mesh={"num_devices": num_devices},
+        optimizer={"schedule": {"kwargs": {"decay_steps": 6}}},
+        run={"dir": run and str(run)},
+    )
+
+
+def only(folder):
+    return ["data.mixture=[]", f"data.dir={folder}"]
+
+
+def test_two_devices_train_a_mixture_as_one_does_and_evaluate_all_test_examples(folder, tmp_path):
+    one, two = (train(config(folder, tmp_path / str(n), num_devices=n)) for n in (1, 2))
+    assert two.evaluate() == pytest.approx(one.evaluate(), rel=1e-4)
+    own = [jddp.open_run(two.run_dir, overrides=only(folder / x)) for x in ("prose", "code")]
+    counts = [run.evaluate()["examples"] for run in own]
+    assert two.evaluate()["examples"] == sum(counts)
+    assert 0 not in counts
+
+
+def test_a_resumed_run_continues_the_mixture_and_its_rows_are_listed(folder, tmp_path):
+    whole = train(config(folder, tmp_path / "whole"))
+    train(config(folder, tmp_path / "parts", num_steps=4))
+    again = train(config(folder, tmp_path / "parts"))
+    assert again.history[-2]["loss"] == whole.history[-2]["loss"]
+    assert again.evaluate() == whole.evaluate()
+    batches = build(config(folder, None)).train_batches()
+    for step, batch in zip(range(1, 7), batches, strict=False):
+        rows = rows_of_step(tmp_path / "parts", step)
+        for name, tokens in zip(rows.names, batch["tokens"], strict=True):
+            place, _, row = name.rpartition(" ")
+            letter = place.removeprefix(f"{folder}/")[0]
+            assert {*"pc"} & {*map(chr, tokens)} == {letter}
+            assert int(row) >= 0
+
+
+def test_the_first_lines_have_the_shares(folder):
+    job = build(config(folder, None))
+    assert "mixture, an epoch of 0.3 of" in opening(job, "x", "", columns=10_000)
+    counts = job.data.order(0).num_drawn(len(job.data.train))
+    assert counts[0] == pytest.approx(0.3 * len(job.data.train), abs=1)
+
+
+def test_different_vocabularies_are_not_mixed(folder):
+    with pytest.raises(ConfigError) as caught:
+        build(config(folder, None, names=("prose", "foreign")))
+    said = str(caught.value)
+    for words in (
+        "prose holds",
+        "256, tokenizer 'bytes'",
+        "foreign",
+        "300, tokenizer 'other.json'",
+    ):
+        assert words in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"shuffle": False}, "'mixture' and 'shuffle' cannot be combined"),
+        ({"dir": "x"}, "'mixture' and 'dir' cannot be combined"),
+        ({"sample_weights": "x.npy"}, "'mixture' and 'sample_weights' cannot"),
+        ({"mixture": [{"dir": "x", "weight": 1}] * 2}, "a folder twice"),
+        ({"mixture": [{"dir": "x", "weight": 0}]}, "greater than 0"),
+        ({"mixture": [{"dir": "x"}]}, "data.mixture: {'dir': 'x'} needs 'dir' and 'weight'"),
+    ],
+)
+def test_mistakes_in_a_mixture_are_one_line(folder, data, said):
+    with pytest.raises(ConfigError, match=said):
+        config(folder, None, **data)
