@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from jddp.data.concatenated import Concatenated
 from jddp.data.examples import Examples, NumpyBatch, labels_of
 from jddp.data.split import Subset
 
@@ -128,6 +129,10 @@ def as_stored(examples: Examples) -> tuple[Examples, Chain]:
         case Subset(others, rows):
             inner, chain = as_stored(others)
             return Subset(inner, rows), chain
+        case Concatenated(parts, names):
+            stored_parts, chains = zip(*map(as_stored, parts), strict=True)
+            if len({*chains}) == 1:
+                return Concatenated(stored_parts, names), chains[0]
     return examples, Chain()
 
 

@@ -6,6 +6,7 @@ import pytest
 from states import equal
 
 from jddp.data import ArrayExamples, Mix, Order, TrainBatches, eval_batches
+from jddp.data.concatenated import Concatenated
 from jddp.data.image_arrays import image_examples
 from jddp.data.image_transforms import CropAndFlip, FlipAndShift, Normalize, normalize
 from jddp.data.split import Subset
@@ -86,6 +87,12 @@ def test_examples_are_read_as_they_are_stored_below_any_choice_of_them():
     stored, chain = as_stored(part)
     assert stored.take(np.arange(2))["image"].dtype == np.uint8
     equal(chain(stored.take(np.arange(2))), part.take(np.arange(2)))
+    both = Concatenated([examples, part], ["one", "two"])
+    stored, chain = as_stored(both)
+    equal(chain(stored.take(np.array([3, 65]))), both.take(np.array([3, 65])))
+    assert stored.take(np.array([65]))["image"].dtype == np.uint8
+    other = image_examples(np.zeros((2, SIZE, SIZE, 3), np.uint8), np.arange(2))  # of other scale
+    assert as_stored(Concatenated([examples, other], ["one", "two"]))[1] == Chain()
     plain = ArrayExamples({"x": np.arange(3)})
     assert as_stored(plain) == (plain, Chain())
 
