@@ -133,7 +133,7 @@ class Job:
             steps.layouts(state).params,
         )
 
-    @property
+    @functools.cached_property
     def batch_spec(self) -> Batch:
         """The shapes of one batch of this process, read from the first example if there is one."""
         size = self.config.data.global_batch_size
