@@ -45,7 +45,7 @@ Metrics = dict[str, Any]
 Record = Mapping[str, Any]
 # The names in records that are jddp's own, and that no metric of a loss may have.
 RESERVED = (
-    *("step", "split"),  # of each record
+    *("step", "epoch", "split"),  # of each record
     *("loss", "count", "examples", "grad_norm", "skipped", "loss_scale", "spike"),  # of steps
     *("learning_rate", "step_seconds", "data_wait_seconds", "host_seconds", "examples_per_second"),
     *("slowest_process", "slowest_host", "slowest_phase", "slowest_ratio"),  # of a job

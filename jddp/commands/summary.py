@@ -18,8 +18,10 @@ from jddp.config.schema import Config
 from jddp.config.versions import versions
 from jddp.engine.state import by_path
 from jddp.job.job import Job
+from jddp.job.length import periods_of
 from jddp.runs.results import METRICS
 from jddp.trainer.reports.page.page import NAME
+from jddp.trainer.reports.pauses import Pause
 from jddp.trainer.reports.terminal import unbroken, wrap
 from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching
@@ -49,6 +51,7 @@ def opening(job: Job, name: str, detected: str, *, columns: int) -> str:
         "devices": f"{mesh.size} x {device.device_kind}" if is_named else "",
         "batch": _batch(job),
         "steps": _steps(job),
+        "eval": _evaluations(job),
         "lr": _rates(job),
         "sends": job.ddp.steps.planned(job.batch_spec).plan.headline if mesh.size > 1 else "",
         "run dir": str(config.run.dir),
@@ -154,6 +157,23 @@ def _steps(job: Job) -> str:
     return f"{num_steps:,} = {epochs:.4g} epochs of {len(job.data.train):,} examples"
 
 
+def _steps_per_epoch(job: Job) -> float | None:
+    """Steps of an epoch; None if the data are absent."""
+    data = job.data
+    return None if data is None else len(data.train) / job.config.data.global_batch_size
+
+
+def _evaluations(job: Job) -> str:
+    """The period of the evaluations, and how many there are in all."""
+    every = periods_of(job.config).evaluations
+    if every is None:
+        return ""
+    if job.num_steps is None:
+        return f"every {every}"
+    num = Pause.at_ends_of(every, _steps_per_epoch(job)).num_left(1, job.num_steps)
+    return f"every {every}, {_count(num, 'time')} in all"
+
+
 def _rates(job: Job) -> str:
     """The learning rate at the first step, after each quarter but the third, and at the end."""
     schedule, num_steps = job.learning_rate, job.num_steps
@@ -169,15 +189,15 @@ def _rates(job: Job) -> str:
 
 def _files(job: Job) -> str:
     """The files of the run directory, and when they are written."""
-    every = job.config.checkpoint.every_steps
-    when = "at the end" if every is None else f"every {every:,} steps"
+    every = periods_of(job.config).checkpoints
+    when = "at the end" if every is None else f"every {every}"
     return f"metrics.jsonl, logs, {NAME}, checkpoints {when}"
 
 
 def _goodput(job: Job, run: Run, seconds: float) -> str:
     """The share of the time that went into steps; "" if no record has their time."""
-    every = job.config.train.log_every_steps
-    # A record has the mean of the steps since the last multiple of the period.
+    every = periods_of(job.config).records.in_steps(_steps_per_epoch(job))
+    # A record has the mean of the steps since the last end of the period.
     spent = [
         x["step_seconds"] * ((x["step"] - 1) % every + 1)
         for x in run.records

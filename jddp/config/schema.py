@@ -37,6 +37,12 @@ def _refuse_unknown_direction(metric: str, mode: str, key: str) -> None:
         raise ValueError(str(error).rstrip(".")) from None
 
 
+def _refuse_both(section: Section, one: str, other: str) -> None:
+    """Refuses a section that has two keys which exclude each other."""
+    if None not in (getattr(section, one), getattr(section, other)):
+        raise ValueError(f"{one!r} and {other!r} exclude each other: set one of them to null")
+
+
 ExpandedPath = Annotated[str, AfterValidator(_expanded)]
 PathOrURL = Annotated[str, AfterValidator(lambda path: path if is_url(path) else _expanded(path))]
 
@@ -78,6 +84,9 @@ class TrainConfig(Section):
     eval_every_steps: int | None = option(
         None, "Steps between evaluations; the end is always evaluated.", "none", ge=1
     )
+    eval_every_epochs: float | None = option(
+        None, "Epochs between evaluations, such as 1 or 0.5; or eval_every_steps.", "none", gt=0
+    )
     eval_params: Literal["params", "ema"] = option(
         "params", "Evaluate the parameters, or their moving average."
     )
@@ -87,7 +96,10 @@ class TrainConfig(Section):
     check_evaluation: bool = option(
         True, "Evaluate one batch before the first step of a new run.", "none"
     )
-    log_every_steps: int = option(50, "Steps between lines of metrics.", "none", ge=1)
+    log_every_steps: int | None = option(50, "Steps between lines of metrics.", "none", ge=1)
+    log_every_epochs: float | None = option(
+        None, "Epochs between lines of metrics; or log_every_steps.", "none", gt=0
+    )
     check_replicas_every_steps: int | None = option(
         500, "Steps between bitwise comparisons of all replicas; or null.", "none", ge=1
     )
@@ -115,8 +127,27 @@ class TrainConfig(Section):
     def _one_length(self) -> "TrainConfig":
         if (self.num_steps is None) == (self.num_epochs is None):
             raise ValueError("give either 'num_steps' or 'num_epochs'")
-        if self.stop.metric is not None and self.eval_every_steps is None:
-            raise ValueError("stop.metric needs eval_every_steps: it is read at each evaluation")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_replace_default_steps(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("log_every_epochs") is not None:
+            return {"log_every_steps": None, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> "TrainConfig":
+        _refuse_both(self, "eval_every_steps", "eval_every_epochs")
+        _refuse_both(self, "log_every_steps", "log_every_epochs")
+        if self.log_every_steps is None and self.log_every_epochs is None:
+            raise ValueError("give either 'log_every_steps' or 'log_every_epochs'")
+        is_at_the_end = self.eval_every_steps is None and self.eval_every_epochs is None
+        if self.stop.metric is not None and is_at_the_end:
+            raise ValueError(
+                "stop.metric needs eval_every_steps or eval_every_epochs: it is read at each "
+                "evaluation"
+            )
         return self
 
 
@@ -294,6 +325,9 @@ class CheckpointConfig(Section):
     every_steps: int | None = option(
         None, "Steps between checkpoints; the end is always saved.", "none", ge=1
     )
+    every_epochs: float | None = option(
+        None, "Epochs between checkpoints; or every_steps.", "none", gt=0
+    )
     keep: int = option(3, "Newest checkpoints to keep.", "none", ge=1)
     keep_every_steps: int | None = option(None, "Checkpoints of its multiples stay.", "none", ge=1)
     best_metric: str | None = option(None, "Metric whose best state is kept, in <run.dir>/best.")
@@ -310,6 +344,11 @@ class CheckpointConfig(Section):
         None, "Run whose state and place in the data a new run begins with."
     )
     allow_changed: list[str] = option([], "Keys that may differ when this run resumes.", "none")
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> "CheckpointConfig":
+        _refuse_both(self, "every_steps", "every_epochs")
+        return self
 
     @model_validator(mode="after")
     def _direction_is_known(self) -> "CheckpointConfig":

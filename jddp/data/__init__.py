@@ -17,6 +17,7 @@ from jddp.data.examples import ArrayExamples as ArrayExamples
 from jddp.data.mixing import Mix as Mix
 from jddp.data.mixture import MixtureOrder as MixtureOrder
 from jddp.data.order import Order as Order
+from jddp.data.periods import Epochs as Epochs
 from jddp.data.row_examples import RowExamples as RowExamples
 from jddp.data.source import DataSet as DataSet
 from jddp.data.source import DataSource as DataSource

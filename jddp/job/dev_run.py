@@ -66,9 +66,12 @@ def shortened(config: Config, folder: str) -> Config:
             "train.num_steps": NUM_STEPS,
             "train.num_epochs": None,
             "train.log_every_steps": 1,
+            "train.log_every_epochs": None,
             "train.eval_every_steps": 2,
+            "train.eval_every_epochs": None,
             "train.limit_eval_batches": NUM_EVAL_BATCHES,
             "checkpoint.every_steps": None,
+            "checkpoint.every_epochs": None,
             "checkpoint.resume": "auto",
             "report.sinks": [],  # which may keep records elsewhere
         },

@@ -43,7 +43,7 @@ from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
 from jddp.job.callbacks import make_callbacks
 from jddp.job.initial_weights import initial_weights
-from jddp.job.length import num_steps_of
+from jddp.job.length import num_steps_of, periods_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts, with_class_weights
 from jddp.job.transforms import listed_transforms, mix_of, training_transforms
@@ -155,14 +155,15 @@ class Job:
         assert self.data is not None, "build(config) has data unless needs_data=False"
         config = self.config
         own = make_callbacks(config)
+        periods = periods_of(config)
         with contextlib.closing(self.train_batches()) as batches:
             state = self.first_state(batches)
             plan = Plan(
                 num_steps=config.train.num_steps or steps_left(batches),
                 num_epochs=config.train.num_epochs,
-                log_every_steps=config.train.log_every_steps,
-                eval_every_steps=config.train.eval_every_steps,
-                save_every_steps=config.checkpoint.every_steps,
+                log_every=periods.records,
+                eval_every=periods.evaluations,
+                save_every=periods.checkpoints,
                 keep=Keep(config.checkpoint.keep, config.checkpoint.keep_every_steps),
                 resume=config.checkpoint.resume,
                 evaluation=test_batches(config, self.data),

@@ -1,17 +1,48 @@
-"""The number of optimizer steps of a job, also if it is given in epochs; schedules follow it.
+"""The length of a job and its periods, in steps or in epochs; schedules follow the length.
 
 Epochs end with their last example. A run that ended in a partial batch and is then extended takes
 one step more than a run of that length from the start, so its length follows from its checkpoint.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.reader import read_object
 from jddp.config.permissions import absolute, is_url
 from jddp.config.schema import Config
 from jddp.data import count_steps
+from jddp.data.periods import Epochs, OptimizerSteps, Period
 from jddp.errors import FileSystemError
+
+
+class Periods(NamedTuple):
+    """What a job does again and again; a period of None is its length.
+
+    Attributes:
+      records: Period of the records of training.
+      evaluations: Period of the evaluations.
+      checkpoints: Period of the checkpoints.
+    """
+
+    records: Period
+    evaluations: Period | None
+    checkpoints: Period | None
+
+
+def periods_of(config: Config) -> Periods:
+    """The periods of a job, each of which its config gives in steps or in epochs."""
+    train, saved = config.train, config.checkpoint
+    records = _period(train.log_every_steps, train.log_every_epochs)
+    assert records is not None  # as the config requires
+    evaluations = _period(train.eval_every_steps, train.eval_every_epochs)
+    return Periods(records, evaluations, _period(saved.every_steps, saved.every_epochs))
+
+
+def _period(steps: int | None, epochs: float | None) -> Period | None:
+    if epochs is not None:
+        return Epochs(epochs)
+    return None if steps is None else OptimizerSteps(steps)
 
 
 def num_steps_of(config: Config, num_examples: int, folder: Path) -> int:

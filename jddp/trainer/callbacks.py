@@ -28,7 +28,8 @@ class Callback:
         """Called after `on_step` of the step that takes the last example of an epoch.
 
         An epoch may end inside a batch, whose other rows belong to the next one. Only batches of
-        `jddp.data.TrainBatches` know their epochs; with others it is not called.
+        `jddp.data.TrainBatches` know their epochs; with others it is not called. A run that goes
+        back at a loss spike may end an epoch again.
 
         Args:
           run: The run, which may be one step ahead.

@@ -10,14 +10,14 @@ from pathlib import Path
 from jax.typing import ArrayLike
 
 from jddp.config.permissions import folder_or_url
-from jddp.data import TrainBatches, eval_batches
+from jddp.data import Epochs, TrainBatches, eval_batches
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_FIT
 from jddp.trainer.arguments import epochs_of, steps_left
 from jddp.trainer.callbacks import Callback
-from jddp.trainer.plan import CHECKS, Checks, Evaluation, Keep, Plan
+from jddp.trainer.plan import CHECKS, LOG_EVERY, Checks, Evaluation, Keep, Plan, as_period
 from jddp.trainer.reports.sinks import GivenSink, choose_sinks
 from jddp.trainer.run import Run
 from jddp.trainer.start import start
@@ -34,15 +34,15 @@ def fit(
     num_epochs: float | None = None,
     state: TrainState | Callable[[Batch], TrainState] | None = None,
     evaluate: Batches | Mapping[str, object] | Evaluation | None = None,
-    eval_every_steps: int | None = None,
+    eval_every_steps: int | Epochs | None = None,
     run_dir: str | Path | None = None,
-    save_every_steps: int | None = None,
+    save_every_steps: int | Epochs | None = None,
     keep: int | Keep = 3,
     resume: str = "auto",
     callbacks: Sequence[Callback] = (),
     sinks: Sequence[GivenSink] = (),
     seed: int = 0,
-    log_every_steps: int = 50,
+    log_every_steps: int | Epochs = 50,
     learning_rate: Callable[[int], ArrayLike] | None = None,
     config: Settings | None = None,
     checks: Checks = CHECKS,
@@ -65,10 +65,11 @@ def fit(
         copy. By default `init(seed, <the first batch>)`.
       evaluate: This process's evaluation batches, iterated from the beginning each time; or a
         dict of arrays, the same on every process; or a `jddp.Evaluation`.
-      eval_every_steps: Steps between evaluations; None evaluates once, at the end.
+      eval_every_steps: Steps between evaluations, or `jddp.data.Epochs(1)`; None evaluates once, at
+        the end. Epochs are known of examples and of `jddp.data.TrainBatches`.
       run_dir: Directory for metrics and checkpoints, or its URL, such as "s3://bucket/run", for
         which fsspec needs an extra such as `jddp[s3]`; None keeps nothing.
-      save_every_steps: Steps between checkpoints; None saves once, at the end.
+      save_every_steps: Steps between checkpoints, or epochs; None saves once, at the end.
       keep: Number of newest checkpoints that stay, or a `jddp.Keep`.
       resume: "auto" (resume if there is a checkpoint), "never" (there must be none), "must"
         (there must be one), or "changed" (like "auto", even if model, loss or optimizer changed).
@@ -76,7 +77,7 @@ def fit(
       sinks: Sinks, which get the records on process 0 too: "tensorboard", "wandb", or objects with
         the methods `log(record)` and `close()`, or functions that make one for a run.
       seed: Seed of the first state's PRNG key.
-      log_every_steps: Steps between train records.
+      log_every_steps: Steps between train records, or epochs.
       learning_rate: Learning rate as a function of the step, for the records.
       config: Settings to keep in the run directory; a directory with others is refused.
       checks: What the run checks: that replicas stay equal, that not all steps are skipped, that
@@ -115,9 +116,9 @@ def fit(
     plan = Plan(
         num_steps=steps_left(batches) if num_steps is None else num_steps,
         num_epochs=num_epochs,
-        log_every_steps=log_every_steps,
-        eval_every_steps=eval_every_steps,
-        save_every_steps=save_every_steps,
+        log_every=as_period("log_every_steps", log_every_steps) or LOG_EVERY,
+        eval_every=as_period("eval_every_steps", eval_every_steps),
+        save_every=as_period("save_every_steps", save_every_steps),
         keep=keep if isinstance(keep, Keep) else Keep(keep),
         resume=resume,
         evaluation=tests,

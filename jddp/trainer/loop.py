@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from jddp.data.periods import Period
 from jddp.distributed import early
 from jddp.distributed.coordination import num_processes
 from jddp.distributed.requests import Requests
@@ -27,7 +28,6 @@ from jddp.errors import UsageError
 from jddp.inspection.norms import diagnose
 from jddp.trainer.callbacks import call_each
 from jddp.trainer.clock import Clock
-from jddp.trainer.epochs import Epochs
 from jddp.trainer.given import refuse_same_rows
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
@@ -66,6 +66,8 @@ class Loop:
       run: The run in progress.
       about: Metadata for every checkpoint: config, versions, settings.
       position: Position in the data after the last step.
+      reached: How far the run has come, with its last step.
+      before: How far it had come before that step.
       rewinds: The step of each spike from which the run went back, and that of the checkpoint.
       notes: Notes on the checkpoint from which the run resumes.
       program: The program of a run that is kept; None of another.
@@ -104,13 +106,12 @@ class Loop:
         self.replica_check = ReplicaCheck(plan.checks.replicas_every_steps)
         profiles = None if files is None else files.profile(jax.process_index())
         self.profile = Profile(plan.profile_steps, profiles)
-        epochs = Epochs(self.source)
-        self.reporter = Reporter(self.run, plan, files, self.numerics, self.profile, epochs)
+        self.reporter = Reporter(self.run, plan, files, self.numerics, self.profile, self.source)
         self.run.give = self.reporter.give
-        self.reporter.course.steps_per_epoch = self.source.steps_per_epoch
         self.requests = Requests()
         self.signal: str | None = None
         self.position = self.source.position
+        self.reached = self.before = self.source.reached(self.run.step, self.position)
         self.rewinds = list[tuple[int, int]]()
         self.notes = list[str]()
         self.program: SameProgram | None = None
@@ -141,9 +142,9 @@ class Loop:
             self.reporter.note(f"batches begin at position {begins}, where their iterator was")
         for note in self.notes:
             self.reporter.note(note)
-        self.reporter.epochs.begin(self.position)
+        self.reporter.reached = self.reached
         call_each(self.plan.callbacks, lambda callback: callback.on_begin(run))
-        if self.notes and self._is_due(self.plan.eval_every_steps):
+        if self.notes and self._is_due(self.plan.eval_every):
             self._evaluate()  # if it was interrupted
         self.replica_check.begin(0, run.state)  # as it was made or read
         self.replica_check.finish()
@@ -183,17 +184,19 @@ class Loop:
                 limit = self.spikes.limits(run.step + 1)
                 run.state, metrics = self.ddp.step(run.state, batch, **limit)
             run.step += 1
+            self.before = self.reached
             with self.reporter.clock.on_devices():
                 self.replica_check.finish()
             self.replica_check.begin(run.step, run.state)
             self.position = self.source.position
+            self.reached = self.source.reached(run.step, self.position)
             self.reporter.next(Sent(run.step, metrics, batch, self.position))
             if run.step == first:
                 jax.block_until_ready(metrics)
                 early.end()
                 self.reporter.measured(measure(self.ddp, batch))
             self.watchdog.enter("step", run.step)
-            is_due = self._is_due(self.plan.eval_every_steps, self.plan.save_every_steps)
+            is_due = self._is_due(self.plan.eval_every, self.plan.save_every)
             if is_due or self.numerics.in_a_row:  # which may end the run with this state
                 self.reporter.next()
                 self.act(self.requests.due())
@@ -227,18 +230,18 @@ class Loop:
         self.reporter.layers(self.run.step + 1, norms)
         self.watchdog.enter(phase, self.run.step)
 
-    def _is_due(self, *periods: int | None) -> bool:
-        step = self.run.step
-        return step > 0 and any(step % period == 0 for period in periods if period is not None)
+    def _is_due(self, *periods: Period | None) -> bool:
+        """Whether one of the periods has ended with the last step."""
+        return any(x.ended(self.before, self.reached) for x in periods if x is not None)
 
     def _evaluate_and_save(self, *, at_end: bool = False) -> None:
         """Evaluates and saves if due; at the end, if not yet done at this step."""
         run = self.run
-        if self.files is not None and (at_end or self._is_due(self.plan.save_every_steps)):
+        if self.files is not None and (at_end or self._is_due(self.plan.save_every)):
             self.save(LATEST)
             if at_end or not run.evaluations:  # so that mistakes in evaluation show
                 self.saving.settle()
-        if at_end or self._is_due(self.plan.eval_every_steps):
+        if at_end or self._is_due(self.plan.eval_every):
             self._evaluate()
         if at_end and self.files is not None and run.stopped is not None:
             self.save(LATEST)  # An evaluation may have stopped the run; a checkpoint records this.
@@ -311,6 +314,7 @@ class Loop:
         self.watchdog.enter("save", run.step)
         beside = {
             "position": self.position,
+            "before": self.before,
             "metrics": as_json(run.metrics),
             "evaluations": as_json(run.evaluations[-1:]),  # those before are in the file of metrics
             "stopped": run.stopped,

@@ -7,6 +7,7 @@ from pathlib import Path
 from jax.typing import ArrayLike
 
 from jddp.config.versions import commit_of, versions
+from jddp.data.periods import Epochs, OptimizerSteps, Period
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, check_choice
 from jddp.trainer.callbacks import Callback
@@ -27,6 +28,18 @@ def check_counts(**counts: int | None) -> None:
             raise ConfigError(f"{name} is a whole number; got {value!r}.")
         if value < 1:
             raise ConfigError(f"{name} is at least 1; got {value}.")
+
+
+def as_period(name: str, given: int | Epochs | None) -> Period | None:
+    """The period of an argument, which is a number of steps, or epochs; or None.
+
+    Raises:
+      ConfigError: If a number of steps is not positive, with the argument's name.
+    """
+    if given is None or isinstance(given, Epochs):
+        return given
+    check_counts(**{name: given})
+    return OptimizerSteps(given)
 
 
 @dataclass(frozen=True)
@@ -113,20 +126,21 @@ class Checks:
 
 
 KEEP = Keep()
+LOG_EVERY = OptimizerSteps(50)
 CHECKS = Checks()
 
 
 @dataclass
 class Plan:
-    """The settings of a run; periods are in optimizer steps, and None means once, at the end.
+    """The settings of a run; a period of None means once, at the end.
 
     Attributes:
       num_steps: Total number of optimizer steps, including steps before a resume. With a number of
         epochs it is counted again when the run resumes: epochs end with their last example.
       num_epochs: Number of passes over the data, or None.
-      log_every_steps: Steps between train records.
-      eval_every_steps: Steps between evaluations.
-      save_every_steps: Steps between checkpoints.
+      log_every: Period of train records.
+      eval_every: Period of evaluations.
+      save_every: Period of checkpoints.
       keep: The checkpoints that stay.
       resume: "auto", "never", "must" or "changed".
       evaluation: Evaluation batches, iterated again each time, or None.
@@ -149,9 +163,9 @@ class Plan:
 
     num_steps: int
     num_epochs: float | None = None
-    log_every_steps: int = 50
-    eval_every_steps: int | None = None
-    save_every_steps: int | None = None
+    log_every: Period = LOG_EVERY
+    eval_every: Period | None = None
+    save_every: Period | None = None
     keep: Keep = KEEP
     resume: str = "auto"
     evaluation: Batches | None = None
@@ -179,9 +193,9 @@ class Plan:
         """The settings that may differ when a run resumes, and those of evaluation, by name."""
         return {
             "num_steps": self.num_steps,
-            "log_every_steps": self.log_every_steps,
-            "eval_every_steps": self.eval_every_steps,
-            "save_every_steps": self.save_every_steps,
+            **_in_both_units("log", self.log_every),
+            **_in_both_units("eval", self.eval_every),
+            **_in_both_units("save", self.save_every),
             "keep": self.keep.newest,
             "keep_every_steps": self.keep.every_steps,
             "check_replicas_every_steps": self.checks.replicas_every_steps,
@@ -207,15 +221,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Refuses wrong settings, before anything is compiled or written."""
-        check_counts(
-            num_steps=self.num_steps,
-            log_every_steps=self.log_every_steps,
-            eval_every_steps=self.eval_every_steps,
-            save_every_steps=self.save_every_steps,
-            limit_eval_batches=self.limit_eval_batches,
-        )
+        check_counts(num_steps=self.num_steps, limit_eval_batches=self.limit_eval_batches)
         check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
-        is_saved = None not in (self.run_dir, self.save_every_steps)
+        is_saved = None not in (self.run_dir, self.save_every)
         if self.checks.on_spike == "rewind" and not is_saved:
             raise ConfigError(
                 "on_spike='rewind' needs checkpoints to go back to: give run_dir= and "
@@ -226,3 +234,11 @@ class Plan:
         if self.run_dir is None:
             for sink in self.sinks:
                 sink.refuse_no_run_dir()
+
+
+def _in_both_units(what: str, period: Period | None) -> JsonObject:
+    """A period by its name in steps and its name in epochs, at least one of which is None."""
+    found: JsonObject = {f"{what}_every_steps": None, f"{what}_every_epochs": None}
+    if period is not None:
+        found[f"{what}_every_{period.unit}"] = period.number
+    return found

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jddp.data import TrainBatches
+from jddp.data.periods import Reached
 from jddp.distributed.forks import ending_forked_children
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.state import by_path
@@ -82,13 +83,12 @@ class Source:
         """Number of batches to come, of some epochs."""
         return len(self._batches.positions_left())
 
-    def num_epochs(self, position: JsonObject) -> int:
-        """Number of epochs that are complete at a position; 0 for batches that know no epochs."""
+    def reached(self, step: int, position: JsonObject) -> Reached:
+        """How far a run has come with a step, after which it is at a position."""
         if not isinstance(self._batches, TrainBatches):
-            return 0
+            return Reached(step)
         state = position["state"]
-        taken = state.get("end", state["position"])
-        return int(taken // self._batches.num_examples)
+        return Reached(step, state.get("end", state["position"]), self._batches.num_examples)
 
     def examples_before(self, position: JsonObject) -> list[int] | None:
         """Numbers of the examples in the global batch that ends there; None if unknown."""

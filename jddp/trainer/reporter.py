@@ -15,13 +15,14 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from jddp.data.periods import Epochs, Reached
 from jddp.inspection.norms import Layers
 from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.clock import Clock
-from jddp.trainer.epochs import Epochs
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
+from jddp.trainer.prefetch import Source
 from jddp.trainer.profile import Profile
 from jddp.trainer.reports.guarded import GuardedSink
 from jddp.trainer.reports.lines import Course
@@ -38,6 +39,8 @@ from jddp.typing import JsonObject, Record
 
 log = logging.getLogger("jddp")
 
+EPOCH = Epochs(1)
+
 
 @dataclasses.dataclass(eq=False)
 class Reporter:
@@ -49,9 +52,10 @@ class Reporter:
       files: The run directory, or None.
       numerics: Check of each step.
       profile: Trace of some steps.
-      epochs: Count of the epochs.
+      source: The training batches, which know their epochs.
 
     Attributes:
+      reached: How far the run had come with the last step that was reported.
       clock: Time of steps since the last record.
       work: The work of a step, for its rates.
       course: Facts of the run for its progress.
@@ -67,14 +71,17 @@ class Reporter:
     files: RunDirectory | None
     numerics: Numerics
     profile: Profile
-    epochs: Epochs
+    source: Source
 
     def __post_init__(self) -> None:
         """Begins the display of progress."""
         is_writer = jax.process_index() == 0
-        self.evaluations = Pause(self.plan.eval_every_steps)
-        self.saves = Pause(self.plan.save_every_steps)
-        self.course = Course(self.plan.num_steps, pauses=(self.evaluations, self.saves))
+        plan, steps_per_epoch = self.plan, self.source.steps_per_epoch
+        self.evaluations = Pause.at_ends_of(plan.eval_every, steps_per_epoch)
+        self.saves = Pause.at_ends_of(plan.save_every, steps_per_epoch)
+        pauses = (self.evaluations, self.saves)
+        self.course = Course(plan.num_steps, steps_per_epoch=steps_per_epoch, pauses=pauses)
+        self.reached = Reached(self.run.step)
         self.progress = make_progress(self.course, is_writer=is_writer)
         self.note = self.progress.note
         chosen = self.plan.sinks if is_writer else ()
@@ -144,29 +151,34 @@ class Reporter:
             callback.on_step(self.run, {"step": sent.step, **values})
 
         call_each(self.plan.callbacks, on_step)
-        for number in self.epochs.ended_at(sent.position):
+        before, self.reached = self.reached, self._reached_by(sent)
+        for number in EPOCH.ended(before, self.reached):
             on_epoch = operator.methodcaller("on_epoch", self.run, number)
             call_each(self.plan.callbacks, on_epoch)
 
+    def _reached_by(self, sent: Sent) -> Reached:
+        return self.source.reached(sent.step, sent.position)
+
     def _record(self, sent: Sent) -> dict[str, float]:
         """Waits for a step, and records its metrics if due; returns them if they were read."""
-        step = sent.step
         with self.clock.on_devices():  # at each step: no later state may be saved
             seen = self.numerics.look(sent, self.run.state)
         if seen.note:
             self.note(seen.note)
-        is_due = step % self.plan.log_every_steps == 0 or step == self.plan.num_steps
+        now = self._reached_by(sent)
+        is_due = self.plan.log_every.ended(self.reached, now) or sent.step == self.plan.num_steps
         is_logged = is_due or "spike" in seen.fields
         if not (is_logged or self.plan.callbacks):
             return {}
         values = {name: float(x) for name, x in jax.device_get(dict(sent.metrics)).items()}
         values |= seen.fields
         if is_logged:
-            self._log(step, values, count_rows(sent.batch))
+            self._log(now, values, count_rows(sent.batch))
         return values
 
-    def _log(self, step: int, values: Mapping[str, float], num_rows: int) -> None:
-        record: JsonObject = {"step": step, "split": "train", **values}
+    def _log(self, now: Reached, values: Mapping[str, float], num_rows: int) -> None:
+        step = now.step
+        record: JsonObject = {**now.fields, "split": "train", **values}
         if self.plan.learning_rate is not None:
             record["learning_rate"] = self.learning_rate(step)
         if (spent := self.clock.spent(step)) is not None:
@@ -194,7 +206,7 @@ class Reporter:
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Reports an evaluation of the newest state."""
         run = self.run
-        record: JsonObject = {"step": run.step, "split": "eval", **metrics}
+        record: JsonObject = {**self.reached.fields, "split": "eval", **metrics}
         run.evaluations.append(copy.deepcopy(record))
         self.run.records.append(record)
         self.progress.log(record)

@@ -4,6 +4,7 @@ import json
 
 import jax
 
+from jddp.data.periods import Reached
 from jddp.distributed.coordination import from_first
 from jddp.engine.state import is_float
 from jddp.errors import FileSystemError
@@ -59,6 +60,8 @@ def _restore_from(loop: Loop, beside: JsonObject) -> None:
     run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
     in_another_world = _compare_worlds(loop, beside["world"])  # while the first batch is there
     loop.position = beside["position"]
+    loop.reached = loop.source.reached(run.step, loop.position)
+    loop.before = Reached(*beside.get("before", [run.step - 1]))  # none of an earlier version
     loop.source.move_to(loop.position)
     _count_steps(loop)
     before = beside.get("learning_rate")

@@ -77,6 +77,9 @@ def _restore(loop: Loop, restored: Restored) -> None:
     run = loop.run
     run.state = restored.state
     run.step = restored.step
+    # Without the batches that are left out: an epoch that ended in them ends with the next step.
+    loop.reached = loop.source.reached(run.step, restored.beside["position"])
+    loop.reporter.reached = loop.reached
     run.metrics = dict(restored.beside["metrics"])
     run.forget_after(run.step)
     if loop.files is not None:

@@ -56,6 +56,7 @@ def start(ddp: Trainable, batches: Batches, plan: Plan, state: FirstState | None
         raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
     for callback in watching(plan.callbacks):
         callback.check_plan(plan)
+    _refuse_epochs(plan, batches)
     _refuse_padding(ddp, batches)
     if plan.run_dir is None:
         with Watchdog(plan.checks.limits, None) as watchdog:
@@ -66,6 +67,19 @@ def start(ddp: Trainable, batches: Batches, plan: Plan, state: FirstState | None
     with files.held(plan.config), Watchdog(plan.checks.limits, stacks) as watchdog:
         files.check_seen()
         return _train(ddp, batches, plan, state, files, watchdog)
+
+
+def _refuse_epochs(plan: Plan, batches: Batches) -> None:
+    """Refuses periods in epochs of batches that know none."""
+    if isinstance(batches, TrainBatches):
+        return
+    for name, number in plan.settings.items():
+        if name.endswith("_epochs") and number is not None:
+            argument = name.replace("epochs", "steps")
+            raise ConfigError(
+                f"{argument}=Epochs({number:g}): these batches know no epochs. Give a number of "
+                "steps, or batches of jddp.data.TrainBatches."
+            )
 
 
 def _refuse_padding(ddp: Trainable, batches: Batches) -> None:

@@ -126,10 +126,10 @@ class EarlyStopping(Watching):
     def check_plan(self, plan: Plan) -> None:
         """Refuses a run that is evaluated only at its end, when nothing is left to stop."""
         super().check_plan(plan)
-        if plan.eval_every_steps is None:
+        if plan.eval_every is None:
             raise ConfigError(
-                f"{self.called} needs eval_every_steps= (train.eval_every_steps): without it the "
-                "run is evaluated only at its end."
+                f"{self.called} needs eval_every_steps= (train.eval_every_steps or "
+                "train.eval_every_epochs): without it the run is evaluated only at its end."
             )
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:

@@ -23,7 +23,7 @@ from tiny import ConvNet, loss_fn, make_batch
 import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.commands.preview import memory_table, preview
-from jddp.commands.summary import folded, opening
+from jddp.commands.summary import closing, folded, opening
 from jddp.config.effects import effect_of
 from jddp.config.files import dump_values, load_config, read_yaml, with_overrides
 from jddp.config.keys import keys_of
@@ -212,6 +212,39 @@ def test_epochs_become_steps_of_all_examples_and_callbacks_are_called(mine):
     assert (run.step, run.metrics["count"]) == (4, 4)
     # A run without a directory leaves nothing behind.
     assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
+
+
+def test_a_config_evaluates_records_and_saves_by_epoch(mine):
+    length = {"num_epochs": 2, "eval_every_epochs": 0.5, "log_every_epochs": 1}
+    data = {"target": "mine:points", "global_batch_size": 6}
+    config = own_config(train=length, data=data, checkpoint={"every_epochs": 1})
+    run = train(config)
+    # Halves of 20 examples, six a step, end with steps 2, 4, 5 and 7.
+    assert [record["step"] for record in run.evaluations] == [2, 4, 5, 7]
+    assert [x["step"] for x in run.history if x["split"] == "train"] == [4, 7]
+    assert {path.name for path in Path("run/checkpoints").iterdir()} == {"4", "7"}
+    again = load_config(["run/config.yaml"], [])[0]
+    assert again.train == config.train
+    text = opening(build(again), "again", "", columns=80)
+    assert "\neval     every 0.5 epochs, 4 times in all" in text
+    assert "checkpoints every epoch" in text
+    assert closing(build(again), run, seconds=60.0, columns=80)
+
+
+BOTH_UNITS = [
+    ({"eval_every_steps": 2, "eval_every_epochs": 1}, {}, "train: 'eval_every_steps' and 'eval_e"),
+    ({"log_every_steps": 2, "log_every_epochs": 1}, {}, "train: 'log_every_steps' and 'log_every"),
+    ({}, {"every_steps": 2, "every_epochs": 1}, "checkpoint: 'every_steps' and 'every_epochs' ex"),
+    ({"log_every_steps": None}, {}, "give either 'log_every_steps' or 'log_every_epochs'"),
+    ({"eval_every_epochs": 0}, {}, "train.eval_every_epochs must be greater than 0"),
+]
+
+
+@pytest.mark.parametrize("length, checkpoint, message", BOTH_UNITS)
+def test_a_period_of_a_config_has_one_unit(length, checkpoint, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        Config(train={"num_steps": 1, **length}, checkpoint=checkpoint)
+    assert "\n" not in str(caught.value)
 
 
 def test_checkpoints_stay_as_the_config_says_and_say_with_the_manifest_what_the_run_was(

@@ -10,6 +10,7 @@ import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import finished
 from jddp.data import ArrayExamples, TrainBatches
+from jddp.data.periods import OptimizerSteps
 from jddp.errors import ConfigError, FileSystemError, NumericsError
 from jddp.trainer.plan import Plan
 from jddp.trainer.start import start
@@ -73,7 +74,11 @@ def test_the_period_of_evaluations_makes_no_difference(tmp_path, every):
 def test_records_of_norms_make_no_difference(tmp_path):
     checks, every = jddp.Checks(on_spike="rewind"), BAD + 1
     plan = Plan(
-        NUM_STEPS, save_every_steps=10, norms_every_steps=every, checks=checks, run_dir=tmp_path
+        NUM_STEPS,
+        save_every=OptimizerSteps(10),
+        norms_every_steps=every,
+        checks=checks,
+        run_dir=tmp_path,
     )
     assert_same(start(wrapped(), batches(), plan, None).state, by_hand())
 

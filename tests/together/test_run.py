@@ -277,6 +277,8 @@ def test_the_signature_of_fit_names_every_option_of_a_run():
     plan -= {"facts"}  # Facts that only the command line knows.
     plan -= {"profile_steps"}  # A program calls `jax.profiler` itself.
     plan -= {"norms_every_steps"}  # A program calls `jddp.diagnose` itself.
+    periods = {name for name in plan if name.endswith("_every")}
+    plan = plan - periods | {f"{name}_steps" for name in periods}
     assert plan | {"evaluate", "state"} <= options.keys()
 
 

@@ -14,7 +14,7 @@ from jddp.typing import Record
 
 _GROUPS = {
     "optimizer": ("learning_rate", "grad_norm", "loss_scale", "skipped", "spike"),
-    "time": ("step_seconds", "data_wait_seconds", "host_seconds", "exposed_communication"),
+    "time": ("epoch", "step_seconds", "data_wait_seconds", "host_seconds", "exposed_communication"),
     "processes": ("slowest_process", "slowest_ratio"),
     "speed": ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu"),
     "memory": ("peak_memory_bytes", "predicted_memory_bytes"),

@@ -94,8 +94,8 @@ def _position(record: Record, course: Course) -> tuple[str, str, str]:
     """The step, the epoch and the remaining time."""
     step, epoch, left = record["step"], "", ""
     if course.steps_per_epoch is not None:
-        passed, in_all = (_epochs(x / course.steps_per_epoch) for x in (step, course.num_steps))
-        epoch = f"epoch {passed}/{in_all}"
+        in_all = record["epoch"] + (course.num_steps - step) / course.steps_per_epoch
+        epoch = f"epoch {_epochs(record['epoch'])}/{_epochs(in_all)}"
     if (seconds := record.get("step_seconds")) is not None:
         left = f"ETA {_duration(seconds_left(step, course.num_steps, seconds, course.pauses))}"
     return f"step {step}/{course.num_steps}", epoch, left

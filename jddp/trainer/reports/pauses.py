@@ -1,14 +1,17 @@
 """The time that a run still needs: its steps, and the evaluations and saves between them.
 
-evaluations = Pause(every_steps=100)
+evaluations = Pause.at_ends_of(OptimizerSteps(100))
 with evaluations.measured(): ...
 seconds_left(400, 1170, 0.02, [evaluations])
 """
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterable, Iterator
+
+from jddp.data.periods import Period
 
 
 @dataclasses.dataclass
@@ -16,12 +19,17 @@ class Pause:
     """Evaluations or saves of a run, for which its steps pause.
 
     Attributes:
-      every_steps: Steps between two of them; None for one at the end alone.
+      every_steps: Steps between two of them, on average; infinity for one at the end alone.
       seconds: Time of the newest one, which compiles nothing if it is not the first; 0 before.
     """
 
-    every_steps: int | None
+    every_steps: float
     seconds: float = 0.0
+
+    @classmethod
+    def at_ends_of(cls, period: Period | None, steps_per_epoch: float | None = None) -> "Pause":
+        """The pauses at the ends of a period, or at the end of the run alone."""
+        return cls(math.inf if period is None else period.in_steps(steps_per_epoch))
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
@@ -32,8 +40,8 @@ class Pause:
 
     def num_left(self, step: int, num_steps: int) -> int:
         """Number of those from the end of `step` on: at multiples of the period, and at the end."""
-        every = self.every_steps or num_steps
-        return 1 + (num_steps - 1) // every - (step - 1) // every
+        every = self.every_steps
+        return 1 + int((num_steps - 1) // every - (step - 1) // every)
 
 
 def seconds_left(

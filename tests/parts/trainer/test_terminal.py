@@ -1,5 +1,6 @@
 """Progress on pseudo-terminals of several widths and kinds, and in logs, where it is plain."""
 
+import math
 import re
 import struct
 import subprocess
@@ -9,11 +10,12 @@ import textwrap
 import pytest
 from runs import environment
 
+from jddp.data import Epochs
 from jddp.trainer.reports.lines import Course, live_lines, train_line
 from jddp.trainer.reports.pauses import Pause, seconds_left
 from jddp.trainer.reports.terminal import unbroken, wrap
 
-RECORD = {"step": 400, "split": "train", "loss": 0.23841, "accuracy": 0.91234}
+RECORD = {"step": 400, "epoch": 3.413, "split": "train", "loss": 0.23841, "accuracy": 0.91234}
 RECORD |= {"learning_rate": 1.6e-3, "examples_per_second": 10812.0, "step_seconds": 0.02}
 COURSE = Course(1170, steps_per_epoch=117.2, unit="images", best="best accuracy 0.8694 at step 300")
 EVALUATED = "eval 400  loss 0.361  accuracy 0.869  examples 10000"
@@ -107,13 +109,15 @@ def test_a_train_line_has_the_epoch_if_there_is_room():
 
 
 def test_the_remaining_time_counts_evaluations_and_saves_to_come():
-    evaluations, saves = Pause(100, seconds=2.0), Pause(None, seconds=5.0)
+    evaluations, saves = Pause(100, seconds=2.0), Pause(math.inf, seconds=5.0)
     # A step is recorded before its evaluation: those after 400, 500 and 600 are to come.
     left = [evaluations.num_left(step, 600) for step in (399, 400, 401, 599, 600)]
     assert left == [3, 3, 2, 1, 1]
     assert [saves.num_left(step, 600) for step in (1, 599, 600)] == [1, 1, 1]
     assert seconds_left(400, 600, 0.1, [evaluations, saves]) == pytest.approx(20 + 6 + 5)
     assert seconds_left(600, 600, 0.1) == 0
+    by_epoch = Pause.at_ends_of(Epochs(0.5), steps_per_epoch=21)  # after steps 11, 21, 32, 42
+    assert [by_epoch.num_left(step, 42) for step in (1, 11, 12, 21, 22, 42)] == [4, 4, 3, 3, 2, 1]
     line = train_line(RECORD, Course(1170, pauses=[Pause(100, seconds=10.0)]))
     assert line.endswith("ETA 1:45")  # 770 steps and 9 evaluations
 

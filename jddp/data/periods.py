@@ -1,0 +1,117 @@
+"""Periods of a run, in steps or in epochs: when it evaluates, saves and records.
+
+    every = Epochs(0.5)
+    every.ended(before, now)  # numbers of the half epochs that ended in between
+
+An epoch ends with its last example, which may be inside a batch. So a period in epochs ends with
+the first step that has taken all its examples, whatever the batch sizes of the run have been.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+
+from jddp.errors import ConfigError
+
+
+class Reached(NamedTuple):
+    """How far a run has come.
+
+    Attributes:
+      step: Number of finished steps.
+      examples: Number of examples that they have taken.
+      num_examples: Number of examples of an epoch; 0 if the batches know no epochs.
+    """
+
+    step: int
+    examples: int = 0
+    num_examples: int = 0
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """The step, and if epochs are known their number, a fraction: fields of a record."""
+        epoch = {"epoch": self.examples / self.num_examples} if self.num_examples else {}
+        return {"step": self.step, **epoch}
+
+
+@runtime_checkable
+class Period(Protocol):
+    """A part of a run after which something is due, again and again.
+
+    Attributes:
+      unit: "steps" or "epochs".
+    """
+
+    unit: ClassVar[str]
+
+    @property
+    def number(self) -> float:
+        """Number of its units."""
+
+    def ended(self, before: Reached, now: Reached) -> range:
+        """The numbers, from 1, of the periods that ended in between."""
+
+    def in_steps(self, steps_per_epoch: float | None) -> float:
+        """Its mean length in steps."""
+
+
+@dataclass(frozen=True)
+class OptimizerSteps:
+    """A period of some steps.
+
+    Attributes:
+      number: Number of steps.
+    """
+
+    unit: ClassVar[str] = "steps"
+    number: int
+
+    def __str__(self) -> str:
+        return "step" if self.number == 1 else f"{self.number:,} steps"
+
+    def ended(self, before: Reached, now: Reached) -> range:
+        """The numbers, from 1, of the periods that ended in between."""
+        return range(before.step // self.number + 1, now.step // self.number + 1)
+
+    def in_steps(self, steps_per_epoch: float | None) -> float:
+        """Its length in steps."""
+        return self.number
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """A period of some epochs, or of a part of one: `eval_every_steps=jddp.data.Epochs(1)`.
+
+    A part of an epoch ends with the nearest example, as `num_epochs` does.
+
+    Attributes:
+      number: Number of epochs.
+
+    Raises:
+      ConfigError: If it is not positive and finite.
+    """
+
+    unit: ClassVar[str] = "epochs"
+    number: float
+
+    def __post_init__(self) -> None:
+        """Refuses what is no positive number."""
+        is_number = isinstance(self.number, int | float) and not isinstance(self.number, bool)
+        if not (is_number and 0 < self.number < math.inf):
+            raise ConfigError(f"Epochs({self.number!r}) is no positive number, such as 1 or 0.5.")
+
+    def __str__(self) -> str:
+        return "epoch" if self.number == 1 else f"{self.number:g} epochs"
+
+    def ended(self, before: Reached, now: Reached) -> range:
+        """The numbers, from 1, of the periods that ended in between."""
+        return range(self._num_ended(before) + 1, self._num_ended(now) + 1)
+
+    def _num_ended(self, reached: Reached) -> int:
+        if not reached.num_examples:
+            return 0
+        return int((reached.examples + 0.5) / (self.number * reached.num_examples))
+
+    def in_steps(self, steps_per_epoch: float | None) -> float:
+        """Its mean length in steps, at least one."""
+        return math.inf if steps_per_epoch is None else max(1, self.number * steps_per_epoch)

@@ -1,0 +1,133 @@
+"""Evaluations, records and checkpoints by epoch, also where a batch has examples of two epochs."""
+
+import numpy as np
+import optax
+import pytest
+from runs import printed, records
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.checkpoint.folders import finished
+from jddp.data import ArrayExamples, Epochs, Order, TrainBatches
+from jddp.errors import ConfigError
+
+NUM_EXAMPLES = 20
+ENDS = {3: 1.2, 5: 2.0, 8: 3.2}  # of three epochs, with eight examples a step: 24, 40 and 64
+EACH = {"eval_every_steps": Epochs(1), "log_every_steps": Epochs(1), "save_every_steps": Epochs(1)}
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    return jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+
+
+def fit(ddp, run_dir=None, num_steps=9, size=8, **options):
+    batches = TrainBatches(make_batch(NUM_EXAMPLES), global_batch_size=size, seed=0)
+    options = {"evaluate": [make_batch(6, seed=9)], "keep": 9, **EACH, **options}
+    return jddp.fit(ddp, batches, num_steps=num_steps, run_dir=run_dir, **options)
+
+
+def epochs_of(run, split):
+    return {x["step"]: x["epoch"] for x in run.history if x["split"] == split}
+
+
+def test_all_is_due_after_the_first_step_that_completes_an_epoch(ddp, tmp_path):
+    run = fit(ddp, tmp_path)
+    assert epochs_of(run, "eval") == epochs_of(run, "train") == {**ENDS, 9: 3.6}
+    assert finished(tmp_path / "checkpoints") == [*ENDS, 9]
+    assert records(tmp_path)[0]["epoch"] == 1.2
+
+
+def test_periods_in_steps_and_in_parts_of_an_epoch_stand_side_by_side(ddp):
+    run = fit(ddp, eval_every_steps=Epochs(1.5), log_every_steps=4)
+    assert epochs_of(run, "eval") == {4: 1.6, 8: 3.2, 9: 3.6}
+    assert epochs_of(run, "train") == {4: 1.6, 8: 3.2, 9: 3.6}
+    assert [*epochs_of(fit(ddp, eval_every_steps=Epochs(0.5)), "eval")] == [2, 3, 4, 5, 7, 8, 9]
+
+
+def test_the_padding_of_a_last_batch_is_no_part_of_an_epoch(ddp):
+    given = {"global_batch_size": 12, "num_epochs": 2, "evaluate": make_batch(6), **EACH}
+    run = jddp.fit(ddp, make_batch(NUM_EXAMPLES), **given)
+    assert epochs_of(run, "eval") == {2: 1.2, 4: 2.0}
+
+
+class BreakOff(jddp.Callback):
+    """Breaks off at a step, as if the process were killed, or while it evaluates this step."""
+
+    def __init__(self, step, *, in_evaluation=False):
+        self.step, self.in_evaluation = step, in_evaluation
+
+    def on_step(self, run, metrics):
+        if run.step == self.step and not self.in_evaluation:
+            raise KeyboardInterrupt
+
+    def on_save(self, run):
+        if run.step == self.step and self.in_evaluation:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 6])
+def test_a_run_that_resumes_within_an_epoch_keeps_the_schedule(ddp, tmp_path, step):
+    with pytest.raises(KeyboardInterrupt):
+        fit(ddp, tmp_path, save_every_steps=1, callbacks=[BreakOff(step)])
+    run = fit(ddp, tmp_path, save_every_steps=1)
+    assert epochs_of(run, "eval") == epochs_of(run, "train") == {**ENDS, 9: 3.6}
+
+
+@pytest.mark.parametrize("size", [2, 8, 16])
+def test_an_evaluation_that_was_interrupted_is_repeated_whatever_the_batch_size(
+    ddp, tmp_path, size
+):
+    with pytest.raises(KeyboardInterrupt):
+        fit(ddp, tmp_path, callbacks=[BreakOff(3, in_evaluation=True)])
+    run = fit(ddp, tmp_path, size=size, num_steps=4)
+    assert epochs_of(run, "eval") == {3: 1.2, 4: 1.2 + size / NUM_EXAMPLES}
+
+
+@pytest.mark.parametrize("size, ends", [(4, {6: 2.0, 11: 3.0}), (12, {5: 2.2, 6: 2.8})])
+def test_a_run_that_resumes_with_another_batch_size_keeps_the_schedule(ddp, tmp_path, size, ends):
+    fit(ddp, tmp_path, num_steps=4)
+    run = fit(ddp, tmp_path, num_steps=max(ends), size=size)
+    assert epochs_of(run, "eval") == {3: 1.2, 4: 1.6, **ends}
+
+
+BAD = 63  # the batch that is poisoned
+
+
+class Damaged(ArrayExamples):
+    """Examples of which those of one batch have large inputs and wrong labels."""
+
+    def take(self, indices):
+        rows = super().take(indices)
+        is_bad = indices // 8 == BAD - 1
+        rows["x"][is_bad] *= 100
+        rows["y"][is_bad] = (rows["y"][is_bad] + 1) % 4
+        return rows
+
+
+def test_an_epoch_that_ends_in_batches_that_are_left_out_ends_with_the_next_step(tmp_path):
+    """The run goes back from step 63 to 60; then step 61 takes batch 64."""
+    same = {name: np.tile(x, (80, *[1] * (x.ndim - 1))) for name, x in make_batch(8).items()}
+    order = Order(len(same["y"]), seed=0, shuffle=False)
+    batches = TrainBatches(Damaged(same), global_batch_size=8, order=order)
+    ddp = jddp.DataParallel(MLP(), optax.adam(1e-3), loss_fn, mesh=2)
+    options = {"checks": jddp.Checks(on_spike="rewind"), "save_every_steps": 10}
+    every = Epochs(0.77)  # It ends in batch 62 of 80.
+    options |= {"evaluate": [make_batch(8)], "eval_every_steps": every, "log_every_steps": every}
+    run = jddp.fit(ddp, batches, num_steps=70, run_dir=tmp_path, **options)
+    assert epochs_of(run, "eval") == epochs_of(run, "train") == {61: 0.8, 70: 73 / 80}
+
+
+def test_early_stopping_and_the_best_checkpoint_go_by_epochs(tmp_path, capsys):
+    rising = jddp.DataParallel(MLP(), optax.sgd(-0.1), loss_fn, mesh=2)
+    watching = [jddp.EarlyStopping(patience=2), jddp.KeepBest()]
+    run = fit(rising, tmp_path, num_steps=20, callbacks=watching)
+    assert run.step == 8
+    assert "loss has not improved for 2 evaluations" in printed(capsys)
+    assert finished(tmp_path / "best") == [3]
+
+
+def test_batches_that_know_no_epochs_are_refused_with_the_way_out(ddp):
+    message = r"eval_every_steps=Epochs\(0.5\): these batches know no epochs. Give a number of st"
+    with pytest.raises(ConfigError, match=message):
+        jddp.fit(ddp, [make_batch(8)] * 2, num_steps=2, eval_every_steps=Epochs(0.5))
