@@ -88,8 +88,8 @@ def _page(job: Job, run: Run) -> str:
 def _commands(config: Config) -> list[str]:
     """Commands to continue with."""
     run = shlex.quote(str(config.run.dir))
-    output = "--prompt TEXT" if config.loss.name == "next_token" else "--out predictions.npz"
-    return [f"jddp evaluate {run}", f"jddp predict {run} {output}", f"jddp compare {run} OTHER"]
+    given = "--prompt TEXT" if config.loss.name == "next_token" else "--data FILE --out FILE"
+    return [f"jddp evaluate {run}", f"jddp predict {run} {given}", f"jddp compare {run} OTHER"]
 
 
 def _labelled(facts: dict[str, str], columns: int) -> Iterator[str]:
@@ -171,7 +171,7 @@ def _evaluations(job: Job) -> str:
     if job.num_steps is None:
         return f"every {every}"
     num = Pause.at_ends_of(every, _steps_per_epoch(job)).num_left(1, job.num_steps)
-    return f"every {every}, {_count(num, 'time')} in all"
+    return f"every {every}, {num} in all" if num > 1 else "at the end"
 
 
 def _rates(job: Job) -> str:

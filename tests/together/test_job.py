@@ -226,9 +226,9 @@ def test_a_config_evaluates_records_and_saves_by_epoch(mine):
     again = load_config(["run/config.yaml"], [])[0]
     assert again.train == config.train
     text = opening(build(again), "again", "", columns=80)
-    assert "\neval     every 0.5 epochs, 4 times in all" in text
+    assert "\neval     every 0.5 epochs, 4 in all" in text
     assert "checkpoints every epoch" in text
-    assert closing(build(again), run, seconds=60.0, columns=80)
+    assert "jddp predict run --data FILE --out FILE" in closing(build(again), run, seconds=60.0, columns=80)
 
 
 BOTH_UNITS = [
