@@ -6,6 +6,7 @@
 Only shapes are traced, which training uses again.
 """
 
+import math
 import re
 import shlex
 from collections import Counter
@@ -16,7 +17,6 @@ import numpy as np
 
 from jddp.config.schema import Config
 from jddp.config.versions import versions
-from jddp.engine.state import by_path
 from jddp.job.job import Job
 from jddp.job.length import periods_of
 from jddp.runs.results import METRICS
@@ -100,7 +100,8 @@ def _labelled(facts: dict[str, str], columns: int) -> Iterator[str]:
 
 def _model(job: Job) -> str:
     """The model with the parameters of its modules, such as "cnn, 52 parameters = a 40 + b 12"."""
-    model, sizes = job.config.model, by_path(job.parameter_sizes)
+    model = job.config.model
+    sizes = {path: math.prod(shape) for path, shape in job.parameter_shapes.items()}
     modules = Counter[str]()
     for path, size in sizes.items():
         modules[path.partition("/")[0]] += size

@@ -38,7 +38,7 @@ from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.watchdog import Limits
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import count_processes, make_mesh
-from jddp.engine.state import TrainState
+from jddp.engine.state import TrainState, by_path
 from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
 from jddp.job.callbacks import make_callbacks
@@ -47,6 +47,7 @@ from jddp.job.length import num_steps_of, periods_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts, with_class_weights
 from jddp.job.transforms import listed_transforms, mix_of, training_transforms
+from jddp.reduce.shards import Shape
 from jddp.trainer.arguments import steps_left
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.own_loop import Checkpoints
@@ -54,7 +55,7 @@ from jddp.trainer.plan import Checks, Keep, Plan
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.trainer.start import start
-from jddp.typing import Batch, Batches, JsonObject, PyTree
+from jddp.typing import Batch, Batches, JsonObject
 from jddp.verification.compare import Verification
 from jddp.verification.verify import verify
 from jddp.zoo.state_dicts import OtherModel
@@ -120,18 +121,16 @@ class Job:
     @property
     def num_parameters(self) -> int:
         """Number of trained elements of the model."""
-        return sum(jax.tree.leaves(self.parameter_sizes))
+        return sum(map(math.prod, self.parameter_shapes.values()))
 
     @property
-    def parameter_sizes(self) -> PyTree:
-        """Number of elements of each parameter, of one replica: each may have its own."""
+    def parameter_shapes(self) -> dict[str, Shape]:
+        """Shape of each trained parameter by its path, of one replica: each may have its own."""
         steps = self.ddp.steps
         state = steps.abstract_state(self.batch_spec)
-        return jax.tree.map(
-            lambda x, layout: math.prod(layout.one_device_shape(x.shape)),
-            state.params,
-            steps.layouts(state).params,
-        )
+        layouts = by_path(steps.layouts(state).params)
+        params = by_path(state.params).items()
+        return {path: layouts[path].one_device_shape(x.shape) for path, x in params}
 
     @functools.cached_property
     def batch_spec(self) -> Batch:

@@ -228,7 +228,8 @@ def test_a_config_evaluates_records_and_saves_by_epoch(mine):
     text = opening(build(again), "again", "", columns=80)
     assert "\neval     every 0.5 epochs, 4 in all" in text
     assert "checkpoints every epoch" in text
-    assert "jddp predict run --data FILE --out FILE" in closing(build(again), run, seconds=60.0, columns=80)
+    text = closing(build(again), run, seconds=60.0, columns=80)
+    assert "jddp predict run --data FILE --out FILE" in text
 
 
 BOTH_UNITS = [
@@ -417,7 +418,8 @@ def test_a_preview_says_what_a_run_would_be_and_writes_nothing(mine):
     text = preview(build(own_config(ddp={"accumulate_steps": 2}), needs_data=False))
     assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert text.startswith("1 bucket")
+    assert text.startswith("layer ")
+    assert "\n\n1 bucket, " in text
     assert "fits: " in text
 
 
