@@ -9,7 +9,7 @@ from tiny import MLP, loss_fn, make_batch, take_steps
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import finished
-from jddp.data import ArrayExamples, TrainBatches
+from jddp.data import ArrayExamples, Order, TrainBatches
 from jddp.data.periods import OptimizerSteps
 from jddp.errors import ConfigError, FileSystemError, NumericsError
 from jddp.trainer.plan import Plan
@@ -172,6 +172,7 @@ class Damaged(ArrayExamples):
 
 def test_some_epochs_have_as_many_steps_less_as_batches_were_left_out(tmp_path):
     whole = {name: make_batch(8 * 5, seed=0)[name].repeat(20, 0)[: 8 * 80] for name in ("x", "y")}
-    order = {"global_batch_size": 8, "seed": 0, "shuffle": False, "num_epochs": 1}
-    run = fit(tmp_path, TrainBatches(Damaged(whole), **order), None, num_epochs=None)
+    order = Order(len(whole["y"]), seed=0, shuffle=False)
+    batches = TrainBatches(Damaged(whole), global_batch_size=8, order=order, num_epochs=1)
+    run = fit(tmp_path, batches, None, num_epochs=None)
     assert run.step == 77
