@@ -1,19 +1,20 @@
 """The log file of one process of a run.
 
-It begins with the process and its host, and has every line of progress, including lines that the
-terminal did not show, jddp's warnings, and the traceback of the exception that ended the run, each
-with its time.
+It begins with the process, its host and its command, and has every line of progress, including
+lines that the terminal did not show, jddp's warnings, and the traceback of the exception that ended
+the run, each with its time.
 """
 
 import contextlib
 import logging
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from jddp.errors import file_errors, printable_lines, report, words_of
+from jddp.errors import file_errors, printable, printable_lines, report, words_of
 from jddp.files import make_folder, opener
 
 # Lines that are printed elsewhere already: for the file alone.
@@ -57,6 +58,7 @@ def logging_to(path: Path) -> Iterator[None]:
     for logger in loggers:
         logger.addHandler(handler)
     said.info("begins: process %d on %s", os.getpid(), socket.gethostname())
+    said.info("command: %s", printable(shlex.join(sys.orig_argv)))
     try:
         yield
     except BaseException:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from jddp.checkpoint import checkpoints
 from jddp.distributed import coordination
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.trainer.reports.lines import Course, train_line
-from jddp.trainer.reports.log_file import said
+from jddp.trainer.reports.log_file import logging_to, said
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
@@ -140,6 +141,19 @@ def test_a_start_on_other_versions_is_added_to_the_manifest_or_makes_one_after_a
     kept = json.loads((tmp_path / "manifest.json").read_text())
     assert kept["versions"] == {"jax": "0.10.2"}
     assert [start["versions"] for start in kept["later_starts"]] == [{"jax": "0.11"}]
+
+
+def test_the_log_of_a_process_begins_with_its_host_and_command(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "jddp.train", "run.dir=a b", "x=\n\x1b"])
+    with logging_to(tmp_path / "log"):
+        said.info("more")
+    lines = (tmp_path / "log").read_text().splitlines()
+    texts = [line.partition(" INFO ")[2] for line in lines]
+    assert texts == [
+        f"begins: process {os.getpid()} on {socket.gethostname()}",
+        "command: python -m jddp.train 'run.dir=a b' 'x=\\n\\x1b'",
+        "more",
+    ]
 
 
 def test_metrics_that_cannot_be_written_are_reported_once_and_written_later(tmp_path, caplog):
