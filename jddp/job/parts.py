@@ -29,6 +29,7 @@ from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
 from jddp.job.callbacks import find_callbacks
 from jddp.job.class_weights import balanced_weights, weighted
+from jddp.job.document_weights import weighted_by_documents
 from jddp.job.optimizers import optimizer_of
 from jddp.job.transforms import listed_transforms
 from jddp.names import accepted_names, check_arguments, defaults_of, named, resolve_target
@@ -96,6 +97,8 @@ def resolve_parts(config: Config) -> Parts:
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     config, model = filled
+    if config.loss.name == "next_token" and "weight" in source.spec:
+        loss_fn = weighted_by_documents(loss_fn)
     return Parts(config, model, source, loss_fn, eval_fn, options, sinks)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jddp.data.examples import NumpyBatch
 from jddp.data.packing import pack_items
-from jddp.data.sources.token_shards import TokenShards, file_of
+from jddp.data.sources.token_shards import DocumentWeights, TokenShards, file_of
 from jddp.errors import DataError
 
 
@@ -45,6 +45,7 @@ class PackedExamples:
         documents: Sequence[np.ndarray],
         sequence_length: int,
         vocab_size: int | None = None,
+        weights: Sequence[DocumentWeights] | None = None,
     ):
         """Packs documents into rows; reads no token. Documents of one token are left out.
 
@@ -53,12 +54,14 @@ class PackedExamples:
           documents: Positions at which documents begin in each sequence, in rising order.
           sequence_length: Predictions per example, `t`.
           vocab_size: Number of tokens; larger ones are refused when read. None accepts any from 0.
+          weights: Weights of the documents of each sequence; None for equal ones.
 
         Raises:
           DataError: If a sequence is not a row of integers, positions do not rise within their
             sequence, or no document has two tokens.
         """
         self._tokens = TokenShards(shards, vocab_size)
+        self._weights = weights
         self._row_length = sequence_length + 1
         pairs = enumerate(zip(shards, documents, strict=True))
         cut = [_cut(i, tokens, begins, sequence_length) for i, (tokens, begins) in pairs]
@@ -82,7 +85,8 @@ class PackedExamples:
 
         Returns:
           "tokens"; int32 "segments" `(b, t)`, the number of each input's document in its row, from
-          1 on, and 0 for padding; float32 "mask" `(b, t)`, 1 for a target in its input's document.
+          1 on, and 0 for padding; float32 "mask" `(b, t)`, 1 for a target in its input's document;
+          and float32 "weight" `(b, t)`, the weight of its document, if documents have weights.
 
         Raises:
           DataError: If a token is negative, or not below `vocab_size`.
@@ -101,7 +105,21 @@ class PackedExamples:
         )
         is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
         mask = is_inside.astype(np.float32)
-        return {"tokens": tokens, "segments": segments[:, :-1].copy(), "mask": mask}
+        batch = {"tokens": tokens, "segments": segments[:, :-1].copy(), "mask": mask}
+        if self._weights is not None:
+            batch["weight"] = np.ones(tokens.shape, np.float32)
+            batch["weight"].reshape(-1)[places] = np.repeat(self._weights_of(pieces), pieces.sizes)
+            batch["weight"] = batch["weight"][:, 1:].copy()
+        return batch
+
+    def _weights_of(self, pieces: _Pieces) -> np.ndarray:
+        """The weights of pieces, one for each."""
+        assert self._weights is not None
+        found = np.empty(len(pieces.begins), np.float32)
+        for shard in np.unique(pieces.shards):
+            is_here = pieces.shards == shard
+            found[is_here] = self._weights[shard].at(pieces.begins[is_here])
+        return found
 
     def _read(self, pieces: _Pieces) -> np.ndarray:
         """The tokens of pieces, one after the other."""

@@ -7,15 +7,17 @@ number of files do not matter. At most one file of tokens is held in memory.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from jddp.data.extras import import_extra
-from jddp.data.sources.tokens import DOCUMENTS, INDEX
+from jddp.data.sources.tokens import DOCUMENTS, INDEX, WEIGHTS
 from jddp.errors import ConfigError, DataError, words_of
 from jddp.typing import JsonObject
 
@@ -37,6 +39,13 @@ class Tokenizer:
     encode: Callable[[str], Sequence[int] | np.ndarray]
     decode: Callable[[Sequence[int]], str]
     end_of_document: int | None = None
+
+
+class Document(NamedTuple):
+    """A text, and how much each of its tokens counts in the loss of training."""
+
+    text: str
+    weight: float = 1.0
 
 
 def _bytes_of(text: str) -> np.ndarray:
@@ -72,14 +81,17 @@ def tokenizer_in(path: Path, *, end_of_document: str | None = None) -> Tokenizer
     return Tokenizer(path.name, found.get_vocab_size(), encode, found.decode, end)
 
 
-def documents_in(paths: Sequence[Path]) -> Iterator[str]:
+def documents_in(paths: Sequence[Path]) -> Iterator[Document]:
     """The documents in files: "text" of each line of a .jsonl, or any other file as a whole.
+
+    A line may have a "weight", too.
 
     Args:
       paths: Files, and folders whose files are read in the order of their names.
 
     Raises:
-      DataError: If a file is missing or not UTF-8, or a line has no "text".
+      DataError: If a file is missing or not UTF-8, a line has no "text", or its "weight" is not a
+        number from 0 on.
     """
     for path in paths:
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
@@ -92,20 +104,25 @@ def documents_in(paths: Sequence[Path]) -> Iterator[str]:
                 raise DataError(f"{file}: not UTF-8 at byte {error.start:,}.") from error
 
 
-def _documents_of(file: Path) -> Iterator[str]:
+def _documents_of(file: Path) -> Iterator[Document]:
     if file.suffix != ".jsonl":
-        yield file.read_text(encoding="utf-8")
+        yield Document(file.read_text(encoding="utf-8"))
         return
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                yield bytes(json.loads(line)["text"], "utf-8").decode()  # of Unicode, and no null
+                found = json.loads(line)
+                text = bytes(found["text"], "utf-8").decode()  # of Unicode, and no null
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f'{file}: line {number} is not an object with "text".') from error
+            weight = found.get("weight", 1)
+            if not (isinstance(weight, int | float) and 0 <= weight < math.inf):
+                raise DataError(f'{file}: line {number} has "weight" {weight!r}, not 0 or more.')
+            yield Document(text, weight)
 
 
 def write_tokens(
-    documents: Iterable[str],
+    documents: Iterable[str | Document],
     directory: Path,
     *,
     tokenizer: Tokenizer,
@@ -114,8 +131,10 @@ def write_tokens(
 ) -> JsonObject:
     """Writes token files, the positions at which documents begin, and tokens.json.
 
+    Weights of documents are written beside them, for files in which one is not 1.
+
     Args:
-      documents: Texts of the documents.
+      documents: Texts of the documents, or texts with weights.
       directory: Output directory, which must hold no token files yet.
       tokenizer: Tokenizer of the texts.
       test_share: Fraction of documents for testing; the rest is for training.
@@ -135,13 +154,14 @@ def write_tokens(
         raise ConfigError(f"{directory} holds .npy files already. Choose another folder.")
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     parts = {name: _Part(directory, name, shard_tokens) for name in ("train", "test")}
-    for text in documents:
+    for document in documents:
+        text, weight = Document(document) if isinstance(document, str) else document
         draw = int.from_bytes(sha256(text.encode()).digest()[:8], "big") / 2**64
         part = parts["test" if draw < test_share else "train"]
         tokens = np.asarray(tokenizer.encode(text), dtype)
         if tokenizer.end_of_document is not None:
             tokens = np.append(tokens, np.array(tokenizer.end_of_document, dtype))
-        part.add(tokens)
+        part.add(tokens, weight)
     for name, part in parts.items():
         part.end_shard()
         if not part.num_documents:
@@ -165,10 +185,12 @@ class _Part:
         self._name = name
         self._shard_tokens = shard_tokens
         self._documents: list[np.ndarray] = []
+        self._weights: list[float] = []
         self._num_shards = self._in_shard = self.num_tokens = self.num_documents = 0
 
-    def add(self, tokens: np.ndarray) -> None:
+    def add(self, tokens: np.ndarray, weight: float) -> None:
         self._documents.append(tokens)
+        self._weights.append(weight)
         self._in_shard += len(tokens)
         self.num_tokens += len(tokens)
         self.num_documents += 1
@@ -182,6 +204,9 @@ class _Part:
         ends = np.cumsum([len(tokens) for tokens in self._documents])
         np.save(self._directory / f"{stem}.npy", np.concatenate(self._documents))
         np.save(self._directory / f"{stem}{DOCUMENTS}", np.concatenate([[0], ends[:-1]]))
+        if {*self._weights} != {1}:
+            np.save(self._directory / f"{stem}{WEIGHTS}", np.array(self._weights, np.float32))
         self._documents = []
+        self._weights = []
         self._in_shard = 0
         self._num_shards += 1
