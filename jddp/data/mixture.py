@@ -4,12 +4,12 @@
     order.examples_at(np.arange(8))        # numbers of the joined sources: 0 to 50,999
     order.num_drawn(51_000)                # (15300, 35700)
 
-An epoch has as many positions as all sources have examples, and each source has its share of them.
-Before epoch `e` a source has taken `e` times its share, rounded in a way that adds up: no error
-accumulates, and after any number of epochs the shares are exact to one example. The positions of
-an epoch are a permutation of all its draws. The draws of a source are its own epochs, one after the
-other, so after an epoch all its examples have been taken equally often, to one. Passes over a small
-source that are in one epoch of the mixture are shuffled together. Nothing is stored, as in `order`.
+An epoch has as many positions as all sources have examples, and consists of rounds. A round takes
+no more examples of a source than it has, and its positions are a permutation of its draws. The
+draws of a source are its own epochs, one after the other. Before position `p` at the beginning of
+a round a source has taken `p` times its share, rounded in a way that adds up: no error accumulates,
+and after any number of rounds or epochs the shares are exact to one example. So all examples of a
+source are taken equally often, but for those of the round. Nothing is stored, as in `order`.
 """
 
 import functools
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from jddp.typing import Settings
 
 SEEDS = 2**32  # The orders of sources of one size differ.
 _CHUNK = 2**20  # positions at a time
+
+Positions = TypeVar("Positions", int, np.ndarray)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +74,7 @@ class MixtureOrder:
         """Settings that must be equal on all processes, by name."""
         return {"seed": self.seed, "sizes": self.sizes, "weights": self.weights}
 
-    @property
+    @functools.cached_property
     def shares(self) -> tuple[Fraction, ...]:
         """The share of each source."""
         exact = [Fraction(str(weight)) for weight in self.weights]
@@ -97,9 +100,9 @@ class MixtureOrder:
 
     def num_drawn(self, position: int) -> tuple[int, ...]:
         """How many of the examples before a position are of each source."""
-        epoch = position // self.num_examples
-        counts = np.array(self._num_before(epoch))
-        for first in range(epoch * self.num_examples, position, _CHUNK):
+        begin = self._begin_of(self._round_of(position))
+        counts = np.array(self._num_before(begin))
+        for first in range(begin, position, _CHUNK):
             positions = np.arange(first, min(first + _CHUNK, position))
             for source, here, _ in self._draws(positions):
                 counts[source] += len(here)
@@ -109,20 +112,39 @@ class MixtureOrder:
     def _orders(self) -> list[Order]:
         return [Order(size, self.seed + SEEDS * i) for i, size in enumerate(self.sizes)]
 
-    def _num_before(self, epoch: int) -> list[int]:
-        """How many examples of each source come before an epoch."""
-        ends = [math.floor(epoch * self.num_examples * x) for x in accumulate(self.shares)]
+    @functools.cached_property
+    def _num_rounds(self) -> int:
+        """Number of rounds of an epoch, each of which has at least an example of each source."""
+        passes = (share / size for share, size in zip(self.shares, self.sizes, strict=True))
+        most = math.floor(self.num_examples * min(self.shares) / 2)
+        wanted = math.ceil(self.num_examples * max(passes))
+        return max(1, min(wanted, most, 2**62 // self.num_examples))  # products fit into int64
+
+    def _round_of(self, positions: Positions) -> Positions:
+        """The rounds of positions, counted from the first epoch on."""
+        num = self._num_rounds
+        epochs, rest = divmod(positions, self.num_examples)
+        return epochs * num + ((rest + 1) * num - 1) // self.num_examples
+
+    def _begin_of(self, number: int) -> int:
+        """The first position of a round."""
+        return number * self.num_examples // self._num_rounds
+
+    def _num_before(self, position: int) -> list[int]:
+        """How many examples of each source come before the beginning of a round."""
+        ends = [math.floor(position * x) for x in accumulate(self.shares)]
         return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
     def _draws(self, positions: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Each source with its places among these positions, and its own positions there."""
-        epochs, indices = np.divmod(positions, self.num_examples)
-        for epoch in np.unique(epochs).tolist():
-            before = np.array(self._num_before(epoch))
-            ends = np.cumsum(self._num_before(epoch + 1) - before)
-            places = np.flatnonzero(epochs == epoch)
-            keys = random_keys("mixture", self.seed, epoch)
-            slots = permute(indices[places], self.num_examples, keys)
+        rounds = self._round_of(positions)
+        for number in np.unique(rounds).tolist():
+            begin, end = self._begin_of(number), self._begin_of(number + 1)
+            before = np.array(self._num_before(begin))
+            ends = np.cumsum(self._num_before(end) - before)
+            places = np.flatnonzero(rounds == number)
+            keys = random_keys("mixture", self.seed, number)
+            slots = permute(positions[places] - begin, end - begin, keys)
             sources = np.searchsorted(ends, slots, side="right")
             firsts = np.r_[0, ends]
             for source in np.unique(sources).tolist():

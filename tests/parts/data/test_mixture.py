@@ -17,6 +17,7 @@ CASES = [
     ((7, 40, 3), (1.0, 1.0, 2.5)),
     ((100, 23, 9, 64), (0.1, 0.2, 0.3, 0.4)),
     ((12,), (2.0,)),
+    ((2, 300, 60), (0.6, 0.395, 0.005)),
 ]
 
 
@@ -50,6 +51,16 @@ def test_after_an_epoch_all_examples_of_a_source_were_taken_equally_often(sizes,
         counts = np.bincount(examples, minlength=sum(sizes))
         for part in np.split(counts, np.cumsum(sizes)[:-1]):
             assert part.max() - part.min() <= 1
+
+
+def test_passes_over_a_small_source_follow_each_other():
+    order = MixtureOrder((5, 200), (0.5, 0.5), seed=0)
+    examples = order.examples_at(np.arange(3 * order.num_examples))
+    counts = np.zeros(5, int)
+    for example in examples[examples < 5]:
+        counts[example] += 1
+        assert counts.max() - counts.min() <= 2
+    assert counts.min() > 50
 
 
 def test_a_weight_is_the_decimal_number_that_is_written():
