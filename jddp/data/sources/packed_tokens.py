@@ -94,23 +94,32 @@ class PackedExamples:
         first = np.where(indices > 0, self._ends[indices - 1], 0)
         counts = self._ends[indices] - first
         pieces = self._pieces[_ranges(first, counts)]
-        tokens = np.zeros((len(indices), self._row_length), np.int32)
-        segments = np.zeros_like(tokens)
-        rows = np.repeat(np.arange(len(indices)), counts)
-        places = rows * self._row_length + _begins_in_rows(pieces.sizes, counts)
-        places = _ranges(places, pieces.sizes)
-        tokens.reshape(-1)[places] = self._read(pieces)
-        segments.reshape(-1)[places] = np.repeat(
-            _ranges(np.ones_like(counts), counts), pieces.sizes
-        )
+        places = self._places(pieces.sizes, counts)
+        numbers = np.repeat(_ranges(np.ones_like(counts), counts), pieces.sizes)
+        segments = self._laid_out(numbers.astype(np.int32), places, len(indices))
         is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-        mask = is_inside.astype(np.float32)
-        batch = {"tokens": tokens, "segments": segments[:, :-1].copy(), "mask": mask}
+        batch = {
+            "tokens": self._laid_out(self._read(pieces), places, len(indices)),
+            "segments": segments[:, :-1],
+            "mask": is_inside.astype(np.float32),
+        }
         if self._weights is not None:
-            batch["weight"] = np.ones(tokens.shape, np.float32)
-            batch["weight"].reshape(-1)[places] = np.repeat(self._weights_of(pieces), pieces.sizes)
-            batch["weight"] = batch["weight"][:, 1:].copy()
+            weights = np.repeat(self._weights_of(pieces), pieces.sizes)
+            batch["weight"] = self._laid_out(weights, places, len(indices))[:, 1:]
         return batch
+
+    def _places(self, sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The place in a batch of each token of pieces, of which each row has the next `counts`."""
+        begins = np.cumsum(sizes) - sizes
+        begins -= np.repeat(begins[np.cumsum(counts) - counts], counts)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        return _ranges(rows * self._row_length + begins, sizes)
+
+    def _laid_out(self, values: np.ndarray, places: np.ndarray, num_rows: int) -> np.ndarray:
+        """Rows with these values at these places, and zeros elsewhere."""
+        rows = np.zeros((num_rows, self._row_length), values.dtype)
+        rows.reshape(-1)[places] = values
+        return rows
 
     def _weights_of(self, pieces: _Pieces) -> np.ndarray:
         """The weights of pieces, one for each."""
@@ -123,7 +132,7 @@ class PackedExamples:
 
     def _read(self, pieces: _Pieces) -> np.ndarray:
         """The tokens of pieces, one after the other."""
-        tokens = np.empty(pieces.sizes.sum(), np.int64)
+        tokens = np.empty(pieces.sizes.sum(), np.int32)
         for shard in np.unique(pieces.shards):
             is_here = pieces.shards == shard
             here = pieces[is_here]
@@ -149,12 +158,6 @@ def _cut(
     left = np.repeat(num_predicted, counts) - offsets
     firsts = np.repeat(edges[:-1], counts) + offsets
     return np.full(len(firsts), shard), firsts, np.minimum(left, length) + 1
-
-
-def _begins_in_rows(sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Where pieces begin in their rows, of which each has the next `counts` pieces."""
-    begins = np.cumsum(sizes) - sizes
-    return begins - np.repeat(begins[np.cumsum(counts) - counts], counts)
 
 
 def _ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
