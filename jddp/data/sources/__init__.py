@@ -17,6 +17,7 @@ from jddp.data.sources.records import array_record, hugging_face, parquet
 from jddp.data.sources.stdlib_text import python_stdlib
 from jddp.data.sources.table import table_in_files
 from jddp.data.sources.tokens import tokens
+from jddp.data.sources.webdataset import webdataset
 from jddp.errors import ConfigError
 from jddp.names import check_arguments, defaults_of, look_up
 from jddp.typing import Settings
@@ -33,6 +34,7 @@ SOURCES: dict[str, Callable[..., DataSource]] = {
     "python_stdlib": python_stdlib,
     "table": table_in_files,
     "tokens": tokens,
+    "webdataset": webdataset,
 }
 KEYS = {"source": "data.source", "directory": "data.dir"}
 

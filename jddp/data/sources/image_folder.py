@@ -17,18 +17,22 @@ from typing import NamedTuple
 import numpy as np
 
 from jddp.data.examples import NumpyBatch
-from jddp.data.extras import import_extra
-from jddp.data.image_arrays import check_per_channel
 from jddp.data.image_transforms import CropAndFlip, normalize
 from jddp.data.source import DataSet, DataSource, image_spec, make_data_set
-from jddp.data.sources.images import ENDINGS, decode_image, decode_images
+from jddp.data.sources.images import (
+    ENDINGS,
+    MEAN,
+    STD,
+    TEST_MARGIN,
+    check_image_arguments,
+    decode_image,
+    decode_images,
+)
 from jddp.data.sources.mapped import refusing_damage
 from jddp.data.split import check_share
 from jddp.data.transforms import Transformed
-from jddp.errors import ConfigError, DataError
+from jddp.errors import DataError
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-TEST_MARGIN = 0.125
 LAYOUT = (
     "Images are read from train/CLASS/*.jpg and test/CLASS/*.jpg in data.dir; or from CLASS/*.jpg, "
     "a share of which is for testing: data.kwargs.test_share=0.2."
@@ -199,13 +203,9 @@ def image_folder(
     Raises:
       ConfigError: If an argument breaks its rule, or Pillow is not installed.
     """
-    if undecodable not in ("error", "mask"):
-        raise ConfigError(f"data.kwargs.undecodable: {undecodable!r}. Choose 'error' or 'mask'.")
+    check_image_arguments(mean, std, undecodable, needed_by="image_folder")
     if test_share is not None:
         check_share(test_share)
-    import_extra("PIL", needed_by="image_folder")
-    check_per_channel("mean", mean, 3)
-    check_per_channel("std", std, 3)
     masks = undecodable == "mask"
     scaling = normalize(mean, std)
 

@@ -10,21 +10,50 @@ import contextlib
 import io
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from jddp.data.examples import NumpyBatch
 from jddp.data.extras import import_extra
-from jddp.errors import DataError
+from jddp.data.image_arrays import check_per_channel
+from jddp.errors import ConfigError, DataError
 
 # By the first bytes of a file, whatever its name. Other formats of Pillow start programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+TEST_MARGIN = 0.125
 
 
 class UndecodableError(DataError):
     """An image does not decode, or has more pixels than Pillow allows."""
+
+
+def check_image_arguments(
+    mean: float | Sequence[float],
+    std: float | Sequence[float],
+    undecodable: str,
+    *,
+    needed_by: str,
+) -> None:
+    """Refuses arguments of a source of images that break their rule.
+
+    Args:
+      mean: Value to subtract from pixels over 255.
+      std: Divisor after that.
+      undecodable: What becomes of an image that does not decode.
+      needed_by: Name of the source.
+
+    Raises:
+      ConfigError: If one does, or Pillow is not installed.
+      DataError: If there are not as many numbers as channels.
+    """
+    if undecodable not in ("error", "mask"):
+        raise ConfigError(f"data.kwargs.undecodable: {undecodable!r}. Choose 'error' or 'mask'.")
+    import_extra("PIL", needed_by=needed_by)
+    check_per_channel("mean", mean, 3)
+    check_per_channel("std", std, 3)
 
 
 def decode_image(file: bytes, size: int, *, margin: float = 0.0, where: str) -> np.ndarray:
