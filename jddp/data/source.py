@@ -131,10 +131,25 @@ def source_of_parts(
       ConfigError: If the share is not between 0 and 1.
       DataError: If the data cannot be read.
     """
+    return source_of(name, *parts_of(read, test_share))
+
+
+def parts_of(read: Callable[[str], object], test_share: float | None) -> tuple[Examples, Examples]:
+    """The examples for training, and the examples for testing.
+
+    Args:
+      read: Function that returns the part "train" or "test".
+      test_share: Fraction of the training part that is for testing in place of "test"; None to read
+        both.
+
+    Raises:
+      ConfigError: If the share is not between 0 and 1.
+      DataError: If the data cannot be read.
+    """
     if test_share is None:
-        return source_of(name, read("train"), read("test"))
+        return as_examples(read("train")), as_examples(read("test"))
     check_share(test_share)
-    return source_of(name, *hold_back(as_examples(read("train")), test_share))
+    return hold_back(as_examples(read("train")), test_share)
 
 
 def image_spec(*shape: int) -> Spec:

@@ -16,9 +16,10 @@ import numpy as np
 from jddp.data.examples import Examples
 from jddp.data.image_arrays import image_examples
 from jddp.data.image_transforms import FlipAndShift
-from jddp.data.source import DataSource, image_spec, make_data_set, source_of_parts
+from jddp.data.source import DataSource, image_spec, make_data_set, parts_of, source_of_parts
 from jddp.data.sources.idx import read_idx
 from jddp.data.sources.mapped import map_npy, map_npz
+from jddp.data.split import check_share
 from jddp.errors import DataError
 
 Read = Callable[[str], list[np.ndarray]]  # from "train" or "test" to images and labels
@@ -33,6 +34,7 @@ def npy(
     mean: float | Sequence[float] = 0.5,
     std: float | Sequence[float] = 0.5,
     max_shift: int = 2,
+    test_share: float | None = None,
 ) -> DataSource:
     """The source of labelled square images in a directory.
 
@@ -45,13 +47,17 @@ def npy(
       mean: Value to subtract from uint8 images over 255; one number, or one per channel.
       std: Divisor after that.
       max_shift: Largest move of a training image by augmentation, in pixels.
+      test_share: Fraction of the training images that are for testing in place of the two files for
+        test.
     """
 
     def read(part: str) -> list[np.ndarray]:
         return [map_npy(directory / f"{part}_{name}.npy") for name in ("images", "labels")]
 
     shape = (image_size, image_size, num_channels)
-    return _images(f"npy {directory}", read, shape, num_classes, max_shift, mean=mean, std=std)
+    return _images(
+        f"npy {directory}", read, shape, num_classes, max_shift, test_share, mean=mean, std=std
+    )
 
 
 def idx(
@@ -62,6 +68,7 @@ def idx(
     mean: float = 0.5,
     std: float = 0.5,
     max_shift: int = 2,
+    test_share: float | None = None,
 ) -> DataSource:
     """The source of labelled square grey images in four IDX files, which are read into memory.
 
@@ -73,6 +80,7 @@ def idx(
       mean: Value to subtract from pixels over 255.
       std: Divisor after that.
       max_shift: Largest move of a training image by augmentation, in pixels.
+      test_share: Fraction of the training images that are for testing in place of the files t10k.
     """
 
     def read(part: str) -> list[np.ndarray]:
@@ -83,7 +91,9 @@ def idx(
         return [images[..., None], labels]
 
     shape = (image_size, image_size, 1)
-    return _images(f"idx {directory}", read, shape, num_classes, max_shift, mean=mean, std=std)
+    return _images(
+        f"idx {directory}", read, shape, num_classes, max_shift, test_share, mean=mean, std=std
+    )
 
 
 def _images(
@@ -92,6 +102,7 @@ def _images(
     shape: tuple[int, ...],
     num_classes: int,
     max_shift: int,
+    test_share: float | None,
     **scale: float | Sequence[float],
 ) -> DataSource:
     """The source of images and labels that `read` returns for "train" and for "test"."""
@@ -111,9 +122,11 @@ def _images(
             )
         return image_examples(images, labels, **scale)
 
+    if test_share is not None:
+        check_share(test_share)
     return DataSource(
         image_spec(*shape),
-        lambda: make_data_set(name, examples("train"), examples("test")),
+        lambda: make_data_set(name, *parts_of(examples, test_share)),
         (FlipAndShift(max_shift),),
         {"num_classes": num_classes},
     )

@@ -21,12 +21,15 @@ from jddp.data import (
     make_data_set,
     make_source,
 )
+from jddp.data.examples import labels_of
 from jddp.data.image_transforms import CropAndFlip
 from jddp.data.source import spec_of
 from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
 from jddp.data.sources.tokenize import BYTES, documents_in, tokenizer_in, write_tokens
 from jddp.data.sources.tokens import TokenExamples
+from jddp.data.split import rows_for_testing
+from jddp.data.transforms import as_stored
 from jddp.errors import ConfigError, DataError, FileSystemError
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -153,6 +156,35 @@ def test_idx_files_are_read_as_mnist_is_published(tmp_path, is_packed):
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(DataError, match=r"train-images-idx3-ubyte: not a whole IDX file: 95"):
             of_folder().load()
+
+
+@pytest.mark.parametrize("name", ["npy", "idx"])
+def test_a_share_of_images_and_labels_is_held_back_for_testing_and_both_stay_bytes(tmp_path, name):
+    images, labels = np.arange(50, dtype="u1").repeat(16).reshape(50, 4, 4), np.arange(50) % 3
+    for part, array in (("images-idx3", images), ("labels-idx1", labels.astype("u1"))):
+        (tmp_path / f"train-{part}-ubyte.gz").write_bytes(script.pack(array))
+    np.save(tmp_path / "train_images.npy", images[..., None])
+    np.save(tmp_path / "train_labels.npy", labels)
+
+    def of_folder(test_share):
+        shape = {"image_size": 4, "num_classes": 3} | ({"num_channels": 1} if name == "npy" else {})
+        kwargs = {**shape, "test_share": test_share, "mean": 0.0, "std": 1.0}
+        return make_source(name, directory=str(tmp_path), kwargs=kwargs)
+
+    data = of_folder(0.2).load()
+    is_test = rows_for_testing(50, 0.2)
+    for part, rows in ((data.train, ~is_test), (data.test, is_test)):
+        np.testing.assert_array_equal(labels_of(part), labels[rows])
+        stored, chain = as_stored(part)
+        np.testing.assert_array_equal(take_all(stored)["image"][:, 0, 0, 0], np.flatnonzero(rows))
+        assert take_all(stored)["image"].dtype == np.uint8
+        np.testing.assert_array_equal(chain(take_all(stored))["image"], take_all(part)["image"])
+    with pytest.raises(ConfigError, match="test_share: 1.5 is not between 0 and 1"):
+        of_folder(1.5)
+    with pytest.raises(DataError, match="leaves one part of 50 rows empty"):
+        of_folder(1e-9).load()
+    with pytest.raises(DataError, match="no such file|No such file"):
+        of_folder(None).load()
 
 
 def test_an_image_that_does_not_decode_or_is_too_large_is_named_or_does_not_count(
