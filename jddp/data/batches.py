@@ -110,6 +110,7 @@ class TrainBatches(Shown):
         first = self.share.process_index * process_batch_size
         self._own = np.arange(process_batch_size) + first
         self._position = 0
+        self.num_masked = 0  # rows of examples whose mask is 0, in the batches delivered here
 
     @property
     def settings(self) -> dict[str, object]:
@@ -142,9 +143,11 @@ class TrainBatches(Shown):
 
     def rows(self, position: int) -> NumpyBatch:
         """The arrays of `batch`: all of it but the function that is for the devices."""
-        end = min(position + self.global_batch_size, self._end)
-        own = position + self._own
+        own, end = position + self._own, self._end_of(position)
         return self._rows(np.minimum(own, end - 1), own < end)
+
+    def _end_of(self, position: int) -> int:
+        return min(position + self.global_batch_size, self._end)
 
     def completed(self, rows: NumpyBatch) -> Batch:
         """The rows, with the function that transforms them on the devices, if there is one."""
@@ -202,11 +205,14 @@ class TrainBatches(Shown):
         if not self.positions_left():
             raise StopIteration
         batch = self.batch(self._position)
-        self.advance()
+        self.advance(batch)
         return batch
 
-    def advance(self) -> None:
+    def advance(self, batch: Batch) -> None:
         """Counts the next batch as delivered."""
+        if "mask" in batch and batch["mask"].ndim == 1:
+            num_rows = np.count_nonzero(self._position + self._own < self._end_of(self._position))
+            self.num_masked += int(num_rows - np.count_nonzero(batch["mask"]))
         self._position += self.global_batch_size
 
     def positions_left(self) -> range:

@@ -83,6 +83,12 @@ class Source:
         """Number of batches to come, of some epochs."""
         return len(self._batches.positions_left())
 
+    @property
+    def num_masked(self) -> int:
+        """Number of examples that `TrainBatches` read here and masked out; 0 for other batches."""
+        found = self._batches
+        return found.num_masked if isinstance(found, TrainBatches) else 0
+
     def reached(self, step: int, position: JsonObject) -> Reached:
         """How far a run has come with a step, after which it is at a position."""
         if not isinstance(self._batches, TrainBatches):

@@ -35,12 +35,12 @@ def tars(tmp_path):
     return tmp_path
 
 
-def config(tars, name, num_steps):
+def config(tars, name, num_steps, **kwargs):
     return Config(
         data={
             "name": "webdataset",
             "dir": str(tars),
-            "kwargs": {"image_size": 8},
+            "kwargs": {"image_size": 8, **kwargs},
             "global_batch_size": 8,
         },
         model={"name": "mlp", "kwargs": {"num_outputs": 3}},
@@ -60,3 +60,14 @@ def test_a_run_of_tar_files_resumes_bitwise_and_names_its_samples(tars):
     epoch = [name for step in (1, 2, 3) for name in rows_of_step(whole.run_dir, step).names]
     assert len({*epoch}) == 24
     assert "train-1.tar: train-1-11" in epoch
+
+
+def test_images_that_do_not_decode_are_counted_at_the_end(tars, capsys):
+    damaged = bytearray((tars / "train-0.tar").read_bytes())
+    for number in (3, 7):
+        at = damaged.index(f"train-0-{number:02}.png".encode())
+        damaged[at + 512] ^= 255
+    (tars / "train-0.tar").write_bytes(damaged)
+    train(config(tars, "run", 3, undecodable="mask"))
+    said = capsys.readouterr().out
+    assert "masked out: 2 of the examples read by this process" in said

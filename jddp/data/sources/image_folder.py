@@ -104,6 +104,7 @@ class FolderExamples:
         if self.split is not None:
             found = [(name, label) for name, label in found if self.split.takes(name)]
         self.files = [name for name, _ in found]
+        self._masked: set[int] | None = set() if self.keep_undecodable else None
         self.labels = np.array([label for _, label in found], np.int32)
 
     def __len__(self) -> int:
@@ -115,9 +116,7 @@ class FolderExamples:
         Raises:
           DataError: If an image cannot be read, or does not decode and none may be missing.
         """
-        images = decode_images(
-            self.decode, indices, self.image_size, keep_undecodable=self.keep_undecodable
-        )
+        images = decode_images(self.decode, indices, self.image_size, masked=self._masked)
         return images | {"label": self.labels[indices]}
 
     def decode(self, index: int) -> np.ndarray:

@@ -90,7 +90,7 @@ def _decode_jpeg(file: bytes, least: float) -> np.ndarray:
 
 
 def decode_images(
-    decode: Callable[[int], np.ndarray], indices: np.ndarray, size: int, *, keep_undecodable: bool
+    decode: Callable[[int], np.ndarray], indices: np.ndarray, size: int, *, masked: set[int] | None
 ) -> NumpyBatch:
     """uint8 "image" `(b, size, size, 3)`; and float32 "mask" `(b,)`, if some may be missing.
 
@@ -98,8 +98,8 @@ def decode_images(
       decode: Function from the number of an image to its pixels.
       indices: Numbers of the images.
       size: Height and width, in pixels.
-      keep_undecodable: Whether an image that does not decode becomes a black one of mask 0, and is
-        named in the log.
+      masked: Numbers of the images so far that do not decode, to which others are added here: such
+        an image becomes a black one of mask 0, and is named in the log. None if all must decode.
 
     Raises:
       DataError: If an image does not decode, and none may be missing.
@@ -110,12 +110,15 @@ def decode_images(
         try:
             images[row] = decode(index)
         except UndecodableError as error:
-            if not keep_undecodable:
+            if masked is None:
                 way_out = "data.kwargs.undecodable=mask leaves out all such images."
                 raise DataError(f"{error} {way_out}") from error
-            logging.getLogger("jddp").warning("%s Until then it is masked out.", error)
+            if index not in masked:  # once, not in each epoch
+                masked.add(index)
+                text = "%s Until then it is masked out (such images so far: %d)."
+                logging.getLogger("jddp").warning(text, error, len(masked))
             mask[row] = 0
-    return {"image": images} | ({"mask": mask} if keep_undecodable else {})
+    return {"image": images} | ({} if masked is None else {"mask": mask})
 
 
 @contextlib.contextmanager

@@ -106,12 +106,10 @@ class _Images:
     number: int
     size: int
     margin: float
-    keep_undecodable: bool
+    masked: set[int] | None
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
-        return decode_images(
-            self._decode, indices, self.size, keep_undecodable=self.keep_undecodable
-        )
+        return decode_images(self._decode, indices, self.size, masked=self.masked)
 
     def _decode(self, index: int) -> np.ndarray:
         where = self.samples.called(index)
@@ -164,9 +162,9 @@ class WebDatasetExamples:
         self.labels = None if label is None else _labels(self.samples, label, self.members[label])
         self._parts: list[_Images | RowExamples] = []
         if image is not None:
-            self._parts.append(
-                _Images(self.samples, image, self.image_size, self.margin, self.keep_undecodable)
-            )
+            masked: set[int] | None = set() if self.keep_undecodable else None
+            images = _Images(self.samples, image, self.image_size, self.margin, masked)
+            self._parts.append(images)
         if others:
             self._parts.append(RowExamples(_Arrays(self.samples, others)))
 

@@ -550,3 +550,11 @@ def test_shipped_images_are_those_that_the_script_chooses():
     first_bytes = [sha256(image.tobytes()).digest()[0] for image in images]
     assert max(first_bytes) < 0.28 * 256
     np.testing.assert_array_equal(np.bincount(labels), [script.NUM_PER_CLASS] * 10)
+
+
+def test_examples_that_are_masked_out_are_counted_and_padding_is_not():
+    rows = {"x": np.arange(10.0), "mask": np.arange(10) != 3}
+    batches = TrainBatches(rows, global_batch_size=6, seed=0, num_epochs=1, multiple_of=4)
+    masks = np.concatenate([batch["mask"] for batch in batches])
+    assert (len(masks), masks.sum()) == (16, 9)
+    assert batches.num_masked == 1
