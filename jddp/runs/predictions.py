@@ -5,7 +5,7 @@
 If the outputs are logits of classes, the likeliest class and its probability come first. Rows of a
 file are passed to the model as they are: the transformations of a data source, such as the
 normalization of images, are not applied. Images of a folder are decoded and normalized like the
-images of the run's image folder, and columns of a table like those of the run's table.
+images of the run's image folder or tar files, and columns of a table like those of the run's table.
 """
 
 import csv
@@ -35,6 +35,7 @@ from jddp.runs.saved import kept_of_data
 from jddp.typing import JsonObject, Settings
 
 INPUTS = ("image", "tokens", "x")  # as `jddp.zoo.losses.outputs` looks for them
+OF_IMAGES = ("image_folder", "webdataset")  # sources of images that are files
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -104,8 +105,8 @@ def _read(path: Path) -> ArrayExamples:
 
 def _images(folder: Path, section: Settings) -> Examples:
     """The images of a folder, decoded like the images of the run."""
-    if section["name"] != "image_folder":
-        raise UsageError(f"--data {folder} is a folder, but the run was not trained on one.")
+    if section["name"] not in OF_IMAGES:
+        raise UsageError(f"--data {folder} is a folder, but the run was not trained on images.")
     return images_in(folder, **section["kwargs"])
 
 

@@ -10,6 +10,7 @@ from states import assert_same
 
 from jddp.config.schema import Config
 from jddp.job.job import train
+from jddp.runs.predictions import predict_file
 from jddp.runs.rows import rows_of_step
 
 pytestmark = pytest.mark.usefixtures("started_devices")
@@ -51,7 +52,7 @@ def config(tars, name, num_steps, **kwargs):
     )
 
 
-def test_a_run_of_tar_files_resumes_bitwise_and_names_its_samples(tars):
+def test_a_run_of_tar_files_resumes_bitwise_names_its_samples_and_predicts_images(tars):
     whole = train(config(tars, "whole", 5))
     train(config(tars, "parts", 2))
     resumed = train(config(tars, "parts", 5))
@@ -60,6 +61,10 @@ def test_a_run_of_tar_files_resumes_bitwise_and_names_its_samples(tars):
     epoch = [name for step in (1, 2, 3) for name in rows_of_step(whole.run_dir, step).names]
     assert len({*epoch}) == 24
     assert "train-1.tar: train-1-11" in epoch
+    (tars / "new").mkdir()
+    for number in range(3):
+        Image.fromarray(np.full((9, 9, 3), number, "u1")).save(tars / "new" / f"{number}.png")
+    assert predict_file(whole.run_dir, tars / "new", tars / "out.csv") == 3
 
 
 def test_images_that_do_not_decode_are_counted_at_the_end(tars, capsys):
