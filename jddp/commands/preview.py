@@ -11,6 +11,7 @@ import math
 import textwrap
 
 from jddp.commands.layers import layer_table
+from jddp.data import DataSet
 from jddp.inspection.memory import Memory, in_words
 from jddp.inspection.memory import memory as memory_of
 from jddp.job.data_rate import measure_data_rate
@@ -30,9 +31,16 @@ def preview(job: Job) -> str:
         [str(job.ddp.steps.planned(job.batch_spec).plan)],
         optimizers,
         memory_table(job, memory),
-        textwrap.wrap(f"data: {measure_data_rate(job)}", 78) if job.data else [],
+        _data_rate(job),
     ]
     return "\n\n".join(filter(None, map("\n".join, parts)))
+
+
+def _data_rate(job: Job) -> list[str]:
+    """Returns a line on the rate of the examples; of a stream nothing is read to measure it."""
+    if not isinstance(job.data, DataSet):
+        return []
+    return textwrap.wrap(f"data: {measure_data_rate(job)}", 78)
 
 
 def memory_table(job: Job, memory: Memory) -> list[str]:

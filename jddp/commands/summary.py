@@ -17,6 +17,7 @@ import numpy as np
 
 from jddp.config.schema import Config
 from jddp.config.versions import versions
+from jddp.data.source import DataSet, Streams
 from jddp.job.job import Job
 from jddp.job.length import periods_of
 from jddp.runs.results import METRICS
@@ -135,7 +136,7 @@ def _batch(job: Job) -> str:
     """The factors of the global batch size, such as "128 = 8 devices x 16 examples"."""
     mesh, num_parts = job.ddp.mesh, job.config.ddp.accumulate_steps
     size, num = job.config.data.global_batch_size, jax.process_count()
-    rows = num * next(iter(job.batch_spec.values())).shape[0]
+    rows = num * jax.tree.leaves(job.batch_spec)[0].shape[0]
     factors = [
         f"{num} processes" if num > 1 else "",
         _count(mesh.size // num, "device"),
@@ -154,14 +155,16 @@ def _steps(job: Job) -> str:
     num_steps, size = job.num_steps, job.config.data.global_batch_size
     if job.data is None or num_steps is None:
         return f"{num_steps or 'unknown'}: the data is not on this machine"
+    if isinstance(job.data, Streams):
+        return f"{num_steps:,} of a stream"
     epochs = num_steps * size / len(job.data.train)
     return f"{num_steps:,} = {epochs:.4g} epochs of {len(job.data.train):,} examples"
 
 
 def _steps_per_epoch(job: Job) -> float | None:
-    """Steps of an epoch; None if the data are absent."""
-    data = job.data
-    return None if data is None else len(data.train) / job.config.data.global_batch_size
+    """Steps of an epoch; None if the data are absent, or have no epochs."""
+    data, size = job.data, job.config.data.global_batch_size
+    return len(data.train) / size if isinstance(data, DataSet) else None
 
 
 def _evaluations(job: Job) -> str:

@@ -9,10 +9,12 @@ import numpy as np
 from jddp.data.examples import Examples
 from jddp.data.order import ExampleOrder
 from jddp.data.row_examples import as_examples
+from jddp.data.shares import Share
 from jddp.data.split import check_share, hold_back
 from jddp.data.transforms import Transform
+from jddp.errors import UsageError
 from jddp.html import Shown, TextTable
-from jddp.typing import JsonObject
+from jddp.typing import Batches, JsonObject
 
 Spec = dict[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -53,6 +55,32 @@ class DataSet(Shown):
 
 
 @dataclass(frozen=True)
+class Streams:
+    """Batches of one process that come one after the other, of examples without numbers.
+
+    Attributes:
+      train: Batches that the model is trained on, enough for all steps. They may know their
+        position, as `jddp.fit` requires of batches that resume without being read again.
+      test: Batches that it is evaluated on, iterated from the beginning each time.
+      description: One line for the log.
+      sha256: Hash of the data; empty, as it would need all of them.
+      classes: Names of the classes, in the order of their numbers; empty if there are none.
+      encoding: What new rows are prepared with; empty.
+    """
+
+    train: Batches
+    test: Batches
+    description: str
+    sha256: str = ""
+    classes: tuple[str, ...] = ()
+    encoding: JsonObject = field(default_factory=dict)
+
+
+# Opens streams, from the global batch size, a seed and the share of this process.
+OpenStreams = Callable[[int, int, Share], Streams]
+
+
+@dataclass(frozen=True)
 class DataSource:
     """A data set that can be loaded, with the shapes of one example, known before loading.
 
@@ -64,6 +92,7 @@ class DataSource:
         empty if only the examples show it.
       num_categories: Number of categories of each column of "categories", of a table.
       tokenizer: Name of the tokenizer, of tokens; empty if it is unknown.
+      open_streams: Function that opens streams, in the place of `load`; None for examples.
     """
 
     spec: Spec
@@ -72,6 +101,7 @@ class DataSource:
     sizes: Mapping[str, int] = field(default_factory=dict)
     num_categories: Sequence[int] = ()
     tokenizer: str = ""
+    open_streams: OpenStreams | None = None
 
 
 def make_data_set(
@@ -114,6 +144,18 @@ def source_of(name: str, train: object, test: object) -> DataSource:
     """
     data = make_data_set(name, train, test)
     return DataSource(spec_of(data.train), lambda: data)
+
+
+def source_of_streams(name: str, open_streams: OpenStreams) -> DataSource:
+    """A source of streams. Its spec is empty: the first batch has the shapes."""
+
+    def load() -> DataSet:
+        raise UsageError(
+            f"{name}: the examples of a stream have no numbers, which this needs. Give examples, "
+            "an object with __len__ and __getitem__, in the place of a stream."
+        )
+
+    return DataSource({}, load, open_streams=open_streams)
 
 
 def source_of_parts(

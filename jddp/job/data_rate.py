@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jddp.engine.mesh import platform
 from jddp.engine.state import by_path
+from jddp.errors import UsageError
 from jddp.inspection.flops import count_flops
 from jddp.job.job import Job
 from jddp.job.step_scores import TimedStep
@@ -70,7 +71,15 @@ def measure_data_rate(job: Job) -> DataRate:
 
     Args:
       job: The job, with its data.
+
+    Raises:
+      UsageError: If the data are a stream.
     """
+    if job.stream is not None:
+        raise UsageError(
+            "the rate of a stream is not measured, as that would take batches of it. Train for "
+            "some steps: data_wait_seconds in metrics.jsonl is the time that they wait."
+        )
     rows = next(iter(by_path(job.batch_spec).values())).shape[0]
     seconds = _step_seconds(job)
     return DataRate(

@@ -28,6 +28,7 @@ from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
 from jddp.data.order import ExampleOrder
+from jddp.data.source import Streams
 from jddp.data_parallel import DataParallel
 from jddp.distributed.agree import agree
 from jddp.distributed.chosen_gpus import refuse_gpus
@@ -46,12 +47,14 @@ from jddp.job.initial_weights import initial_weights
 from jddp.job.length import num_steps_of, periods_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts, with_class_weights
+from jddp.job.streams import check_first, open_data
 from jddp.job.transforms import listed_transforms, mix_of, training_transforms
 from jddp.reduce.shards import Shape
 from jddp.trainer.arguments import steps_left
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.own_loop import Checkpoints
 from jddp.trainer.plan import Checks, Keep, Plan
+from jddp.trainer.prefetch import Source
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
 from jddp.trainer.start import start
@@ -102,6 +105,7 @@ class Job:
       data: The examples, or None if they are absent and were not needed.
       data_error: Reason for their absence.
       folder: Working directory when the job was built; relative paths belong to it.
+      stream: The training batches, where the data are streams; None where they are examples.
     """
 
     config: Config
@@ -109,9 +113,10 @@ class Job:
     ddp: DataParallel
     num_steps: int | None
     learning_rate: Schedule | None
-    data: DataSet | None
+    data: DataSet | Streams | None
     data_error: str = ""
     folder: Path | None = None
+    stream: Source | None = None
 
     @property
     def is_writer(self) -> bool:
@@ -135,6 +140,8 @@ class Job:
     @functools.cached_property
     def batch_spec(self) -> Batch:
         """The shapes of one batch of this process, read from the first example if there is one."""
+        if self.stream is not None:
+            return jax.eval_shape(lambda x: x, self.stream.peek())
         size = self.config.data.global_batch_size
         num_parts = self.ddp.steps.rows.num_micro_batches
         in_all = -(-size // num_parts) * num_parts
@@ -187,7 +194,7 @@ class Job:
             )
             return start(self.ddp, batches, plan, state)
 
-    def first_state(self, batches: TrainBatches) -> Callable[[Batch], TrainState] | None:
+    def first_state(self, batches: TrainBatches | Source) -> Callable[[Batch], TrainState] | None:
         """Function that makes the state of a new run from its first batch; None for `ddp.init`.
 
         The batches are moved to the position of the run that it starts from.
@@ -216,7 +223,9 @@ class Job:
             report(f"started from {model.init_from}{names}{counts}")
         return state
 
-    def _state_of_another(self, batches: TrainBatches) -> Callable[[Batch], TrainState] | None:
+    def _state_of_another(
+        self, batches: TrainBatches | Source
+    ) -> Callable[[Batch], TrainState] | None:
         """The state that a new run starts from; moves the batches to its position in the data.
 
         None if the config names no run to start from, or the run has its own checkpoints.
@@ -227,6 +236,7 @@ class Job:
             return None
         if directory and (own := local_copy(directory) / "checkpoints").is_dir() and finished(own):
             return None
+        assert isinstance(batches, TrainBatches), "no stream starts from another run"
         self.ddp.init(self.config.seed, batches.batch(0))
         found = Checkpoints(local_copy(start)).restore(self.ddp)
         if found is None or "position" not in found[1]:
@@ -254,7 +264,7 @@ class Job:
         """
         optimizer, peak = optimizer_of(self.config, self.num_steps or 1, at_peak=True)
         with contextlib.closing(self.train_batches()) as batches:
-            batch = next(iter(batches))
+            batch = batches.peek() if isinstance(batches, Source) else batches.batch(0)
         parts, mesh = self.parts, self.ddp.mesh
         options = {"seed": self.config.seed, "mesh": mesh, **parts.ddp_options}
         report = verify(parts.model, optimizer, parts.loss_fn, batch, **options)
@@ -263,14 +273,16 @@ class Job:
         note = f"The update uses the peak learning rate of the schedule, {peak(0):.3g}."
         return dataclasses.replace(report, findings=(note, *report.findings))
 
-    def train_batches(self) -> TrainBatches:
-        """This process's training batches, from the first."""
+    def train_batches(self) -> TrainBatches | Source:
+        """This process's training batches, from the first; of a stream, from where it is."""
+        if self.stream is not None:
+            return self.stream
         batches, num = self.plain_batches(), self.config.data.num_workers
         return WorkerBatches(batches, num_workers=num) if num else batches
 
     def plain_batches(self) -> TrainBatches:
         """The batches, read by this process itself."""
-        assert self.data is not None, "build(config) has data unless needs_data=False"
+        assert isinstance(self.data, DataSet), "build(config) has data unless needs_data=False"
         return batches_in_order(
             self.config,
             self.data,
@@ -319,13 +331,13 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     data = None
     data_error = ""
     try:
-        data = parts.source.load()
+        data = open_data(parts.source, config)
     except DataError as error:
-        if needs_data:
+        if needs_data or not parts.source.spec:  # The shapes of a stream are those of a batch.
             raise
         data_error = str(error)
     num_steps = config.train.num_steps
-    if data is not None:
+    if isinstance(data, DataSet):
         agree("data set", {"sha256": data.sha256})
         parts = with_class_weights(parts, data)
         config = parts.config
@@ -335,7 +347,11 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     mesh = make_mesh(mesh or num_devices, config.mesh.axis_name)
     options = {"mesh": mesh, "eval_fn": parts.eval_fn, **parts.ddp_options}
     ddp = DataParallel(parts.model, optimizer, parts.loss_fn, **options)
-    job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error, folder)
+    stream = None
+    if isinstance(data, Streams):
+        stream = Source(data.train, ddp.shard_batch)
+        check_first(config, stream.peek())
+    job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error, folder, stream)
     if config.loss.name in ("cross_entropy", "next_token"):
         _check_outputs(job)
     return job
@@ -419,8 +435,10 @@ def _order(config: Config, data: DataSet, folder: Path | None) -> ExampleOrder:
     return Order(len(data.train), config.seed, config.data.shuffle, weights)
 
 
-def test_batches(config: Config, data: DataSet) -> Batches:
+def test_batches(config: Config, data: DataSet | Streams) -> Batches:
     """This process's evaluation batches of a job."""
+    if isinstance(data, Streams):
+        return data.test
     # Evaluation holds no gradients: rows of one micro-batch fit wherever training fits.
     rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
     return eval_batches(

@@ -20,6 +20,7 @@ from jddp.config.mistakes import ConfigMistakes
 from jddp.config.options import Precision
 from jddp.config.schema import Config
 from jddp.data import DataSet
+from jddp.data.source import Streams
 from jddp.data_parallel import DataParallel
 from jddp.distributed.agree import agree
 from jddp.engine.mesh import make_mesh, replicate
@@ -27,6 +28,7 @@ from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError, Error, UsageError
 from jddp.job.job import join, test_batches
 from jddp.job.parts import find_eval_fn, find_loss, find_source
+from jddp.job.streams import open_data
 from jddp.job.trust import is_trusted, refusal
 from jddp.runs.saved import Saved, config_in, kept_of_data, model_in, read_saved
 from jddp.trainer.reports.metrics_file import MetricsFile
@@ -171,19 +173,19 @@ class OwnBatches:
 
     def __init__(self, config: Config, trusted: set[str], run_dir: Path) -> None:
         self._config, self._trusted, self._run_dir = config, trusted, run_dir
-        self._data: DataSet | None = None
+        self._data: DataSet | Streams | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         if "data.target" not in self._trusted:
             raise refusal("data.target", self._config, "batches")
         if self._data is None:
-            self._data = find_source(self._config).load()
+            self._data = open_data(find_source(self._config), self._config)
             agree("data set", {"sha256": self._data.sha256})
             _refuse_other_encoding(self._data, kept_of_data(self._run_dir).get("encoding", {}))
         return iter(test_batches(self._config, self._data))
 
 
-def _refuse_other_encoding(data: DataSet, kept: JsonObject) -> None:
+def _refuse_other_encoding(data: DataSet | Streams, kept: JsonObject) -> None:
     """Refuses a table whose training part would number and scale columns in another way."""
     if kept and data.encoding != kept:
         raise DataError(

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from jddp.data import TrainBatches
 from jddp.errors import ConfigError
-from jddp.typing import Batches
 
 # Methods of a callback.
 METHODS = ("on_step", "on_eval", "on_save", "on_end", "on_begin", "on_epoch", "on_exception")
@@ -59,7 +58,7 @@ def epochs_of(
     return own if num_steps is None and num_epochs is None else num_epochs
 
 
-def steps_left(batches: Batches) -> int:
+def steps_left(batches: object) -> int:
     """Number of steps until the end of `TrainBatches` of some epochs."""
     assert isinstance(batches, TrainBatches), "others have a number of steps"
     # None are left where the run starts from another one, which has ended.

@@ -9,7 +9,7 @@ import copy
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -129,6 +129,9 @@ class Source:
             target=self._read_ahead, args=(steps, self._thread), name="jddp-batches", daemon=True
         )
         self._thread.start()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
 
     def __next__(self) -> Batch:
         """The next batch, on the devices.

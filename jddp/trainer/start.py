@@ -41,7 +41,7 @@ def start(ddp: Trainable, batches: Batches, plan: Plan, state: FirstState | None
 
     Args:
       ddp: A `jddp.DataParallel`, or another `Trainable`.
-      batches: This process's training batches.
+      batches: This process's training batches, or a `Source` that has read the first.
       plan: Length of the run, periods of what it does, and its files.
       state: Initial state, which is copied; or a function of the first batch that makes one, which
         the first step donates. None makes one from the plan's seed.
@@ -100,7 +100,7 @@ def _train(
     watchdog: Watchdog,
 ) -> Run:
     """Trains under a watchdog, while the run directory is held; an error has `run`."""
-    source = Source(batches, ddp.shard_batch)
+    source = batches if isinstance(batches, Source) else Source(batches, ddp.shard_batch)
     batch = source.peek()
     refuse_same_rows("batches", batch, plan)
     if jax.process_count() > 1:

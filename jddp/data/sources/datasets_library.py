@@ -32,7 +32,7 @@ def quiet_datasets() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def caching(where: object) -> Iterator[None]:
-    """While open, an exception is the first of its chain, and says where its cache has no room.
+    """While open, an exception is the first of its chain, or about the room of the cache.
 
     Raises:
       FileSystemError: If the cache of `datasets` cannot be written.

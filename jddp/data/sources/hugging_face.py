@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jddp.data.source import DataSource, source_of_parts
 from jddp.data.sources.datasets_library import caching, quiet_datasets
@@ -20,7 +20,8 @@ from jddp.data.sources.mapped import refusing_damage
 from jddp.errors import ConfigError, DataError
 
 
-class Place(Protocol):
+@runtime_checkable
+class _Place(Protocol):
     """Where a data set is."""
 
     def where(self, split: str) -> str:
@@ -46,8 +47,8 @@ def hugging_face(
     Args:
       directory: Folder that `DatasetDict.save_to_disk` has written, or one with a folder of
         `Dataset.save_to_disk` for each split.
-      path: In its place, the name of a data set on the Hub, such as "ylecun/mnist", or a folder of
-        files that `datasets.load_dataset` reads.
+      path: Name of a data set on the Hub, such as "ylecun/mnist", or a folder of files that
+        `datasets.load_dataset` reads; in the place of a directory.
       config: Name of a configuration of the data set with this path.
       revision: Branch, tag or commit of the data set with this path.
       train_split: Name of the split for training.
@@ -72,7 +73,7 @@ def hugging_face(
 
 def _place(
     directory: Path | None, path: str | None, config: str | None, revision: str | None
-) -> Place:
+) -> _Place:
     if (directory is None) == (path is None):
         raise ConfigError(
             "data.name=hugging_face reads a folder, data.dir, or a data set of the Hub by name, "
@@ -131,7 +132,7 @@ class _Named:
 
     @contextlib.contextmanager
     def _finding(self, where: str) -> Iterator[None]:
-        """While open, an error says how to get the data set."""
+        """While open, an error names the split and the way to get it."""
         with refusing_damage(where, "data set of datasets"), caching(where), self._reaching(where):
             yield
 

@@ -1,0 +1,141 @@
+"""Streams: batches that come one after the other, and not examples that have numbers.
+
+    def stream(global_batch_size, seed, process_index, num_processes):    # of your module
+        return train_batches, test_batches
+
+Their position is known to the batches alone, and the first one has the shapes. What needs numbered
+examples is refused here.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import jax
+
+from jddp.config.files import flatten
+from jddp.config.schema import Config
+from jddp.data import DataSet, DataSource
+from jddp.data.examples import Examples
+from jddp.data.shares import Share
+from jddp.data.source import Streams, source_of_streams
+from jddp.errors import ConfigError, DataError
+from jddp.names import defaults_of
+from jddp.typing import Batch, Batches, Settings
+
+# Keys that need examples with numbers, and what to do in their place.
+NOT_OF_STREAMS = {
+    "train.num_epochs": "It has no epochs: give train.num_steps",
+    "train.eval_every_epochs": "Give train.eval_every_steps",
+    "train.log_every_epochs": "Give train.log_every_steps",
+    "checkpoint.every_epochs": "Give checkpoint.every_steps",
+    "data.num_workers": "It reads its batches itself: leave the key out",
+    "data.sample_weights": "Its examples have no numbers: leave the key out",
+    "data.transforms": "Transform rows in the stream",
+    "data.mixup": "Mix rows in the stream",
+    "data.cutmix": "Mix rows in the stream",
+    "checkpoint.start_from": "Begin with the parameters of that run: model.init_from",
+}
+
+
+class _Made:
+    """Batches that a function makes each time they are iterated."""
+
+    def __init__(self, make: Callable[[], Batches]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._make())
+
+
+def is_stream(data: object) -> bool:
+    """Whether this is a stream of batches: it can be iterated, but has no numbered examples."""
+    has_numbers = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    return hasattr(data, "__iter__") and not has_numbers and not isinstance(data, Examples)
+
+
+def source_of_stream(name: str, train: Batches, test: object) -> DataSource:
+    """The source of a stream that a function named in a config has returned.
+
+    Args:
+      name: The function.
+      train: Training batches of this process.
+      test: Evaluation batches of this process, or a function that returns them.
+
+    Raises:
+      ConfigError: If the evaluation batches can be read only once, or are no batches.
+    """
+    if isinstance(test, Iterable) and not isinstance(test, Iterator | Mapping):
+        tests: Batches = test
+    elif callable(test):
+        tests = _Made(test)
+    else:
+        raise ConfigError(
+            f"data.target: beside a stream for training {name} returns {type(test).__name__}. It "
+            "must return batches that can be iterated again, such as a list of them or "
+            "jddp.data.eval_batches(...), or a function that returns batches."
+        )
+    streams = Streams(train, tests, f"stream of {name}")
+    return source_of_streams(streams.description, lambda *_: streams)
+
+
+def stream_arguments(function: Callable[..., object], config: Config) -> Settings:
+    """Arguments of a function in a config that are filled in: those that have no default.
+
+    They are `global_batch_size`, `seed`, `process_index` and `num_processes`.
+    """
+    share = Share.of(None, None)
+    known = {
+        "global_batch_size": config.data.global_batch_size,
+        "seed": config.seed,
+        "process_index": share.process_index,
+        "num_processes": share.num_processes,
+    }
+    needed = {name for name, x in defaults_of(function).items() if x is inspect.Parameter.empty}
+    return {name: x for name, x in known.items() if name in needed - config.data.kwargs.keys()}
+
+
+def open_data(source: DataSource, config: Config) -> DataSet | Streams:
+    """The data of a source: examples, or streams.
+
+    Raises:
+      ConfigError: If the config needs examples with numbers, and this is a stream; one line each.
+      DataError: If the data are absent or damaged.
+    """
+    if source.open_streams is None:
+        return source.load()
+    given = flatten(config.model_dump())
+    mistakes = [
+        f"{key}={given[key]} and a stream of batches cannot be combined. {instead}."
+        for key, instead in NOT_OF_STREAMS.items()
+        if given[key]
+    ]
+    if config.loss.class_weights == "balanced":
+        mistakes.append(
+            "loss.class_weights=balanced counts examples, which a stream has not. Give a list."
+        )
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    return source.open_streams(config.data.global_batch_size, config.seed, Share.of(None, None))
+
+
+def check_first(config: Config, batch: Batch) -> None:
+    """Compares the rows of the first batch, as arrays, with the batch size of a config.
+
+    Raises:
+      ConfigError: If their number differs.
+      DataError: If it is a single example.
+    """
+    first, num_processes = jax.tree.leaves(batch)[0], jax.process_count()
+    if not first.ndim:
+        raise DataError(
+            "the stream returns single examples. It must return batches, whose arrays have a row "
+            "for each example: .batch(n) of datasets or of grain makes them."
+        )
+    size, found = config.data.global_batch_size, len(first) * num_processes
+    if found != size:
+        each = f" on each of {num_processes} processes" if num_processes > 1 else ""
+        raise ConfigError(
+            f"data.global_batch_size={size}, but a batch of the stream has {len(first)} rows"
+            f"{each}. Set data.global_batch_size={found}, or let the function of data.target take "
+            "global_batch_size and num_processes."
+        )

@@ -1,0 +1,197 @@
+"""Streams in a config: batches of your own, which have no numbered examples."""
+
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jddp
+from jddp.__main__ import main
+from jddp.config.files import load_config
+from jddp.errors import ConfigError, DataError, UsageError
+from jddp.job.job import build
+from jddp.runs.rows import rows_of_step
+
+pytestmark = pytest.mark.usefixtures("started_devices")
+
+MINE = """
+import itertools
+import numpy as np
+
+SEEN = []
+
+def rows(size, number):
+    image = np.random.default_rng(number).random((size, 4), np.float32)
+    return {"image": image, "label": image.argmax(1).astype(np.int32)}
+
+def plain(global_batch_size, seed, process_index, num_processes, first=0):
+    SEEN.append((global_batch_size, seed, process_index, num_processes))
+    train = (rows(global_batch_size, seed + i) for i in itertools.count(first))
+    return train, lambda: iter([rows(global_batch_size, 10**6), rows(3, 10**6 + 1)])
+
+class Positioned:
+    def __init__(self, size):
+        self.size, self.next = size, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.next += 1
+        return rows(self.size, self.next - 1)
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+class Loader:
+    def __init__(self, size):
+        self.size, self.next = size, 0
+
+    def __iter__(self):
+        for self.next in itertools.count(self.next + 1):
+            yield rows(self.size, self.next - 1)
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+def positioned(global_batch_size):
+    return Positioned(global_batch_size), [rows(global_batch_size, 10**6)]
+
+def loader(global_batch_size):
+    return Loader(global_batch_size), [rows(global_batch_size, 10**6)]
+
+def fixed():
+    return Positioned(8), [rows(8, 10**6)]
+
+def short(global_batch_size):
+    return iter([rows(global_batch_size, 0)]), [rows(global_batch_size, 0)]
+
+def empty():
+    return iter([]), []
+
+def single():
+    return iter([{"image": np.float32(1.0), "label": 1}]), [rows(8, 0)]
+
+def once(global_batch_size):
+    return Positioned(global_batch_size), iter([rows(global_batch_size, 0)])
+
+def arrays(global_batch_size):
+    return Positioned(global_batch_size), rows(8, 0)
+"""
+
+DATA = ["data.name=null", "data.global_batch_size=16", "model.kwargs.num_outputs=4"]
+TRAIN = ["model.name=mlp", "train.num_steps=4", "checkpoint.every_steps=1", "mesh.num_devices=2"]
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path, monkeypatch):
+    """A module with functions that return streams, in the current directory."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    import mine
+
+    yield mine
+    sys.modules.pop("mine", None)
+
+
+def job_of(name, *keys, run="run"):
+    own = [*DATA, *TRAIN, f"data.target=mine:{name}", f"run.dir={run}", *keys]
+    return build(load_config([], own)[0])
+
+
+def equal(one, other):
+    return jax.tree.all(jax.tree.map(np.array_equal, one.state.params, other.state.params))
+
+
+class StopAt(jddp.Callback):
+    """Ends a run after a step, as a crash does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, run, metrics):
+        if run.step == self.step:
+            raise InterruptedError
+
+
+def test_a_stream_of_a_config_trains_as_the_same_batches_of_fit_do(mine):
+    job = job_of("plain", "seed=5")
+    assert mine.SEEN == [(16, 5, 0, 1)]
+    run = job.run()
+    train, test = mine.plain(16, 5, 0, 1)
+    again = jddp.fit(job.ddp, train, num_steps=4, evaluate=test(), seed=5)
+    assert equal(run, again)
+    assert run.eval_metrics == again.eval_metrics
+    assert run.eval_metrics["examples"] == 19
+
+
+@pytest.mark.parametrize("name", ["plain", "positioned", "loader"])
+def test_a_killed_job_of_a_stream_resumes_bitwise(mine, caplog, name):
+    whole = job_of(name, run="whole").run()
+    with pytest.raises(InterruptedError):
+        job_of(name).run([StopAt(2)])
+    resumed = job_of(name).run()
+    assert resumed.step == 4
+    assert equal(whole, resumed)
+    assert ("replaying 2 batches" in caplog.text) == (name == "plain")
+
+
+def test_a_run_of_a_stream_is_evaluated_but_has_no_numbered_examples(mine, capsys):
+    run = job_of("plain").run()
+    assert main(["evaluate", "run", "--trust", "config"]) == 0
+    assert f"{run.eval_metrics['accuracy']:.4f}"[:5] in capsys.readouterr().out
+    with pytest.raises(UsageError, match="examples of a stream have no numbers"):
+        rows_of_step("run", 1, trust="config")
+
+
+def test_the_summary_and_the_dry_run_read_the_first_batch_alone(mine, capsys):
+    keys = [*DATA, *TRAIN, "data.target=mine:positioned", "run.dir=run"]
+    assert main(["train", *keys, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "data     stream of mine:positioned" in said
+    assert "4 of a stream" in said
+    assert "batch    16 = 2 devices x 8 examples" in said
+
+
+def test_keys_that_need_numbered_examples_are_refused_in_one_line_each():
+    keys = ["data.num_workers=2", "data.mixup=0.2", "data.sample_weights=w.npy"]
+    with pytest.raises(ConfigError) as raised:
+        job_of("plain", *keys, "train.num_steps=null", "train.num_epochs=1")
+    lines = str(raised.value).splitlines()
+    assert [line.partition("=")[0] for line in lines] == [
+        *("train.num_epochs", "data.num_workers", "data.sample_weights", "data.mixup")
+    ]
+    assert lines[0] == (
+        "train.num_epochs=1.0 and a stream of batches cannot be combined. It has no epochs: give "
+        "train.num_steps."
+    )
+    with pytest.raises(ConfigError, match="balanced counts examples"):
+        job_of("plain", "loss.class_weights=balanced")
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("fixed", ConfigError, "has 8 rows. Set data.global_batch_size=8, or let"),
+        ("empty", DataError, "ended after 0 batches"),
+        ("single", DataError, "returns single examples"),
+        ("once", ConfigError, "mine:once returns list_iterator. It must return batches that can"),
+        ("arrays", ConfigError, "mine:arrays returns dict. It must return batches that can"),
+    ],
+)
+def test_a_function_that_returns_no_usable_stream_is_one_clear_line(name, error, message):
+    with pytest.raises(error, match=message):
+        job_of(name)
+
+
+def test_a_stream_that_ends_too_early_says_after_how_many_batches():
+    with pytest.raises(DataError, match="ended after 1 batches"):
+        job_of("short").run()
