@@ -144,6 +144,30 @@ def test_a_killed_job_of_a_stream_resumes_bitwise(mine, caplog, name):
     assert ("replaying 2 batches" in caplog.text) == (name == "plain")
 
 
+def test_a_killed_job_of_a_hugging_face_stream_resumes_bitwise(tmp_path):
+    import datasets
+
+    rng = np.random.default_rng(0)
+    for part, num_rows in (("train", 40), ("test", 9)):
+        image = rng.random((num_rows, 4), np.float32)
+        rows = {"image": image, "label": image.argmax(1)}
+        datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "rows" / f"{part}.parquet"))
+
+    def job(run, *keys):
+        keys = ["data.kwargs.path=rows", "data.kwargs.streaming=true", f"run.dir={run}", *keys]
+        return build(load_config([], [*DATA[1:], *TRAIN, "data.name=hugging_face", *keys])[0])
+
+    whole = job("whole").run()
+    with pytest.raises(InterruptedError):
+        job("run").run([StopAt(3)])  # in the second epoch
+    resumed = job("run").run()
+    assert equal(whole, resumed)
+    assert resumed.eval_metrics == whole.eval_metrics
+    assert resumed.eval_metrics["examples"] == 9
+    on_four = job("four", "mesh.num_devices=4").run()
+    assert on_four.eval_metrics == pytest.approx(whole.eval_metrics, rel=1e-5)
+
+
 def test_a_run_of_a_stream_is_evaluated_but_has_no_numbered_examples(mine, capsys):
     run = job_of("plain").run()
     assert main(["evaluate", "run", "--trust", "config"]) == 0

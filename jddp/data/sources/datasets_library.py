@@ -6,11 +6,14 @@ rows = datasets.Dataset.from_parquet(files)
 
 import contextlib
 import logging
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 from jddp.data.extras import import_extra
 from jddp.errors import Error, FileSystemError
+
+NETWORK = (ConnectionError, TimeoutError, socket.gaierror)
 
 
 @contextlib.contextmanager
@@ -43,10 +46,12 @@ def caching(where: object) -> Iterator[None]:
         raise
     except Exception as error:
         reason = _reason(error)
-        if isinstance(reason, OSError) and reason.errno is not None:  # no home, or a full one
-            text = f"{where}: datasets cannot cache these files: {reason}."
-            raise FileSystemError(f"{text} Set HF_HOME to a folder for them.") from error
-        raise reason from None
+        if isinstance(reason, NETWORK) or not isinstance(reason, OSError) or reason.errno is None:
+            raise reason from None
+        raise FileSystemError(  # no home, or a full one
+            f"{where}: datasets cannot cache these files: {reason}. Set HF_HOME to a folder for "
+            "them."
+        ) from error
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -7,7 +7,8 @@ types are refused. The exceptions of a library for damaged bytes become a `DataE
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -58,20 +59,8 @@ class DecodedRows(StoredRows):
     """
 
     def __init__(self, rows: Any, where: str) -> None:
-        datasets = import_extra("datasets", needed_by="this data set")
-        self._modes: dict[str, str | None] = {}
-        for name, feature in rows.features.items():
-            if isinstance(feature, datasets.Image):
-                import_extra("PIL", needed_by=f"column {name!r}")
-                self._modes[name] = feature.mode
-                kept = datasets.Image(mode=feature.mode, decode=False)
-                rows = rows.cast_column(name, kept)
-            elif datasets.features.features.require_decoding(feature):
-                raise DataError(
-                    f"{where}: column {name!r} is {type(feature).__name__}, which is not decoded. "
-                    "Leave it out: data.kwargs.columns."
-                )
-        super().__init__(rows.with_format("numpy"), where)
+        stored, self._images = stored_rows(rows, where)
+        super().__init__(stored, where)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Row]:
         """The rows at these indices, with images as arrays `(height, width, ...)` of uint8.
@@ -79,19 +68,62 @@ class DecodedRows(StoredRows):
         Raises:
           DataError: If one cannot be read.
         """
-        rows = super().__getitems__(indices)
-        return [row | self._images_of(row) for row in rows] if self._modes else rows
+        return [self._images.decoded(row) for row in super().__getitems__(indices)]
 
-    def _images_of(self, row: Row) -> dict[str, np.ndarray]:
-        return {name: self._decode(name, row[name], mode) for name, mode in self._modes.items()}
+
+@dataclass(frozen=True)
+class Images:
+    """The columns of rows that hold images.
+
+    Attributes:
+      where: Name of the rows, for errors.
+      modes: Mode of Pillow of each of these columns, by its name; None for that of the image.
+    """
+
+    where: str
+    modes: Mapping[str, str | None]
+
+    def decoded(self, row: Row) -> Row:
+        """The row with images as arrays `(height, width, ...)` of uint8.
+
+        Raises:
+          DataError: If one cannot be decoded.
+        """
+        images = {name: self._decode(name, row[name], mode) for name, mode in self.modes.items()}
+        return row | images
 
     def _decode(self, name: str, stored: Any, mode: str | None) -> np.ndarray:
         from PIL import Image, ImageOps
 
-        where = f"{self._where}: an image of column {name!r}"
+        where = f"{self.where}: an image of column {name!r}"
         if stored is None or stored["bytes"] is None:
             raise DataError(f"{where} is only a path, which is not read. Embed its bytes.")
         encoded = io.BytesIO(stored["bytes"])
         with refusing_undecodable(where), Image.open(encoded, formats=FORMATS) as file:
             image = ImageOps.exif_transpose(file)
             return np.asarray(image.convert(mode) if mode else image)
+
+
+def stored_rows(rows: Any, where: str) -> tuple[Any, Images]:
+    """Rows of Hugging Face as arrays, with images as they are stored; and the columns of images.
+
+    Args:
+      rows: A `Dataset` or an `IterableDataset`.
+      where: Name of the rows, for errors.
+
+    Raises:
+      DataError: If a column holds another type that would be decoded.
+    """
+    datasets = import_extra("datasets", needed_by="this data set")
+    modes: dict[str, str | None] = {}
+    for name, feature in (rows.features or {}).items():  # of a stream they may be unknown
+        if isinstance(feature, datasets.Image):
+            import_extra("PIL", needed_by=f"column {name!r}")
+            modes[name] = feature.mode
+            rows = rows.cast_column(name, datasets.Image(mode=feature.mode, decode=False))
+        elif datasets.features.features.require_decoding(feature):
+            raise DataError(
+                f"{where}: column {name!r} is {type(feature).__name__}, which is not decoded. "
+                "Leave it out: data.kwargs.columns."
+            )
+    return rows.with_format("numpy"), Images(where, modes)

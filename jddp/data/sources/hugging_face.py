@@ -1,34 +1,25 @@
-"""Data sets of Hugging Face: saved to disk, or by their name on the Hub.
+"""Data sets of Hugging Face: saved to disk, by their name on the Hub, as examples or as streams.
 
     hugging_face(directory=Path("mnist"))     # of DatasetDict.save_to_disk, or a folder per split
     hugging_face(path="ylecun/mnist")         # downloaded once, into the cache of `datasets`
+    hugging_face(path="ylecun/mnist", streaming=True)       # read while it trains, not kept
 
 Nothing but a name in the config downloads anything. The code of a data set is never run: `datasets`
 refuses scripts, and pickles too.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from jddp.data.source import DataSource, source_of_parts
-from jddp.data.sources.datasets_library import caching, quiet_datasets
+from jddp.data.extras import import_extra
+from jddp.data.shares import Share
+from jddp.data.source import DataSource, Streams, source_of_parts, source_of_streams
 from jddp.data.sources.decoded_rows import DecodedRows
-from jddp.data.sources.mapped import refusing_damage
+from jddp.data.sources.hugging_face_splits import Splits, splits_at
+from jddp.data.sources.row_streams import EndlessBatches, OnePass, ShuffledBatches, cut_rows
 from jddp.errors import ConfigError, DataError
-
-
-@runtime_checkable
-class _Place(Protocol):
-    """Where a data set is."""
-
-    def where(self, split: str) -> str:
-        """Name of a split, for errors."""
-
-    def read(self, split: str) -> Any:
-        """The rows of a split, a `datasets.Dataset`."""
 
 
 def hugging_face(
@@ -41,6 +32,8 @@ def hugging_face(
     test_split: str = "test",
     columns: Sequence[str] | None = None,
     test_share: float | None = None,
+    streaming: bool = False,
+    shuffle_buffer: int | None = None,
 ) -> DataSource:
     """The source of a data set of Hugging Face.
 
@@ -55,106 +48,83 @@ def hugging_face(
       test_split: Name of the split for testing.
       columns: Columns to read; None for all.
       test_share: Fraction of the training split that is for testing in place of another split.
+      streaming: Whether rows are read one after the other, in the order of the files.
+      shuffle_buffer: Number of rows of a stream from which the next one is taken at random; None
+        for their order.
 
     Raises:
-      ConfigError: If there is not exactly one of directory and path.
+      ConfigError: If there is not exactly one of directory and path, or an argument does not belong
+        to streams, or to examples.
       DataError: If the data are absent or damaged, or the Hub cannot be reached.
     """
-    place = _place(directory, path, config, revision)
-
-    def read(part: str) -> DecodedRows:
-        split = {"train": train_split, "test": test_split}[part]
-        rows = place.read(split)
-        chosen = rows.select_columns(list(columns)) if columns else rows
-        return DecodedRows(chosen, place.where(split))
-
-    return source_of_parts(f"hugging_face {directory or path}", read, test_share)
-
-
-def _place(
-    directory: Path | None, path: str | None, config: str | None, revision: str | None
-) -> _Place:
-    if (directory is None) == (path is None):
+    if streaming and test_share is not None:
         raise ConfigError(
-            "data.name=hugging_face reads a folder, data.dir, or a data set of the Hub by name, "
-            "data.kwargs.path. Give one of the two."
+            f"data.kwargs.test_share={test_share} divides numbered examples, which a stream has "
+            "not. Give train_split and test_split."
         )
-    if path is not None:
-        return _Named(path, config, revision)
-    for name, value in (("config", config), ("revision", revision)):
-        if value is not None:
+    if shuffle_buffer is not None and not streaming:
+        raise ConfigError(
+            f"data.kwargs.shuffle_buffer={shuffle_buffer} is for data.kwargs.streaming=true. "
+            "Without it data.shuffle shuffles all examples."
+        )
+    splits = splits_at(directory, path, config, revision)
+    parts = _Parts(splits, {"train": train_split, "test": test_split}, columns)
+    name = f"hugging_face {directory or path}"
+    if not streaming:
+        return source_of_parts(name, parts.read, test_share)
+
+    def open_streams(size: int, seed: int, share: Share) -> Streams:
+        train = parts.train_batches(size, share, shuffle_buffer, seed)
+        return Streams(train, parts.test_batches(size, share), f"{name}, a stream")
+
+    return source_of_streams(name, open_streams)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts "train" and "test" of a data set, with some columns."""
+
+    splits: Splits
+    names: Mapping[str, str]
+    columns: Sequence[str] | None
+
+    def read(self, part: str) -> DecodedRows:
+        """The examples of a part."""
+        rows = self.splits.read(self.names[part])
+        return DecodedRows(self._chosen(rows, part), self._where(part))
+
+    def train_batches(
+        self, size: int, share: Share, shuffle_buffer: int | None, seed: int
+    ) -> EndlessBatches:
+        """This process's batches of a stream, for training."""
+        if size % share.num_processes:
             raise ConfigError(
-                f"data.kwargs.{name}={value} belongs to data.kwargs.path. Leave it out: the folder "
-                "data.dir holds what was saved."
+                f"data.global_batch_size={size} does not divide over {share.num_processes} "
+                "processes. Give a multiple."
             )
-    assert directory is not None
-    return _Saved(directory)
+        rows, where = self._stream("train"), self._where("train")
+        if shuffle_buffer is None:
+            return EndlessBatches(*cut_rows(rows, where, size, share))
+        # Without exact resumption no position is shared: each process reads rows of its own.
+        distributed = import_extra("datasets.distributed", needed_by="a shuffled stream")
+        shuffled = rows.shuffle(seed=seed, buffer_size=shuffle_buffer)
+        own = distributed.split_dataset_by_node(shuffled, *share)
+        return ShuffledBatches(*cut_rows(own, where, size // share.num_processes, Share(0, 1)))
 
+    def test_batches(self, size: int, share: Share) -> OnePass:
+        """This process's batches of a stream, for testing."""
+        return OnePass(*cut_rows(self._stream("test"), self._where("test"), size, share))
 
-@dataclass(frozen=True)
-class _Saved:
-    """Splits in folders of this name."""
+    def _stream(self, part: str) -> Any:
+        return self._chosen(self.splits.stream(self.names[part]), part)
 
-    directory: Path
-
-    def where(self, split: str) -> str:
-        return str(self.directory / split)
-
-    def read(self, split: str) -> Any:
-        where = self.where(split)
-        if not (self.directory / split).is_dir():
-            there = sorted(x.parent.name for x in self.directory.glob("*/state.json"))
-            splits = f"The splits there are: {', '.join(there)}. " if there else ""
-            raise DataError(f"{where}: no such folder. {splits}It is needed; see data.dir.")
-        with quiet_datasets() as datasets, refusing_damage(where, "data set of datasets"):
-            rows = datasets.load_from_disk(where)
-            # Arrow aborts at places outside of their array. This check reads no numbers.
-            rows.data.validate(full=True)
-            return rows
-
-
-@dataclass(frozen=True)
-class _Named:
-    """Splits of a data set that `datasets` finds by its name."""
-
-    path: str
-    config: str | None
-    revision: str | None
-
-    def where(self, split: str) -> str:
-        return f"{self.path}, split {split}"
-
-    def read(self, split: str) -> Any:
-        with quiet_datasets() as datasets, self._finding(self.where(split)):
-            return datasets.load_dataset(
-                self.path, self.config, split=split, revision=self.revision
-            )
-
-    @contextlib.contextmanager
-    def _finding(self, where: str) -> Iterator[None]:
-        """While open, an error names the split and the way to get it."""
-        with refusing_damage(where, "data set of datasets"), caching(where), self._reaching(where):
-            yield
-
-    @contextlib.contextmanager
-    def _reaching(self, where: str) -> Iterator[None]:
+    def _chosen(self, rows: Any, part: str) -> Any:
         try:
-            yield
-        except ConnectionError as error:
-            raise DataError(
-                f"{where}: {_line(error)}. Load it once where there is a network, with the same "
-                f"HF_HOME: python -c \"import datasets; datasets.load_dataset('{self.path}')\"; or "
-                "give a folder of DatasetDict.save_to_disk as data.dir."
-            ) from error
-        except (OSError, ValueError, RuntimeError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # about a file of the cache
-            raise DataError(
-                f"{where}: {_line(error)}. See data.kwargs: path, config, revision, train_split, "
-                "test_split."
-            ) from error
+            return rows.select_columns(list(self.columns)) if self.columns else rows
+        except ValueError as error:  # which lists the columns there are
+            reason = str(error).partition("\n")[0].rstrip(".")
+            where = self._where(part)
+            raise DataError(f"{where}: {reason}. See data.kwargs.columns.") from error
 
-
-def _line(error: Exception) -> str:
-    """The first sentence of an error."""
-    return str(error).partition("\n")[0].rstrip(".")
+    def _where(self, part: str) -> str:
+        return self.splits.where(self.names[part])

@@ -1,13 +1,19 @@
 """Data sets of Hugging Face: saved to disk, by name, as streams. Nothing here has a network."""
 
+import io
+import itertools
+import json
+
 import datasets
 import numpy as np
 import pytest
 
 from jddp.data import make_source
+from jddp.data.shares import Share
 from jddp.errors import ConfigError, DataError
 
 X = np.arange(30, dtype=np.float32).reshape(10, 3)
+SHARE = Share(0, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +63,22 @@ def test_a_data_set_is_found_by_its_name_with_splits_and_parts_of_them(tmp_path,
         source(path=str(folder), config="en")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_are_chosen_and_one_that_is_missing_is_named(tmp_path, streaming):
+    made = datasets.Dataset.from_dict({"x": X, "name": ["a"] * len(X)})
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "named"))
+
+    def batch(*columns):
+        found = source(tmp_path / "named", columns=columns, streaming=streaming)
+        if streaming:
+            return next(iter(found.open_streams(2, 0, SHARE).train))
+        return found.load().train.take(np.arange(2))
+
+    assert batch("x").keys() == {"x"}
+    with pytest.raises(DataError, match=r"named/train: .*'y'.* See data\.kwargs\.columns\."):
+        batch("x", "y")
+
+
 def test_without_a_network_one_line_says_how_to_get_the_data():
     with pytest.raises(DataError) as raised:
         source(path="ylecun/mnist", revision="main")
@@ -102,3 +124,108 @@ def test_damaged_files_and_images_without_their_bytes_are_refused_by_name(tmp_pa
 def test_a_folder_and_a_name_exclude_each_other(kwargs, message):
     with pytest.raises(ConfigError, match=message):
         source(**kwargs)
+
+
+def streams(directory, size, *, seed=0, share=SHARE, **kwargs):
+    made = source(directory, streaming=True, **kwargs)
+    return made.open_streams(size, seed, share)
+
+
+def first(num_batches, batches):
+    return [batch["x"] for batch in itertools.islice(batches, num_batches)]
+
+
+@pytest.fixture
+def saved(tmp_path, splits):
+    splits.save_to_disk(str(tmp_path / "saved"))
+    return tmp_path / "saved"
+
+
+def test_a_stream_is_endless_for_training_and_one_pass_for_testing(tmp_path, splits, saved):
+    for name, rows in splits.items():
+        rows.to_parquet(str(tmp_path / "named" / f"{name}.parquet"))
+    for place in ({"directory": saved}, {"directory": None, "path": str(tmp_path / "named")}):
+        both = streams(size=4, test_split="validation", **place)
+        rows = np.concatenate([X, X, X])[:28]
+        np.testing.assert_array_equal(np.concatenate(first(7, both.train)), rows)
+        for _ in range(2):
+            np.testing.assert_array_equal(np.concatenate(first(9, both.test)), X[4:6])
+
+
+def test_a_stream_that_resumes_has_the_batches_of_one_that_was_not_interrupted(saved):
+    whole = first(9, streams(saved, 4).train)
+    for num_before in range(9):
+        before = streams(saved, 4).train
+        assert len(first(num_before, before)) == num_before
+        state = json.loads(json.dumps(before.state_dict()))
+        after = streams(saved, 4).train
+        after.load_state_dict(state)
+        np.testing.assert_array_equal(first(9 - num_before, after), whole[num_before:])
+
+
+def test_processes_read_parts_of_the_same_global_batches_and_resume_from_one_position(saved):
+    whole = streams(saved, 4)
+    parts = [streams(saved, 4, share=Share(i, 2)) for i in range(2)]
+    both = zip(*(first(6, part.train) for part in parts), strict=True)
+    np.testing.assert_array_equal([np.concatenate(x) for x in both], first(6, whole.train))
+    assert parts[0].train.state_dict() == parts[1].train.state_dict()
+    tests = [streams(saved, 4, test_split="train", share=Share(i, 2)).test for i in range(2)]
+    rows = [first(9, test) for test in tests]
+    assert [[len(x) for x in part] for part in rows] == [[2, 2, 2], [2, 2, 0]]
+    np.testing.assert_array_equal(
+        np.concatenate([np.concatenate(pair) for pair in zip(*rows, strict=True)]), X
+    )
+    with pytest.raises(ConfigError, match="=5 does not divide over 2 processes"):
+        streams(saved, 5, share=Share(0, 2))
+
+
+def test_a_shuffled_stream_follows_its_seed_and_warns_that_it_does_not_resume_exactly(
+    saved, caplog
+):
+    def epochs(seed, **kwargs):
+        made = streams(saved, 5, seed=seed, shuffle_buffer=10, **kwargs).train
+        found = np.concatenate(first(4, made))[:, 0]
+        return made, found[:10], found[10:]
+
+    made, one, two = epochs(3)
+    assert sorted(one) == sorted(two) == sorted(X[:, 0])
+    assert not np.array_equal(one, two)
+    np.testing.assert_array_equal(one, epochs(3)[1])
+    assert not np.array_equal(one, epochs(4)[1])
+    assert caplog.text.count("it does not resume exactly") == 3
+    made.load_state_dict(made.state_dict())
+    assert len(first(1, made)) == 1
+    assert caplog.text.count("it does not resume exactly") == 3  # once for each stream
+    assert "buffer will be refilled" in caplog.text  # by datasets
+    halves = [
+        np.concatenate(first(5, streams(saved, 2, shuffle_buffer=4, share=Share(i, 2)).train))
+        for i in range(2)
+    ]
+    assert sorted(np.concatenate(halves)[:, 0]) == sorted(X[:, 0])
+
+
+def test_images_of_a_stream_are_decoded_here_and_sound_is_refused(tmp_path):
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("L", (3, 2), 7).save(file, "PNG")
+    column = datasets.Image()
+    for part in ("train", "test"):
+        rows = {"image": [{"bytes": file.getvalue(), "path": None}] * 4, "label": [0, 1, 0, 1]}
+        made = datasets.Dataset.from_dict(rows).cast_column("image", column)
+        made.save_to_disk(str(tmp_path / part))
+    batch = next(iter(streams(tmp_path, 2).train))
+    np.testing.assert_array_equal(batch["image"], np.full((2, 2, 3), 7, np.uint8))
+    np.testing.assert_array_equal(batch["label"], np.array([0, 1], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"streaming": True, "test_share": 0.5}, "test_share=0.5 divides numbered examples"),
+        ({"shuffle_buffer": 10}, "shuffle_buffer=10 is for data.kwargs.streaming=true"),
+    ],
+)
+def test_arguments_of_the_other_kind_of_reading_are_refused(saved, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        source(saved, **kwargs)
