@@ -31,7 +31,7 @@ from jddp.job.callbacks import find_callbacks
 from jddp.job.class_weights import balanced_weights, weighted
 from jddp.job.document_weights import weighted_by_documents
 from jddp.job.optimizers import optimizer_of
-from jddp.job.streams import is_stream, source_of_stream, stream_arguments
+from jddp.job.streams import is_stream, source_of_batches, stream_arguments
 from jddp.job.transforms import listed_transforms
 from jddp.names import accepted_names, check_arguments, defaults_of, named, resolve_target
 from jddp.reduce.hooks import CommHook
@@ -120,7 +120,7 @@ def find_source(config: Config) -> DataSource:
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise _wrong(data, "data", pair, "(train, test)")
     if is_stream(pair[0]):
-        return source_of_stream(data.target, *pair)
+        return source_of_batches(data.target, *pair)
     return source_of(data.target, *pair)
 
 

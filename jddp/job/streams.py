@@ -53,7 +53,7 @@ def is_stream(data: object) -> bool:
     return hasattr(data, "__iter__") and not has_numbers and not isinstance(data, Examples)
 
 
-def source_of_stream(name: str, train: Batches, test: object) -> DataSource:
+def source_of_batches(name: str, train: Batches, test: object) -> DataSource:
     """The source of a stream that a function named in a config has returned.
 
     Args:
