@@ -30,6 +30,7 @@ NOT_OF_STREAMS = {
     "checkpoint.every_epochs": "Give checkpoint.every_steps",
     "data.num_workers": "It reads its batches itself: leave the key out",
     "data.sample_weights": "Its examples have no numbers: leave the key out",
+    "data.mixture": "Mix sources in the stream",
     "data.transforms": "Transform rows in the stream",
     "data.mixup": "Mix rows in the stream",
     "data.cutmix": "Mix rows in the stream",

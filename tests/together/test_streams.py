@@ -10,6 +10,7 @@ import jddp
 from jddp.__main__ import main
 from jddp.config.files import load_config
 from jddp.errors import ConfigError, DataError, UsageError
+from jddp.job.data_rate import measure_data_rate
 from jddp.job.job import build
 from jddp.runs.rows import rows_of_step
 
@@ -168,6 +169,17 @@ def test_a_killed_job_of_a_hugging_face_stream_resumes_bitwise(tmp_path):
     assert on_four.eval_metrics == pytest.approx(whole.eval_metrics, rel=1e-5)
 
 
+def test_a_mixture_of_streams_is_refused():
+    import datasets
+
+    made = datasets.Dataset.from_dict({"x": [1.0, 2.0]})
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk("saved")
+    mixture = "data.mixture=[{dir: saved, weight: 1}, {dir: ./saved, weight: 2}]"
+    keys = ["data.name=hugging_face", "data.kwargs.streaming=true", mixture]
+    with pytest.raises(ConfigError, match=r"data\.mixture=.*Mix sources in the stream"):
+        build(load_config([], [*TRAIN, "run.dir=run", *keys])[0])
+
+
 def test_a_run_of_a_stream_is_evaluated_but_has_no_numbered_examples(mine, capsys):
     run = job_of("plain").run()
     assert main(["evaluate", "run", "--trust", "config"]) == 0
@@ -185,13 +197,18 @@ def test_the_summary_and_the_dry_run_read_the_first_batch_alone(mine, capsys):
     assert "batch    16 = 2 devices x 8 examples" in said
 
 
+def test_the_rate_of_a_stream_is_not_measured():
+    with pytest.raises(UsageError, match="would take batches of it"):
+        measure_data_rate(job_of("positioned"))
+
+
 def test_keys_that_need_numbered_examples_are_refused_in_one_line_each():
-    keys = ["data.num_workers=2", "data.mixup=0.2", "data.sample_weights=w.npy"]
+    keys = ["data.num_workers=2", "data.mixup=0.2", "train.eval_every_epochs=1"]
     with pytest.raises(ConfigError) as raised:
         job_of("plain", *keys, "train.num_steps=null", "train.num_epochs=1")
     lines = str(raised.value).splitlines()
     assert [line.partition("=")[0] for line in lines] == [
-        *("train.num_epochs", "data.num_workers", "data.sample_weights", "data.mixup")
+        *("train.num_epochs", "train.eval_every_epochs", "data.num_workers", "data.mixup")
     ]
     assert lines[0] == (
         "train.num_epochs=1.0 and a stream of batches cannot be combined. It has no epochs: give "
