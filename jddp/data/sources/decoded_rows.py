@@ -7,7 +7,7 @@ types are refused. The exceptions of a library for damaged bytes become a `DataE
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -49,6 +49,29 @@ class StoredRows:
             if hasattr(self._rows, "__getitems__"):
                 return list(self._rows.__getitems__(list(indices)))
             return [self._rows[index] for index in indices]
+
+
+class MappedRows:
+    """Rows that a function makes of what is stored.
+
+    Args:
+      stored: The stored rows.
+      function: Function from one of them to a row; what it raises is its own.
+    """
+
+    def __init__(self, stored: StoredRows, function: Callable[[Any], Row]) -> None:
+        self._stored = stored
+        self._function = function
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __getitem__(self, index: SupportsIndex) -> Row:
+        return self._function(self._stored[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+        """The rows at these indices, which are read together."""
+        return [self._function(stored) for stored in self._stored.__getitems__(indices)]
 
 
 class DecodedRows(StoredRows):

@@ -11,12 +11,11 @@ them out.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jddp.data.extras import import_extra
 from jddp.data.source import DataSource, source_of_parts
 from jddp.data.sources.datasets_library import caching, quiet_datasets
-from jddp.data.sources.decoded_rows import DecodedRows, StoredRows
+from jddp.data.sources.decoded_rows import DecodedRows, MappedRows, StoredRows
 from jddp.data.sources.mapped import refusing_damage, require_file
 from jddp.errors import DataError, Error
 from jddp.names import resolve_target
@@ -46,7 +45,7 @@ def parquet(
 def array_record(*, directory: Path, decode: str, test_share: float | None = None) -> DataSource:
     """The source of ArrayRecord files; the target `decode` makes a row from a record's bytes."""
 
-    def read(part: str) -> Any:
+    def read(part: str) -> MappedRows:
         grain = import_extra("grain", needed_by="array_record")
         files = _files(directory, part, "array_record")
         where = f"{directory}/{part}*.array_record"
@@ -56,7 +55,7 @@ def array_record(*, directory: Path, decode: str, test_share: float | None = Non
             num_records = len(records)
         if not num_records:
             raise DataError(f"{where}: no records. Write some.")
-        return grain.MapDataset.source(StoredRows(records, where)).map(function)
+        return MappedRows(StoredRows(records, where), function)
 
     return source_of_parts(f"array_record {directory}", read, test_share)
 
