@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
+import numpy as np
 
 from jddp.config.files import flatten
 from jddp.config.schema import Config
@@ -124,14 +125,15 @@ def check_first(config: Config, batch: Batch) -> None:
 
     Raises:
       ConfigError: If their number differs.
-      DataError: If it is a single example.
+      DataError: If it is a single example, or holds nothing.
     """
-    first, num_processes = jax.tree.leaves(batch)[0], jax.process_count()
+    first, *_ = *jax.tree.leaves(batch), np.zeros(())
     if not first.ndim:
         raise DataError(
             "the stream returns single examples. It must return batches, whose arrays have a row "
             "for each example: .batch(n) of datasets or of grain makes them."
         )
+    num_processes = jax.process_count()
     size, found = config.data.global_batch_size, len(first) * num_processes
     if found != size:
         each = f" on each of {num_processes} processes" if num_processes > 1 else ""

@@ -80,6 +80,9 @@ def empty():
 def single():
     return iter([{"image": np.float32(1.0), "label": 1}]), [rows(8, 0)]
 
+def nothing():
+    return iter([{}]), [rows(8, 0)]
+
 def once(global_batch_size):
     return Positioned(global_batch_size), iter([rows(global_batch_size, 0)])
 
@@ -224,6 +227,7 @@ def test_keys_that_need_numbered_examples_are_refused_in_one_line_each():
         ("fixed", ConfigError, "has 8 rows. Set data.global_batch_size=8, or let"),
         ("empty", DataError, "ended after 0 batches"),
         ("single", DataError, "returns single examples"),
+        ("nothing", DataError, "returns single examples"),
         ("once", ConfigError, "mine:once returns list_iterator. It must return batches that can"),
         ("arrays", ConfigError, "mine:arrays returns dict. It must return batches that can"),
     ],

@@ -57,16 +57,7 @@ def hugging_face(
         to streams, or to examples.
       DataError: If the data are absent or damaged, or the Hub cannot be reached.
     """
-    if streaming and test_share is not None:
-        raise ConfigError(
-            f"data.kwargs.test_share={test_share} divides numbered examples, which a stream has "
-            "not. Give train_split and test_split."
-        )
-    if shuffle_buffer is not None and not streaming:
-        raise ConfigError(
-            f"data.kwargs.shuffle_buffer={shuffle_buffer} is for data.kwargs.streaming=true. "
-            "Without it data.shuffle shuffles all examples."
-        )
+    _check(streaming, test_share, shuffle_buffer)
     splits = splits_at(directory, path, config, revision)
     parts = _Parts(splits, {"train": train_split, "test": test_split}, columns)
     name = f"hugging_face {directory or path}"
@@ -78,6 +69,24 @@ def hugging_face(
         return Streams(train, parts.test_batches(size, share), f"{name}, a stream")
 
     return source_of_streams(name, open_streams)
+
+
+def _check(streaming: bool, test_share: float | None, shuffle_buffer: int | None) -> None:
+    """Refuses arguments that do not belong together."""
+    if streaming and test_share is not None:
+        raise ConfigError(
+            f"data.kwargs.test_share={test_share} divides numbered examples, which a stream has "
+            "not. Give train_split and test_split."
+        )
+    if shuffle_buffer is not None and not streaming:
+        raise ConfigError(
+            f"data.kwargs.shuffle_buffer={shuffle_buffer} is for data.kwargs.streaming=true. "
+            "Without it data.shuffle shuffles all examples."
+        )
+    if shuffle_buffer is not None and shuffle_buffer < 1:
+        raise ConfigError(
+            f"data.kwargs.shuffle_buffer={shuffle_buffer} holds no row. Give 1 or more, or null."
+        )
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,7 @@ def test_images_of_a_stream_are_decoded_here_and_sound_is_refused(tmp_path):
     ("kwargs", "message"),
     [
         ({"streaming": True, "test_share": 0.5}, "test_share=0.5 divides numbered examples"),
+        ({"streaming": True, "shuffle_buffer": 0}, "shuffle_buffer=0 holds no row"),
         ({"shuffle_buffer": 10}, "shuffle_buffer=10 is for data.kwargs.streaming=true"),
     ],
 )
