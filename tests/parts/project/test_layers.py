@@ -17,8 +17,8 @@ import jddp
 FLOORS = {
     "ground": {"errors", "typing", "files", "html", "jaxprs"},
     "names, numbers and processes": {"names", "paths", "reduce", "distributed"},
-    "what a job is given": {"modules", "zoo", "config", "data", "launcher"},
-    "the step": {"engine"},
+    "what a job is given": {"modules", "config", "data", "launcher"},
+    "the step, and what it trains": {"engine", "zoo"},
     "what became of a step": {"checkpoint", "inspection"},
     "training": {"data_parallel", "trainer"},
     "verification": {"verification"},
