@@ -58,7 +58,8 @@ def _tokenize(arguments: argparse.Namespace) -> None:
         shard_tokens=arguments.shard_tokens,
     )
     for part, num_tokens in index["tokens"].items():
-        show(f"{part:5}  {index['documents'][part]:,} documents, {num_tokens:,} tokens")
+        num_documents, num_bytes = index["documents"][part], index["bytes"][part]
+        show(f"{part:5}  {num_documents:,} documents, {num_tokens:,} tokens, {num_bytes:,} bytes")
     show(
         f"train with data.name=tokens data.dir={arguments.directory} "
         f"data.kwargs.sequence_length=... , and a model of vocab_size {index['vocab_size']:,}"

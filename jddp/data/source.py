@@ -93,6 +93,8 @@ class DataSource:
       num_categories: Number of categories of each column of "categories", of a table.
       tokenizer: Name of the tokenizer, of tokens; empty if it is unknown.
       open_streams: Function that opens streams, in the place of `load`; None for examples.
+      bytes_per_token: Mean number of bytes of text that a token of the test examples stands for;
+        None if it is not known.
     """
 
     spec: Spec
@@ -102,6 +104,7 @@ class DataSource:
     num_categories: Sequence[int] = ()
     tokenizer: str = ""
     open_streams: OpenStreams | None = None
+    bytes_per_token: float | None = None
 
 
 def make_data_set(

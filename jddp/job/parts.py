@@ -38,7 +38,7 @@ from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
 from jddp.trainer.reports.sinks import ChosenSink, choose_sinks
 from jddp.typing import LossFn, Settings
-from jddp.zoo.losses import LOSSES
+from jddp.zoo.losses import LOSSES, next_token
 from jddp.zoo.models import MODELS, Module, make_model
 from jddp.zoo.optimizers import make_optimizer
 
@@ -91,7 +91,8 @@ def resolve_parts(config: Config) -> Parts:
     attempt(optimizer_of)  # before the data are read, which the number of steps may depend on
     source = attempt(find_source)
     filled = attempt(functools.partial(_model, source=source))
-    loss_fn, eval_fn = attempt(find_loss), attempt(find_eval_fn)
+    loss_fn = attempt(functools.partial(find_loss, source=source))
+    eval_fn = attempt(find_eval_fn)
     options, sinks = attempt(_ddp_options), attempt(_sinks)
     attempt(find_callbacks)  # which are made where the run begins
     attempt(listed_transforms)
@@ -176,11 +177,14 @@ def _wrong(section: NamedSection, key: str, found: object, wanted: str) -> Confi
     return ConfigError(f"{given} It must return {wanted}.")
 
 
-def find_loss(config: Config) -> LossFn:
-    """The loss that a config names."""
+def find_loss(config: Config, source: DataSource | None = None) -> LossFn:
+    """The loss that a config names, with the bytes of a token, if the source knows them."""
     loss = config.loss
     found = named(loss, "loss", LOSSES, "loss")
-    filled = _with_arguments(found, loss.kwargs, "loss.target", "loss.kwargs")
+    kwargs = dict(loss.kwargs)
+    if found is next_token and source is not None and source.bytes_per_token is not None:
+        kwargs = {"bytes_per_token": source.bytes_per_token, **kwargs}
+    filled = _with_arguments(found, kwargs, "loss.target", "loss.kwargs")
     weights = loss.class_weights
     return filled if weights is None or weights == "balanced" else weighted(filled, weights)
 
@@ -206,7 +210,7 @@ def with_class_weights(parts: Parts, data: DataSet) -> Parts:
         raise ConfigError(
             f"loss.class_weights: {len(weights)} weights for {num_classes} classes. Give one each."
         )
-    return dataclasses.replace(parts, config=config, loss_fn=find_loss(config))
+    return dataclasses.replace(parts, config=config, loss_fn=find_loss(config, parts.source))
 
 
 def find_eval_fn(config: Config) -> LossFn | None:

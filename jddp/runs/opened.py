@@ -19,7 +19,7 @@ from jddp.config.files import with_overrides
 from jddp.config.mistakes import ConfigMistakes
 from jddp.config.options import Precision
 from jddp.config.schema import Config
-from jddp.data import DataSet
+from jddp.data import DataSet, DataSource
 from jddp.data.source import Streams
 from jddp.data_parallel import DataParallel
 from jddp.distributed.agree import agree
@@ -203,8 +203,16 @@ def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
         reason = "A run of jddp.fit does not save its loss. Give loss_fn= to open_run."
         return _refusing(UsageError(reason))
     if (key := _loss_key(config)) in trusted:
-        return find_eval_fn(config) or find_loss(config)
+        return find_eval_fn(config) or find_loss(config, _source_of_tokens(config))
     return _refusing(refusal(key, config, "loss_fn="))
+
+
+def _source_of_tokens(config: Config) -> DataSource | None:
+    """The source of a language model's data, which may know the bytes of its tokens."""
+    if config.loss.name == "next_token" and config.data.name is not None:
+        with contextlib.suppress(Error):  # A run can be opened without its data.
+            return find_source(config)
+    return None
 
 
 def _loss_key(config: Config) -> str:

@@ -8,17 +8,21 @@ leading dim is the examples, alone or with a dict of metrics of the same kind. I
 the step does, over all replicas.
 """
 
+import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jaxtyping import Float, Int
 
 from jddp.errors import ConfigError
+from jddp.modules.metrics import Metric
 from jddp.typing import LossFn
 
 Model = Callable[..., Any]  # a bound Linen module, or an NNX module in the right mode
@@ -98,18 +102,30 @@ def _cross_entropy(
 
 
 def next_token(
-    model: Model, batch: ArrayBatch, train: bool
-) -> tuple[Float[Array, "b t"], dict[str, Array]]:
+    model: Model, batch: ArrayBatch, train: bool, *, bytes_per_token: float | None = None
+) -> tuple[Float[Array, "b t"], dict[str, Array | Metric]]:
     """The cross entropy of each of `batch["tokens"]` given those before it, and "accuracy".
+
+    An evaluation also has "perplexity", `exp(nats / count)`, and where the bytes are known
+    "bits_per_byte", `nats / ln(2) / (count * bytes_per_token)`. Here `nats` is the sum of the
+    losses of all valid predictions, and `count` is their number: both are computed once, from
+    these sums, and are no means over batches. Bits per byte can be compared between tokenizers.
 
     Args:
       model: Causal model that returns logits `(b, t, vocab)` for tokens `(b, t)`.
-      batch: Rows of "tokens" `(b, t + 1)`; and of "segments" `(b, t)`, if documents are packed.
+      batch: Rows of "tokens" `(b, t + 1)`; "mask" `(b, t)`, if some are not predicted; and
+        "segments" `(b, t)`, if documents are packed.
       train: Whether this is training.
+      bytes_per_token: Mean number of bytes of text that a token stands for. The data of a job fill
+        it in, by the mean over their test split; so bits per byte are exact for an evaluation of
+        all of it, and scaled by that mean for a part.
 
     Returns:
       Losses in nats, and metrics, of each of the `t` predictions. The loss of a token that is not
       in the vocabulary is NaN.
+
+    References:
+      Gao et al., "The Pile", 2020, section 3.1: bits per byte. https://arxiv.org/abs/2101.00027
     """
     (tokens,) = _fields(batch, "next_token", "tokens")
     inputs = tokens[:, :-1]
@@ -120,7 +136,23 @@ def next_token(
     is_target = jax.nn.one_hot(targets.astype(jnp.int32), logits.shape[-1], dtype=bool)
     target_logits = jnp.where(is_target, logits, 0).sum(-1)
     known = jnp.where(is_target.any(-1), target_logits, jnp.nan)
-    return jax.nn.logsumexp(logits, axis=-1) - known, {"accuracy": logits.argmax(-1) == targets}
+    losses = jax.nn.logsumexp(logits, axis=-1) - known
+    metrics = {"accuracy": logits.argmax(-1) == targets, "perplexity": Metric(losses, _perplexity)}
+    if bytes_per_token is not None:
+        metrics["bits_per_byte"] = Metric(losses, _bits_per_byte(bytes_per_token))
+    return losses, metrics
+
+
+def _perplexity(nats: float, count: float) -> float:
+    with np.errstate(over="ignore"):  # of a run that diverges
+        return np.exp(nats / count)
+
+
+@functools.cache  # As a static part of a program it must be the same in each trace.
+def _bits_per_byte(bytes_per_token: float) -> Callable[[float, float], float]:
+    if not bytes_per_token > 0:
+        raise ConfigError(f"bytes_per_token {bytes_per_token} is not positive. Leave it out.")
+    return lambda nats, count: nats / math.log(2) / (count * bytes_per_token)
 
 
 def mean_squared_error(model: Model, batch: ArrayBatch, train: bool) -> Float[Array, "b"]:

@@ -37,7 +37,10 @@ def python_stdlib(*, sequence_length: int = 256, documents: str = "cross") -> Da
     spec = token_spec(sequence_length, documents)
     root = Path(sysconfig.get_path("stdlib"))
     return DataSource(
-        spec, lambda: _load(root, sequence_length, documents), sizes={"vocab_size": VOCAB_SIZE}
+        spec,
+        lambda: _load(root, sequence_length, documents),
+        sizes={"vocab_size": VOCAB_SIZE},
+        bytes_per_token=1.0,
     )
 
 

@@ -161,7 +161,7 @@ def write_tokens(
         tokens = np.asarray(tokenizer.encode(text), dtype)
         if tokenizer.end_of_document is not None:
             tokens = np.append(tokens, np.array(tokenizer.end_of_document, dtype))
-        part.add(tokens, weight)
+        part.add(tokens, weight, num_bytes=len(text.encode()))
     for name, part in parts.items():
         part.end_shard()
         if not part.num_documents:
@@ -172,6 +172,7 @@ def write_tokens(
         "end_of_document": tokenizer.end_of_document,
         "documents": {name: part.num_documents for name, part in parts.items()},
         "tokens": {name: part.num_tokens for name, part in parts.items()},
+        "bytes": {name: part.num_bytes for name, part in parts.items()},
     }
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return index
@@ -187,13 +188,15 @@ class _Part:
         self._documents: list[np.ndarray] = []
         self._weights: list[float] = []
         self._num_shards = self._in_shard = self.num_tokens = self.num_documents = 0
+        self.num_bytes = 0
 
-    def add(self, tokens: np.ndarray, weight: float) -> None:
+    def add(self, tokens: np.ndarray, weight: float, *, num_bytes: int) -> None:
         self._documents.append(tokens)
         self._weights.append(weight)
         self._in_shard += len(tokens)
         self.num_tokens += len(tokens)
         self.num_documents += 1
+        self.num_bytes += num_bytes
         if self._in_shard >= self._shard_tokens:
             self.end_shard()
 

@@ -5,7 +5,7 @@
 A directory holds train.npy and test.npy, or several files of each (train-00000.npy, ...). Each file
 is one row of uint16 or uint32, memory-mapped. Beside it, train-00000.documents.npy has the
 positions at which documents begin, and train-00000.document_weights.npy their weights, if they
-have any; tokens.json has the tokenizer and the sizes.
+have any; tokens.json has the tokenizer and the sizes, in tokens and in bytes.
 """
 
 import json
@@ -20,6 +20,7 @@ from jddp.data.sources.mapped import map_npy, refusing_damage, require_file
 from jddp.data.sources.packed_tokens import PackedExamples
 from jddp.data.sources.token_shards import DocumentWeights, TokenShards, file_of
 from jddp.errors import ConfigError, DataError
+from jddp.typing import JsonObject
 
 INDEX = "tokens.json"
 DOCUMENTS = ".documents.npy"
@@ -125,7 +126,7 @@ def tokens(
     spec = token_spec(sequence_length, documents)
     if is_weighted := any(directory.glob(f"*{WEIGHTS}")):
         spec["weight"] = ((sequence_length,), np.dtype("float32"))
-    tokenizer, known_size = _tokenizer(directory / INDEX)
+    tokenizer, known_size, bytes_per_token = _known_in(directory / INDEX)
     vocab_size = vocab_size or known_size
 
     def examples(part: str) -> Examples:
@@ -146,17 +147,23 @@ def tokens(
         return make_data_set(f"tokens {directory}{packing_of(train)}", train, test)
 
     sizes = {"vocab_size": vocab_size} if vocab_size else {}
-    return DataSource(spec, load, sizes=sizes, tokenizer=tokenizer)
+    return DataSource(spec, load, sizes=sizes, tokenizer=tokenizer, bytes_per_token=bytes_per_token)
 
 
-def _tokenizer(index: Path) -> tuple[str, int | None]:
-    """The name of the tokenizer and the size of its vocabulary, of an index that may be absent."""
+def _known_in(index: Path) -> tuple[str, int | None, float | None]:
+    """Name and size of the tokenizer, and bytes of a token; of an index that may be absent."""
     if not index.exists():
-        return "", None
+        return "", None, None
     require_file(index)
     with refusing_damage(index, "index"):
         found = json.loads(index.read_text())
-        return str(found.get("tokenizer", "")), int(found["vocab_size"])
+        return str(found.get("tokenizer", "")), int(found["vocab_size"]), _bytes_per_token(found)
+
+
+def _bytes_per_token(index: JsonObject) -> float | None:
+    """The mean over the test part; None if the index has no bytes, as of an earlier version."""
+    num_bytes = index.get("bytes", {}).get("test")
+    return num_bytes / index["tokens"]["test"] if num_bytes else None
 
 
 def token_examples(

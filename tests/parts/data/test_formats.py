@@ -376,6 +376,9 @@ def test_a_tokenizer_of_hugging_face_writes_its_own_tokens(tmp_path):
     tokenizer.save(str(path))
     directory, index = written(tmp_path, tokenizer_in(path, end_of_document="<end>"))
     assert (index["tokenizer"], index["vocab_size"]) == ("words.json", len(words))
+    assert sum(index["bytes"].values()) == sum(len(text) for text in TEXTS)
+    source = make_source("tokens", directory=str(directory), kwargs={"sequence_length": 2})
+    assert source.bytes_per_token == index["bytes"]["test"] / index["tokens"]["test"] > 3
     tokens = np.load(directory / "train-00000.npy")
     texts = " ".join(words[i] for i in tokens).split(" <end>")
     assert set(" ".join(t.split()) for t in texts if t) < {" ".join(t.split()) for t in TEXTS}
@@ -383,6 +386,14 @@ def test_a_tokenizer_of_hugging_face_writes_its_own_tokens(tmp_path):
         tokenizer_in(path, end_of_document="<eos>")
     with pytest.raises(ConfigError, match=r"nothing\.json: not a Hugging Face tokenizer file"):
         tokenizer_in(tmp_path / "nothing.json")
+
+
+def test_tokens_of_an_earlier_version_have_no_known_bytes(tmp_path):
+    directory, index = written(tmp_path)
+    del index["bytes"]
+    (directory / "tokens.json").write_text(json.dumps(index))
+    source = make_source("tokens", directory=str(directory), kwargs={"sequence_length": 2})
+    assert source.bytes_per_token is None
 
 
 def test_documents_are_files_and_lines_of_jsonl(tmp_path):

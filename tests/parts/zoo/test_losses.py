@@ -1,5 +1,7 @@
 """Losses: their values by hand, how they call a model, and what they refuse."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+import jddp
 from jddp.errors import ConfigError
 from jddp.zoo.losses import LOSSES, call_model, cross_entropy, mean_squared_error, next_token
 
@@ -22,6 +25,16 @@ def log_softmax(logits):
 
 def identity(x):
     return x
+
+
+class Table(nn.Module):
+    """Logits that depend on the last token alone: the rows of a table."""
+
+    rows: np.ndarray
+
+    @nn.compact
+    def __call__(self, tokens):
+        return self.param("rows", lambda key: jnp.asarray(self.rows))[tokens]
 
 
 def test_cross_entropy_is_per_example_smoothed_in_training_and_of_both_labels_of_a_mixed_image():
@@ -81,6 +94,44 @@ def test_next_token_scores_each_token_by_those_before_it():
     want = -np.take_along_axis(log_softmax(LOGITS)[tokens[:, :-1]], tokens[:, 1:, None], -1)[..., 0]
     np.testing.assert_allclose(losses, want, rtol=1e-6)
     assert metrics["accuracy"].tolist() == [[False, True, False], [True, True, False]]
+
+
+def test_perplexity_and_bits_per_byte_are_those_of_the_sum_of_all_losses():
+    """The mean of the perplexities of two batches would be another number."""
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(5, 5)).astype(np.float32) * 2
+    tokens = rng.integers(5, size=(9, 8)).astype(np.int32)
+    mask = (rng.random((9, 7)) < 0.7).astype(np.float32)
+    loss = functools.partial(next_token, bytes_per_token=3.5)
+    ddp = jddp.DataParallel(Table(table), optax.sgd(0.1), loss, mesh=2)
+    rows = {"tokens": tokens, "mask": mask}
+    state = ddp.init(0, {name: x[:2] for name, x in rows.items()})
+    found = ddp.evaluate(
+        state, [{n: x[i] for n, x in rows.items()} for i in np.split(range(9), [4])]
+    )
+    nats = -np.take_along_axis(log_softmax(table)[tokens[:, :-1]], tokens[:, 1:, None], -1)[..., 0]
+    mean = nats[mask > 0].astype(np.float64).mean()
+    assert found["loss"] == pytest.approx(mean, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]), rel=1e-12)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / np.log(2) / 3.5, rel=1e-12)
+    _, metrics = ddp.step(state, {name: x[:2] for name, x in rows.items()})
+    assert metrics.keys() == {"loss", "accuracy", "count"}
+
+
+def test_a_perplexity_too_large_for_a_number_is_infinite():
+    losses = next_token(lambda tokens: LOGITS[tokens], {"tokens": jnp.array([[0, 1]])}, False)[1]
+    assert losses["perplexity"].compute(np.float64(1e6), 10) == np.inf
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, np.nan])
+def test_bytes_per_token_are_positive(wrong):
+    with pytest.raises(ConfigError, match="bytes_per_token .* is not positive. Leave it out"):
+        next_token(
+            lambda tokens: LOGITS[tokens],
+            {"tokens": jnp.array([[0, 1]])},
+            False,
+            bytes_per_token=wrong,
+        )
 
 
 def test_mean_squared_error_averages_over_outputs_and_not_over_examples():
