@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import logging
 import operator
-import statistics
 from collections.abc import Mapping
 
 import jax
@@ -183,7 +182,7 @@ class Reporter:
             record["learning_rate"] = self.learning_rate(step)
         if (spent := self.clock.spent(step)) is not None:
             record |= {"step_seconds": spent.step, "data_wait_seconds": spent.data}
-            record |= {"host_seconds": spent.host, **self.work.rates(spent.step, num_rows)}
+            record |= {"host_seconds": spent.host} | self.work.rates(record, num_rows)
             record |= self.processes.compare(spent)
             with self.clock.on_devices():
                 self.processes.measure(self.run.state.step)
@@ -250,9 +249,10 @@ class Reporter:
 
     def report_throughput(self) -> None:
         """Prints a line on the speed of the run, that of its median record, and on peak memory."""
-        seconds = [x["step_seconds"] for x in self.run.records if "step_seconds" in x]
-        if seconds:
-            rates = self.work.rates(statistics.median(seconds), self.work.num_rows)
+        timed = [x for x in self.run.records if "step_seconds" in x]
+        if timed:
+            median = sorted(timed, key=operator.itemgetter("step_seconds"))[len(timed) // 2]
+            rates = self.work.rates(median, self.work.num_rows)
             traced = [x for x in self.run.records if EXPOSED_SHARE in x]
             traced = traced or [self.profile.take_fields()]
             rates[EXPOSED_SHARE] = traced[-1].get(EXPOSED_SHARE)

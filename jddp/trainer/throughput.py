@@ -1,9 +1,10 @@
 """Throughput of a run: examples, tokens and model FLOPs per second, MFU, and peak memory.
 
     work = measure(ddp, batch)       # once, after the first step: traces and compiles nothing again
-    work.rates(seconds, num_rows)    # fields of a record, from the time and the rows of a step
+    work.rates(record, num_rows)     # fields of a record, from the time and the rows of a step
 
-The work of a step is in proportion to its rows, so a record costs divisions alone.
+The work of a step is in proportion to its rows, so a record costs divisions alone. Tokens are those
+that are predicted and count: the valid entries of the loss.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jddp.inspection.flops import count_flops, uncounted
 from jddp.inspection.memory import compiled_bytes, limit_bytes, peak_bytes
 from jddp.inspection.peaks import seconds_at_peak
 from jddp.modules.rows import count_rows
-from jddp.typing import Batch, JsonObject
+from jddp.typing import Batch, JsonObject, Record
 
 # Names of arrays in a batch by which its examples are images, or sequences of tokens.
 _IMAGES = {"image", "images", "pixel_values"}
@@ -36,6 +37,7 @@ class Work:
       devices: Devices of this process, of which peak memory is read.
       num_rows: Number of rows of the step that was measured.
       per_step: The amount behind each rate in that step, by name of its field in records.
+      has_token_losses: Whether its loss has an entry for each token of its sequences.
       unit: Unit of its examples, for people.
       predicted_bytes: Memory that the compiler has assigned to it on a device; None if not asked.
       limit_bytes: Memory that a device can give out; None if it has no statistics.
@@ -45,15 +47,24 @@ class Work:
     devices: Sequence[jax.Device]
     num_rows: int
     per_step: dict[str, float]
+    has_token_losses: bool = False
     unit: str = "ex"
     predicted_bytes: int | None = None
     limit_bytes: int | None = None
     buckets: list[JsonObject] = dataclasses.field(default_factory=list)
 
-    def rates(self, seconds: float, num_rows: int) -> dict[str, float | None]:
-        """Fields of a record, of those that are known, for steps of so many seconds and rows."""
+    def rates(self, record: Record, num_rows: int) -> dict[str, float | None]:
+        """Further fields of a record, of those that are known, for steps of so many rows.
+
+        Args:
+          record: Record with "step_seconds", and with "count", which may be that of the tokens.
+          num_rows: Number of rows of a step.
+        """
+        seconds = record["step_seconds"]
         share = num_rows / max(self.num_rows, 1) / seconds
         fields: dict[str, float | None] = {n: x * share for n, x in self.per_step.items()}
+        if self.has_token_losses:
+            fields["tokens_per_second"] = record["count"] / seconds
         if (peak := peak_bytes(self.devices)) is None:
             return fields
         fields |= {"peak_memory_bytes": peak, "predicted_memory_bytes": self.predicted_bytes}
@@ -107,9 +118,9 @@ def _count(work: Work, ddp: Trainable, batch: Batch) -> None:
 
 
 def _name_examples(work: Work, batch: Batch, num_entries: int) -> None:
-    """Adds the unit of examples, and the number of tokens in sequences.
+    """Adds the unit of examples, and how tokens in sequences are counted.
 
-    Tokens are the entries of the loss; if it has one for a row, those of the batch.
+    Tokens are the valid entries of the loss; if it has one for a row, those of the batch.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     named = {name_of(path).rpartition("/")[2]: x for path, x in leaves}
@@ -117,4 +128,6 @@ def _name_examples(work: Work, batch: Batch, num_entries: int) -> None:
         work.unit = "images"
     for x in (named[name] for name in named.keys() & _TOKENS):
         if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer):
-            work.per_step["tokens_per_second"] = num_entries if num_entries > len(x) else x.size
+            work.has_token_losses = num_entries > len(x)
+            if not work.has_token_losses:
+                work.per_step["tokens_per_second"] = x.size

@@ -28,14 +28,16 @@ def config_of(folder, run_dir=None, **sections):
     kwargs = {"sequence_length": LENGTH}
     data = {"name": "tokens", "dir": str(folder / "tokens"), "global_batch_size": 8}
     sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}
-    return Config(
-        data={**data, "kwargs": kwargs},
-        model={"name": "gpt", "kwargs": sizes},
-        loss={"name": "next_token"},
-        optimizer={"name": "adam", "learning_rate": 0.02},
-        mesh={"num_devices": 2},
-        **{"train": {"num_steps": 4}, "run": {"dir": run_dir and str(run_dir)}, **sections},
-    )
+    given = {
+        "data": {**data, "kwargs": kwargs},
+        "model": {"name": "gpt", "kwargs": sizes},
+        "loss": {"name": "next_token"},
+        "optimizer": {"name": "adam", "learning_rate": 0.02},
+        "mesh": {"num_devices": 2},
+        "train": {"num_steps": 4},
+        "run": {"dir": run_dir and str(run_dir)},
+    }
+    return Config(**{**given, **sections})
 
 
 def test_evaluations_have_perplexity_and_bits_per_byte_also_of_a_run_that_is_opened(
@@ -50,6 +52,18 @@ def test_evaluations_have_perplexity_and_bits_per_byte_also_of_a_run_that_is_ope
     opened = jddp.open_run(tmp_path / "run").evaluate()
     assert opened.keys() == run.eval_metrics.keys() - {"step", "split"}
     assert opened["bits_per_byte"] == pytest.approx(run.eval_metrics["bits_per_byte"], rel=1e-6)
+
+
+def test_tokens_per_second_are_those_that_are_predicted_and_not_masked(folder):
+    kwargs = {"sequence_length": LENGTH, "cross_documents": False}
+    data = {"name": "tokens", "dir": str(folder / "tokens"), "global_batch_size": 24}
+    every_step = {"num_steps": 6, "log_every_steps": 1}
+    run = train(config_of(folder, data={**data, "kwargs": kwargs}, train=every_step))
+    timed = [x for x in run.history if "tokens_per_second" in x]
+    assert min(x["count"] for x in timed) < 24 * LENGTH
+    for record in timed:
+        tokens = record["tokens_per_second"] * record["step_seconds"]
+        assert tokens == pytest.approx(record["count"])
 
 
 def test_a_run_opens_when_its_data_are_damaged(folder, tmp_path):

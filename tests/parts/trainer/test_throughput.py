@@ -64,11 +64,13 @@ def test_examples_are_images_or_tokens_by_the_names_of_their_arrays():
     def work(num_entries, **batch):
         found = Work((), 4, {})
         throughput._name_examples(found, batch, num_entries)
-        return found.unit, found.per_step.get("tokens_per_second")
+        return found.unit, found.rates({"step_seconds": 1.0, "count": 30.0}, 4).get(
+            "tokens_per_second"
+        )
 
     tokens = np.zeros((4, 9), np.int32)
     assert work(4, image=np.zeros((4, 8, 8, 3))) == ("images", None)
-    assert work(32, tokens=tokens) == ("ex", 32)  # predicted ones
+    assert work(32, tokens=tokens) == ("ex", 30)  # predicted ones that are not masked
     assert work(4, input_ids=tokens) == ("ex", 36)  # with one loss for a row
     assert work(4, inputs=np.zeros((4, 9), np.float32)) == ("ex", None)
     assert work(4, x=tokens) == ("ex", None)
@@ -83,7 +85,7 @@ def test_a_step_that_cannot_be_counted_is_reported_without_flops_and_logged_once
     monkeypatch.setattr(throughput, "count_flops", fails)
     ddp = wrapped()
     work = measure(ddp, ddp.shard_batch(make_batch(8)))
-    assert work.rates(2.0, 8) == {"examples_per_second": 4}
+    assert work.rates({"step_seconds": 2.0, "count": 8.0}, 8) == {"examples_per_second": 4}
     assert caplog.messages == [
         "The FLOPs of a step are not reported, since they cannot be counted: "
         "NotImplementedError('such a step')"
@@ -91,9 +93,9 @@ def test_a_step_that_cannot_be_counted_is_reported_without_flops_and_logged_once
 
 
 def test_rates_of_a_batch_of_another_size_are_those_of_its_rows():
-    work = Work((), 8, {"examples_per_second": 8, "tokens_per_second": 32, "mfu": 0.5})
-    half = {"examples_per_second": 2, "tokens_per_second": 8, "mfu": 0.125}
-    assert work.rates(2.0, 4) == half
+    work = Work((), 8, {"examples_per_second": 8, "mfu": 0.5}, has_token_losses=True)
+    half = {"examples_per_second": 2, "tokens_per_second": 7.5, "mfu": 0.125}
+    assert work.rates({"step_seconds": 2.0, "count": 15.0}, 4) == half
 
 
 def test_kernels_that_no_trace_shows_are_named(monkeypatch, caplog):
