@@ -362,7 +362,7 @@ class CheckpointConfig(Section):
 class CallbackConfig(NamedSection):
     """A callback, which is called between the steps of a run."""
 
-    name: str | None = option(None, "early_stopping or keep_best.")
+    name: str | None = option(None, "early_stopping, keep_best or sample_text.")
     target: str | None = option(None, "Your own callable that returns a jddp.Callback.")
 
     @model_validator(mode="before")

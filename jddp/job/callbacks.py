@@ -7,11 +7,13 @@ from jddp.config.schema import CallbackConfig, Config
 from jddp.errors import ConfigError
 from jddp.names import check_arguments, named
 from jddp.trainer.callbacks import Callback
+from jddp.trainer.sample_text import SampleText
 from jddp.trainer.watching import EarlyStopping, KeepBest
 
 CALLBACKS: dict[str, Callable[..., Callback]] = {
     "early_stopping": EarlyStopping,
     "keep_best": KeepBest,
+    "sample_text": SampleText,
 }
 Make = Callable[[], Callback]
 

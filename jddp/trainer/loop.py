@@ -108,6 +108,7 @@ class Loop:
         self.profile = Profile(plan.profile_steps, profiles)
         self.reporter = Reporter(self.run, plan, files, self.numerics, self.profile, self.source)
         self.run.give = self.reporter.give
+        self.run.show = self.reporter.note
         self.requests = Requests()
         self.signal: str | None = None
         self.position = self.source.position

@@ -69,6 +69,7 @@ class Run(Shown):
         self._save = save
         self.ask_to_stop: Callable[[str], None] | None = None  # of the processes of a job
         self.give: Callable[[JsonObject], None] | None = None  # to the sinks
+        self.show: Callable[[str], None] | None = None  # in the terminal
         self._evaluation = evaluation
         self._eval_params = eval_params
 
@@ -135,6 +136,11 @@ class Run(Shown):
         if self.give is not None:
             taken = {name: _taken(value) for name, value in values.items()}
             self.give({"step": self.step, "split": "callback", **taken})
+
+    def note(self, text: str) -> None:
+        """Prints a sentence above the progress of a run in progress, on process 0, and logs it."""
+        if self.show is not None:
+            self.show(text)
 
     def save(self, where: str = "checkpoints") -> None:
         """Writes a checkpoint of the most recent state into a folder of the run directory.

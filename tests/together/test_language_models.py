@@ -3,14 +3,19 @@
 import json
 import shutil
 
+import jax
 import numpy as np
+import optax
 import pytest
+from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.config.schema import Config
 from jddp.data.sources.tokenize import BYTES, write_tokens
-from jddp.errors import DataError
+from jddp.errors import ConfigError, DataError, UsageError
 from jddp.job.job import train
+from jddp.runs.sampling import continue_text
+from jddp.trainer.sample_text import SampleText
 
 LENGTH = 8
 
@@ -50,12 +55,12 @@ def test_evaluations_have_perplexity_and_bits_per_byte_also_of_a_run_that_is_ope
     assert run.eval_metrics["perplexity"] == pytest.approx(np.exp(run.eval_metrics["loss"]))
     assert run.eval_metrics["bits_per_byte"] == pytest.approx(nats_per_byte / np.log(2))
     opened = jddp.open_run(tmp_path / "run").evaluate()
-    assert opened.keys() == run.eval_metrics.keys() - {"step", "split"}
+    assert opened.keys() == run.eval_metrics.keys() - {"step", "split", "epoch"}
     assert opened["bits_per_byte"] == pytest.approx(run.eval_metrics["bits_per_byte"], rel=1e-6)
 
 
 def test_tokens_per_second_are_those_that_are_predicted_and_not_masked(folder):
-    kwargs = {"sequence_length": LENGTH, "cross_documents": False}
+    kwargs = {"sequence_length": LENGTH, "documents": "mask"}
     data = {"name": "tokens", "dir": str(folder / "tokens"), "global_batch_size": 24}
     every_step = {"num_steps": 6, "log_every_steps": 1}
     run = train(config_of(folder, data={**data, "kwargs": kwargs}, train=every_step))
@@ -74,3 +79,94 @@ def test_a_run_opens_when_its_data_are_damaged(folder, tmp_path):
     assert run.predict([{"tokens": np.zeros((2, LENGTH + 1), np.int32)}]).shape == (2, LENGTH, 256)
     with pytest.raises(DataError, match=r"tokens\.json: not a whole index"):
         run.evaluate()
+
+
+def sampled(*prompts, **kwargs):
+    """The section of a config that samples."""
+    prompt = prompts[0] if len(prompts) == 1 else list(prompts)
+    return [{"name": "sample_text", "kwargs": {"prompt": prompt, "num_tokens": 5, **kwargs}}]
+
+
+EVALUATED = {"num_steps": 4, "eval_every_steps": 2}
+
+
+def test_a_sample_is_in_the_terminal_the_records_and_the_page_and_is_that_of_predict(
+    folder, tmp_path, capsys
+):
+    config = config_of(folder, tmp_path, train=EVALUATED, callbacks=sampled("aba", seed=3))
+    run = train(config)
+    texts = {x["step"]: x["sample"] for x in run.history if x["split"] == "callback"}
+    assert texts.keys() == {2, 4}
+    assert texts[4] == continue_text(jddp.open_run(tmp_path, mesh=1), "aba", num_tokens=5, seed=3)
+    assert all(text.startswith("aba") for text in texts.values())
+    assert [x for x in capsys.readouterr().out.splitlines() if x.startswith("sample 4  aba")]
+    page = (tmp_path / "report.html").read_text()
+    assert (
+        page.index("<h3>sample</h3>") < page.index("step 4</p><pre>aba") < page.index("step 2</p>")
+    )
+
+
+def test_several_texts_have_names_of_their_own_and_are_those_of_each_alone(folder):
+    def texts(*prompts):
+        run = train(config_of(folder, train=EVALUATED, callbacks=sampled(*prompts)))
+        return [x for x in run.history if x["split"] == "callback"][-1]
+
+    both = texts("ab", "b")
+    assert both["sample/1"] == texts("ab")["sample"]
+    assert both["sample/2"] == texts("b")["sample"]
+
+
+def test_a_sampled_run_has_the_parameters_of_another_also_after_it_resumes(folder, tmp_path):
+    def parameters(run_dir, num_steps, **sections):
+        sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}
+        model = {"name": "gpt", "kwargs": {**sizes, "dropout_rate": 0.5}}
+        length = {"num_steps": num_steps, "eval_every_steps": 2}
+        schedule = {"name": "adam", "schedule": {"name": "constant_schedule"}}
+        given = {"model": model, "train": length, "optimizer": schedule, **sections}
+        return jax.device_get(train(config_of(folder, run_dir, **given)).state.params)
+
+    want = parameters(None, 4)
+    sampling = {"callbacks": sampled("ab")}
+    parameters(tmp_path, 2, **sampling)
+    for found in (parameters(None, 4, **sampling), parameters(tmp_path, 4, **sampling)):
+        jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+REFUSED = {
+    "longer than what the model sees": ({"num_tokens": 9}, "num_tokens is 9, .* 8 tokens. Give at"),
+    "no token": ({"prompt": ""}, "The prompt has 0 tokens"),
+    "half a character": ({"prompt": "a\ud800"}, "bytes has no token for .* in the prompt"),
+    "a seed": ({"seed": -1}, "seed -1"),
+    "no file": ({"tokenizer": "no.json"}, "no.json: not a Hugging Face tokenizer file"),
+}
+
+
+@pytest.mark.parametrize("kwargs, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_sampled_is_refused_before_the_first_step(folder, kwargs, message):
+    with pytest.raises((ConfigError, UsageError), match=message) as caught:
+        train(config_of(folder, train=EVALUATED, callbacks=sampled("a", **kwargs)))
+    assert "\n" not in str(caught.value)
+
+
+def test_tokens_that_are_not_bytes_need_their_tokenizer(folder):
+    sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}
+    model = {"name": "gpt", "kwargs": {**sizes, "vocab_size": 300}}
+    with pytest.raises(ConfigError, match="the model scores 300 tokens, and bytes are 256. Give"):
+        train(config_of(folder, model=model, callbacks=sampled("a")))
+    given = sampled("a", tokenizer="bytes")
+    run = train(config_of(folder, model=model, callbacks=given))
+    assert any("sample" in record for record in run.history)
+
+
+@pytest.mark.parametrize(
+    "batches, message",
+    [
+        ([make_batch(8)], "sample_text continues tokens, and the evaluation has x, y. Leave"),
+        (iter([make_batch(8)]), "evaluate= is an iterator, which can be read only once. Give"),
+    ],
+)
+def test_a_model_of_no_language_is_refused(batches, message):
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+    options = {"evaluate": batches, "callbacks": [SampleText("a")]}
+    with pytest.raises(ConfigError, match=message):
+        jddp.fit(ddp, [make_batch(8)], num_steps=1, **options)

@@ -11,7 +11,8 @@ from jddp.config.schema import Config
 from jddp.data.sources.tokenize import BYTES, write_tokens
 from jddp.errors import ConfigError, UsageError
 from jddp.job.job import train
-from jddp.runs.sampling import continue_text, sample
+from jddp.runs.sampling import continue_text
+from jddp.trainer.sampling import sample
 from jddp.zoo.losses import next_token
 from jddp.zoo.models import GPT
 

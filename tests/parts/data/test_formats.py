@@ -26,7 +26,13 @@ from jddp.data.image_transforms import CropAndFlip
 from jddp.data.source import spec_of
 from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
-from jddp.data.sources.tokenize import BYTES, documents_in, tokenizer_in, write_tokens
+from jddp.data.sources.tokenize import (
+    BYTES,
+    documents_in,
+    tokenizer_in,
+    tokens_of,
+    write_tokens,
+)
 from jddp.data.sources.tokens import TokenExamples
 from jddp.data.split import rows_for_testing
 from jddp.data.transforms import as_stored
@@ -382,6 +388,10 @@ def test_a_tokenizer_of_hugging_face_writes_its_own_tokens(tmp_path):
     tokens = np.load(directory / "train-00000.npy")
     texts = " ".join(words[i] for i in tokens).split(" <end>")
     assert set(" ".join(t.split()) for t in texts if t) < {" ".join(t.split()) for t in TEXTS}
+    coder = tokenizer_in(path)
+    assert tokens_of("some document", coder) == [words.index("some"), words.index("document")]
+    with pytest.raises(ConfigError, match="words.json has no token for 'neé' in the prompt"):
+        tokens_of("some neé document", coder)
     with pytest.raises(ConfigError, match="has no token '<eos>'"):
         tokenizer_in(path, end_of_document="<eos>")
     with pytest.raises(ConfigError, match=r"nothing\.json: not a Hugging Face tokenizer file"):

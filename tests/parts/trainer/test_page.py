@@ -52,6 +52,8 @@ def run(tmp_path):
     evaluated = {"split": "eval", "loss": 0.1, "accuracy": 0.85, "examples": 200}
     lines[20]["exposed_communication"] = 0.25
     lines.append({"step": 40, **evaluated, **EVALUATION})
+    for step in range(1, 101):
+        lines.append({"step": step, "split": "callback", "sample": f"<text {step}>", "score": 1.0})
     config, _ = load_config([], {"train.num_steps": 40, "run.dir": str(tmp_path)})
     files = {
         "metrics.jsonl": "".join(json.dumps(line) + "\n" for line in lines),
@@ -69,6 +71,14 @@ def run(tmp_path):
 
 def heads(html):
     return re.findall("<h2>(.*?)</h2>", html)
+
+
+def test_the_newest_text_of_a_callback_is_shown_and_some_earlier_ones_below_it(run):
+    html = draw_run(read_facts(run))
+    steps = [int(x) for x in re.findall(r"<pre>&lt;text (\d+)&gt;</pre>", html)]
+    assert (steps[0], steps) == (100, sorted(steps, reverse=True))
+    assert 5 <= len(steps) <= 9
+    assert "<h3>score</h3>" not in html
 
 
 def test_a_page_has_all_sections_in_order_and_loads_nothing(run):

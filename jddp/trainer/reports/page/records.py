@@ -18,6 +18,7 @@ from jddp.html.thinned import Thinned, is_drawable
 from jddp.typing import JsonObject
 
 _SLOW = 1.2  # times the step of the others: from here on a process is slow
+MOST_TEXTS = 64  # of a name: of more, every second one is dropped
 MOST_BYTES = 64 * 2**20  # of records that are all read, which takes a second or two
 _TRAIN = re.compile(rb'\{"step": \d+, "split": "train"')  # as a run writes it
 _MOST_STEPS = 2**53
@@ -53,6 +54,7 @@ class Records:
       data_wait_seconds: The part of it in which they waited for data.
       slow: Number of train records in which a process was slow, by process and phase.
       slow_ratio: The last ratio of a slow process's step to the others'.
+      texts: Texts that callbacks have logged, by name and step; of very many some.
       num_strange: Number of lines that are no records.
       every: Distance of the train records that are read, in a file that is too long to read all.
     """
@@ -68,6 +70,7 @@ class Records:
     data_wait_seconds: float = 0.0
     slow: Counter[Slow] = field(default_factory=Counter)
     slow_ratio: float = 0.0
+    texts: dict[str, dict[int, str]] = field(default_factory=dict)
     num_strange: int = 0
 
     @property
@@ -99,6 +102,8 @@ class Records:
             self.num_train += 1
             self.last_train = record
             _add_to(self.train, record)
+        elif split == "callback":
+            self._add_texts(record)
 
     def _add_times(self, record: JsonObject) -> None:
         num_steps = record["step"] - self.last_train.get("step", 0)
@@ -113,6 +118,15 @@ class Records:
             names = (record.get(f"slowest_{name}", "") for name in Slow._fields)
             self.slow[Slow(*map(str, names))] += 1
             self.slow_ratio = ratio
+
+    def _add_texts(self, record: JsonObject) -> None:
+        for name, text in record.items():
+            if name == "split" or not isinstance(text, str):
+                continue
+            kept = self.texts.setdefault(name, {})
+            kept[record["step"]] = text
+            if len(kept) > MOST_TEXTS:
+                self.texts[name] = dict([*kept.items()][::2])
 
 
 def read_records(path: Path) -> Records:
