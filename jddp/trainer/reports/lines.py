@@ -68,12 +68,14 @@ def metrics_of(record: Record, digits: int = 4) -> list[str]:
 def train_line(record: Record, course: Course, columns: int = COLUMNS) -> str:
     """Step, epoch, loss, metrics, rates, data wait and remaining time, in one line.
 
-    If it is too long, the epoch is left out, then FLOP/s, the learning rate, MFU, the speed and the
-    data wait, then digits, then the last metrics.
+    If it is too long, the epoch is left out, then FLOP/s, the learning rate and MFU, then digits,
+    then the speed and the data wait, then the last metrics.
     """
     step, epoch, left = _position(record, course)
     fields = {"step": step, "epoch": epoch, **_measured(record, course), "left": left}
-    line = _without(fields, ("epoch", *_least(record)), columns)
+    shorter = {**fields, "metrics": "  ".join(metrics_of(record, digits=3))}
+    least = "epoch", *_least(record)
+    line = _without(fields, least[:-2], columns) or _without(shorter, least, columns)
     return line or _join([step, *metrics_of(record, digits=3)], left, columns)
 
 

@@ -183,6 +183,8 @@ def test_a_train_line_says_all_and_fits():
     assert train_line(RECORD, Course(1170), columns=69) == line.replace("lr 0.0016  ", "")
     clipped = train_line(RECORD | {"grad_norm": 1.2345}, Course(1170), columns=69)
     assert clipped == "step 400/1170  loss 0.238  accuracy 0.912  grad_norm 1.23  ETA 0:15"
+    crowded = train_line(RECORD | {"grad_norm": 1.2345}, Course(1170))
+    assert crowded.endswith("accuracy 0.912  grad_norm 1.23  10.8k ex/s  ETA 0:15")  # and digits
     assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, Course(500_000))
     assert train_line({"step": 1, "loss": float("nan")}, Course(9)) == "step 1/9  loss nan"
 
