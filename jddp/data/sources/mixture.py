@@ -27,7 +27,13 @@ def mixed_source(sources: Mapping[str, DataSource], weights: Sequence[float]) ->
                 f"data.mixture: {first_name} holds {_content_of(first)}, and {name} "
                 f"{_content_of(source)}. Mix data of one kind: text of one tokenizer, say."
             )
-    return dataclasses.replace(first, load=lambda: _load(sources, tuple(weights)))
+    bytes_per_token = {source.bytes_per_token for source in sources.values()}
+    return dataclasses.replace(
+        first,
+        load=lambda: _load(sources, tuple(weights)),
+        # The mean over all test examples is known if it is the same of each source.
+        bytes_per_token=bytes_per_token.pop() if len(bytes_per_token) == 1 else None,
+    )
 
 
 def _load(sources: Mapping[str, DataSource], weights: tuple[float, ...]) -> DataSet:

@@ -1,5 +1,6 @@
 """Mixtures: exact shares at any position, every example of a source equally often."""
 
+import dataclasses
 import pickle
 from fractions import Fraction
 
@@ -164,3 +165,18 @@ def test_one_source_alone_is_in_an_order_of_whole_epochs():
         epoch = order.examples_at(np.arange(first, first + 7))
         own = Order(7, 0).examples_at(np.arange(first, first + 7))
         assert sorted(epoch) == sorted(own) == [*range(7)]
+
+
+def test_bytes_of_a_token_are_known_of_a_mixture_if_all_sources_have_as_many():
+    rows = {"tokens": np.zeros((4, 3), np.int32)}
+
+    def mixed(*known):
+        sources = {
+            str(i): dataclasses.replace(source_of("x", rows, rows), bytes_per_token=x)
+            for i, x in enumerate(known)
+        }
+        return mixed_source(sources, [1] * len(known)).bytes_per_token
+
+    assert mixed(1.0, 1.0) == 1.0
+    assert mixed(1.0, 4.2) is None
+    assert mixed(1.0, None) is None
