@@ -208,8 +208,11 @@ def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
 
 
 def _source_of_tokens(config: Config) -> DataSource | None:
-    """The source of a language model's data, which may know the bytes of its tokens."""
-    if config.loss.name == "next_token" and config.data.name is not None:
+    """The source of a language model's data, if it may know the bytes of its tokens.
+
+    It reads no example. Other sources could download one.
+    """
+    if config.loss.name == "next_token" and config.data.name in ("tokens", "python_stdlib"):
         with contextlib.suppress(Error):  # A run can be opened without its data.
             return find_source(config)
     return None
