@@ -7,6 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import jax
+
 import jddp
 from jddp.checkpoint import checksums
 from jddp.distributed.identity import VARIABLES
@@ -24,6 +26,12 @@ def environment(**variables):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(of_this_one)}
     paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     return kept | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"} | variables
+
+
+def compiling_as_here():
+    """Variables with which a process compiles as cheaply as the tests do, and shares their cache."""
+    kept = {"XLA_FLAGS": os.environ["XLA_FLAGS"], "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return kept | {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or ""}
 
 
 def free_port():

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from runs import ROOT
+from runs import ROOT, compiling_as_here
 
 FOLDERS = ("*.md", "docs/**/*.md", "tests/**/*.md")
 PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(folder))
@@ -96,7 +96,8 @@ def test_the_readme_and_the_page_that_uses_its_names_run_as_pasted(tmp_path):
     pages = [(ROOT / name).read_text() for name in ("README.md", "docs/python.md")]
     blocks = re.findall(r"```python\n(.*?)```", "\n".join(pages), re.DOTALL)
     program = "\n".join(blocks)  # of one session: the later ones use the names of the first
-    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+    env = {**os.environ, **compiling_as_here(), "PYTHONPATH": str(ROOT)}
+    options = {"cwd": tmp_path, "env": env, "text": True}
     shown = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, **options)
     assert shown.returncode == 0
     assert "eval 200  loss 0." in shown.stdout

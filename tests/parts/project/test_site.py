@@ -15,7 +15,7 @@ import tomllib
 import optax
 import pytest
 import yaml
-from runs import ROOT, environment, free_port
+from runs import ROOT, compiling_as_here, environment, free_port
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
@@ -146,7 +146,8 @@ def run_page(name, which, folder, **variables):
     blocks = re.findall(r"^```python\n(.*?)^```", page(name), re.M | re.S)
     program = "\n".join(block for block in blocks if which(block))
     assert program
-    options = {"cwd": folder, "env": environment(**variables), "text": True}
+    env = environment(**compiling_as_here(), **variables)
+    options = {"cwd": folder, "env": env, "text": True}
     shown = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, **options)
     assert shown.returncode == 0
     return shown.stdout
@@ -237,7 +238,7 @@ def test_the_program_and_the_config_of_the_tutorial_run(tmp_path):
     assert "resumed from step" in printed
     assert accuracy(printed) > 0.8
     command = [sys.executable, "-m", "jddp.train", "--config", "my.yaml", "train.num_steps=3"]
-    subprocess.run(command, cwd=tmp_path, env=environment(), check=True)
+    subprocess.run(command, cwd=tmp_path, env=environment(**compiling_as_here()), check=True)
 
 
 @pytest.mark.slow
