@@ -65,7 +65,7 @@ def test_a_metric_may_not_have_a_name_of_a_record_in_training_and_evaluation(nam
     """The loop would take "skipped" for its own, and "step" would replace the step of a record."""
     whole = Metric(jnp.ones(2), lambda total, count: total)
     for metric in (jnp.ones(2), whole):
-        with pytest.raises(ConfigError, match=f"'{name}' is jddp's own, as are step, split"):
+        with pytest.raises(ConfigError, match=f"'{name}' is jddp's own, as are step, epoch, split"):
             weigh(jnp.ones(2), {"accuracy": jnp.ones(2), name: metric}, train=train)
 
 
