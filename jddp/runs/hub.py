@@ -176,4 +176,7 @@ def _hub_errors(repository: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of huggingface_hub, of its network client, or of the file system
-        raise FileSystemError(f"{repository}: {first_line(error)}") from error
+        reason = first_line(error).rstrip(".")
+        raise FileSystemError(
+            f"{repository}: {reason}. Check its name, the network, and your token (hf auth login)."
+        ) from error

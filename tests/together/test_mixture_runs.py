@@ -1,18 +1,20 @@
 """Runs on a mixture of folders: equal on any devices, resumed at the position, and listed."""
 
+import dataclasses
+
 import pytest
 
 import jddp
 from jddp.commands.summary import opening
 from jddp.config.schema import Config
-from jddp.data.sources.tokenize import BYTES, Tokenizer, write_tokens
+from jddp.data.sources.tokenize import BYTES, write_tokens
 from jddp.errors import ConfigError
 from jddp.job.job import build, train
 from jddp.runs.rows import rows_of_step
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 
-OTHER = Tokenizer("other.json", 300, BYTES.encode, BYTES.decode)
+OTHER = dataclasses.replace(BYTES, name="other.json", vocab_size=300)
 
 
 @pytest.fixture(scope="module")
