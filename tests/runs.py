@@ -29,7 +29,7 @@ def environment(**variables):
 
 
 def compiling_as_here():
-    """Variables with which a process compiles as cheaply as the tests do, and shares their cache."""
+    """Variables by which a process compiles as cheaply as the tests, and shares their cache."""
     kept = {"XLA_FLAGS": os.environ["XLA_FLAGS"], "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return kept | {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or ""}
 
