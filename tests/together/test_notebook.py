@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
-from runs import ROOT, environment
+from runs import ROOT, compiling_as_here, environment
 
 NOTEBOOKS = sorted(ROOT.glob("examples/notebooks/*.py"))
 SECONDS = 120
@@ -118,7 +118,7 @@ def run_notebook(name, folder):
     path, pictures = folder / f"{name}.ipynb", folder / "pictures"
     command = [sys.executable, ROOT / "scripts" / "run_notebook.py", path, "--name", name]
     command += ["--pictures", pictures]
-    subprocess.run(command, check=True, env=environment(), cwd=folder)
+    subprocess.run(command, check=True, env=environment(**compiling_as_here()), cwd=folder)
     notebook = jupytext.read(path)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not [output for output in outputs if output.output_type == "error"]

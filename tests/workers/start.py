@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from runs import environment
+from runs import compiling_as_here, environment
 
 
 def run_module(module, folder, variables, seconds):
@@ -11,7 +11,7 @@ def run_module(module, folder, variables, seconds):
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, folder],
-            env=environment(**each),
+            env=environment(**compiling_as_here(), **each),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

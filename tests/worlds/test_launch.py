@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from clusters.hosts import refuse_without
 from faults.jobs import FEW, assert_alike, result, saved_steps, train_command, variables_of
-from runs import ROOT, environment, free_port, wait_until
+from runs import ROOT, compiling_as_here, environment, free_port, wait_until
 
 import jddp
 from jddp.commands.launch import main
@@ -584,7 +584,8 @@ def scripts(tmp_path_factory):
     """Launchers that have ended, each with a script of two processes, a few of them at once."""
 
     def run(how):
-        with Launched(tmp_path_factory.mktemp("script"), *TWO, SCRIPT, *how.split()) as launched:
+        folder, command = tmp_path_factory.mktemp("script"), [*TWO, SCRIPT, *how.split()]
+        with Launched(folder, *command, **compiling_as_here()) as launched:
             # JAX's shutdown barrier holds processes for 300 s. Here it is 10 s for one that is
             # waited for, and what it takes to start and compile on a machine that is busy.
             launched.code = launched.end(150)

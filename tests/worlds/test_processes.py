@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from runs import ROOT, environment, free_port, records, run_job
+from runs import ROOT, compiling_as_here, environment, free_port, records, run_job
 from workers.asks import AT, LENGTH
 from workers.job import train_everything
 from workers.spikes import BAD, train_through
@@ -113,10 +113,13 @@ def test_two_stages_on_two_processes_learn_as_on_two_devices_of_one():
     script = ROOT / "examples" / "two_stages.py"
     program = "import jax, runpy; jax.config.update('jax_num_cpu_devices', 2)"
     program += f"; runpy.run_path({str(script)!r})['train'](1, 20)"
-    alone = subprocess.check_output([sys.executable, "-c", program], env=environment(), text=True)
+    compiling = compiling_as_here()
+    alone = subprocess.check_output(
+        [sys.executable, "-c", program], env=environment(**compiling), text=True
+    )
     want = re.findall("2 devices.* loss (.*)", alone)
     assert len(want) == 2
-    for printed, _ in run_job([sys.executable, script], {}, {}):
+    for printed, _ in run_job([sys.executable, script], compiling, compiling):
         got = re.findall("2 devices.* loss (.*)", printed)
         # Printed to three digits. Each device does the same, in another number of threads.
         np.testing.assert_allclose(np.float64(got), np.float64(want), atol=1.01e-3)
