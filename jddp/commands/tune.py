@@ -9,6 +9,7 @@ result is kept in the user's cache, so that the same call answers at once (`--ag
 import argparse
 import json
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,6 +103,7 @@ def _scorer(arguments: argparse.Namespace) -> "tuple[Scorer, str]":
 
 def _largest(arguments: argparse.Namespace, config: "Config", score: "Scorer", how: str) -> int:
     from jddp.job.step_scores import largest_batch
+    from jddp.trainer.reports.terminal import COLUMNS
 
     multiple = config.ddp.accumulate_steps * _num_devices(arguments, config)
     found = largest_batch(config, score, multiple_of=multiple)
@@ -110,7 +112,7 @@ def _largest(arguments: argparse.Namespace, config: "Config", score: "Scorer", h
     rest = "; the data hold no more" if found.holds_all_data else ""
     text = f"data.global_batch_size={found.size} is the largest that fits, to 3 %: {needs}{rest}"
     values = {"global_batch_size": found.size, "bytes": needed, "limit": limit}
-    show(json.dumps(values) if arguments.json else text)
+    show(json.dumps(values) if arguments.json else textwrap.fill(text, COLUMNS))
     return ExitCode.DONE
 
 
