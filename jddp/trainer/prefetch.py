@@ -66,6 +66,11 @@ class Source:
         return as_arrays(self._peeked[0][0])
 
     @property
+    def resumes_exactly(self) -> bool:
+        """Whether batches continue after a position as if there had been no break."""
+        return getattr(self._batches, "resumes_exactly", True)
+
+    @property
     def begins_at(self) -> int:
         """Number of examples that `TrainBatches` had already delivered; 0 for other batches."""
         is_known = isinstance(self._batches, TrainBatches)

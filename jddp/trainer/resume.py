@@ -80,7 +80,13 @@ def _compare_worlds(loop: Loop, before: JsonObject) -> str | None:
         return None
     draws = loop.ddp.steps.planned(loop.source.peek()).uses_rng
     stateful = any(map(is_float, jax.tree.leaves(loop.run.state.model_state)))
-    return differences(before, now, uses_rng=draws, has_statistics=stateful)
+    return differences(
+        before,
+        now,
+        uses_rng=draws,
+        has_statistics=stateful,
+        has_order=loop.source.resumes_exactly,
+    )
 
 
 def _count_steps(loop: Loop) -> None:

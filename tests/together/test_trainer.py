@@ -316,7 +316,9 @@ def test_a_note_names_what_is_not_the_same_in_another_world(now, facts, note):
     flags = {"uses_rng": facts == "random", "has_statistics": facts == "statistics"}
     said = differences(before, before | now, **flags)
     assert (said is None) == (note is None)
-    assert note is None or f"all counts continue exactly; {note}" in said
+    assert note is None or f"order of examples and all counts continue exactly; {note}" in said
+    shuffled = differences(before, before | now, **flags, has_order=False)
+    assert "order" not in (shuffled or "")
 
 
 @pytest.mark.slow

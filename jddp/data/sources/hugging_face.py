@@ -118,7 +118,8 @@ class _Parts:
         distributed = import_extra("datasets.distributed", needed_by="a shuffled stream")
         shuffled = rows.shuffle(seed=seed, buffer_size=shuffle_buffer)
         own = distributed.split_dataset_by_node(shuffled, *share)
-        return ShuffledBatches(*cut_rows(own, where, size // share.num_processes, Share(0, 1)))
+        rows_of_process, cut = cut_rows(own, where, size // share.num_processes, Share(0, 1))
+        return ShuffledBatches(rows_of_process, cut, share.num_processes)
 
     def test_batches(self, size: int, share: Share) -> OnePass:
         """This process's batches of a stream, for testing."""

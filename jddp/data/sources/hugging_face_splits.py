@@ -97,6 +97,13 @@ class _NamedSplits:
         with quiet_datasets() as datasets, self._finding(self.where(split)):
             return datasets.load_dataset(self.path, self.config, **options)
 
+    @property
+    def _arguments(self) -> str:
+        """The data set as arguments of `load_dataset`."""
+        revision = [] if self.revision is None else [f"revision={self.revision!r}"]
+        names = [self.path] if self.config is None else [self.path, self.config]
+        return ", ".join([*map(repr, names), *revision])
+
     @contextlib.contextmanager
     def _finding(self, where: str) -> Iterator[None]:
         """While open, an error names the split and the way to get it."""
@@ -110,8 +117,8 @@ class _NamedSplits:
         except ConnectionError as error:
             raise DataError(
                 f"{where}: {_line(error)}. Load it once where there is a network, with the same "
-                f"HF_HOME: python -c \"import datasets; datasets.load_dataset('{self.path}')\"; or "
-                "give a folder of DatasetDict.save_to_disk as data.dir."
+                f'HF_HOME: python -c "import datasets; datasets.load_dataset({self._arguments})"; '
+                "or give a folder of DatasetDict.save_to_disk as data.dir."
             ) from error
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, OSError) and error.errno is not None:

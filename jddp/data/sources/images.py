@@ -130,4 +130,5 @@ def refusing_undecodable(where: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SyntaxError, ValueError, *bomb) as error:
-        raise UndecodableError(f"{where}: does not decode ({error}). Remove it.") from error
+        reason = str(error).partition(" <_io")[0]  # Pillow names the buffer, and not the file
+        raise UndecodableError(f"{where}: does not decode ({reason}). Remove it.") from error

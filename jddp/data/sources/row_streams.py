@@ -91,7 +91,12 @@ class EndlessBatches:
     Args:
       rows: An `IterableDataset`, which knows its position and its epoch.
       cut: How rows become batches.
+
+    Attributes:
+      resumes_exactly: Whether a position is that of the next row.
     """
+
+    resumes_exactly = True
 
     def __init__(self, rows: Any, cut: Cut) -> None:
         self._rows, self._cut = rows, cut
@@ -124,9 +129,23 @@ class EndlessBatches:
 
 
 class ShuffledBatches(EndlessBatches):
-    """Batches of rows in a random order, which do not resume exactly: rows wait in a buffer."""
+    """Batches of rows in a random order, which do not resume exactly: rows wait in a buffer.
 
+    Each process reads rows of its own. A position is of one division of the rows: with another
+    number of processes the next epoch begins.
+
+    Args:
+      rows: The rows of this process, an `IterableDataset`.
+      cut: How rows become batches.
+      num_processes: Number of processes among which the rows are divided.
+    """
+
+    resumes_exactly = False
     _is_reported = False
+
+    def __init__(self, rows: Any, cut: Cut, num_processes: int) -> None:
+        super().__init__(rows, cut)
+        self._num_processes = num_processes
 
     def __iter__(self) -> Iterator[NumpyBatch]:
         if not self._is_reported:
@@ -137,3 +156,21 @@ class ShuffledBatches(EndlessBatches):
             )
         self._is_reported = True
         return super().__iter__()
+
+    def state_dict(self) -> JsonObject:
+        """The position after the last batch, and the division of the rows."""
+        return {**super().state_dict(), "num_processes": self._num_processes}
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Moves to a position, or to the next epoch if it is of another number of processes."""
+        if state["num_processes"] == self._num_processes:
+            super().load_state_dict(state)
+            return
+        self._epoch = state["epoch"] + 1
+        logging.getLogger("jddp").warning(
+            "%s was read by %d processes and now is by %d, which divide its rows in another way: "
+            "it begins with the next epoch.",
+            self._cut.images.where,
+            state["num_processes"],
+            self._num_processes,
+        )

@@ -59,5 +59,11 @@ def test_a_jpeg_that_is_cut_or_too_large_is_refused(monkeypatch):
         decode_image(file, 24, where="cat.jpg")
 
 
+def test_the_error_of_a_file_that_is_no_image_is_the_same_each_time():
+    with pytest.raises(UndecodableError) as raised:
+        decode_image(b"GIF89a?", 24, where="cat.gif")
+    assert str(raised.value) == "cat.gif: does not decode (cannot identify image file). Remove it."
+
+
 def test_versions_name_the_decoders():
     assert versions().keys() >= {"pillow", "simplejpeg"}

@@ -85,7 +85,9 @@ def test_without_a_network_one_line_says_how_to_get_the_data():
     message = str(raised.value)
     assert "\n" not in message
     assert message.startswith("ylecun/mnist, split train: Couldn't reach 'ylecun/mnist'")
-    assert "datasets.load_dataset('ylecun/mnist')" in message
+    assert "datasets.load_dataset('ylecun/mnist', revision='main')" in message
+    with pytest.raises(DataError, match=r"load_dataset\('nyu-mll/glue', 'sst2'\)"):
+        source(path="nyu-mll/glue", config="sst2")
 
 
 def test_the_script_of_a_data_set_is_not_run(tmp_path):
@@ -202,6 +204,21 @@ def test_a_shuffled_stream_follows_its_seed_and_warns_that_it_does_not_resume_ex
         for i in range(2)
     ]
     assert sorted(np.concatenate(halves)[:, 0]) == sorted(X[:, 0])
+
+
+def test_a_shuffled_stream_begins_its_next_epoch_on_another_number_of_processes(saved, caplog):
+    one = streams(saved, 2, shuffle_buffer=4, share=Share(0, 2)).train
+    first(2, one)
+    alone = streams(saved, 2, shuffle_buffer=4).train
+    alone.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert "was read by 2 processes and now is by 1" in caplog.text
+    assert not alone.resumes_exactly
+    assert streams(saved, 2).train.resumes_exactly
+    rows = np.concatenate(first(5, alone))[:, 0]
+    assert sorted(rows) == sorted(X[:, 0])
+    again = streams(saved, 2, shuffle_buffer=4).train
+    again.load_state_dict({"epoch": 0, "rows": {}, "num_processes": 2})
+    np.testing.assert_array_equal(np.concatenate(first(5, again))[:, 0], rows)
 
 
 def test_images_of_a_stream_are_decoded_here_and_sound_is_refused(tmp_path):
