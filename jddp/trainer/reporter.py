@@ -149,8 +149,9 @@ class Reporter:
         def on_step(callback: Callback) -> None:
             callback.on_step(self.run, {"step": sent.step, **values})
 
-        call_each(self.plan.callbacks, on_step)
+        # Before callbacks: the step is counted, also if one of them fails.
         before, self.reached = self.reached, self._reached_by(sent)
+        call_each(self.plan.callbacks, on_step)
         for number in EPOCH.ended(before, self.reached):
             on_epoch = operator.methodcaller("on_epoch", self.run, number)
             call_each(self.plan.callbacks, on_epoch)

@@ -241,6 +241,13 @@ def test_a_run_directory_with_a_run_or_without_or_of_another_model_is_refused(dd
     assert fit(plain, batches(), tmp_path, resume="must").step == NUM_STEPS
 
 
+def test_a_run_that_ends_at_a_record_has_no_record_of_the_step_that_was_sent(tmp_path, plain):
+    with pytest.raises(Broken):
+        plan = {"num_steps": 9, "log_every_steps": 5, "save_every_steps": None}
+        fit(plain, endless(), tmp_path, callbacks=[At(5, break_off)], **plan)
+    assert [record["step"] for record in records(tmp_path) if record["split"] == "train"] == [5]
+
+
 @pytest.mark.slow
 def test_two_hundred_steps_that_stop_anywhere_are_two_hundred_steps(tmp_path):
     ddp = wrapped(NnxConvNet(nnx.Rngs(0), dropout_rate=0.3), optax.adamw(0.01), ema_decay=0.9)
