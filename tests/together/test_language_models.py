@@ -116,6 +116,7 @@ def test_several_texts_have_names_of_their_own_and_are_those_of_each_alone(folde
     assert both["sample/2"] == texts("b")["sample"]
 
 
+@pytest.mark.slow
 def test_a_sampled_run_has_the_parameters_of_another_also_after_it_resumes(folder, tmp_path):
     def parameters(run_dir, num_steps, **sections):
         sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}

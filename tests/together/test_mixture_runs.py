@@ -57,6 +57,7 @@ def test_two_devices_train_a_mixture_as_one_does_and_evaluate_all_test_examples(
     assert 0 not in counts
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_the_mixture_and_its_rows_are_listed(folder, tmp_path):
     whole = train(config(folder, tmp_path / "whole"))
     train(config(folder, tmp_path / "parts", num_steps=4))

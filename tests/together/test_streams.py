@@ -137,6 +137,7 @@ def test_a_stream_of_a_config_trains_as_the_same_batches_of_fit_do(mine):
     assert run.eval_metrics["examples"] == 19
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "positioned", "loader"])
 def test_a_killed_job_of_a_stream_resumes_bitwise(mine, caplog, name):
     whole = job_of(name, run="whole").run()
@@ -148,6 +149,7 @@ def test_a_killed_job_of_a_stream_resumes_bitwise(mine, caplog, name):
     assert ("replaying 2 batches" in caplog.text) == (name == "plain")
 
 
+@pytest.mark.slow
 def test_a_killed_job_of_a_hugging_face_stream_resumes_bitwise(tmp_path):
     import datasets
 

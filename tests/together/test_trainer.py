@@ -242,8 +242,8 @@ def test_a_run_directory_with_a_run_or_without_or_of_another_model_is_refused(dd
 
 
 def test_a_run_that_ends_at_a_record_has_no_record_of_the_step_that_was_sent(tmp_path, plain):
+    plan = {"num_steps": 9, "log_every_steps": 5, "save_every_steps": None}
     with pytest.raises(Broken):
-        plan = {"num_steps": 9, "log_every_steps": 5, "save_every_steps": None}
         fit(plain, endless(), tmp_path, callbacks=[At(5, break_off)], **plan)
     assert [record["step"] for record in records(tmp_path) if record["split"] == "train"] == [5]
 

@@ -145,6 +145,7 @@ def own_cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "jddp" / "tune"
 
 
+@pytest.mark.slow
 def test_a_search_is_kept_and_the_same_one_answers_with_it(own_cache, capsys):
     first, again = ["--minutes", "-1"], ["--minutes", "-1", "--again"]
 
