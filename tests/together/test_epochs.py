@@ -4,11 +4,11 @@ import numpy as np
 import optax
 import pytest
 from runs import printed, records
-from tiny import MLP, loss_fn, make_batch
+from tiny import MLP, Damaged, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.folders import finished
-from jddp.data import ArrayExamples, Epochs, Order, TrainBatches
+from jddp.data import Epochs, Order, TrainBatches
 from jddp.errors import ConfigError
 
 NUM_EXAMPLES = 20
@@ -89,20 +89,6 @@ def test_a_run_that_resumes_with_another_batch_size_keeps_the_schedule(ddp, tmp_
     fit(ddp, tmp_path, num_steps=4)
     run = fit(ddp, tmp_path, num_steps=max(ends), size=size)
     assert epochs_of(run, "eval") == {3: 1.2, 4: 1.6, **ends}
-
-
-BAD = 63  # the batch that is poisoned
-
-
-class Damaged(ArrayExamples):
-    """Examples of which those of one batch have large inputs and wrong labels."""
-
-    def take(self, indices):
-        rows = super().take(indices)
-        is_bad = indices // 8 == BAD - 1
-        rows["x"][is_bad] *= 100
-        rows["y"][is_bad] = (rows["y"][is_bad] + 1) % 4
-        return rows
 
 
 def test_an_epoch_that_ends_in_batches_that_are_left_out_ends_with_the_next_step(tmp_path):

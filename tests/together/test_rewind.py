@@ -4,12 +4,12 @@ import optax
 import pytest
 from runs import records
 from states import assert_same
-from tiny import MLP, loss_fn, make_batch, take_steps
+from tiny import MLP, Damaged, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import finished
-from jddp.data import ArrayExamples, Order, TrainBatches
+from jddp.data import Order, TrainBatches
 from jddp.data.periods import OptimizerSteps
 from jddp.errors import ConfigError, FileSystemError, NumericsError
 from jddp.trainer.plan import Plan
@@ -157,17 +157,6 @@ def test_the_third_spike_after_one_checkpoint_ends_the_run(tmp_path):
 def test_without_checkpoints_to_go_back_to_it_is_refused(tmp_path, given):
     with pytest.raises(ConfigError, match="on_spike='rewind' needs checkpoints"):
         fit(**{"run_dir": tmp_path, **given})
-
-
-class Damaged(ArrayExamples):
-    """Examples of which eight have large inputs and wrong labels."""
-
-    def take(self, indices):
-        rows = super().take(indices)
-        is_bad = indices // 8 == BAD - 1
-        rows["x"][is_bad] *= 100
-        rows["y"][is_bad] = (rows["y"][is_bad] + 1) % 4
-        return rows
 
 
 def test_some_epochs_have_as_many_steps_less_as_batches_were_left_out(tmp_path):
