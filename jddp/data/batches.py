@@ -100,7 +100,7 @@ class TrainBatches(Shown):
         self._mix = mix
         changes = [*transforms, *([] if mix is None else [mix])]
         self._stored, self._chain = chain_of(examples, changes, on_device=on_device)
-        self._on_device = on_device and self._chain.is_needed
+        self._on_device = on_device and bool(self._chain.transforms)
         self._end = ENDLESS
         self._is_full = drop_remainder or num_epochs is None
         if num_epochs is not None:
@@ -160,15 +160,12 @@ class TrainBatches(Shown):
 
     def _rows(self, positions: np.ndarray, is_valid: np.ndarray) -> NumpyBatch:
         """The rows at these positions, with a mask of the valid ones if batches have masks."""
-        batch = self._padded(self._read(positions), is_valid)
+        batch = self._read(positions)
+        if self.is_padded:
+            counts = is_valid.astype(np.float32)
+            mask = batch.get("mask", np.ones(len(counts), np.float32))
+            batch = batch | {"mask": (mask.T * counts).T}  # along the rows
         return batch if self._on_device else self._chain(batch)
-
-    def _padded(self, batch: NumpyBatch, is_valid: np.ndarray) -> NumpyBatch:
-        if not self.is_padded:
-            return batch
-        counts = is_valid.astype(np.float32)
-        mask = batch.get("mask", np.ones(len(counts), np.float32))
-        return batch | {"mask": (mask.T * counts).T}  # along the rows
 
     def _read(self, positions: np.ndarray) -> NumpyBatch:
         """The examples at these positions, with those to mix them with, and random numbers."""

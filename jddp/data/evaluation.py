@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jddp.data.examples import Examples, NumpyBatch
+from jddp.data.examples import Examples
 from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
 from jddp.data.transforms import Chain, Transform, chain_of
@@ -59,11 +59,9 @@ class _EvalBatches(Shown):
         end = (index + 1) * self.global_batch_size // num_processes
         for first in range(0, len(self.examples), self.global_batch_size):
             last = min(first + end, len(self.examples))
-            yield self.finished(self.examples.take(np.arange(first + begin, last)))
-
-    def finished(self, rows: NumpyBatch) -> Batch:
-        """The rows, transformed, or with the function that transforms them on the devices."""
-        return rows | {TRANSFORM: self.chain} if self.on_device else self.chain(rows)
+            rows = self.examples.take(np.arange(first + begin, last))
+            is_sent = self.on_device and self.chain.transforms
+            yield rows | {TRANSFORM: self.chain} if is_sent else self.chain(rows)
 
 
 @refuses_unknown("eval_batches", OF_BATCHES)
@@ -102,4 +100,6 @@ def eval_batches(
         raise DataError("the evaluation data holds 0 examples. At least one is needed.")
     share = Share.of(process_index, num_processes)
     stored, chain = chain_of(examples, transforms, on_device=on_device)
-    return _EvalBatches(stored, global_batch_size, share, chain, on_device and chain.is_needed)
+    return _EvalBatches(
+        stored, global_batch_size, share, chain, on_device and bool(chain.transforms)
+    )

@@ -92,8 +92,7 @@ class CropAndFlip:
 
 def normalize(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Transform:
     """The normalization with these numbers, of which each may be a list."""
-    both = (tuple(x) if isinstance(x, Sequence) else x for x in (mean, std))
-    return Normalize(*both)
+    return Normalize(*(tuple(x) if isinstance(x, Sequence) else x for x in (mean, std)))
 
 
 TRANSFORMS: dict[str, Callable[..., Transform]] = {

@@ -55,11 +55,6 @@ class Chain:
     transforms: tuple[Transform, ...] = ()
 
     @property
-    def is_needed(self) -> bool:
-        """Whether there is a transform at all."""
-        return bool(self.transforms)
-
-    @property
     def num_draws(self) -> int:
         """Number of random numbers that one example needs."""
         return sum(transform.num_draws for transform in self.transforms)

@@ -13,11 +13,11 @@ import time
 from dataclasses import dataclass
 
 from jddp.engine.mesh import platform
-from jddp.engine.state import by_path
 from jddp.errors import UsageError
 from jddp.inspection.flops import count_flops
 from jddp.job.job import Job
 from jddp.job.step_scores import TimedStep
+from jddp.modules.rows import count_rows
 
 SECONDS = 2.0  # of reading
 # Time of a worker for a batch over the time of a thread: the batch goes through shared memory.
@@ -80,12 +80,11 @@ def measure_data_rate(job: Job) -> DataRate:
             "the rate of a stream is not measured, as that would take batches of it. Train for "
             "some steps: data_wait_seconds in metrics.jsonl is the time that they wait."
         )
-    rows = next(iter(by_path(job.batch_spec).values())).shape[0]
     seconds = _step_seconds(job)
     return DataRate(
         noun="images" if "image" in job.batch_spec else "examples",
         read=_rate_of_reading(job),
-        needed=None if seconds is None else rows / seconds,
+        needed=None if seconds is None else count_rows(job.batch_spec) / seconds,
         num_cores=len(os.sched_getaffinity(0)),
     )
 

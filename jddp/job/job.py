@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +21,14 @@ from jax.sharding import Mesh
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.storage import local_copy
 from jddp.checkpoint.weights import Misfit
-from jddp.config.files import flatten, load_config, with_overrides
+from jddp.config.files import load_config, with_overrides
 from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
-from jddp.config.versions import source_hash, versions
-from jddp.data import DataSet, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
+from jddp.data import DataSet, Mix, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
 from jddp.data.order import ExampleOrder
 from jddp.data.source import Streams
 from jddp.data_parallel import DataParallel
 from jddp.distributed.agree import agree
-from jddp.distributed.chosen_gpus import refuse_gpus
-from jddp.distributed.coordination import process_index
-from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_memory
-from jddp.distributed.join import configure_devices, initialize, require_devices
-from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.watchdog import Limits
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import count_processes, make_mesh
@@ -44,11 +37,12 @@ from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
 from jddp.job.callbacks import make_callbacks
 from jddp.job.initial_weights import initial_weights
+from jddp.job.joining import join
 from jddp.job.length import num_steps_of, periods_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts, with_class_weights
 from jddp.job.streams import check_first, open_data
-from jddp.job.transforms import listed_transforms, mix_of, training_transforms
+from jddp.job.transforms import listed_transforms, training_transforms
 from jddp.reduce.shards import Shape
 from jddp.trainer.arguments import steps_left
 from jddp.trainer.callbacks import Callback
@@ -62,9 +56,6 @@ from jddp.typing import Batch, Batches, JsonObject
 from jddp.verification.compare import Verification
 from jddp.verification.verify import verify
 from jddp.zoo.state_dicts import OtherModel
-
-# Options of JAX that change the results of a program.
-SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
 
 
 def train(
@@ -283,13 +274,14 @@ class Job:
     def plain_batches(self) -> TrainBatches:
         """The batches, read by this process itself."""
         assert isinstance(self.data, DataSet), "build(config) has data unless needs_data=False"
+        data = self.config.data
         return batches_in_order(
             self.config,
             self.data,
             self.folder,
             transforms=training_transforms(self.config, self.parts.source),
-            mix=mix_of(self.config),
-            on_device=self.config.data.transform_on == "device",
+            mix=Mix(data.mixup, data.cutmix) if data.is_mixed else None,
+            on_device=data.transform_on == "device",
             multiple_of=self.ddp.steps.rows.num_micro_batches,
         )
 
@@ -357,40 +349,6 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     return job
 
 
-def join(config: Config, num_devices: int | str) -> None:
-    """Joins the processes of a job, compares their configs, and starts their devices.
-
-    Args:
-      config: Config of the job.
-      num_devices: Number of devices of all processes, or "auto".
-
-    Raises:
-      ConfigError: If processes share a GPU, or one is not there.
-      DeviceError: If JAX finds no device.
-      ProcessMismatchError: If processes have different configs or versions.
-    """
-    identity = resolve_identity()
-    # A running JAX, as in a notebook, refuses: then the mesh takes some of its devices.
-    with contextlib.suppress(RuntimeError):
-        configure_devices(num_devices, num_processes=identity.num_processes)
-    initialize(identity)
-    agree("config or version", _facts(config))
-    refuse_gpus(identity)
-    missing = require_devices()
-    if process_index() == 0:
-        _report_lacks(missing)
-
-
-def _report_lacks(missing: Missing | None) -> None:
-    """Reports a missing GPU, or too little shared memory for GPUs to communicate through."""
-    if missing is not None:
-        report(f"JAX runs on CPUs. {missing} {ON_PURPOSE}")
-    elif jax.default_backend() == "gpu" and jax.device_count() > 1:
-        small = small_shared_memory(jax.local_device_count())
-        if small is not None:
-            report(str(small))
-
-
 def _check_outputs(job: Job) -> None:
     """Compares the model's outputs with the classes, or the vocabulary, of the data."""
     known = job.parts.source.sizes
@@ -447,12 +405,3 @@ def test_batches(config: Config, data: DataSet | Streams) -> Batches:
         transforms=listed_transforms(config),
         on_device=config.data.transform_on == "device",
     )
-
-
-def _facts(config: Config) -> dict[str, str]:
-    """Values that all processes of a job must share; the folder of the data may differ."""
-    keys = {key: str(x) for key, x in flatten(config.model_dump()).items() if key != "data.dir"}
-    settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
-    flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    flags["code of jddp"] = source_hash()
-    return {**gpu_facts(os.environ), **keys, **versions(), **settings, **flags}

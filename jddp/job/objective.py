@@ -24,7 +24,8 @@ from jddp.config.schema import Config
 from jddp.distributed.coordination import from_first, num_processes, process_index
 from jddp.distributed.resolve import resolve_identity
 from jddp.errors import NumericsError, UsageError
-from jddp.job.job import join, train
+from jddp.job.job import train
+from jddp.job.joining import join
 from jddp.names.directions import direction_of
 from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching

@@ -1,7 +1,7 @@
 """The transforms of a job: those that its config lists, or those of its data set."""
 
 from jddp.config.schema import Config
-from jddp.data import DataSource, Mix
+from jddp.data import DataSource
 from jddp.data.image_transforms import TRANSFORMS
 from jddp.data.transforms import Transform
 from jddp.names import check_arguments, look_up
@@ -25,9 +25,3 @@ def listed_transforms(config: Config) -> tuple[Transform, ...]:
 def training_transforms(config: Config, source: DataSource) -> tuple[Transform, ...]:
     """The transforms of training rows: those of the data set, unless the config lists others."""
     return source.augment if config.data.transforms is None else listed_transforms(config)
-
-
-def mix_of(config: Config) -> Mix | None:
-    """The mixing of training images that a config asks for."""
-    data = config.data
-    return Mix(data.mixup, data.cutmix) if data.is_mixed else None

@@ -83,10 +83,8 @@ def _decode_jpeg(file: bytes, least: float) -> np.ndarray:
     """The pixels, at the smallest number of eighths of the size whose sides have `least` pixels."""
     simplejpeg = import_extra("simplejpeg", needed_by="JPEG")
     pixels = math.ceil(least)
-    found: np.ndarray = simplejpeg.decode_jpeg(
-        file, "RGB", fastdct=False, min_height=pixels, min_width=pixels, min_factor=1
-    )
-    return found
+    least_size = {"min_height": pixels, "min_width": pixels, "min_factor": 1}
+    return np.asarray(simplejpeg.decode_jpeg(file, "RGB", fastdct=False, **least_size))
 
 
 def decode_images(
