@@ -9,7 +9,7 @@ import pytest
 from jddp.distributed import gpus, join
 from jddp.distributed.gpus import gpu_facts, plugin_errors, why_missing
 from jddp.errors import DeviceError
-from jddp.job import job
+from jddp.job.joining import _report_lacks
 
 VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
 
@@ -142,5 +142,5 @@ def test_training_reports_small_shared_memory_only_where_gpus_communicate(monkey
     for backend, num, is_told in (("gpu", 8, True), ("gpu", 1, False), ("cpu", 8, False)):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         monkeypatch.setattr(jax, "device_count", lambda num=num: num)
-        job._report_lacks(None)
+        _report_lacks(None)
         assert ("jddp: /dev/shm holds 64 MiB, but" in capsys.readouterr().err) == is_told
