@@ -4,12 +4,12 @@
     order.examples_at(np.arange(8))        # numbers of the joined sources: 0 to 50,999
     order.num_drawn(51_000)                # (15300, 35700)
 
-An epoch has as many positions as all sources have examples, and consists of rounds. A round takes
-no more examples of a source than it has, and its positions are a permutation of its draws. The
-draws of a source are its own epochs, one after the other. Before position `p` at the beginning of
-a round a source has taken `p` times its share, rounded in a way that adds up: no error accumulates,
-and after any number of rounds or epochs the shares are exact to one example. So all examples of a
-source are taken equally often, but for those of the round. Nothing is stored, as in `order`.
+An epoch has as many positions as all sources have examples. In each epoch, and in any number of
+them, the share of each source is exact to one example (`quotas`). An epoch consists of rounds of
+like composition, so many that none passes over a source more than once; the positions of a round
+are a permutation of its draws. The draws of a source are its own epochs, one after the other. So
+all examples of a source are taken equally often, but for those of the round. No permutation is
+stored, as in `order`.
 """
 
 import functools
@@ -17,12 +17,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
 
 from jddp.data.order import Order, permute, random_keys
+from jddp.data.quotas import Quotas
 from jddp.errors import ConfigError
 from jddp.typing import Settings
 
@@ -100,9 +100,9 @@ class MixtureOrder:
 
     def num_drawn(self, position: int) -> tuple[int, ...]:
         """How many of the examples before a position are of each source."""
-        begin = self._begin_of(self._round_of(position))
-        counts = np.array(self._num_before(begin))
-        for first in range(begin, position, _CHUNK):
+        current = self._round_of(position)
+        counts = self._num_before(current)
+        for first in range(self._begin_of(current), position, _CHUNK):
             positions = np.arange(first, min(first + _CHUNK, position))
             for source, here, _ in self._draws(positions):
                 counts[source] += len(here)
@@ -130,18 +130,24 @@ class MixtureOrder:
         """The first position of a round."""
         return number * self.num_examples // self._num_rounds
 
-    def _num_before(self, position: int) -> list[int]:
-        """How many examples of each source come before the beginning of a round."""
-        ends = [math.floor(position * x) for x in accumulate(self.shares)]
-        return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    @functools.cached_property
+    def _quotas(self) -> Quotas:
+        return Quotas([share * self.num_examples for share in self.shares])
+
+    def _num_before(self, number: int) -> np.ndarray:
+        """How many examples of each source come before a round, `(num_sources,)`."""
+        epoch, rounds = divmod(number, self._num_rounds)
+        before, after = (np.array(self._quotas.before(x)) for x in (epoch, epoch + 1))
+        ends = np.cumsum(after - before) * rounds // self._num_rounds
+        return before + np.diff(ends, prepend=0)
 
     def _draws(self, positions: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Each source with its places among these positions, and its own positions there."""
         rounds = self._round_of(positions)
         for number in np.unique(rounds).tolist():
             begin, end = self._begin_of(number), self._begin_of(number + 1)
-            before = np.array(self._num_before(begin))
-            ends = np.cumsum(self._num_before(end) - before)
+            before = self._num_before(number)
+            ends = np.cumsum(self._num_before(number + 1) - before)
             places = np.flatnonzero(rounds == number)
             keys = random_keys("mixture", self.seed, number)
             slots = permute(positions[places] - begin, end - begin, keys)
