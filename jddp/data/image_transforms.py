@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jddp.data.examples import NumpyBatch
-from jddp.data.transforms import Transform, namespace_of
+from jddp.data.examples import Examples, NumpyBatch
+from jddp.data.transforms import Transform, as_stored, namespace_of
+from jddp.typing import JsonObject
 
 IMAGES = ("image", "other_image")
 
@@ -93,6 +94,15 @@ class CropAndFlip:
 def normalize(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Transform:
     """The normalization with these numbers, of which each may be a list."""
     return Normalize(*(tuple(x) if isinstance(x, Sequence) else x for x in (mean, std)))
+
+
+def normalization_of(examples: Examples) -> JsonObject:
+    """The arguments of `normalize` by which images are scaled when they are read; empty if not."""
+    for transform in as_stored(examples)[1].transforms:
+        match transform:
+            case Normalize(mean, std):
+                return {"mean": mean, "std": std}
+    return {}
 
 
 TRANSFORMS: dict[str, Callable[..., Transform]] = {

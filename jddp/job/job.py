@@ -25,6 +25,7 @@ from jddp.config.files import load_config, with_overrides
 from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
 from jddp.data import DataSet, Mix, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
+from jddp.data.image_transforms import normalization_of
 from jddp.data.order import ExampleOrder
 from jddp.data.source import Streams
 from jddp.data_parallel import DataParallel
@@ -292,6 +293,8 @@ class Job:
             data["classes"] = list(self.data.classes)
         if self.data.encoding:
             data["encoding"] = self.data.encoding
+        if isinstance(self.data, DataSet) and (scaling := normalization_of(self.data.train)):
+            data["normalization"] = scaling
         return {
             "data": data,
             "world": {

@@ -2,10 +2,11 @@
 
     predict_file("runs/mine", Path("new.npz"), Path("predictions.csv"))
 
-If the outputs are logits of classes, the likeliest class and its probability come first. Rows of a
-file are passed to the model as they are: the transformations of a data source, such as the
-normalization of images, are not applied. Images of a folder are decoded and normalized like the
-images of the run's image folder or tar files, and columns of a table like those of the run's table.
+If the outputs are logits of classes, the likeliest class and its probability come first. New rows
+are prepared like the test rows of the run: images of uint8 are normalized, images of a folder are
+decoded like those of the run's image folder or tar files, columns of a table are encoded like those
+of the run's table, and the transforms that a config lists follow. Arrays of floating point are used
+as they are otherwise.
 """
 
 import csv
@@ -19,20 +20,24 @@ from typing import Any
 import numpy as np
 
 from jddp.config.permissions import absolute
+from jddp.config.schema import Config
 from jddp.data import ArrayExamples, eval_batches
 from jddp.data.examples import Examples
+from jddp.data.image_transforms import normalize
 from jddp.data.sources.columns import ENDINGS
 from jddp.data.sources.encoding import Encoding
 from jddp.data.sources.image_folder import images_in
 from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.data.sources.table import rows_in
+from jddp.data.transforms import Transform, Transformed
 from jddp.distributed.resolve import resolve_identity
 from jddp.engine.state import by_path
 from jddp.errors import DataError, FileSystemError, UsageError, file_errors
 from jddp.files import replace_file
+from jddp.job.transforms import listed_transforms
 from jddp.runs.opened import open_run
 from jddp.runs.saved import kept_of_data
-from jddp.typing import JsonObject, Settings
+from jddp.typing import JsonObject
 
 INPUTS = ("image", "tokens", "x")  # as `jddp.zoo.losses.outputs` looks for them
 OF_IMAGES = ("image_folder", "webdataset")  # sources of images that are files
@@ -52,7 +57,7 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
 
     Raises:
       UsageError: If the suffix of a file is unknown, or there are several processes.
-      DataError: If the file holds no inputs, or pixels instead of normalized images.
+      DataError: If the file holds no inputs, or pixels, which the run does not normalize.
       FileSystemError: If `out` cannot be written.
     """
     if out.suffix not in WRITERS:
@@ -64,15 +69,18 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
     # Opening a run may import the module of its model, which may change the working directory.
     data, out = absolute(data), absolute(out)
     run = open_run(run_dir, **chosen)
-    section = (run.config or {})["data"]
-    kept = kept_of_data(run.run_dir)
+    config = Config(**(run.config or {}))
+    kept, transforms = kept_of_data(run.run_dir), listed_transforms(config)
     if data.suffix in ENDINGS:
         rows: Examples = _rows(data, kept)
     else:
-        rows = _images(data, section) if data.is_dir() else _read(data)
-    found = by_path(run.predict(eval_batches(rows, global_batch_size=section["global_batch_size"])))
+        rows = _images(data, config) if data.is_dir() else _read(data, kept, transforms)
+    batches = eval_batches(
+        rows, global_batch_size=config.data.global_batch_size, transforms=transforms
+    )
+    found = by_path(run.predict(batches))
     arrays = {name or "predictions": x for name, x in found.items()}
-    is_classifier = (run.config or {})["loss"]["name"] == "cross_entropy"
+    is_classifier = config.loss.name == "cross_entropy"
     arrays = _classified(arrays, kept.get("classes", []), is_classifier=is_classifier) | arrays
     files = getattr(rows, "files", None)
     if files is not None:
@@ -82,32 +90,42 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
     return len(rows)
 
 
-def _read(path: Path) -> ArrayExamples:
-    """The rows of a file with inputs."""
+def _read(path: Path, kept: JsonObject, transforms: Sequence[Transform]) -> Examples:
+    """The rows of a file with inputs; images of uint8 are normalized like those of the run."""
     if path.suffix not in (".npz", ".npy"):
         raise UsageError(
             f"--data {path}: rows are read from .npz and .npy, or .csv and .parquet "
             "for a run of a table. Convert them."
         )
-    arrays = map_npz(path) if path.suffix == ".npz" else {"x": map_npy(path)}
+    arrays = map_npz(path) if path.suffix == ".npz" else _named(map_npy(path))
     if not (given := [arrays[name] for name in INPUTS if name in arrays]):
         raise DataError(
             f"{path} holds {', '.join(arrays)}, but no inputs: name them image, tokens or x. For "
             "other names, use jddp.open_run(run_dir).predict(batches, function) in Python."
         )
-    if given[0].ndim == 4 and given[0].dtype.kind != "f":
-        raise DataError(
-            f"{path}: images are {given[0].dtype}. Give floating-point images, normalized like the "
-            "images of the run."
-        )
-    return ArrayExamples(arrays)
+    rows, dtype = ArrayExamples(arrays), given[0].dtype
+    if given[0].ndim != 4 or dtype.kind == "f":
+        return rows
+    if dtype == np.uint8 and "normalization" in kept:
+        return Transformed(rows, normalize(**kept["normalization"]))
+    if dtype == np.uint8 and transforms:
+        return rows
+    raise DataError(
+        f"{path}: images are {dtype}. Give floating-point images, normalized like the images of "
+        "the run."
+    )
 
 
-def _images(folder: Path, section: Settings) -> Examples:
+def _named(array: np.ndarray) -> dict[str, np.ndarray]:
+    """The array of a file of one, by the name that models know: images have four dimensions."""
+    return {"image" if array.ndim == 4 else "x": array}
+
+
+def _images(folder: Path, config: Config) -> Examples:
     """The images of a folder, decoded like the images of the run."""
-    if section["name"] not in OF_IMAGES:
+    if config.data.name not in OF_IMAGES:
         raise UsageError(f"--data {folder} is a folder, but the run was not trained on images.")
-    return images_in(folder, **section["kwargs"])
+    return images_in(folder, **config.data.kwargs)
 
 
 def _rows(path: Path, kept: JsonObject) -> ArrayExamples:

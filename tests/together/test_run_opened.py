@@ -21,6 +21,7 @@ from jddp.config.files import dump_values
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, FileSystemError, UsageError
 from jddp.job.job import train
+from jddp.runs.predictions import predict_file
 from jddp.trainer.watching import KeepBest
 
 OTHER = [make_batch(13, seed=9)]  # two rows more than eight devices have
@@ -231,6 +232,34 @@ def test_rows_of_a_file_are_predicted_in_their_order(here, capsys):
     found = np.load("a.npz", allow_pickle=False)["predictions"]
     for got in (found, np.array(lines, np.float32), np.array(read, np.float32)):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("by", ["the data", "the config"])
+def test_images_of_bytes_are_normalized_for_predict_as_in_training(by, tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (16, 4, 4, 1)).astype(np.uint8)
+    labels = np.arange(16) % 2
+    scale, arguments = {"mean": 0.25, "std": 0.5}, {"image_size": 4, "num_channels": 1}
+    for part in ("train", "test"):
+        np.savez(tmp_path / part, image=images, label=labels)
+        np.save(tmp_path / f"{part}_images.npy", images)
+        np.save(tmp_path / f"{part}_labels.npy", labels)
+    if by == "the data":
+        data = {"name": "npy", "kwargs": {"num_classes": 2, **arguments, **scale}}
+    else:
+        data = {"name": "npz", "transforms": [{"name": "normalize", "kwargs": scale}]}
+    config = Config(
+        data={"dir": str(tmp_path), "global_batch_size": 8, **data},
+        model={"name": "mlp", "kwargs": {"widths": [4]}},
+        train={"num_steps": 1},
+        mesh={"num_devices": 2},
+        run={"dir": str(tmp_path / "run")},
+    )
+    run = train(config)
+    np.save(tmp_path / "new.npy", images[:11])
+    assert predict_file(tmp_path / "run", tmp_path / "new.npy", tmp_path / "out.npz") == 11
+    found = np.load(tmp_path / "out.npz", allow_pickle=False)["predictions"]
+    want = run.predict([{"image": (images[:11].astype(np.float32) / 255 - 0.25) / 0.5}])
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
 def test_mistakes_of_predict_are_one_line_with_a_code(here, capsys):
