@@ -1,6 +1,7 @@
 """Versions of Python, of the packages that results depend on, and of the code around a run."""
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import platform
@@ -53,6 +54,7 @@ def _commit_in(git: Path) -> str:
     return next((line.split()[0] for line in lines if line.endswith(f" {name}")), "")
 
 
+@functools.cache  # of the code as it was first asked for, which is nearest to the code that runs
 def source_hash() -> str:
     """The sha256 of all code of jddp, as it runs here."""
     package = Path(__file__).parents[1]
