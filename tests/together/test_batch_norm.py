@@ -481,7 +481,7 @@ def test_broadcast_chooses_the_replica_with_a_valid_row_anew_for_each_micro_batc
     close(statistics(state), [mean, var], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", swept([True, False], every=2))
 def test_each_batch_norm_of_a_resnet_is_one_all_reduce_in_each_direction(overlap):
     """ResNet-50 has 53 of them: 1 behind the stem, 48 in its blocks and 4 on their shortcuts."""
     model = resnet50(stem="cifar", width=2, num_classes=4)

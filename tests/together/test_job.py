@@ -623,6 +623,7 @@ def test_what_changes_roundings_alone_may_change_when_a_run_resumes(mine, capsys
     close(run.state.params, whole.state.params, atol=0)
 
 
+@pytest.mark.slow
 def test_groups_of_another_size_may_divide_parameters_when_a_run_resumes(mine, capsys):
     def steps(num, **strategy):
         options = {"ddp": {"strategy": strategy}, "mesh": {"num_devices": 8}}

@@ -106,6 +106,7 @@ def test_a_sample_is_in_the_terminal_the_records_and_the_page_and_is_that_of_pre
     )
 
 
+@pytest.mark.slow
 def test_several_texts_have_names_of_their_own_and_are_those_of_each_alone(folder):
     def texts(*prompts):
         run = train(config_of(folder, train=EVALUATED, callbacks=sampled(*prompts)))
@@ -149,6 +150,7 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_step(folder, kwargs,
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_tokens_that_are_not_bytes_need_their_tokenizer(folder):
     sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}
     model = {"name": "gpt", "kwargs": {**sizes, "vocab_size": 300}}

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 from runs import records
 from states import assert_same, copied
+from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
@@ -59,7 +60,7 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("model, options", SKIPPED.values(), ids=SKIPPED)
+@pytest.mark.parametrize("model, options", swept(SKIPPED, every=3))
 def test_a_step_above_its_limit_changes_nothing_but_its_counts(model, options):
     ddp = wrapped(model, **options)
     state, metrics = take_steps(ddp, [make_batch(16)])
@@ -89,7 +90,7 @@ def test_a_loss_that_is_not_finite_is_left_to_the_other_guard():
         assert int(state.skipped) == skips
 
 
-@pytest.mark.parametrize("mesh", [1, 8])
+@pytest.mark.parametrize("mesh", swept([8, 1], every=2))
 def test_a_run_that_skips_a_spike_ends_as_one_whose_poisoned_step_is_undone_by_hand(
     tmp_path, capsys, mesh
 ):
@@ -107,8 +108,8 @@ def test_a_run_that_skips_a_spike_ends_as_one_whose_poisoned_step_is_undone_by_h
     assert_same(run.state, state)
 
 
-@pytest.mark.parametrize("stop", [BAD - 1, BAD])
-@pytest.mark.parametrize("every", [{}, {"save_every_steps": 7, "eval_every_steps": 3}])
+@pytest.mark.parametrize("stop", swept([BAD, BAD - 1], every=2))
+@pytest.mark.parametrize("every", swept([{"save_every_steps": 7, "eval_every_steps": 3}, {}], 2))
 def test_a_run_that_resumes_before_or_behind_a_spike_skips_the_same_steps(tmp_path, stop, every):
     given = [*batches()]
     whole = fit(wrapped(), "skip", given)

@@ -48,6 +48,7 @@ def only(folder):
     return ["data.mixture=[]", f"data.dir={folder}"]
 
 
+@pytest.mark.slow
 def test_two_devices_train_a_mixture_as_one_does_and_evaluate_all_test_examples(folder, tmp_path):
     one, two = (train(config(folder, tmp_path / str(n), num_devices=n)) for n in (1, 2))
     assert two.evaluate() == pytest.approx(one.evaluate(), rel=1e-4)

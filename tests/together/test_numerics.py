@@ -309,6 +309,7 @@ DEBUGGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", swept(DEBUGGED, every=4))
 def test_the_check_for_nan_of_jax_finds_one_also_after_it_was_off_for_a_while(options):
     def loss(model, batch, train):

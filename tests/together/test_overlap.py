@@ -89,7 +89,7 @@ def test_the_order_of_an_nnx_model_is_a_guess_until_a_batch_was_seen():
     assert "as the backward pass finishes them" in str(ddp.plan)
 
 
-@pytest.mark.parametrize("name, parts", swept([("transformer", 1), ("nnx", 2)], every=2))
+@pytest.mark.parametrize("name, parts", swept([("nnx", 2), ("transformer", 1)], every=2))
 def test_numbers_do_not_depend_on_the_place(name, parts):
     """tests/together/test_step.py holds all models in one of these places to one device."""
     options, ends = (
@@ -197,7 +197,7 @@ def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode
 
 
 @pytest.mark.parametrize("overlap", swept([False, True], every=2))
-@pytest.mark.parametrize("mode", ["local", "broadcast"])
+@pytest.mark.parametrize("mode", swept(["local", "broadcast"], every=2))
 def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode, overlap):
     """It makes neither NaN, nor zeros of what the replica's other micro-batch has added."""
     options = {

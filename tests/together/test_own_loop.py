@@ -27,6 +27,7 @@ def started(ddp):
     return ddp.init(0, make_batch())
 
 
+@pytest.mark.slow
 def test_what_was_saved_is_restored_on_another_number_of_devices(tmp_path, capsys):
     ddp, other = wrapped(strategy="zero1", mesh=4), wrapped()
     saved = jddp.Checkpoints(tmp_path, keep=2)

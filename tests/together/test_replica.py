@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 from judge import host
 from states import close
+from sweeps import swept
 from tiny import MLP, Of, loss_fn, make_batch, take_steps
 
 import jddp
@@ -211,7 +212,7 @@ def test_a_second_evaluation_of_what_each_replica_has_compiles_nothing(caplog):
     assert first == second
 
 
-@in_both
+@pytest.mark.parametrize("make, kind", swept(WANDERERS, every=2))
 def test_a_run_goes_on_with_what_each_replica_had(make, kind, tmp_path):
     def fit(num_steps, run_dir):
         options = {"num_steps": num_steps, "run_dir": tmp_path / run_dir}

@@ -90,6 +90,7 @@ def test_the_page_has_the_mistakes_as_images(classifier, capsys):
     assert Image.open(io.BytesIO(base64.b64decode(encoded))).size == (4, 4)
 
 
+@pytest.mark.slow
 def test_a_language_model_has_losses_by_position_and_a_sample(language_model, monkeypatch):
     monkeypatch.setattr(examples, "SAMPLE", 6)
     run = jddp.open_run(language_model, mesh=1)

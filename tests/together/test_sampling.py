@@ -116,6 +116,7 @@ def test_what_cannot_be_continued_is_refused(gpt, tokens, given, error, reported
         sample(gpt, tokens, length=LENGTH, **given)
 
 
+@pytest.mark.slow
 def test_models_and_runs_of_no_text_are_refused(trained, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"logits of shape \(1, 8\), not \(b, t, vocab\)"):
         sample(

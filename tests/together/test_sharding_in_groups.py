@@ -42,7 +42,7 @@ def test_other_options_are_those_of_replicated_parameters(name, size):
     assert {x.num for x in layouts if isinstance(x, Divided)} == {size}
 
 
-@pytest.mark.parametrize("size, optimizer", [(2, "sgd"), (4, "adamw")])
+@pytest.mark.parametrize("size, optimizer", swept([(2, "sgd"), (4, "adamw")], every=2))
 def test_scanned_layers_are_those_of_replicated_parameters(size, optimizer):
     example = GALLERY["scanned_transformer"]
     make = functools.partial(
@@ -177,6 +177,7 @@ def test_verify_holds_it_against_one_device_or_its_shares_side_by_side(dropout_r
 WAYS = [(FOUR, 8), ("ddp", 2), (TWO, 8), ("zero1", 4), (FOUR, 8), ("fsdp", 8), (TWO, 4), (TWO, 8)]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_by_any_strategy_and_in_other_groups(tmp_path):
     batch, optimizer = make_rows(), optax.adam(1e-2, eps=1e-3)
 

@@ -45,6 +45,7 @@ def config(folder, num_devices=2, **sections):
     )
 
 
+@pytest.mark.slow
 def test_two_devices_train_a_table_as_one_does_and_new_rows_are_predicted_by_name(folder, capsys):
     one, two = (train(config(folder, num)) for num in (1, 2))
     assert two.evaluate() == pytest.approx(one.evaluate(), rel=1e-4)

@@ -52,6 +52,7 @@ def config(tars, name, num_steps, **kwargs):
     )
 
 
+@pytest.mark.slow
 def test_a_run_of_tar_files_resumes_bitwise_names_its_samples_and_predicts_images(tars):
     whole = train(config(tars, "whole", 5))
     train(config(tars, "parts", 2))

@@ -124,6 +124,7 @@ def test_a_trace_is_a_table_of_means_in_80_columns():
     assert without.times.data_wait is None
 
 
+@pytest.mark.slow
 def test_a_run_records_the_steps_that_its_config_asks_for(tmp_path, capsys):
     job = {
         "model": {"name": "mlp"},

@@ -23,6 +23,7 @@ def test_listed_transforms_take_the_place_of_those_of_the_data_set():
     assert none.keys() - {"mask"} == {"image", "label", TRANSFORM}  # which normalizes
 
 
+@pytest.mark.slow
 def test_a_transform_without_random_numbers_is_for_evaluation_too(tmp_path):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (32, 28, 28, 1), dtype=np.uint8)

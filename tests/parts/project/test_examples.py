@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 from runs import ROOT
 from states import close
+from sweeps import swept
 from tiny import loss_fn, take_steps
 
 import jddp
@@ -220,7 +221,7 @@ def two_stages():
     return load("two_stages")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids="{}_heads".format)
+@pytest.fixture(scope="module", params=swept([2, 1], every=2), ids="{}_heads".format)
 def pipelined(request, two_stages):
     """The stages of a pipeline, their parameters, and its compiled gradients."""
     stages, rows = two_stages["make_stages"](request.param)

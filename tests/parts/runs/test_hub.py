@@ -80,6 +80,7 @@ class Commit:
     commit_url = "https://hub/commit"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_as_a_state_dict_and_as_a_folder_that_transformers_read(
     run_dir, tmp_path, capsys
 ):

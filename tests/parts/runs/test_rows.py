@@ -32,6 +32,7 @@ def trained(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_the_examples_of_a_step_are_those_of_its_batch_in_their_order(trained):
     config, _ = load_config(
         [str(trained / "config.yaml")], ["data.transforms=[]", "data.transform_on=host"]
