@@ -10,7 +10,13 @@ from jddp.engine.state import is_float
 from jddp.errors import FileSystemError
 from jddp.trainer.loop import Loop
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.resume_notes import changed_rate, changed_settings, differences, length_before
+from jddp.trainer.resume_notes import (
+    changed_decoders,
+    changed_rate,
+    changed_settings,
+    differences,
+    length_before,
+)
 from jddp.trainer.run import Run
 from jddp.trainer.same_program import SameProgram
 from jddp.trainer.watching import EarlyStopping, judge_again
@@ -68,6 +74,7 @@ def _restore_from(loop: Loop, beside: JsonObject) -> None:
     now = loop.reporter.learning_rate(run.step)
     keep = length_before(loop.about["config"], beside.get("plan", {}))
     notes = [changed_settings(beside, loop.about), changed_rate(run.step, before, now, keep)]
+    notes.append(changed_decoders(beside, loop.about))
     if loop.program is not None:
         notes.insert(0, loop.program.compare(run.step, beside, loop.plan.resume))
     loop.notes += filter(None, [*notes, in_another_world])

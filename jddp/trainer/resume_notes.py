@@ -5,9 +5,13 @@ The effect of a key, in `config.schema`, decides whether it may differ at all.
 
 import math
 
+from jddp.config.versions import DECODERS
 from jddp.trainer.reports.run_directory import compare_keys, is_free
 from jddp.typing import Settings
 from jddp.zoo.optimizers import schedule_lengths
+
+# Sources of images that are decoded when they are read.
+OF_IMAGES = ("image_folder", "webdataset", "hugging_face")
 
 
 def differences(
@@ -63,6 +67,24 @@ def changed_settings(before: Settings, now: Settings) -> str | None:
         old = before.get("plan", now["plan"])
         differ = [f"{k} {old[k]} -> {x}" for k, x in now["plan"].items() if old.get(k, x) != x]
     return f"changed: {', '.join(differ)}; finished steps stay" if differ else None
+
+
+def changed_decoders(before: Settings, now: Settings) -> str | None:
+    """A note that images may be decoded to other pixels than before, or None.
+
+    Args:
+      before: Values that were saved beside the state: "config" and "manifest".
+      now: The same values of the run that resumes.
+    """
+    if (now["config"] or {}).get("data", {}).get("name") not in OF_IMAGES:
+        return None
+    old, new = (x.get("manifest", {}).get("versions", {}) for x in (before, now))
+    differ = [
+        f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}"
+        for name in DECODERS
+        if old and old.get(name) != new.get(name)
+    ]
+    return f"another decoder may round pixels otherwise: {', '.join(differ)}" if differ else None
 
 
 def changed_rate(

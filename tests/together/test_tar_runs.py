@@ -9,9 +9,11 @@ from PIL import Image
 from states import assert_same
 
 from jddp.config.schema import Config
+from jddp.config.versions import versions
 from jddp.job.job import train
 from jddp.runs.predictions import predict_file
 from jddp.runs.rows import rows_of_step
+from jddp.trainer import plan
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 
@@ -77,3 +79,14 @@ def test_images_that_do_not_decode_are_counted_at_the_end(tars, capsys):
     train(config(tars, "run", 3, undecodable="mask"))
     said = capsys.readouterr().out
     assert "masked out: 2 of the examples read by this process" in said
+
+
+def test_a_run_that_resumes_with_another_decoder_says_so(tars, capsys, monkeypatch):
+    train(config(tars, "run", 1))
+    train(config(tars, "run", 2))
+    assert "decoder" not in capsys.readouterr().out
+    others = versions() | {"pillow": "99.0"}
+    monkeypatch.setattr(plan, "versions", lambda: others)
+    train(config(tars, "run", 3))
+    note = f"another decoder may round pixels otherwise: pillow {versions()['pillow']} -> 99.0"
+    assert note in " ".join(capsys.readouterr().out.split())
