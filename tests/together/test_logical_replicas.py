@@ -189,8 +189,16 @@ OPTIONS = {
     },
     "momentum": {"optimizer": optax.sgd(0.1, momentum=0.9), "skip_nonfinite": True},
 }
-SLOW = ("conv", "transformer", "scanned_transformer", "parts, clipping, an average")
-LONG = ("recurrent", "nnx", "lstm_tagger", "resnet_nnx", "seq2seq", "a mask, flat buckets")
+SLOW = ("conv", "scanned_transformer", "parts, clipping, an average")
+LONG = (
+    "transformer",
+    "recurrent",
+    "nnx",
+    "lstm_tagger",
+    "resnet_nnx",
+    "seq2seq",
+    "a mask, flat buckets",
+)
 NAMES = ["mlp", *(pytest.param(x, marks=pytest.mark.slow) for x in (*SLOW, "no power of two"))]
 NAMES += [pytest.param(x, marks=pytest.mark.long) for x in (*LONG, "a loss scale", "momentum")]
 

@@ -11,6 +11,7 @@ import pytest
 from described import VARIANTS, compile_gpt2, compile_resnet50
 from networks import make_network
 from runs import ROOT
+from sweeps import swept
 
 from jddp.inspection.collectives import collectives
 from jddp.inspection.modelled import GPUS, walk
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("as_users_compile")]
 MODELS = {"resnet50": compile_resnet50, "gpt2": compile_gpt2}
 
 each_model = pytest.mark.parametrize("model", MODELS)
+one_model = pytest.mark.parametrize("model", swept(["gpt2", "resnet50"], every=2))
 
 # Buckets that are complete only after the last product of the backward pass: nothing of it is left
 # to hide them, but the optimizer is. The position and token embeddings of GPT-2 fill two.
@@ -57,7 +59,7 @@ def test_no_bucket_stops_the_computing_and_at_most_a_thousandth_of_the_step_wait
     assert found.exposed_share <= 0.001
 
 
-@each_model
+@one_model
 def test_reducing_takes_no_memory_to_speak_of(model):
     without = compiled(model, "none")
     assert not walk(without.program, GPUS["h100_sxm"], make_network()).large
@@ -90,7 +92,7 @@ def test_of_synchronized_batch_norm_only_the_forward_pass_waits():
     assert found.exposed_share <= 0.001
 
 
-@each_model
+@one_model
 def test_a_sharded_update_scatters_each_bucket_and_gathers_it_again(model):
     step = compiled(model, "sharded")
     found = collectives(step.program)
