@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from sweeps import swept
 
 import jddp
 from jddp.data.sources.packed_tokens import PackedExamples
@@ -37,39 +38,38 @@ def row_of(*documents, length=12):
 
 
 def some_documents(lengths=DOCUMENTS):
-    return [np.asarray(jax.random.randint(jax.random.key(n), (n,), 0, 32)) for n in lengths]
+    return [np.random.default_rng(n).integers(0, 32, n, np.int32) for n in lengths]
 
 
-def first_values(model):
-    return model.init(jax.random.key(0), np.zeros((1, 4), np.int32))
+def made(**options):
+    """A compiled model, with its first parameters: a function of tokens and segments."""
+    model = make(**options)
+    values = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 4), np.int32))
+    return functools.partial(jax.jit(model.apply), values)
 
 
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_a_document_in_a_packed_row_has_the_logits_that_it_has_alone(options):
-    model = make(**options)
-    values = first_values(model)
+    apply = made(**options)
     documents = some_documents()
     tokens, segments = row_of(*documents, length=12)
-    packed = model.apply(values, tokens, segments=segments)[0]
+    packed = apply(tokens, segments=segments)[0]
     ends = np.cumsum(DOCUMENTS)
     for document, logits in zip(documents, np.split(packed, ends)[:3], strict=True):
-        alone = model.apply(values, document[None])[0]
+        alone = apply(document[None])[0]
         # Sums over the keys of a row have another order than over those of a document.
         np.testing.assert_allclose(logits, alone, atol=2e-6)
-    one = model.apply(values, tokens, segments=np.ones_like(segments))
-    np.testing.assert_allclose(one, model.apply(values, tokens), atol=2e-6)
+    one = apply(tokens, segments=np.ones_like(segments))
+    np.testing.assert_allclose(one, apply(tokens), atol=2e-6)
     assert np.abs(packed[5:] - one[0][5:]).max() > 0.01  # which segments do change
 
 
 def test_padding_and_other_documents_change_no_bit_of_a_document():
-    model = make()
-    values = first_values(model)
+    apply = made()
     first, second, third = some_documents()
     for others in ((second[::-1], third), (second, third[::-1]), (second,)):
-        one, other = (
-            model.apply(values, *row_of(first, *rest)[:1], segments=row_of(first, *rest)[1])[0, :5]
-            for rest in ((second, third), others)
-        )
+        rows = [row_of(first, *rest) for rest in ((second, third), others)]
+        one, other = (apply(tokens, segments=segments)[0, :5] for tokens, segments in rows)
         np.testing.assert_array_equal(one, other)
 
 
@@ -77,8 +77,8 @@ def test_gradients_of_a_document_do_not_reach_another():
     segments = jnp.array([[1, 1, 1, 2, 2, 3, 0, 0]])
     block = Block(num_heads=2, is_causal=True, dropout_rate=0.0, train=True)
     x = jax.random.normal(jax.random.key(0), (1, 8, 4))
-    values = block.init(jax.random.key(1), x)
-    slopes = jax.jacobian(lambda x: block.apply(values, x, segments)[0])(x)
+    values = jax.jit(block.init)(jax.random.key(1), x)
+    slopes = jax.jit(jax.jacobian(lambda x: block.apply(values, x, segments)[0]))(x)
     reaches = np.abs(slopes).sum((1, 2, 4)) != 0  # from each position to each
     is_same = np.equal.outer(*np.asarray(segments)[[0, 0]])
     np.testing.assert_array_equal(reaches, np.tril(is_same))
@@ -97,7 +97,7 @@ def packed_batch():
     return examples.take(np.arange(16))
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}], ids=["plain", "accumulate"])
+@pytest.mark.parametrize("options", swept({"parts": {"accumulate_steps": 2}, "plain": {}}, every=2))
 def test_steps_of_packed_rows_on_devices_equal_those_on_one(options):
     batch = packed_batch()
     assert 0 < batch["mask"].mean() < 1

@@ -1,5 +1,7 @@
 """A run that goes back at a loss spike, and continues with the data after it."""
 
+import functools
+
 import optax
 import pytest
 from runs import records
@@ -20,6 +22,7 @@ BEFORE = 60  # the checkpoint before it
 NUM_STEPS = 75
 
 
+@functools.cache
 def batch(number, bad=(BAD,)):
     """Eight rows, of which those of these numbers have wrong labels and large inputs."""
     good = make_batch(8, seed=number % 5)
@@ -30,6 +33,7 @@ def batches(bad=(BAD,)):
     return (batch(number, bad) for number in range(1, 200))
 
 
+@functools.cache
 def wrapped(mesh=2):
     return jddp.DataParallel(MLP(dropout_rate=0.1), optax.adam(1e-3), loss_fn, mesh=mesh)
 
@@ -42,6 +46,7 @@ def fit(run_dir, given=None, num_steps=NUM_STEPS, ddp=None, **options):
     return jddp.fit(ddp or wrapped(), given, **plan)
 
 
+@functools.cache
 def by_hand(mesh=2, num_steps=NUM_STEPS, left_out=range(BEFORE + 1, BAD + 1)):
     numbers = [number for number in range(1, 200) if number not in left_out]
     return take_steps(wrapped(mesh), [batch(number) for number in numbers[:num_steps]])[0]
