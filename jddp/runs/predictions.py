@@ -4,9 +4,8 @@
 
 If the outputs are logits of classes, the likeliest class and its probability come first. New rows
 are prepared like the test rows of the run: images of uint8 are normalized, images of a folder are
-decoded like those of the run's image folder or tar files, columns of a table are encoded like those
-of the run's table, and the transforms that a config lists follow. Arrays of floating point are used
-as they are otherwise.
+decoded like those of the run's image folder or tar files, and columns of a table are encoded like
+those of the run's table. Other arrays are used as they are.
 """
 
 import csv
@@ -70,14 +69,14 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
     data, out = absolute(data), absolute(out)
     run = open_run(run_dir, **chosen)
     config = Config(**(run.config or {}))
-    kept, transforms = kept_of_data(run.run_dir), listed_transforms(config)
+    kept = kept_of_data(run.run_dir)
     if data.suffix in ENDINGS:
         rows: Examples = _rows(data, kept)
+    elif data.is_dir():
+        rows = _images(data, config)
     else:
-        rows = _images(data, config) if data.is_dir() else _read(data, kept, transforms)
-    batches = eval_batches(
-        rows, global_batch_size=config.data.global_batch_size, transforms=transforms
-    )
+        rows = _read(data, _scaling(kept, config))
+    batches = eval_batches(rows, global_batch_size=config.data.global_batch_size)
     found = by_path(run.predict(batches))
     arrays = {name or "predictions": x for name, x in found.items()}
     is_classifier = config.loss.name == "cross_entropy"
@@ -90,8 +89,15 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
     return len(rows)
 
 
-def _read(path: Path, kept: JsonObject, transforms: Sequence[Transform]) -> Examples:
-    """The rows of a file with inputs; images of uint8 are normalized like those of the run."""
+def _scaling(kept: JsonObject, config: Config) -> Transform | None:
+    """How images of uint8 are scaled for the run; None if they are not."""
+    if "normalization" in kept:
+        return normalize(**kept["normalization"])
+    return next((x for x in listed_transforms(config) if not x.num_draws), None)
+
+
+def _read(path: Path, scaling: Transform | None) -> Examples:
+    """The rows of a file with inputs, of which images of uint8 are scaled."""
     if path.suffix not in (".npz", ".npy"):
         raise UsageError(
             f"--data {path}: rows are read from .npz and .npy, or .csv and .parquet "
@@ -106,14 +112,12 @@ def _read(path: Path, kept: JsonObject, transforms: Sequence[Transform]) -> Exam
     rows, dtype = ArrayExamples(arrays), given[0].dtype
     if given[0].ndim != 4 or dtype.kind == "f":
         return rows
-    if dtype == np.uint8 and "normalization" in kept:
-        return Transformed(rows, normalize(**kept["normalization"]))
-    if dtype == np.uint8 and transforms:
-        return rows
-    raise DataError(
-        f"{path}: images are {dtype}. Give floating-point images, normalized like the images of "
-        "the run."
-    )
+    if dtype != np.uint8 or scaling is None:
+        raise DataError(
+            f"{path}: images are {dtype}. Give floating-point images, normalized like the images "
+            "of the run."
+        )
+    return Transformed(rows, scaling)
 
 
 def _named(array: np.ndarray) -> dict[str, np.ndarray]:

@@ -258,7 +258,12 @@ def test_images_of_bytes_are_normalized_for_predict_as_in_training(by, tmp_path)
     np.save(tmp_path / "new.npy", images[:11])
     assert predict_file(tmp_path / "run", tmp_path / "new.npy", tmp_path / "out.npz") == 11
     found = np.load(tmp_path / "out.npz", allow_pickle=False)["predictions"]
-    want = run.predict([{"image": (images[:11].astype(np.float32) / 255 - 0.25) / 0.5}])
+    scaled = (images[:11].astype(np.float32) / 255 - 0.25) / 0.5
+    want = run.predict([{"image": scaled}])
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    np.save(tmp_path / "new.npy", scaled)
+    predict_file(tmp_path / "run", tmp_path / "new.npy", tmp_path / "out.npz")
+    found = np.load(tmp_path / "out.npz", allow_pickle=False)["predictions"]
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
