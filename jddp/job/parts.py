@@ -32,7 +32,7 @@ from jddp.job.class_weights import balanced_weights, weighted
 from jddp.job.document_weights import weighted_by_documents
 from jddp.job.optimizers import optimizer_of
 from jddp.job.streams import is_stream, source_of_batches, stream_arguments
-from jddp.job.transforms import listed_transforms
+from jddp.job.transforms import check_listed
 from jddp.names import accepted_names, check_arguments, defaults_of, named, resolve_target
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
@@ -95,7 +95,7 @@ def resolve_parts(config: Config) -> Parts:
     eval_fn = attempt(find_eval_fn)
     options, sinks = attempt(_ddp_options), attempt(_sinks)
     attempt(find_callbacks)  # which are made where the run begins
-    attempt(listed_transforms)
+    attempt(functools.partial(check_listed, source=source))
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     config, model = filled

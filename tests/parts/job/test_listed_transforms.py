@@ -5,6 +5,7 @@ import pytest
 
 import jddp
 from jddp.config.files import load_config
+from jddp.config.schema import Config
 from jddp.errors import ConfigError
 from jddp.job.job import build
 from jddp.typing import TRANSFORM
@@ -55,6 +56,24 @@ def test_unknown_transforms_are_refused_with_the_name_that_is_meant():
         job_with(transforms="[{name: crop_and_flips}]")
     with pytest.raises(ConfigError, match=r"data.transforms\[0\].kwargs.*'smallest'"):
         job_with(transforms="[{name: crop_and_flip, kwargs: {smallst: 0.1}}]")
+
+
+def test_transforms_of_images_are_refused_for_other_data():
+    listed = [{"name": "flip_and_shift"}]
+    data = {"name": "python_stdlib", "global_batch_size": 4, "transforms": listed}
+    with pytest.raises(ConfigError, match=r"change images, and python_stdlib has tokens"):
+        build(Config(data=data, model={"name": "gpt"}, train={"num_steps": 1}))
+
+
+def test_images_are_not_normalized_twice(tmp_path):
+    with pytest.raises(ConfigError, match="images of fashion_mnist are float32 .*Leave it out"):
+        job_with(transforms="[{name: normalize}]")
+    for part in ("train", "test"):
+        np.savez(tmp_path / part, image=np.ones((4, 28, 28, 1), np.float32), label=np.arange(4))
+    listed = [{"name": "flip_and_shift"}, {"name": "normalize"}]
+    data = {"name": "npz", "dir": str(tmp_path), "global_batch_size": 4, "transforms": listed}
+    with pytest.raises(ConfigError, match="images of npz are float32 numbers"):
+        build(Config(data=data, model={"name": "mlp"}, train={"num_steps": 1}))
 
 
 def test_both_ways_of_mixing_may_be_asked_for_at_once():
