@@ -128,8 +128,6 @@ def test_candidates_are_modelled_and_the_largest_batch_is_found_by_compiling(
         assert tune([*JOB, *target, *link, "--minutes", "-1", "--json"]) == 0
         assert bool(json.loads(capsys.readouterr().out)["date"]) == is_kept
     assert tune([*JOB, *target, "--batch"]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())  # Lines end where their figures let them.
     assert printed.startswith("data.global_batch_size=14")  # of 15,000 examples
-    assert printed.endswith(
-        "of 80.0 GB of a device, modelled for 1x2 h100; the data hold no more\n"
-    )
+    assert printed.endswith("of 80.0 GB of a device, modelled for 1x2 h100; the data hold no more")
