@@ -43,7 +43,7 @@ from jddp.job.length import num_steps_of, periods_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts, with_class_weights
 from jddp.job.streams import check_first, open_data
-from jddp.job.transforms import listed_transforms, training_transforms
+from jddp.job.transforms import OfStream, listed_transforms, training_transforms
 from jddp.reduce.shards import Shape
 from jddp.trainer.arguments import steps_left
 from jddp.trainer.callbacks import Callback
@@ -344,7 +344,7 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     ddp = DataParallel(parts.model, optimizer, parts.loss_fn, **options)
     stream = None
     if isinstance(data, Streams):
-        stream = Source(data.train, ddp.shard_batch)
+        stream = Source(data.train, ddp.shard_batch, OfStream(config))
         check_first(config, stream.peek())
     job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error, folder, stream)
     if config.loss.name in ("cross_entropy", "next_token"):

@@ -7,6 +7,7 @@ Their position is known to the batches alone, and the first one has the shapes. 
 examples is refused here.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -20,6 +21,7 @@ from jddp.data.examples import Examples
 from jddp.data.shares import Share
 from jddp.data.source import Streams, source_of_streams
 from jddp.errors import ConfigError, DataError
+from jddp.job.transforms import OfStream
 from jddp.names import defaults_of
 from jddp.typing import Batch, Batches, Settings
 
@@ -32,7 +34,6 @@ NOT_OF_STREAMS = {
     "data.num_workers": "It reads its batches itself: leave the key out",
     "data.sample_weights": "Its examples have no numbers: leave the key out",
     "data.mixture": "Mix sources in the stream",
-    "data.transforms": "Transform rows in the stream",
     "data.mixup": "Mix rows in the stream",
     "data.cutmix": "Mix rows in the stream",
     "checkpoint.start_from": "Begin with the parameters of that run: model.init_from",
@@ -42,7 +43,7 @@ NOT_OF_STREAMS = {
 class _Made:
     """Batches that a function makes each time they are iterated."""
 
-    def __init__(self, make: Callable[[], Batches]) -> None:
+    def __init__(self, make: Callable[[], Iterable[Batch]]) -> None:
         self._make = make
 
     def __iter__(self) -> Iterator[Batch]:
@@ -117,7 +118,10 @@ def open_data(source: DataSource, config: Config) -> DataSet | Streams:
         )
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    return source.open_streams(config.data.global_batch_size, config.seed, Share.of(None, None))
+    change = OfStream(config)
+    size, share = config.data.global_batch_size, Share.of(None, None)
+    streams = source.open_streams(size, config.seed, share)
+    return dataclasses.replace(streams, test=_Made(lambda: map(change, streams.test)))
 
 
 def check_first(config: Config, batch: Batch) -> None:

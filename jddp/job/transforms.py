@@ -1,11 +1,17 @@
 """The transforms of a job: those that its config lists, or those of its data set."""
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
 from jddp.config.schema import Config
 from jddp.data import DataSource
 from jddp.data.image_transforms import TRANSFORMS, Normalize
-from jddp.data.transforms import Transform
+from jddp.data.transforms import Chain, Transform
+from jddp.engine.host_rows import as_arrays
 from jddp.errors import ConfigError
 from jddp.names import check_arguments, look_up
+from jddp.typing import TRANSFORM, Batch
 
 
 def listed_transforms(config: Config) -> tuple[Transform, ...]:
@@ -35,14 +41,17 @@ def check_listed(config: Config, source: DataSource | None) -> None:
         would be normalized twice.
     """
     listed = listed_transforms(config)
-    if not listed or source is None or not source.spec:
-        return
-    name = config.data.name or config.data.target
-    if "image" not in source.spec:
+    if listed and source is not None and source.open_streams is None:
+        dtypes = {name: dtype for name, (_, dtype) in source.spec.items()}
+        _check_rows(config.data.name or str(config.data.target), dtypes, listed)
+
+
+def _check_rows(name: str, dtypes: Mapping[str, np.dtype], listed: Sequence[Transform]) -> None:
+    if "image" not in dtypes:
         raise ConfigError(
-            f"data.transforms change images, and {name} has {', '.join(source.spec)}. Set it to []."
+            f"data.transforms change images, and {name} has {', '.join(dtypes)}. Set it to []."
         )
-    dtype = source.spec["image"][1]
+    dtype = dtypes["image"]
     if dtype.kind == "f" and any(isinstance(x, Normalize) for x in listed):
         raise ConfigError(
             "data.transforms lists normalize, which divides bytes by 255, but the images of "
@@ -54,3 +63,35 @@ def check_listed(config: Config, source: DataSource | None) -> None:
 def training_transforms(config: Config, source: DataSource) -> tuple[Transform, ...]:
     """The transforms of training rows: those of the data set, unless the config lists others."""
     return source.augment if config.data.transforms is None else listed_transforms(config)
+
+
+class OfStream:
+    """The transforms that a config lists, as a function of each batch of a stream.
+
+    Raises:
+      ConfigError: If one needs random numbers, which are those of numbered examples.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._chain = Chain(listed_transforms(config))
+        self._on_device = config.data.transform_on == "device"
+        for i, transform in enumerate(self._chain.transforms):
+            if transform.num_draws:
+                raise ConfigError(
+                    f"data.transforms[{i}] needs random numbers of each example, and the examples "
+                    "of a stream have no numbers. Transform rows in the stream."
+                )
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The changed rows; or the rows, and the function that the step calls first.
+
+        Raises:
+          ConfigError: If there are no images, or they would be normalized twice.
+        """
+        if not self._chain.transforms:
+            return batch
+        rows = as_arrays(batch)
+        named = rows if isinstance(rows, Mapping) else {}
+        dtypes = {name: x.dtype for name, x in named.items()}
+        _check_rows("the stream", dtypes, self._chain.transforms)
+        return {**rows, TRANSFORM: self._chain} if self._on_device else self._chain(rows)

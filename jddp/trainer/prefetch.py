@@ -36,15 +36,22 @@ class Source:
         or it may have `state_dict` and `load_state_dict`, as in torchdata and Hugging Face. Other
         batches are counted, and read again from the start on resume.
       put: Function that places a batch on the devices.
+      change: Function of each batch, called before; None for none.
 
     Attributes:
       position: The position of the last batch taken, for a checkpoint.
     """
 
-    def __init__(self, batches: Any, put: Callable[[Batch], Batch]) -> None:
+    def __init__(
+        self,
+        batches: Any,
+        put: Callable[[Batch], Batch],
+        change: Callable[[Batch], Batch] | None = None,
+    ) -> None:
         self._batches = batches
         self._iterator = iter(batches)
         self._put = put
+        self._change = change
         self._peeked: list[tuple[Batch, JsonObject]] = []
         self._first: Batch = None  # of `TrainBatches`, until reading begins
         self._num_read = 0
@@ -201,7 +208,7 @@ class Source:
                 f"The training batches ended after {self._num_read} batches. Give an endless "
                 "iterator, or fewer steps."
             )
-        return batch, self._position()
+        return batch if self._change is None else self._change(batch), self._position()
 
     def _get_state(self) -> object:
         if hasattr(self._iterator, "get_state"):

@@ -68,6 +68,14 @@ def positioned(global_batch_size):
 def loader(global_batch_size):
     return Loader(global_batch_size), [rows(global_batch_size, 10**6)]
 
+def pixels(size, number):
+    image = np.random.default_rng(number).integers(0, 256, (size, 2, 2, 1), np.uint8)
+    return {"image": image, "label": image.reshape(size, 4).argmax(1).astype(np.int32)}
+
+def images(global_batch_size):
+    train = (pixels(global_batch_size, i) for i in itertools.count())
+    return train, [pixels(global_batch_size, 10**6)]
+
 def fixed():
     return Positioned(8), [rows(8, 10**6)]
 
@@ -135,6 +143,32 @@ def test_a_stream_of_a_config_trains_as_the_same_batches_of_fit_do(mine):
     assert equal(run, again)
     assert run.eval_metrics == again.eval_metrics
     assert run.eval_metrics["examples"] == 19
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_images_of_a_stream_are_normalized_by_the_config(mine, place):
+    normalize = "data.transforms=[{name: normalize, kwargs: {mean: 0.25, std: 0.5}}]"
+    job = job_of("images", normalize, f"data.transform_on={place}")
+    run = job.run()
+
+    def scaled(batches):
+        for batch in batches:
+            yield {**batch, "image": (batch["image"].astype(np.float32) / 255 - 0.25) / 0.5}
+
+    train, test = mine.images(16)
+    again = jddp.fit(job.ddp, scaled(train), num_steps=4, evaluate=[*scaled(test)])
+    # Adam makes more of the roundings of single parameters.
+    assert run.metrics["loss"] == pytest.approx(again.metrics["loss"], rel=1e-5)
+    assert run.eval_metrics["loss"] == pytest.approx(again.eval_metrics["loss"], rel=1e-5)
+    opened = jddp.open_run("run", trust="config")
+    assert opened.evaluate()["loss"] == pytest.approx(run.eval_metrics["loss"], rel=1e-6)
+
+
+def test_transforms_that_a_stream_cannot_have_are_refused():
+    with pytest.raises(ConfigError, match=r"transforms\[0\] needs random numbers of each example"):
+        job_of("images", "data.transforms=[{name: flip_and_shift}]")
+    with pytest.raises(ConfigError, match="images of the stream are float32 numbers, normalized"):
+        job_of("plain", "data.transforms=[{name: normalize}]")
 
 
 @pytest.mark.slow
