@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,12 @@ from jddp.job.length import num_steps_of, periods_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts, with_class_weights
 from jddp.job.streams import check_first, open_data
-from jddp.job.transforms import OfStream, listed_transforms, training_transforms
+from jddp.job.transforms import (
+    OfStream,
+    listed_transforms,
+    note_on_bytes,
+    training_transforms,
+)
 from jddp.reduce.shards import Shape
 from jddp.trainer.arguments import steps_left
 from jddp.trainer.callbacks import Callback
@@ -349,7 +354,17 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error, folder, stream)
     if config.loss.name in ("cross_entropy", "next_token"):
         _check_outputs(job)
+    if job.is_writer and (note := note_on_bytes(config, _dtype_of_images(job))):
+        logging.getLogger("jddp").warning(note)
     return job
+
+
+def _dtype_of_images(job: Job) -> np.dtype | None:
+    """Dtype of the images before any listed transform; None if there are no images."""
+    if job.stream is None:
+        return job.parts.source.spec.get("image", (None, None))[1]
+    batch = job.batch_spec
+    return batch["image"].dtype if isinstance(batch, Mapping) and "image" in batch else None
 
 
 def _check_outputs(job: Job) -> None:

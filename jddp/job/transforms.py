@@ -65,6 +65,22 @@ def training_transforms(config: Config, source: DataSource) -> tuple[Transform, 
     return source.augment if config.data.transforms is None else listed_transforms(config)
 
 
+def note_on_bytes(config: Config, dtype: np.dtype | None) -> str:
+    """A note that nothing scales the images that a model of jddp gets; empty if that is not so.
+
+    Args:
+      config: Config of the job.
+      dtype: Dtype of the images, after the fixed transforms of the data set; None without images.
+    """
+    scales = any(isinstance(x, Normalize) for x in listed_transforms(config))
+    if config.model.name is None or dtype != np.uint8 or scales:
+        return ""
+    return (
+        f"data: the images are bytes from 0 to 255, and model.name={config.model.name} does not "
+        "scale them. Set data.transforms=[{name: normalize}], with mean and std in its kwargs."
+    )
+
+
 class OfStream:
     """The transforms that a config lists, as a function of each batch of a stream.
 
