@@ -150,7 +150,7 @@ def whole(modules: structure.Modules, num_lines: int) -> list[Figure]:
     rooms = {room_of(name) for name in modules} - floors[DOORS] - {"jddp"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [
-        Figure("jddp/", num_lines, 30_288, 16_000),
+        Figure("jddp/", num_lines, 30_308, 16_000),
         Figure("rooms at the top level", len(rooms), 23, 23),
         Figure("floors", len(floors), 10, 10),
         Figure("dependencies", len(project["dependencies"]), 12, 12),
