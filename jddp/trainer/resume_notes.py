@@ -11,7 +11,7 @@ from jddp.typing import Settings
 from jddp.zoo.optimizers import schedule_lengths
 
 # Sources of images that are decoded when they are read.
-OF_IMAGES = ("image_folder", "webdataset", "hugging_face")
+DECODED = ("image_folder", "webdataset", "hugging_face")
 
 
 def differences(
@@ -76,7 +76,7 @@ def changed_decoders(before: Settings, now: Settings) -> str | None:
       before: Values that were saved beside the state: "config" and "manifest".
       now: The same values of the run that resumes.
     """
-    if (now["config"] or {}).get("data", {}).get("name") not in OF_IMAGES:
+    if (now["config"] or {}).get("data", {}).get("name") not in DECODED:
         return None
     old, new = (x.get("manifest", {}).get("versions", {}) for x in (before, now))
     differ = [
