@@ -166,7 +166,7 @@ class Writer:
         shapes, found, layouts = saved
         if (divergence := find_divergence(found, shapes)) is not None:
             raise ReplicaMismatchError(f"Step {step} is not saved: {divergence}.")
-        votes = gather(f"save/{step}", reason, timeout_seconds=SECONDS)
+        votes = gather(f"save/{self._directory.name}/{step}", reason, timeout_seconds=SECONDS)
         reason = next((f"process {i}: {vote}" for i, vote in enumerate(votes) if vote), "")
         if jax.process_index() == 0:
             try:
@@ -177,7 +177,7 @@ class Writer:
                 reason = f"process 0: {folders.first_line(error)}"
         if self._is_apart or (reason and jax.process_index() == 0):
             shutil.rmtree(self._folder(step), ignore_errors=True)
-        reason = from_first(f"saved/{step}", reason, timeout_seconds=SECONDS)
+        reason = from_first(f"saved/{self._directory.name}/{step}", reason, timeout_seconds=SECONDS)
         is_new = _kind(reason) != self._reported
         self._reported = _kind(reason)
         if not reason:

@@ -13,6 +13,7 @@ from workers.job import train_everything
 from workers.spikes import BAD, train_through
 from workers.start import run_module
 
+from jddp.checkpoint.folders import finished
 from jddp.distributed.identity import VARIABLES
 
 pytestmark = pytest.mark.processes
@@ -167,6 +168,18 @@ def test_two_processes_do_the_same_at_the_spike_that_the_rows_of_one_make(tmp_pa
     assert (first["steps"].tolist(), first["skipped"]) == ([BAD], action == "skip")
     for name in first:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+def test_two_folders_that_are_saved_at_one_step_are_each_complete_or_refused(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    jobs = [dict(zip(VARIABLES, (address, "2", str(x)), strict=True)) for x in range(2)]
+    for said, _ in run_module("workers.two_folders", tmp_path, jobs, SECONDS):
+        first, second = said.splitlines()
+        assert first.startswith("checkpoints is refused:")
+        assert "process 1: [Errno 28] No space left" in first
+        assert second == "best is saved"
+    assert finished(tmp_path / "checkpoints") == []
+    assert finished(tmp_path / "best") == [4]
 
 
 @pytest.mark.slow
