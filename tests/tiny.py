@@ -8,8 +8,6 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from jddp.data import ArrayExamples
-
 NUM_CLASSES = 4
 
 
@@ -135,16 +133,3 @@ def make_batch(rows=16, *, seed=0, masked=False):
         # Ragged: the first replicas are full, the last ones empty.
         batch["mask"] = np.arange(rows) < rows - 5
     return batch
-
-
-class Damaged(ArrayExamples):
-    """Examples of which those of batch `BAD`, of eight rows, have large inputs and wrong labels."""
-
-    BAD = 63
-
-    def take(self, indices):
-        rows = super().take(indices)
-        is_bad = indices // 8 == self.BAD - 1
-        rows["x"][is_bad] *= 100
-        rows["y"][is_bad] = (rows["y"][is_bad] + 1) % NUM_CLASSES
-        return rows

@@ -22,7 +22,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,16 +136,13 @@ class CheckpointFolder:
         """Sets the checkpoints that stay from now on, beside the one that was saved last."""
         self._writer.surplus = functools.partial(folders.surplus_but, steps)
 
-    def restore(
-        self, like: TrainState, layouts: TrainState | None = None, *, before: float = math.inf
-    ) -> Restored | None:
+    def restore(self, like: TrainState, layouts: TrainState | None = None) -> Restored | None:
         """Reads the newest checkpoint with valid digests onto the devices; None if there is none.
 
         Args:
           like: State with the structure, shapes and shardings to restore to; not changed.
           layouts: Layouts of its leaves; None if all are replicated. The checkpoint may be from
             another number of replicas, and its optimizer sharded or not: see `resize`.
-          before: Step below which a checkpoint is looked for.
 
         Raises:
           ConfigError: If the checkpoint is from another model or optimizer than `like`, or the path
@@ -155,8 +151,8 @@ class CheckpointFolder:
         """
         check_names(like)
         self._writer.wait()
-        there = [step for step in self.steps() if step < before]
-        while (step := self._newest_sound(before)) is not None:
+        there = self.steps()
+        while (step := self._newest_sound()) is not None:
             if (restored := self._read(step, like, layouts)) is not None:
                 return restored
         if there:
@@ -167,17 +163,11 @@ class CheckpointFolder:
             )
         return None
 
-    def remove_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps, from which a run has gone back."""
-        self._writer.wait()
-        if jax.process_index() == 0:
-            self._writer.remove(step, folders.later)
-
-    def _newest_sound(self, before: float) -> int | None:
+    def _newest_sound(self) -> int | None:
         """The newest step with undamaged files; damaged checkpoints are renamed."""
         found = None
         if jax.process_index() == 0:
-            found = find_newest(self._directory, self._set_aside, before)
+            found = find_newest(self._directory, self._set_aside)
         shared = from_first("newest", json.dumps(found), timeout_seconds=SECONDS)
         step: int | None = json.loads(shared)
         if step is not None:

@@ -54,11 +54,6 @@ def surplus(steps: list[int], saved: int, *, keep: int, keep_every: int | None =
     return [step for step in oldest if keep_every is None or step % keep_every != 0]
 
 
-def later(steps: list[int], step: int) -> list[int]:
-    """Steps to remove once a run has gone back to one: all above it."""
-    return [x for x in steps if x > step]
-
-
 def surplus_but(kept: Sequence[int], steps: list[int], saved: int) -> list[int]:
     """Steps to remove: all but those to keep, and the one that was saved last."""
     return [step for step in steps if step != saved and step not in kept]

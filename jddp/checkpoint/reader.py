@@ -10,7 +10,6 @@ names is called, and nothing is written: damaged checkpoints are skipped.
 import contextlib
 import json
 import logging
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -119,24 +118,21 @@ def newest_sound(directory: Path) -> int:
     return step
 
 
-def find_newest(
-    directory: Path, on_damage: Callable[[int, str], None], before: float = math.inf
-) -> int | None:
+def find_newest(directory: Path, on_damage: Callable[[int, str], None]) -> int | None:
     """The newest step with undamaged files, or None; calls `on_damage` for each newer step.
 
     Args:
       directory: Directory of the checkpoints.
       on_damage: Function of the step of a damaged checkpoint, and its damage.
-      before: Step from which on checkpoints are passed over.
     """
-    for step in reversed([step for step in finished(directory) if step < before]):
+    for step in reversed(finished(directory)):
         try:
             if (damage := find_fault(directory / str(step))) is None:
                 return step
         except FileSystemError as error:
             damage = str(error)
         if not (directory / str(step)).exists():  # a run has removed it, and named a newer one
-            return find_newest(directory, on_damage, before)
+            return find_newest(directory, on_damage)
         on_damage(step, damage)
     return None
 

@@ -106,9 +106,9 @@ class TrainConfig(Section):
     max_consecutive_skips: int = option(
         10, "Steps skipped in a row (ddp.skip_nonfinite) that end the run.", "none", ge=1
     )
-    on_spike: Literal["warn", "skip", "rewind"] | None = option(
+    on_spike: Literal["warn", "skip"] | None = option(
         "warn",
-        "If the loss jumps: print a line, leave out the update, or go back; or null.",
+        "If the loss jumps: print a line, or leave out the update; or null.",
         alike=("warn", None),
     )
     profile_steps: list[int] | None = option(

@@ -96,10 +96,8 @@ def rows_of_step(run_dir: str | Path, step: int, *, trust: str | None = None) ->
 
 def _rows(run_dir: Path, config: Config, data: DataSet, step: int) -> Rows:
     batches = batches_in_order(config, data, process_index=0, num_processes=1)
-    known, at, rewinds = _newest(run_dir)
-    # Steps up to the one that a run went back to came before the batches that it then left out.
-    num_left_out = sum(spike - to for spike, to in rewinds if step <= to)
-    end = at + (step - known - num_left_out) * batches.global_batch_size
+    known, at = _newest(run_dir)
+    end = at + (step - known) * batches.global_batch_size
     first = end - batches.global_batch_size
     left = (batches.positions_left().stop - at) // batches.global_batch_size
     num_steps = config.train.num_steps or known + left
@@ -118,13 +116,12 @@ def _names_of(train: Examples, examples: np.ndarray) -> tuple[str, ...]:
     return () if files is None else tuple(str(files[i]) for i in examples)
 
 
-def _newest(run_dir: Path) -> tuple[int, int, list[list[int]]]:
-    """The step of the newest checkpoint, the position after it, or zeros; and the rewinds."""
+def _newest(run_dir: Path) -> tuple[int, int]:
+    """The step of the newest checkpoint, and the position after it; zeros without one."""
     if not (steps := finished(run_dir / "checkpoints")):
-        return 0, 0, []
+        return 0, 0
     beside = read_object(run_dir / "checkpoints" / str(steps[-1]) / "run.json")
-    position = int(beside["position"]["state"]["position"])
-    return steps[-1], position, beside.get("rewinds", [])
+    return steps[-1], int(beside["position"]["state"]["position"])
 
 
 def _refuse_other_data(run_dir: Path, data: DataSet) -> None:

@@ -12,7 +12,6 @@ from jddp.trainer.callbacks import call_each
 from jddp.trainer.loop import Interrupted, Loop
 from jddp.trainer.reports.page.facts import read_facts
 from jddp.trainer.reports.page.page import NAME, draw_run
-from jddp.trainer.rewind import take_steps
 from jddp.trainer.saving import LATEST
 
 log = logging.getLogger("jddp")
@@ -42,7 +41,7 @@ def run_to_the_end(loop: Loop) -> None:
         try:
             with ending_forked_children():
                 loop.begin()
-                take_steps(loop)
+                loop.take_steps()
                 loop.end()
         except Interrupted:
             _leave(loop)

@@ -68,7 +68,6 @@ class Loop:
       position: Position in the data after the last step.
       reached: How far the run has come, with its last step.
       before: How far it had come before that step.
-      rewinds: The step of each spike from which the run went back, and that of the checkpoint.
       notes: Notes on the checkpoint from which the run resumes.
       program: The program of a run that is kept; None of another.
       signal: Name of the signal at which all processes stop, or None.
@@ -113,7 +112,6 @@ class Loop:
         self.signal: str | None = None
         self.position = self.source.position
         self.reached = self.before = self.source.reached(self.run.step, self.position)
-        self.rewinds = list[tuple[int, int]]()
         self.notes = list[str]()
         self.program: SameProgram | None = None
         self._evaluation = plan.evaluation
@@ -150,8 +148,6 @@ class Loop:
         self.replica_check.begin(0, run.state)  # as it was made or read
         self.replica_check.finish()
         self._check_evaluation()
-        if self.spikes.rewinds:  # to go back to, before the first checkpoint that is due
-            self.save(LATEST)
         self.source.start(self.plan.num_steps - run.step, run.step + 1)
 
     def end(self) -> None:
@@ -172,7 +168,6 @@ class Loop:
 
         Raises:
           Interrupted: At a signal, before the end.
-          Spiked: If the run goes back from a step, instead of on to the end.
         """
         run = self.run
         first = run.step + 1
@@ -218,7 +213,7 @@ class Loop:
         every = self.plan.norms_every_steps
         is_due = every is not None and (self.run.step + 1) % every == 0
         if is_due:
-            self.reporter.next()  # before the batch is taken: at a spike it is not of the next step
+            self.reporter.next()
         with self.reporter.clock.waiting():
             batch = next(self.source)
         if is_due:
@@ -325,7 +320,6 @@ class Loop:
             "early_stopping": settings_of(self.plan.callbacks),
             "skipped": self.numerics.kept,
             "losses": self.spikes.kept,
-            "rewinds": self.rewinds,
             "world": self.ddp.steps.topology,
             "learning_rate": self.reporter.learning_rate(run.step),
             "buckets": self.reporter.work.buckets,

@@ -54,18 +54,6 @@ class Sent(NamedTuple):
     position: JsonObject
 
 
-class Spiked(Exception):
-    """The loss has jumped at a step, from which the run goes back.
-
-    Attributes:
-      sent: The step.
-    """
-
-    def __init__(self, sent: Sent) -> None:
-        super().__init__(f"the loss jumps at step {sent.step}")
-        self.sent = sent
-
-
 class Seen(NamedTuple):
     """Findings about a step.
 
@@ -108,7 +96,6 @@ class Numerics:
         self._most = most
         self._spikes = spikes
         self.skipped = self.in_a_row = 0
-        self._spiked: Sent | None = None
         self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
 
     @property
@@ -118,7 +105,6 @@ class Numerics:
 
     def restore(self, kept: tuple[int, int, float | None]) -> None:
         """Continues to count from a checkpoint."""
-        self._spiked = None
         skipped, in_a_row, self._skipped_at = kept
         self.skipped = int(skipped)
         self.in_a_row = int(in_a_row)
@@ -146,7 +132,7 @@ class Numerics:
         is_good = math.isfinite(loss) and left_out is None
         if was_skipped and is_good and scale > LEAST and not is_same:
             # The loss scale is coming down; the forward pass was finite.
-            return self._seen(sent, spike)
+            return self._seen(spike)
         self.in_a_row = self.in_a_row + 1 if was_skipped else 0
         if self.in_a_row >= self._most or not (was_skipped or math.isfinite(loss)):
             why = NOT_FINITE
@@ -154,22 +140,12 @@ class Numerics:
                 why = f"loss is far above the losses before, {left_out.median:.4g} in the median"
             raise NumericsError(self._describe(sent, state, loss, why))
         skipped_first = f"step {sent.step} is skipped: its {NOT_FINITE}"
-        return self._seen(sent, spike, skipped_first if self.in_a_row == 1 else "")
+        return self._seen(spike, skipped_first if self.in_a_row == 1 else "")
 
-    def refuse_spike(self) -> None:
-        """Refuses to continue behind a spike, if the run goes back at spikes.
-
-        Raises:
-          Spiked: If the step that was looked at last is one.
-        """
-        if self._spiked is not None:
-            raise Spiked(self._spiked)
-
-    def _seen(self, sent: Sent, spike: Spike | None, note: str = "") -> Seen:
+    def _seen(self, spike: Spike | None, note: str = "") -> Seen:
         """The findings about a step: its spike, or else a note."""
         if spike is None:
             return Seen(note, {})
-        self._spiked = sent if self._spikes.rewinds else None
         return Seen(self._spikes.note(spike), {"spike": spike.num_mads})
 
     def _describe(self, sent: Sent, state: TrainState, loss: float, why: str) -> str:

@@ -96,8 +96,8 @@ class Checks:
       max_consecutive_skips: Number of steps in a row, skipped by `skip_nonfinite`, that ends the
         run.
       on_spike: Action where a loss is far above the losses before it, by the rule of
-        `jddp.trainer.spikes`: "warn" prints a line, "skip" also leaves out the update of the step,
-        "rewind" goes back to the checkpoint before; None looks for nothing.
+        `jddp.trainer.spikes`: "warn" prints a line, "skip" also leaves out the update of the step;
+        None looks for nothing.
       same_batches: Whether all processes get the same rows on purpose, as in a benchmark.
         Otherwise a first batch that several processes have is refused. With
         `jddp.data.TrainBatches` and `eval_batches` each process reads its own rows.
@@ -118,7 +118,7 @@ class Checks:
 
     def __post_init__(self) -> None:
         """Refuses numbers that are not positive, and an unknown action."""
-        check_choice("on_spike", self.on_spike, ("warn", "skip", "rewind", None))
+        check_choice("on_spike", self.on_spike, ("warn", "skip", None))
         check_counts(
             check_replicas_every_steps=self.replicas_every_steps,
             max_consecutive_skips=self.max_consecutive_skips,
@@ -223,12 +223,6 @@ class Plan:
         """Refuses wrong settings, before anything is compiled or written."""
         check_counts(num_steps=self.num_steps, limit_eval_batches=self.limit_eval_batches)
         check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
-        is_saved = None not in (self.run_dir, self.save_every)
-        if self.checks.on_spike == "rewind" and not is_saved:
-            raise ConfigError(
-                "on_spike='rewind' needs checkpoints to go back to: give run_dir= and "
-                "save_every_steps= (run.dir and checkpoint.every_steps of a config)."
-            )
         if self.profile_steps is not None and self.run_dir is None:
             raise ConfigError("train.profile_steps needs run.dir, where the trace is written.")
         if self.run_dir is None:

@@ -60,7 +60,6 @@ class Source:
         self._ready: queue.Queue[tuple[Batch | BaseException, JsonObject]] = queue.Queue(DEPTH)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._put_back: list[tuple[Batch, JsonObject]] = []
 
     def peek(self) -> Batch:
         """The first batch, as arrays on the host, without taking it."""
@@ -129,16 +128,16 @@ class Source:
         self.position = position
 
     def start(self, num_batches: int, first_step: int = 1) -> None:
-        """Starts to prefetch; later batches stay in the caller's iterator.
+        """Starts to prefetch, once; later batches stay in the caller's iterator.
 
         Args:
-          num_batches: Number of batches to read, after those of an earlier call.
+          num_batches: Number of batches to read.
           first_step: Number of the step that takes the first of them, for errors.
         """
         self._first = None
         steps = range(first_step, first_step + num_batches)
         self._thread = threading.Thread(
-            target=self._read_ahead, args=(steps, self._thread), name="jddp-batches", daemon=True
+            target=self._read_ahead, args=(steps,), name="jddp-batches", daemon=True
         )
         self._thread.start()
 
@@ -151,15 +150,11 @@ class Source:
         Raises:
           DataError: If there is no further batch.
         """
-        batch, position = self._put_back.pop() if self._put_back else self._ready.get()
+        batch, position = self._ready.get()
         if isinstance(batch, BaseException):
             raise batch
         self.position = position
         return batch
-
-    def put_back(self, batch: Batch, position: JsonObject) -> None:
-        """Makes the batch that was taken last, with the position after it, the next one again."""
-        self._put_back.append((batch, position))
 
     def close(self) -> None:
         """Ends the thread."""
@@ -169,9 +164,7 @@ class Source:
         if self._thread is not None:
             self._thread.join(timeout=1)  # An iterator may block forever.
 
-    def _read_ahead(self, steps: range, before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
+    def _read_ahead(self, steps: range) -> None:
         first: dict[str, str] = {}
         for step in steps:
             try:

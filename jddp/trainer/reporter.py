@@ -111,20 +111,10 @@ class Reporter:
         self.clock = Clock(self.run.step)
 
     def next(self, sent: Sent | None = None) -> None:
-        """Reports the pending step; `sent`, if given, becomes the pending step.
-
-        Raises:
-          Spiked: If the run goes back from the step that was pending.
-        """
+        """Reports the pending step; `sent`, if given, becomes the pending step."""
         late, self._waiting = self._waiting, sent
         if late is not None:
             self._call(late, self._record(late))
-            self.numerics.refuse_spike()
-
-    def forget(self) -> Sent | None:
-        """Drops the pending step, which is not reported; returns it, or None."""
-        late, self._waiting = self._waiting, None
-        return late
 
     def finish(self) -> None:
         """Reports the pending step after a failure; a callback that fails again is logged.
@@ -133,17 +123,15 @@ class Reporter:
 
         Raises:
           NumericsError: If that step must not be saved.
-          Spiked: If the run goes back from that step, or from the one before.
         """
-        self.numerics.refuse_spike()
-        if (late := self.forget()) is None:
+        late, self._waiting = self._waiting, None
+        if late is None:
             return
         values = self._record(late)
         try:
             self._call(late, values)
         except (Exception, SystemExit) as error:
             log.error("A callback has failed again, at step %d: %r", late.step, error)
-        self.numerics.refuse_spike()
 
     def _call(self, sent: Sent, values: Mapping[str, float]) -> None:
         def on_step(callback: Callback) -> None:

@@ -61,7 +61,6 @@ def _restore_from(loop: Loop, beside: JsonObject) -> None:
     run.stopped = beside["stopped"]
     loop.numerics.restore(tuple(beside["skipped"]))
     loop.spikes.restore(beside.get("losses", []))  # none of an earlier version
-    loop.rewinds = [(step, to) for step, to in beside.get("rewinds", [])]
     run.metrics = dict(beside["metrics"])
     run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
     in_another_world = _compare_worlds(loop, beside["world"])  # while the first batch is there

@@ -85,14 +85,6 @@ class Run(Shown):
             self.read_earlier = None
         return self.records
 
-    def forget_after(self, step: int) -> None:
-        """Drops the records of later steps, from which the run has gone back."""
-        earlier = self.read_earlier
-        if earlier is not None:
-            self.read_earlier = lambda: [x for x in earlier() if x["step"] <= step]
-        self.records = [x for x in self.records if x["step"] <= step]
-        self.evaluations = [x for x in self.evaluations if x["step"] <= step]
-
     @property
     def checkpoints(self) -> list[str]:
         """The checkpoints on disk by folder and step, such as "best/400"; the newest are last."""

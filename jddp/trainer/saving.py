@@ -82,23 +82,6 @@ class Saving:
             self._last[LATEST] = restored.step, restored.beside.get("stopped")
         return restored
 
-    def go_back(self, step: int, state: TrainState) -> Restored:
-        """The newest checkpoint from before a step, placed like `state`; later ones are removed.
-
-        Raises:
-          FileSystemError: If there is none.
-        """
-        latest = self._folder(LATEST)
-        restored = latest.restore(state, self._ddp.steps.layouts(state), before=step)
-        if restored is None:
-            raise FileSystemError(
-                f"The run cannot go back from step {step}: {self.require_directory().where} has no "
-                "checkpoint from before. Start it again: it resumes from the newest that there is."
-            )
-        latest.remove_after(restored.step)  # a callback may have saved there
-        self._last[LATEST] = restored.step, restored.beside["stopped"]
-        return restored
-
     def save(self, where: str, step: int, state: TrainState, beside: Settings) -> None:
         """Starts writing a state, unless it is the one that was saved or restored last.
 

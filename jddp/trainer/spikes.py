@@ -85,8 +85,7 @@ class Spikes:
     """The last losses of a run, and the spikes among them.
 
     Args:
-      action: "warn", "skip" to leave out their updates, or "rewind" to go back to a checkpoint;
-        None looks for none.
+      action: "warn", or "skip" to leave out their updates; None looks for none.
       rule: The rule by which a loss is one.
       rows: Command that prints the examples of a step, without its number; "" for none.
     """
@@ -102,11 +101,6 @@ class Spikes:
     def skips(self) -> bool:
         """Whether the updates of spikes are left out."""
         return self._action == "skip"
-
-    @property
-    def rewinds(self) -> bool:
-        """Whether the run goes back at spikes."""
-        return self._action == "rewind"
 
     @property
     def kept(self) -> Losses:

@@ -1,14 +1,13 @@
 """Evaluations, records and checkpoints by epoch, also where a batch has examples of two epochs."""
 
-import numpy as np
 import optax
 import pytest
 from runs import printed, records
-from tiny import MLP, Damaged, loss_fn, make_batch
+from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.folders import finished
-from jddp.data import Epochs, Order, TrainBatches
+from jddp.data import Epochs, TrainBatches
 from jddp.errors import ConfigError
 
 NUM_EXAMPLES = 20
@@ -89,19 +88,6 @@ def test_a_run_that_resumes_with_another_batch_size_keeps_the_schedule(ddp, tmp_
     fit(ddp, tmp_path, num_steps=4)
     run = fit(ddp, tmp_path, num_steps=max(ends), size=size)
     assert epochs_of(run, "eval") == {3: 1.2, 4: 1.6, **ends}
-
-
-def test_an_epoch_that_ends_in_batches_that_are_left_out_ends_with_the_next_step(tmp_path):
-    """The run goes back from step 63 to 60; then step 61 takes batch 64."""
-    same = {name: np.tile(x, (80, *[1] * (x.ndim - 1))) for name, x in make_batch(8).items()}
-    order = Order(len(same["y"]), seed=0, shuffle=False)
-    batches = TrainBatches(Damaged(same), global_batch_size=8, order=order)
-    ddp = jddp.DataParallel(MLP(), optax.adam(1e-3), loss_fn, mesh=2)
-    options = {"checks": jddp.Checks(on_spike="rewind"), "save_every_steps": 10}
-    every = Epochs(0.77)  # It ends in batch 62 of 80.
-    options |= {"evaluate": [make_batch(8)], "eval_every_steps": every, "log_every_steps": every}
-    run = jddp.fit(ddp, batches, num_steps=70, run_dir=tmp_path, **options)
-    assert epochs_of(run, "eval") == epochs_of(run, "train") == {61: 0.8, 70: 73 / 80}
 
 
 def test_early_stopping_and_the_best_checkpoint_go_by_epochs(tmp_path, capsys):

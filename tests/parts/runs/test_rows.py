@@ -1,7 +1,6 @@
 """The examples of any step are found from the directory of its run."""
 
 import json
-import shutil
 
 import numpy as np
 import optax
@@ -52,19 +51,6 @@ def test_a_run_that_continues_another_counts_from_where_that_one_was(trained, tm
     for step in (7, 9):
         begins_at = 6 * 256 + (step - 7) * 128
         assert rows_of_step(tmp_path / "two", step).epoch == begins_at / 15_000
-
-
-def test_batches_that_a_run_has_left_out_are_not_counted(trained, tmp_path):
-    run_dir = tmp_path / "one"
-    shutil.copytree(trained, run_dir)
-    beside = run_dir / "checkpoints" / "6" / "run.json"
-    saved = json.loads(beside.read_text())
-    # Batches 1 to 3, and 5 to 7: batch 4 was in the place of batch 5, and made the loss jump.
-    saved["position"]["state"]["position"] = 7 * 256
-    saved["rewinds"] = [[4, 3]]
-    beside.write_text(json.dumps(saved))
-    found = [rows_of_step(run_dir, step).epoch for step in range(1, 7)]
-    assert found == [number * 256 / 15_000 for number in (0, 1, 2, 4, 5, 6)]
 
 
 def test_examples_that_are_files_are_named(tmp_path, capsys):
