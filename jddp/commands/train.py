@@ -7,12 +7,10 @@ only the handling of signals; the command line itself is `jddp.commands.training
 from collections.abc import Sequence
 
 from jddp.distributed.early import leaves_at_once
-from jddp.distributed.huge_pages import start_again
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    start_again()
     with leaves_at_once():
         from jddp.commands.training import run
 

@@ -1,18 +1,15 @@
 """Huge pages for arrays in the memory of CPUs: fewer page faults of fresh memory.
 
     environ |= huge_pages(environ)       # of a process that is to be started
-    start_again()                        # of this command
 
 glibc reads its tunables when a process starts, so nothing can be set later. Where the kernel gives
 huge pages to programs that ask for them, and there is no GPU, a step that is bound by memory is
 faster (benchmarks/README.md).
 """
 
-import contextlib
 import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from jddp.distributed import gpus
@@ -20,7 +17,6 @@ from jddp.distributed import gpus
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 OLDEST_GLIBC = (2, 35)  # that has the tunable
-OWN = {"jddp", "jddp.train"}  # modules of the command that starts again
 
 
 def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
@@ -33,29 +29,6 @@ def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
     if TUNABLE in before or gpus.has_gpu(environ) or not _are_offered():
         return {}
     return {VARIABLE: ":".join(filter(None, [before, f"{TUNABLE}=1"]))}
-
-
-def start_again(argv: Sequence[str] = sys.orig_argv) -> None:
-    """Starts this process again with huge pages, under the same number, if it is our command.
-
-    Args:
-      argv: The command line of the process, the interpreter first.
-    """
-    added = huge_pages(os.environ)
-    if added and _is_own(argv):
-        with contextlib.suppress(OSError):  # and continues without them
-            os.execve(sys.executable, [sys.executable, *argv[1:]], {**os.environ, **added})
-
-
-def _is_own(argv: Sequence[str]) -> bool:
-    """Whether the process runs our command alone, and not a notebook, a test or a debugger."""
-    arguments = [x for x in argv[1:] if x == "-m" or not x.startswith("-")][:2]
-    match arguments:
-        case ["-m", module]:
-            return module in OWN
-        case [script, *_]:
-            return Path(script).name == "jddp"
-    return False
 
 
 def _are_offered() -> bool:

@@ -1,7 +1,5 @@
 """Huge pages are asked for where they help, and never over a user's setting."""
 
-import sys
-
 import pytest
 
 from jddp.distributed import gpus, huge_pages
@@ -46,31 +44,3 @@ def test_nothing_is_asked_where_arrays_are_on_a_gpu_unless_cpus_are_chosen(tmp_p
     (tmp_path / "dev" / "nvidia0").touch()
     assert huge_pages.huge_pages({}) == {}
     assert huge_pages.huge_pages({"JAX_PLATFORMS": "cpu"}) == SET
-
-
-@pytest.mark.parametrize(
-    "command, is_own",
-    [
-        ("python -m jddp.train train.num_steps=3", True),
-        ("python -u -m jddp.train", True),
-        ("python -m jddp train", True),
-        ("python bin/jddp train", True),
-        ("python -m pytest jddp.train", False),
-        ("python -m ipykernel_launcher -f x.json", False),
-        ("python -m pdb -m jddp.train", False),
-        ("python mine.py jddp", False),
-        ("python", False),
-    ],
-)
-def test_a_command_of_ours_starts_again_and_nothing_else_does(monkeypatch, command, is_own):
-    started = []
-    monkeypatch.setattr(huge_pages.os, "execve", lambda *given: started.append(given))
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    huge_pages.start_again(command.split())
-    assert len(started) == is_own
-    for program, argv, environ in started:
-        assert (program, argv) == (sys.executable, [sys.executable, *command.split()[1:]])
-        assert environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    huge_pages.start_again(command.split())
-    assert len(started) == is_own
