@@ -12,7 +12,6 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jddp.distributed import gloo
 from jddp.distributed.coordination import collect
 from jddp.distributed.waits import awaiting
 from jddp.engine.mesh import axis_of, is_key, over_replicas, platform, sharded
@@ -26,9 +25,8 @@ _DAY_SECONDS = 86_400.0  # A watchdog decides sooner.
 def connect(mesh: Mesh, groups: Groups | None) -> None:
     """Connects the devices of all processes, once for a mesh; every process calls it.
 
-    On CPUs each group of devices connects at its first collective, and prints lines about it: these
-    are the groups of all replicas, and of one device of each process; and those that divide
-    parameters, if there are some.
+    On CPUs each group of devices connects at its first collective: the group of all replicas, the
+    groups of one device of each process, and the groups that divide parameters, if there are some.
     """
     if jax.process_count() == 1 or platform(mesh) != "cpu":
         return
@@ -41,7 +39,7 @@ def connect(mesh: Mesh, groups: Groups | None) -> None:
     add = over_replicas(replica, mesh, P(axis), P())
     local = np.ones(len(mesh.local_devices), np.int32)
     ones = jax.make_array_from_process_local_data(sharded(mesh), local)
-    with awaiting(range(jax.process_count())), gloo.unprinted():
+    with awaiting(range(jax.process_count())):
         from_process_zero(np.int32(0))
         # Second, since it ends only when every device has been through the first.
         jax.block_until_ready(jax.jit(add)(ones))

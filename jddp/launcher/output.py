@@ -15,13 +15,18 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from jddp.distributed import gloo
 from jddp.errors import report, words_of
 
 NUM_LINES = 200  # of standard error that are kept
 _SHOWN = 20  # of them, without a traceback
 _LONGEST = 2**16  # bytes that Linux keeps in a pipe, and of a line before it is shown in parts
 CONSOLE = threading.Lock()  # held while lines that belong together are printed
+# gloo, JAX's transport on CPUs, prints lines for each of its connections and cannot be silenced.
+# Threads of several devices write the parts of their lines at once, so a line may lack any part.
+_OF_GLOO = re.compile(
+    rb"\[Gloo\] Rank | is connected to \d| peer ranks\. |number of connected peer ranks is : "
+)
+_NUMBERS = re.compile(rb"[\d\s]*")
 
 
 class Output:
@@ -84,8 +89,7 @@ class Output:
             rest = b""
         if sink is sys.stderr:
             self._errors.extend(line.decode(errors="replace").rstrip() for line in lines)
-        # gloo prints a line for each connection between CPU devices.
-        shown = b"".join(self._prefix + x for x in lines if not gloo.is_of_gloo(x))
+        shown = b"".join(self._prefix + line for line in without_gloo(lines))
         with CONSOLE, contextlib.suppress(OSError, ValueError):
             if hasattr(sink, "buffer"):
                 sink.buffer.write(shown)
@@ -93,3 +97,11 @@ class Output:
                 sink.write(shown.decode(errors="replace"))
             sink.flush()
         return rest
+
+
+def without_gloo(lines: list[bytes]) -> list[bytes]:
+    """Drops the lines of gloo and, if there are any, the lines with nothing but a rank."""
+    others = [line for line in lines if not _OF_GLOO.search(line)]
+    if len(others) == len(lines):
+        return lines
+    return [line for line in others if not _NUMBERS.fullmatch(line)]

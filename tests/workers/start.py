@@ -5,9 +5,14 @@ import sys
 
 from runs import compiling_as_here, environment
 
+from jddp.launcher.output import without_gloo
+
 
 def run_module(module, folder, variables, seconds):
-    """Runs `python -m module folder` once with each set of variables; returns what each prints."""
+    """Runs `python -m module folder` once with each set of variables.
+
+    Returns the standard output, without the lines of gloo, and the standard error of each.
+    """
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, folder],
@@ -25,4 +30,8 @@ def run_module(module, folder, variables, seconds):
             process.kill()  # does nothing to one that has ended
             process.wait()
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
-    return outputs
+    return [("".join(_but_gloo(said)), errors) for said, errors in outputs]
+
+
+def _but_gloo(said):
+    return (x.decode() for x in without_gloo(said.encode().splitlines(keepends=True)))
