@@ -13,6 +13,8 @@ import argparse
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 from jddp.errors import Error, ExitCode, FileSystemError, UsageError, show
+
+ACCEPTANCE = Path(__file__).parents[2] / "benchmarks" / "gpu_acceptance.py"  # of a checkout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,14 +59,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _accept(arguments: argparse.Namespace) -> int:
-    from jddp.distributed.resolve import resolve_identity
-    from jddp.doctor.acceptance.run import accept
-
-    if (num := resolve_identity().num_processes) > 1:
-        raise UsageError(f"--gpu-acceptance is started once, and not as {num} processes.")
-    page = arguments.gpu_acceptance
-    num_devices = arguments.num_devices
-    return accept(page, platform=arguments.platform, num_devices=num_devices)
+    if not ACCEPTANCE.exists():
+        raise UsageError(
+            "--gpu-acceptance is a part of the repository, and not of the installed package. "
+            "Clone the repository, and run it from there: python -m jddp.doctor --gpu-acceptance."
+        )
+    command = [sys.executable, ACCEPTANCE, arguments.gpu_acceptance]
+    command += ["--platform", arguments.platform, "--num-devices", str(arguments.num_devices)]
+    paths = os.pathsep.join(filter(None, sys.path))
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}).returncode
 
 
 def _compare_rates(files: Sequence[str]) -> int:

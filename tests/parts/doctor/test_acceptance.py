@@ -1,6 +1,7 @@
 """The acceptance of GPUs: its parts, its page, and how it survives a part that fails."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,18 +9,19 @@ from pathlib import Path
 
 import jax
 import pytest
-from runs import environment, wait_until
+from acceptance import equal, machine, measured, overlap, repeated, run, runs
+from acceptance.jobs import Workload, cnn
+from acceptance.page import page, verdict
+from acceptance.part import read_result, write_result
+from acceptance.parts import PARTS, Task
+from acceptance.published import FIGURES, choose_figure, link_of, topology
+from acceptance.result import SKIP, Machine, Part, PartResult
+from runs import ROOT, environment, wait_until
 
+from jddp.commands import doctor
 from jddp.commands.doctor import main
 from jddp.distributed import gpus
 from jddp.doctor import links
-from jddp.doctor.acceptance import equal, machine, measured, overlap, repeated, run, runs
-from jddp.doctor.acceptance.jobs import Workload, cnn
-from jddp.doctor.acceptance.page import page, verdict
-from jddp.doctor.acceptance.part import read_result, write_result
-from jddp.doctor.acceptance.parts import PARTS, Task
-from jddp.doctor.acceptance.published import FIGURES, choose_figure, link_of, topology
-from jddp.doctor.acceptance.result import SKIP, Machine, Part, PartResult
 from jddp.inspection.kernels import DeviceTime
 from jddp.zoo.losses import cross_entropy
 
@@ -239,7 +241,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from jax._src import xla_bridge
-from jddp.doctor.acceptance import run
+from acceptance import run
 run.PROGRAM = sys.argv[1]
 code = run.accept(Path("page.md"), platform="gpu", num_devices=8)
 assert not xla_bridge._backends
@@ -253,7 +255,8 @@ def test_what_starts_the_parts_holds_no_device_and_a_bad_part_refuses_the_machin
     line = write_result(PartResult("ok", "it is so", facts=facts))
     child = f"import sys; 'memory' in sys.argv and sys.exit('lost'); print({line!r})"
     command = [sys.executable, "-c", PARENT, child]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    environ = environment(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}")
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 76, done.stderr
     assert done.stdout.endswith("\nRefused: Memory: page.md\n")
     text = (tmp_path / "page.md").read_text()
@@ -278,6 +281,12 @@ def test_without_a_gpu_one_line_has_the_reason(monkeypatch, tmp_path, capfd):
     assert not file.exists()
     assert main(["--gpu-acceptance", str(earlier)]) == 69
     assert earlier.read_text() == "an earlier page"
+
+
+def test_the_wheel_has_no_acceptance_and_says_where_it_is(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(doctor, "ACCEPTANCE", tmp_path / "gpu_acceptance.py")
+    assert main(["--gpu-acceptance"]) == 2
+    assert "--gpu-acceptance is a part of the repository" in capfd.readouterr().err
 
 
 def test_what_is_missing_is_named_as_training_names_it(monkeypatch, tmp_path):

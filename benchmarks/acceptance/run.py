@@ -13,12 +13,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from acceptance.page import page, verdict
+from acceptance.part import PROGRAM, read_result
+from acceptance.parts import PARTS
+from acceptance.result import SKIP, Machine, Part, PartResult
 from jddp.distributed.atomics import add_flag
 from jddp.distributed.gpus import may_use_gpus
-from jddp.doctor.acceptance.page import page, verdict
-from jddp.doctor.acceptance.part import PROGRAM, read_result
-from jddp.doctor.acceptance.parts import PARTS
-from jddp.doctor.acceptance.result import SKIP, Machine, Part, PartResult
 from jddp.doctor.finding import BAD, Finding
 from jddp.errors import DeviceError, ExitCode, file_errors, show
 from jddp.launcher.group import Cleanup
@@ -90,12 +90,13 @@ def run_part(name: str, machine: Machine, environ: Mapping[str, str]) -> Part:
         return Part(task.title, PartResult(SKIP, "not tried: one device"))
     flags = f"{environ.get('XLA_FLAGS', '')} {task.environ.get('XLA_FLAGS', '')}".strip()
     limit = task.seconds * (1 if machine.is_gpu else _SLOWER)
+    paths = os.pathsep.join(filter(None, sys.path))  # where a part finds this package and jddp
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         with contextlib.closing(Cleanup()) as guard:  # which kills its remaining processes
             process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, name, *map(str, machine)],
-                env={**environ, **task.environ, "XLA_FLAGS": flags},
+                env={**environ, **task.environ, "XLA_FLAGS": flags, "PYTHONPATH": paths},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

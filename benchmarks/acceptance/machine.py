@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from acceptance.published import topology
+from acceptance.result import Machine, PartResult, worst
 from jddp.distributed import nvidia_smi
 from jddp.distributed.gpus import INSTALL, may_use_gpus, why_missing
 from jddp.distributed.join import require_devices
-from jddp.doctor.acceptance.published import topology
-from jddp.doctor.acceptance.result import Machine, PartResult, worst
 from jddp.doctor.busy import check_busy
 from jddp.doctor.devices import check_devices
 from jddp.errors import DeviceError

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import jax
 
+from acceptance.equal import BUCKET_MB
+from acceptance.jobs import gpt, step_seconds
+from acceptance.result import SKIP, Machine, PartResult
 from jddp.config.options import Reduction
-from jddp.doctor.acceptance.equal import BUCKET_MB
-from jddp.doctor.acceptance.jobs import gpt, step_seconds
-from jddp.doctor.acceptance.result import SKIP, Machine, PartResult
 from jddp.doctor.finding import OK, WARN
 from jddp.errors import DataError
 from jddp.inspection.kernels import DeviceTime

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from jddp.doctor.acceptance.equal import buckets, parity, user_verify
-from jddp.doctor.acceptance.machine import find_devices
-from jddp.doctor.acceptance.measured import bandwidth, batch_norm, peak_memory, scaling
-from jddp.doctor.acceptance.overlap import overlap
-from jddp.doctor.acceptance.repeated import DETERMINISTIC, repeats
-from jddp.doctor.acceptance.result import Machine, PartResult
-from jddp.doctor.acceptance.runs import kill_and_resume, kill_one
+from acceptance.equal import buckets, parity, user_verify
+from acceptance.machine import find_devices
+from acceptance.measured import bandwidth, batch_norm, peak_memory, scaling
+from acceptance.overlap import overlap
+from acceptance.repeated import DETERMINISTIC, repeats
+from acceptance.result import Machine, PartResult
+from acceptance.runs import kill_and_resume, kill_one
 
 
 class Task(NamedTuple):

@@ -2,9 +2,9 @@
 
 import jax
 
+from acceptance.jobs import Workload, adam, cnn, gpt
+from acceptance.result import Machine, PartResult
 from jddp.config.options import Reduction
-from jddp.doctor.acceptance.jobs import Workload, adam, cnn, gpt
-from jddp.doctor.acceptance.result import Machine, PartResult
 from jddp.doctor.finding import BAD, OK, WARN
 from jddp.inspection.explain import explain
 from jddp.verification.compare import Comparison, Verification, compare

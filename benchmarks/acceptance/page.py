@@ -4,8 +4,8 @@ import datetime
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from acceptance.result import SKIP, Machine, Part
 from jddp.config.versions import source_hash, versions
-from jddp.doctor.acceptance.result import SKIP, Machine, Part
 from jddp.doctor.finding import BAD, WARN
 
 # Variables that change programs, memory or the network.

@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from acceptance.result import Machine, PartResult
 from jddp.checkpoint.folders import finished
 from jddp.distributed.nvidia_smi import list_gpus
-from jddp.doctor.acceptance.result import Machine, PartResult
 from jddp.doctor.finding import BAD, OK, WARN
 
 _CACHE = "XDG_CACHE_HOME"

@@ -2,9 +2,9 @@
 
 import jax
 
-from jddp.doctor.acceptance.jobs import gpt, resnet, step_seconds
-from jddp.doctor.acceptance.published import Published, choose_figure, link_of, topology
-from jddp.doctor.acceptance.result import SKIP, Machine, PartResult
+from acceptance.jobs import gpt, resnet, step_seconds
+from acceptance.published import Published, choose_figure, link_of, topology
+from acceptance.result import SKIP, Machine, PartResult
 from jddp.doctor.finding import OK, WARN, Finding
 from jddp.doctor.links import measure_all_reduce
 from jddp.engine.mesh import make_mesh

@@ -5,8 +5,8 @@ import os
 import jax
 import numpy as np
 
-from jddp.doctor.acceptance.jobs import gpt
-from jddp.doctor.acceptance.result import Machine, PartResult
+from acceptance.jobs import gpt
+from acceptance.result import Machine, PartResult
 from jddp.doctor.finding import BAD, OK
 from jddp.typing import PyTree
 

@@ -5,13 +5,13 @@ The last line of its output is the result, as JSON. A part that fails has none.
 
 import json
 
+from acceptance.parts import PARTS
+from acceptance.result import Machine, PartResult
 from jddp.config.cli import run_command
-from jddp.doctor.acceptance.parts import PARTS
-from jddp.doctor.acceptance.result import Machine, PartResult
 
 PROGRAM = """\
 import sys
-from jddp.doctor.acceptance.part import main
+from acceptance.part import main
 sys.exit(main(sys.argv[1:]))
 """
 MARK = "jddp-part "
