@@ -176,7 +176,8 @@ class TrainBatches(Shown):
         uniform = self._order.uniform(positions, num_draws)
         if self._mix is not None:
             pairing = uniform[:, -NUM_PAIR_DRAWS:]
-            others = self._stored.take(self._mix.others(pairing, self.num_examples))
+            others = self._mix.others(positions, pairing, self.num_examples)
+            others = self._stored.take(self._order.examples_at(others))
             batch = self._mix.paired(batch, others, pairing)
         return self._chain.with_draws(batch, uniform[:, : self._chain.num_draws])
 

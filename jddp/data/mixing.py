@@ -38,17 +38,21 @@ class Mix:
     cutmix: float | None = None
     num_draws = 0
 
-    def others(self, uniform: np.ndarray, num_examples: int) -> np.ndarray:
-        """The index of the example with which each is mixed.
+    def others(self, positions: np.ndarray, uniform: np.ndarray, num_examples: int) -> np.ndarray:
+        """The position in the run of the example with which each is mixed, of the same epoch.
 
         Args:
+          positions: Positions of the examples in the run.
           uniform: Random numbers in [0, 1), `(b, NUM_PAIR_DRAWS)`.
-          num_examples: Number of examples to choose from.
+          num_examples: Number of positions of an epoch.
         """
-        return (uniform[:, 0] * num_examples).astype(np.int64)
+        begin = positions // num_examples * num_examples
+        return begin + (uniform[:, 0] * num_examples).astype(np.int64)
 
     def paired(self, batch: NumpyBatch, others: NumpyBatch, uniform: np.ndarray) -> NumpyBatch:
         """The batch, with the other image and label of each row, and how to mix them.
+
+        A row whose other example has mask 0 is mixed with nothing: it keeps all of its weight.
 
         Raises:
           ConfigError: If the examples are not images with labels.
@@ -63,10 +67,10 @@ class Mix:
         is_cut = uniform[:, 1] < share_of_cuts
         parameter = np.where(is_cut, self.cutmix or 1.0, self.mixup or 1.0)
         weight = scipy.betaincinv(parameter, parameter, uniform[:, 2])
+        if "mask" in others:
+            weight[~others["mask"].reshape(len(weight), -1).any(1)] = 1
         how = np.column_stack([is_cut, weight, uniform[:, 3:]]).astype(np.float32)
-        mask = {"mask": batch["mask"] * others["mask"]} if "mask" in batch else {}
-        other = {"other_image": others["image"], "other_label": others["label"]}
-        return batch | mask | other | {MIX: how}
+        return batch | {"other_image": others["image"], "other_label": others["label"], MIX: how}
 
     def __call__(self, batch: NumpyBatch, draws: np.ndarray) -> NumpyBatch:
         """The mixed images, with "other_label" and "share", by which the loss weights the labels.

@@ -19,6 +19,7 @@ from states import equal
 from jddp.data import (
     ArrayExamples,
     Mix,
+    MixtureOrder,
     TrainBatches,
     eval_batches,
     make_data_set,
@@ -301,11 +302,46 @@ def test_mixup_lays_another_image_over_each_and_keeps_both_labels():
     flat = {"image": images[:, :, 0, 0], "label": labels}  # with masks, as of images in folders
     mask = {"mask": (labels < 5).astype(np.float32)}
     batch = next(train_batches(ArrayExamples(flat | mask), size=10, mix=Mix(0.4)))
+    mixed = batch["share"] * batch["label"] + (1 - batch["share"]) * batch["other_label"]
     np.testing.assert_allclose(batch["image"][:, 1], mixed, rtol=1e-5)
     assert set(batch["label"][batch["mask"] > 0]) <= {0, 1, 2, 3, 4}
-    np.testing.assert_array_equal(batch["mask"], (batch["label"] < 5) & (batch["other_label"] < 5))
+    np.testing.assert_array_equal(batch["mask"], batch["label"] < 5)
+    is_alone = batch["other_label"] >= 5  # an example of mask 0 is not mixed into another
+    assert is_alone.any()
+    np.testing.assert_array_equal(batch["share"][is_alone], 1)
+    np.testing.assert_array_equal(batch["image"][is_alone, 1], batch["label"][is_alone])
+    assert (batch["share"][~is_alone] < 1).any()
     with pytest.raises(ConfigError, match="mix images with labels, but the data has x"):
         next(train_batches(10, mix=Mix(0.4)))
+
+
+ORDERS = {
+    "sample weights": Order(40, 0, weights=np.r_[np.zeros(20), np.full(10, 0.3), np.full(10, 4.0)]),
+    "a mixture": MixtureOrder((20, 20), (0.9, 0.1), 0),
+    "no shuffling": Order(40, 0, shuffle=False),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("mix", [Mix(mixup=0.4), Mix(cutmix=1.0)], ids=["mixup", "cutmix"])
+def test_images_are_mixed_with_those_of_their_epoch_alone(order, mix):
+    labels = np.arange(40)
+    examples = image_examples(np.zeros((40, 4, 4, 1), np.float32), labels)
+    given = {"examples": examples, "global_batch_size": 20, "order": order, "mix": mix}
+    batches = TrainBatches(**given)
+    drawn = []
+    for epoch in range(20):
+        rows = [next(batches) for _ in range(2)]
+        own, other = (np.concatenate([x[n] for x in rows]) for n in ("label", "other_label"))
+        np.testing.assert_array_equal(own, order.examples_at(np.arange(40) + 40 * epoch))
+        assert {*other} <= {*own}
+        drawn.append([(own >= 20).mean(), (other >= 20).mean()])
+    share, of_others = np.mean(drawn, 0)
+    # Five standard deviations of 800 draws.
+    assert of_others == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / 800))
+    later = TrainBatches(**given, process_index=1, num_processes=2)
+    later.set_state({"position": 40 * 19 + 20})
+    equal(next(later), {name: x[10:] for name, x in rows[1].items()})
 
 
 def all_of(examples):
