@@ -28,6 +28,8 @@ import numpy as np
 from jddp.errors import ConfigError, DataError
 from jddp.typing import Settings
 
+Stream = Literal["order", "augment", "weights", "mixture"]
+
 _STREAMS = {"order": 0, "augment": 1, "weights": 2, "mixture": 3}
 
 # With this number all permutations of few examples are equally frequent; with twelve they are not.
@@ -89,22 +91,28 @@ class Order:
 
     def examples_at(self, positions: np.ndarray) -> np.ndarray:
         """The indices of the examples at these positions of the run, in any order."""
-        epochs, indices = np.divmod(positions, self.num_examples)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = self._of_epoch(indices[here], int(epoch))
-        return indices
-
-    def _of_epoch(self, indices: np.ndarray, epoch: int) -> np.ndarray:
-        if self.shuffle:
-            indices = permute(indices, self.num_examples, random_keys("order", self.seed, epoch))
+        draws = self._draws_at(positions)
         if self.weights is None:
-            return indices
-        offset = random_keys("weights", self.seed, epoch)[0] >> np.uint64(11)
+            return draws
+        offsets = (self._key_of_epoch("weights", positions) >> np.uint64(11)) * 2.0**-53
         ends = self._ends
-        points = (indices + offset * 2.0**-53) * (ends[-1] / self.num_examples)
+        points = (draws + offsets) * (ends[-1] / self.num_examples)
         # A point that is rounded up to the very end belongs to the last example of any weight.
         return np.searchsorted(ends, np.minimum(points, np.nextafter(ends[-1], 0)), side="right")
+
+    def _draws_at(self, positions: np.ndarray) -> np.ndarray:
+        """Numbers of draws within their epochs: the examples, if there are no weights."""
+        epochs, draws = np.divmod(positions, self.num_examples)
+        for epoch in np.unique(epochs) if self.shuffle else ():
+            here = epochs == epoch
+            keys = random_keys("order", self.seed, int(epoch))
+            draws[here] = permute(draws[here], self.num_examples, keys)
+        return draws
+
+    def _key_of_epoch(self, stream: Stream, positions: np.ndarray) -> np.ndarray:
+        epochs, numbers = np.unique(positions // self.num_examples, return_inverse=True)
+        keys = [random_keys(stream, self.seed, int(epoch))[0] for epoch in epochs]
+        return np.array(keys, np.uint64)[numbers]
 
     @functools.cached_property
     def _ends(self) -> np.ndarray:
@@ -114,13 +122,11 @@ class Order:
     def uniform(self, positions: np.ndarray, num_draws: int) -> np.ndarray:
         """Random numbers in [0, 1) for the examples at these positions, `(b, num_draws)`.
 
-        They depend on seed, epoch and example, not on the batch that has the example.
+        They depend on seed, epoch and example, not on the batch that has the example. An example
+        that its weight repeats within an epoch gets other numbers each time.
         """
-        epochs = positions // self.num_examples
-        indices = self.examples_at(positions)
-        bits = indices.astype(np.uint64)
-        for epoch in np.unique(epochs):
-            bits[epochs == epoch] ^= random_keys("augment", self.seed, int(epoch))[0]
+        bits = self._draws_at(positions).astype(np.uint64)
+        bits ^= self._key_of_epoch("augment", positions)
         draws = np.arange(1, num_draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         return (_mix(_mix(bits)[:, None] + draws) >> np.uint64(11)) * 2.0**-53
 
@@ -159,9 +165,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=8)
-def random_keys(
-    stream: Literal["order", "augment", "weights", "mixture"], seed: int, epoch: int
-) -> np.ndarray:
+def random_keys(stream: Stream, seed: int, epoch: int) -> np.ndarray:
     """Random uint64 numbers, as keys of a permutation: a function of the arguments alone."""
     # numpy promises Philox's raw bits, not what `Generator` makes of them (NEP 19).
     key = np.array([seed, epoch], np.uint64)

@@ -344,6 +344,13 @@ def test_images_are_mixed_with_those_of_their_epoch_alone(order, mix):
     equal(next(later), {name: x[10:] for name, x in rows[1].items()})
 
 
+def test_an_example_that_its_weight_repeats_is_augmented_in_another_way_each_time():
+    order = Order(100, 0, weights=np.r_[50.0, np.ones(50), np.zeros(49)])
+    draws = order.uniform(np.arange(300), 3)
+    assert np.count_nonzero(order.examples_at(np.arange(300)) == 0) == 150
+    assert len(np.unique(draws)) == draws.size
+
+
 def all_of(examples):
     return examples.take(np.arange(len(examples)))
 
