@@ -91,7 +91,7 @@ class TrainConfig(Section):
         "params", "Evaluate the parameters, or their moving average."
     )
     limit_eval_batches: int | None = option(
-        None, "Batches of an evaluation, the first ones; null evaluates all.", ge=1
+        None, "Batches of an evaluation, of rows spread over all; null evaluates all.", ge=1
     )
     check_evaluation: bool = option(
         True, "Evaluate one batch before the first step of a new run.", "none"

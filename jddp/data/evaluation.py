@@ -8,13 +8,15 @@ They can be iterated any number of times. Each process takes an equal part of ev
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jddp.data.examples import Examples
+from jddp.data.order import Order
 from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
+from jddp.data.split import Subset
 from jddp.data.transforms import Chain, Transform, chain_of
 from jddp.errors import ConfigError, DataError
 from jddp.html import Shown, TextTable
@@ -41,6 +43,20 @@ class _EvalBatches(Shown):
             "global_batch_size": self.global_batch_size,
             "num_processes": self.share.num_processes,
         }
+
+    def limited(self, num_batches: int, seed: int) -> "_EvalBatches":
+        """So many batches, of rows that are spread evenly over all: one of each equal section.
+
+        Args:
+          num_batches: Number of batches; with all of them nothing changes.
+          seed: Seed that decides which row of a section is read, always the same.
+        """
+        num_rows = min(num_batches * self.global_batch_size, len(self.examples))
+        sections = np.arange(num_rows + 1) * len(self.examples) // num_rows
+        # At random: rows that take turns, such as classes, would else be of one kind.
+        shares = Order(num_rows, seed, shuffle=False).uniform(np.arange(num_rows), 1)[:, 0]
+        rows = sections[:-1] + (shares * np.diff(sections)).astype(np.int64)
+        return replace(self, examples=Subset(self.examples, rows))
 
     def __repr__(self) -> str:
         return f"evaluation batches: {len(self.examples):,} examples in {len(self):,} batches"

@@ -70,8 +70,9 @@ class Evaluation:
       batches: This process's batches, iterated from the beginning each time; or a dict of arrays,
         the same on every process; or None.
       params: Parameters to evaluate, "params" or "ema".
-      limit: Number of batches, the first ones, that an evaluation reads; None reads all. Means are
-        exact over the rows that were read, which "examples" counts.
+      limit: Number of batches that an evaluation reads; None reads all. Of examples they hold rows
+        that are spread evenly over all, the same ones each time; of other iterables they are the
+        first ones. Means are exact over the rows that were read, which "examples" counts.
 
     Raises:
       ConfigError: If the parameters are unknown, or the limit is not positive.

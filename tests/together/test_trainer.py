@@ -22,7 +22,7 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 import jddp
 from jddp.checkpoint import listing
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.data import ArrayExamples, TrainBatches
+from jddp.data import ArrayExamples, TrainBatches, eval_batches
 from jddp.distributed.requests import Requests
 from jddp.distributed.signals import stop_signals
 from jddp.errors import ConfigError, DataError, FileSystemError, NumericsError, UsageError
@@ -963,6 +963,20 @@ def test_a_limited_evaluation_is_exact_over_the_first_batches(plain):
     assert run.evaluate()["examples"] == 8
     with pytest.raises(ConfigError, match="limit is at least 1; got 0"):
         jddp.Evaluation(EVALUATION, limit=0)
+
+
+def test_a_limited_evaluation_of_examples_reads_rows_of_all_of_them(plain):
+    tests = make_batch(80) | {"y": np.repeat([0, 1], 40).astype(np.int32)}  # class after class
+    evaluation = eval_batches(tests, global_batch_size=4)
+    limited = jddp.Evaluation(evaluation, limit=2)
+    plan = {"num_steps": 2, "evaluate": limited, "eval_every_steps": 1, "seed": 3}
+    run = jddp.fit(plain, batches(), **plan)
+    assert [record["examples"] for record in run.evaluations] == [8, 8]
+    rows = [*evaluation.limited(2, seed=3)]
+    assert [batch["y"].tolist() for batch in rows] == [[0] * 4, [1] * 4]
+    found = plain.evaluate(run.state, rows)
+    assert found == {name: run.eval_metrics[name] for name in found}
+    assert run.evaluate()["examples"] == 80
 
 
 def test_the_three_best_checkpoints_stay_and_the_listing_shows_their_metrics(

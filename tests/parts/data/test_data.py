@@ -351,6 +351,27 @@ def test_an_example_that_its_weight_repeats_is_augmented_in_another_way_each_tim
     assert len(np.unique(draws)) == draws.size
 
 
+def test_the_rows_of_a_limited_evaluation_are_spread_over_all_in_the_same_way_each_time():
+    def rows(seed=0, num_processes=1):
+        found = on_processes(num_processes, eval_batches, numbered(1003), global_batch_size=10)
+        limited = [batches.limited(7, seed) for batches in found]
+        passes = [[list(batches) for batches in limited] for _ in range(2)]
+        equal(*passes)
+        steps = zip(*passes[0], strict=True)
+        return np.concatenate([part["x"] for step in steps for part in step])
+
+    chosen = rows()
+    assert len(chosen) == 70
+    edges = np.floor(np.linspace(0, 1003, 71))  # one row of each seventieth
+    assert ((edges[:-1] <= chosen) & (chosen < edges[1:])).all()
+    np.testing.assert_array_equal(rows(num_processes=2), chosen)
+    assert (rows(seed=1) != chosen).any()
+    # Rows that take turns would all be of one kind if each tenth row were chosen.
+    assert len(np.unique(chosen % 10)) == 10
+    few = eval_batches(numbered(25), global_batch_size=10)
+    assert [len(batch["x"]) for batch in few.limited(3, 0)] == [10, 10, 5]
+
+
 def all_of(examples):
     return examples.take(np.arange(len(examples)))
 
