@@ -78,7 +78,7 @@ class CropAndFlip:
     num_draws = 5
 
     def __call__(self, batch: NumpyBatch, draws: np.ndarray) -> NumpyBatch:
-        """Reads every pixel of the new images between four pixels of the old ones."""
+        """Reads every pixel of the new images between four of the old ones, in their dtype."""
         xp = namespace_of(draws)
         height, width = batch["image"].shape[1:3]
         area = self.smallest + (1 - self.smallest) * draws[:, 0]
@@ -88,7 +88,7 @@ class CropAndFlip:
         y = _centres(draws[:, 2] * (height - tall), tall, height)
         x = _centres(draws[:, 3] * (width - wide), wide, width)
         x = xp.where(draws[:, 4:] < 0.5, x[:, ::-1], x)
-        return _with_images(batch, lambda images: _between(_between(images, y, axis=1), x, axis=2))
+        return _with_images(batch, lambda images: _at(images, y, x))
 
 
 def normalize(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Transform:
@@ -121,6 +121,14 @@ def _centres(begin: np.ndarray, length: np.ndarray, num_pixels: int) -> np.ndarr
     places = (np.arange(num_pixels, dtype=np.float32)[None] + 0.5) / num_pixels
     centres = begin[:, None] + places * length[:, None] - 0.5
     return namespace_of(begin).clip(centres, 0, num_pixels - 1)
+
+
+def _at(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Linear interpolation between pixels along both axes; whole numbers are rounded at the end."""
+    if images.dtype.kind not in "biu":
+        return _between(_between(images, y, axis=1), x, axis=2)
+    pixels = _at(images.astype(np.float32), y, x)
+    return namespace_of(y).rint(pixels).astype(images.dtype)
 
 
 def _between(images: np.ndarray, places: np.ndarray, *, axis: int) -> np.ndarray:

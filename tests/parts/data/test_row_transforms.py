@@ -124,6 +124,29 @@ def test_a_box_covers_the_share_that_the_loss_is_told_of():
     assert batch["share"].min() < 0.2 < 0.9 < batch["share"].max()
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_a_crop_of_whole_numbers_is_that_of_the_same_numbers_rounded(dtype):
+    images = stored_images(64).examples.take(np.arange(64))["image"].astype(dtype)
+    draws = np.random.default_rng(1).random((64, 5), np.float32)
+    want = CropAndFlip()({"image": images.astype(np.float64)}, draws)["image"]
+    here = CropAndFlip()({"image": images}, draws)["image"]
+    there = jax.jit(CropAndFlip())({"image": images}, draws)["image"]
+    assert here.dtype == there.dtype == dtype
+    for found in (here, there):
+        # A float32 between two whole numbers up to 255 may lie on the other side of their middle.
+        assert np.abs(found - want).max() <= 0.5 + 1e-4
+    assert np.mean(here != there) < 1e-3
+
+
+def test_images_may_be_cropped_before_they_are_normalized_or_after():
+    images = stored_images(64).examples.take(np.arange(64))
+    draws = np.random.default_rng(1).random((64, 5))
+    orders = [(Normalize(0.5, 0.25), CropAndFlip()), (CropAndFlip(), Normalize(0.5, 0.25))]
+    after, before = (Chain(order)(Chain(order).with_draws(images, draws)) for order in orders)
+    # A byte is rounded by half a level.
+    np.testing.assert_allclose(before["image"], after["image"], atol=0.5 / 255 / 0.25 + 1e-5)
+
+
 def test_half_of_the_examples_are_cut_if_both_are_asked_for():
     batch = next(batches_of(on_device=True, mix=Mix(mixup=0.2, cutmix=1.0)))
     assert 8 <= batch["mix"][:, 0].sum() <= 24  # three standard deviations of 32 draws
