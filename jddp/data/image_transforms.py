@@ -10,14 +10,16 @@ import numpy as np
 
 from jddp.data.examples import Examples, NumpyBatch
 from jddp.data.transforms import Transform, as_stored, namespace_of
+from jddp.errors import DataError
 from jddp.typing import JsonObject
 
 IMAGES = ("image", "other_image")
+LARGEST = {"uint8": 255, "uint16": 65_535}  # by dtypes: black is 0, and white is this
 
 
 @dataclass(frozen=True)
 class Normalize:
-    """Pixels of uint8 as float32 numbers: over 255, minus `mean`, over `std`.
+    """Pixels as float32 numbers: over the largest of their dtype, minus `mean`, over `std`.
 
     Attributes:
       mean: Value to subtract, in the range 0 to 1; one number, or one per channel.
@@ -29,11 +31,18 @@ class Normalize:
     num_draws = 0
 
     def __call__(self, batch: NumpyBatch, draws: np.ndarray) -> NumpyBatch:
-        """Scales the images; the random numbers are not used."""
+        """Scales the images; the random numbers are not used.
+
+        Raises:
+          DataError: If the images are neither uint8 nor uint16.
+        """
+        dtype = batch["image"].dtype
+        if dtype.name not in LARGEST:
+            raise DataError(f"normalize: images are {dtype}. Give uint8 or uint16, of known range.")
         # Of the rank of the images, for those who let JAX refuse arrays of different ranks.
         shape = [1] * (batch["image"].ndim - 1) + [-1]
         mean, std = (np.asarray(x, np.float32).reshape(shape) for x in (self.mean, self.std))
-        scale, offset = np.float32(1 / 255) / std, mean / std
+        scale, offset = np.float32(1 / LARGEST[dtype.name]) / std, mean / std
         return _with_images(batch, lambda x: x.astype(np.float32) * scale - offset)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jddp.config.schema import Config
 from jddp.data import DataSource
-from jddp.data.image_transforms import TRANSFORMS, Normalize
+from jddp.data.image_transforms import LARGEST, TRANSFORMS, Normalize
 from jddp.data.transforms import Chain, Transform
 from jddp.engine.host_rows import as_arrays
 from jddp.errors import ConfigError
@@ -52,11 +52,11 @@ def _check_rows(name: str, dtypes: Mapping[str, np.dtype], listed: Sequence[Tran
             f"data.transforms change images, and {name} has {', '.join(dtypes)}. Set it to []."
         )
     dtype = dtypes["image"]
-    if dtype.kind == "f" and any(isinstance(x, Normalize) for x in listed):
+    if dtype.name not in LARGEST and any(isinstance(x, Normalize) for x in listed):
         raise ConfigError(
-            "data.transforms lists normalize, which divides bytes by 255, but the images of "
-            f"{name} are {dtype} numbers, normalized already. Leave it out; images of files have "
-            "data.kwargs.mean and data.kwargs.std."
+            "data.transforms lists normalize, which divides uint8 by 255 and uint16 by 65,535, but "
+            f"images of {name} are {dtype} numbers. Leave it out, or store unscaled images as "
+            "uint8 or uint16; images of files have data.kwargs.mean and data.kwargs.std."
         )
 
 
@@ -73,11 +73,12 @@ def note_on_bytes(config: Config, dtype: np.dtype | None) -> str:
       dtype: Dtype of the images, after the fixed transforms of the data set; None without images.
     """
     scales = any(isinstance(x, Normalize) for x in listed_transforms(config))
-    if config.model.name is None or dtype != np.uint8 or scales:
+    if config.model.name is None or dtype is None or dtype.name not in LARGEST or scales:
         return ""
     return (
-        f"data: the images are bytes from 0 to 255, and model.name={config.model.name} does not "
-        "scale them. Set data.transforms=[{name: normalize}], with mean and std in its kwargs."
+        f"data: the images are {dtype} from 0 to {LARGEST[dtype.name]:,}, and model.name="
+        f"{config.model.name} does not scale them. Set data.transforms=[{{name: normalize}}], with "
+        "mean and std in its kwargs."
     )
 
 

@@ -3,9 +3,9 @@
     predict_file("runs/mine", Path("new.npz"), Path("predictions.csv"))
 
 If the outputs are logits of classes, the likeliest class and its probability come first. New rows
-are prepared like the test rows of the run: images of uint8 are normalized, images of a folder are
-decoded like those of the run's image folder or tar files, and columns of a table are encoded like
-those of the run's table. Other arrays are used as they are.
+are prepared like the test rows of the run: images of uint8 or uint16 are normalized, images of a
+folder are decoded like those of the run's image folder or tar files, and columns of a table are
+encoded like those of the run's table. Other arrays are used as they are.
 """
 
 import csv
@@ -22,7 +22,7 @@ from jddp.config.permissions import absolute
 from jddp.config.schema import Config
 from jddp.data import ArrayExamples, eval_batches
 from jddp.data.examples import Examples
-from jddp.data.image_transforms import normalize
+from jddp.data.image_transforms import LARGEST, normalize
 from jddp.data.sources.columns import ENDINGS
 from jddp.data.sources.encoding import Encoding
 from jddp.data.sources.image_folder import images_in
@@ -90,14 +90,14 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
 
 
 def _scaling(kept: JsonObject, config: Config) -> Transform | None:
-    """How images of uint8 are scaled for the run; None if they are not."""
+    """How images of whole numbers are scaled for the run; None if they are not."""
     if "normalization" in kept:
         return normalize(**kept["normalization"])
     return next((x for x in listed_transforms(config) if not x.num_draws), None)
 
 
 def _read(path: Path, scaling: Transform | None) -> Examples:
-    """The rows of a file with inputs, of which images of uint8 are scaled."""
+    """The rows of a file with inputs, of which images of uint8 and uint16 are scaled."""
     if path.suffix not in (".npz", ".npy"):
         raise UsageError(
             f"--data {path}: rows are read from .npz and .npy, or .csv and .parquet "
@@ -112,7 +112,7 @@ def _read(path: Path, scaling: Transform | None) -> Examples:
     rows, dtype = ArrayExamples(arrays), given[0].dtype
     if given[0].ndim != 4 or dtype.kind == "f":
         return rows
-    if dtype != np.uint8 or scaling is None:
+    if dtype.name not in LARGEST or scaling is None:
         raise DataError(
             f"{path}: images are {dtype}. Give floating-point images, normalized like the images "
             "of the run."

@@ -261,10 +261,11 @@ def test_images_of_bytes_are_normalized_for_predict_as_in_training(by, tmp_path)
     scaled = (images[:11].astype(np.float32) / 255 - 0.25) / 0.5
     want = run.predict([{"image": scaled}])
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
-    np.save(tmp_path / "new.npy", scaled)
-    predict_file(tmp_path / "run", tmp_path / "new.npy", tmp_path / "out.npz")
-    found = np.load(tmp_path / "out.npz", allow_pickle=False)["predictions"]
-    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    for others in (scaled, images[:11].astype(np.uint16) * 257):  # 65,535 is white
+        np.save(tmp_path / "new.npy", others)
+        predict_file(tmp_path / "run", tmp_path / "new.npy", tmp_path / "out.npz")
+        found = np.load(tmp_path / "out.npz", allow_pickle=False)["predictions"]
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
 def test_mistakes_of_predict_are_one_line_with_a_code(here, capsys):

@@ -11,6 +11,7 @@ from jddp.data.image_arrays import image_examples
 from jddp.data.image_transforms import CropAndFlip, FlipAndShift, Normalize, normalize
 from jddp.data.split import Subset
 from jddp.data.transforms import Chain, Transformed, as_stored
+from jddp.errors import DataError
 from jddp.typing import TRANSFORM
 
 SIZE = 12
@@ -145,6 +146,20 @@ def test_images_may_be_cropped_before_they_are_normalized_or_after():
     after, before = (Chain(order)(Chain(order).with_draws(images, draws)) for order in orders)
     # A byte is rounded by half a level.
     np.testing.assert_allclose(before["image"], after["image"], atol=0.5 / 255 / 0.25 + 1e-5)
+
+
+def test_images_are_normalized_by_the_range_of_their_dtype_or_refused():
+    values = np.linspace(0, 1, 12).reshape(1, 2, 2, 3)
+    for dtype in (np.uint8, np.uint16):
+        images = np.rint(values * np.iinfo(dtype).max).astype(dtype)
+        want = (images / np.iinfo(dtype).max - 0.5) / 0.25
+        for normalized in (Normalize(0.5, 0.25), jax.jit(Normalize(0.5, 0.25))):
+            found = normalized({"image": images}, np.zeros((1, 0), np.float32))["image"]
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, want, atol=1e-6)  # some roundings of float32
+    for dtype in (np.int32, np.uint32, np.int8, bool, np.float32):
+        with pytest.raises(DataError, match=f"image.* {np.dtype(dtype)}.*uint8 or uint16"):
+            Normalize()({"image": values.astype(dtype)}, np.zeros((1, 0), np.float32))
 
 
 def test_half_of_the_examples_are_cut_if_both_are_asked_for():

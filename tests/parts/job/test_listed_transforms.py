@@ -60,7 +60,7 @@ def test_unknown_transforms_are_refused_with_the_name_that_is_meant():
 
 def test_transforms_of_images_are_refused_for_other_data():
     listed = [{"name": "flip_and_shift"}]
-    data = {"name": "python_stdlib", "global_batch_size": 4, "transforms": listed}
+    data = {"name": "python_stdlib", "global_batch_size": 4, "transforms": [*listed]}
     with pytest.raises(ConfigError, match=r"change images, and python_stdlib has tokens"):
         build(Config(data=data, model={"name": "gpt"}, train={"num_steps": 1}))
 
@@ -71,9 +71,26 @@ def test_images_are_not_normalized_twice(tmp_path):
     for part in ("train", "test"):
         np.savez(tmp_path / part, image=np.ones((4, 28, 28, 1), np.float32), label=np.arange(4))
     listed = [{"name": "flip_and_shift"}, {"name": "normalize"}]
-    data = {"name": "npz", "dir": str(tmp_path), "global_batch_size": 4, "transforms": listed}
+    data = {"name": "npz", "dir": str(tmp_path), "global_batch_size": 4, "transforms": [*listed]}
     with pytest.raises(ConfigError, match="images of npz are float32 numbers"):
         build(Config(data=data, model={"name": "mlp"}, train={"num_steps": 1}))
+
+
+def job_of_images(folder, dtype, *listed):
+    for part in ("train", "test"):
+        np.savez(folder / part, image=np.ones((4, 28, 28, 1), dtype), label=np.arange(4))
+    data = {"name": "npz", "dir": str(folder), "global_batch_size": 4, "transforms": [*listed]}
+    return build(Config(data=data, model={"name": "mlp"}, train={"num_steps": 1}))
+
+
+def test_whole_numbers_are_normalized_by_their_range_or_refused(tmp_path, caplog):
+    batch = next(job_of_images(tmp_path, np.uint16, {"name": "normalize"}).train_batches())
+    np.testing.assert_allclose(batch.pop(TRANSFORM)(batch)["image"], 1 / 65535, rtol=1e-6)
+    assert not caplog.messages
+    with pytest.raises(ConfigError, match=r"normalize.* images of npz are int32 .*uint8 or uint16"):
+        job_of_images(tmp_path, np.int32, {"name": "normalize"})
+    job_of_images(tmp_path, np.uint16)
+    assert "images are uint16 from 0 to 65,535" in caplog.text
 
 
 def test_bytes_that_nothing_scales_are_warned_about(tmp_path, caplog):
@@ -84,7 +101,7 @@ def test_bytes_that_nothing_scales_are_warned_about(tmp_path, caplog):
     build(Config(data=data | {"transforms": [{"name": "normalize"}]}, model=model, train=steps))
     assert not caplog.messages
     build(Config(data=data, model=model, train=steps))
-    assert "bytes from 0 to 255, and model.name=mlp does not scale them" in caplog.text
+    assert "images are uint8 from 0 to 255, and model.name=mlp does not scale them" in caplog.text
 
 
 def test_both_ways_of_mixing_may_be_asked_for_at_once():
