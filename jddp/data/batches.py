@@ -177,8 +177,8 @@ class TrainBatches(Shown):
         if self._mix is not None:
             pairing = uniform[:, -NUM_PAIR_DRAWS:]
             others = self._mix.others(positions, pairing, self.num_examples)
-            others = self._stored.take(self._order.examples_at(others))
-            batch = self._mix.paired(batch, others, pairing)
+            rows = self._stored.take(self._order.examples_at(others))
+            batch = self._mix.paired(batch, rows, pairing)
         return self._chain.with_draws(batch, uniform[:, : self._chain.num_draws])
 
     def __repr__(self) -> str:

@@ -115,8 +115,9 @@ class Loop:
         self.notes = list[str]()
         self.program: SameProgram | None = None
         self._evaluation = plan.evaluation
-        if plan.limit_eval_batches is not None and hasattr(plan.evaluation, "limited"):
-            self._evaluation = plan.evaluation.limited(plan.limit_eval_batches, plan.seed)
+        limited = getattr(plan.evaluation, "limited", None)
+        if limited and plan.limit_eval_batches is not None:
+            self._evaluation = limited(plan.limit_eval_batches, plan.seed)
 
     @property
     def is_over(self) -> bool:

@@ -6,7 +6,6 @@ Here images are decoded from their bytes, in the formats of image folders; sound
 types are refused. The exceptions of a library for damaged bytes become a `DataError`.
 """
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
@@ -14,7 +13,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from jddp.data.extras import import_extra
-from jddp.data.sources.images import FORMATS, refusing_undecodable
+from jddp.data.sources.images import decode_image
 from jddp.data.sources.mapped import refusing_damage
 from jddp.errors import DataError
 
@@ -22,16 +21,18 @@ Row = dict[str, Any]  # by the names of columns
 
 
 class StoredRows:
-    """Rows as a library reads them from files.
+    """Rows that a library reads from files, and a function then decodes.
 
     Args:
       rows: Object with `__len__` and `__getitem__`; `__getitems__`, if any, reads many at once.
       where: Name of the files, for errors.
+      decode: Function from one of them to a row; what it raises is its own.
     """
 
-    def __init__(self, rows: Any, where: str) -> None:
+    def __init__(self, rows: Any, where: str, decode: Callable[[Any], Row]) -> None:
         self._rows = rows
         self._where = where
+        self._decode = decode
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -40,58 +41,17 @@ class StoredRows:
         return self.__getitems__([int(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Row]:
-        """The rows at these indices.
+        """The rows at these indices, which are read together.
 
         Raises:
           DataError: If one cannot be read.
         """
         with refusing_damage(self._where, "file of rows"):
             if hasattr(self._rows, "__getitems__"):
-                return list(self._rows.__getitems__(list(indices)))
-            return [self._rows[index] for index in indices]
-
-
-class MappedRows:
-    """Rows that a function makes of what is stored.
-
-    Args:
-      stored: The stored rows.
-      function: Function from one of them to a row; what it raises is its own.
-    """
-
-    def __init__(self, stored: StoredRows, function: Callable[[Any], Row]) -> None:
-        self._stored = stored
-        self._function = function
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def __getitem__(self, index: SupportsIndex) -> Row:
-        return self._function(self._stored[index])
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
-        """The rows at these indices, which are read together."""
-        return [self._function(stored) for stored in self._stored.__getitems__(indices)]
-
-
-class DecodedRows(StoredRows):
-    """Rows of a data set of Hugging Face, whose images are decoded here.
-
-    Raises:
-      DataError: If a column holds another type that would be decoded.
-    """
-
-    def __init__(self, rows: Any, where: str) -> None:
-        stored, self._images = stored_rows(rows, where)
-        super().__init__(stored, where)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
-        """The rows at these indices, with images as arrays `(height, width, ...)` of uint8.
-
-        Raises:
-          DataError: If one cannot be read.
-        """
-        return [self._images.decoded(row) for row in super().__getitems__(indices)]
+                stored = list(self._rows.__getitems__(list(indices)))
+            else:
+                stored = [self._rows[index] for index in indices]
+        return [self._decode(row) for row in stored]
 
 
 @dataclass(frozen=True)
@@ -100,14 +60,14 @@ class Images:
 
     Attributes:
       where: Name of the rows, for errors.
-      modes: Mode of Pillow of each of these columns, by its name; None for that of the image.
+      modes: Mode of Pillow of each of these columns, by its name; None for grey or colour.
     """
 
     where: str
     modes: Mapping[str, str | None]
 
     def decoded(self, row: Row) -> Row:
-        """The row with images as arrays `(height, width, ...)` of uint8.
+        """The row with images as arrays of uint8, `(height, width)` or `(height, width, 3)`.
 
         Raises:
           DataError: If one cannot be decoded.
@@ -116,15 +76,20 @@ class Images:
         return row | images
 
     def _decode(self, name: str, stored: Any, mode: str | None) -> np.ndarray:
-        from PIL import Image, ImageOps
-
         where = f"{self.where}: an image of column {name!r}"
         if stored is None or stored["bytes"] is None:
             raise DataError(f"{where} is only a path, which is not read. Embed its bytes.")
-        encoded = io.BytesIO(stored["bytes"])
-        with refusing_undecodable(where), Image.open(encoded, formats=FORMATS) as file:
-            image = ImageOps.exif_transpose(file)
-            return np.asarray(image.convert(mode) if mode else image)
+        return decode_image(stored["bytes"], mode=mode, where=where)
+
+
+def decoded_rows(rows: Any, where: str) -> StoredRows:
+    """Rows of a data set of Hugging Face, whose images are decoded here.
+
+    Raises:
+      DataError: If a column holds another type that would be decoded.
+    """
+    stored, images = stored_rows(rows, where)
+    return StoredRows(stored, where, images.decoded)
 
 
 def stored_rows(rows: Any, where: str) -> tuple[Any, Images]:

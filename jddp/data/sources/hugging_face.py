@@ -16,7 +16,7 @@ from typing import Any
 from jddp.data.extras import import_extra
 from jddp.data.shares import Share
 from jddp.data.source import DataSource, Streams, source_of_parts, source_of_streams
-from jddp.data.sources.decoded_rows import DecodedRows
+from jddp.data.sources.decoded_rows import StoredRows, decoded_rows
 from jddp.data.sources.hugging_face_splits import Splits, splits_at
 from jddp.data.sources.row_streams import EndlessBatches, OnePass, ShuffledBatches, cut_rows
 from jddp.errors import ConfigError, DataError
@@ -97,10 +97,10 @@ class _Parts:
     names: Mapping[str, str]
     columns: Sequence[str] | None
 
-    def read(self, part: str) -> DecodedRows:
+    def read(self, part: str) -> StoredRows:
         """The examples of a part."""
         rows = self.splits.read(self.names[part])
-        return DecodedRows(self._chosen(rows, part), self._where(part))
+        return decoded_rows(self._chosen(rows, part), self._where(part))
 
     def train_batches(
         self, size: int, share: Share, shuffle_buffer: int | None, seed: int

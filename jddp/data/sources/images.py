@@ -1,4 +1,4 @@
-"""Decodes an image of a file and scales it.
+"""Decodes an image of a file and scales it: one image is one array, whatever holds the file.
 
 Pillow reads the header. JPEG in colour is decoded by simplejpeg, which takes 0.8 of Pillow's time
 for photographs (benchmarks/jpeg.py), all else by Pillow. An image is scaled until its shorter side
@@ -11,6 +11,7 @@ import io
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,11 +20,15 @@ from jddp.data.extras import import_extra
 from jddp.data.image_arrays import check_per_channel
 from jddp.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
+
 # By the first bytes of a file, whatever its name. Other formats of Pillow start programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 TEST_MARGIN = 0.125
+MOST_OF_JPEG = 65_535  # pixels of a side
 
 
 class UndecodableError(DataError):
@@ -56,35 +61,91 @@ def check_image_arguments(
     check_per_channel("std", std, 3)
 
 
-def decode_image(file: bytes, size: int, *, margin: float = 0.0, where: str) -> np.ndarray:
-    """The pixels of an image, uint8 `(size, size, 3)`.
+def decode_image(
+    file: bytes,
+    size: int | None = None,
+    *,
+    margin: float = 0.0,
+    mode: str | None = "RGB",
+    where: str,
+) -> np.ndarray:
+    """The pixels of an image as it is shown: upright by its EXIF orientation, in 8 bits, on white.
 
     Args:
       file: Content of its file, in one of `FORMATS`.
-      size: Height and width of the result.
+      size: Height and width of the result; None for those of the image.
       margin: Fraction of the shorter side that is cropped, half of it on each side.
+      mode: Mode of Pillow. "RGB" makes uint8 `(height, width, 3)`; "L" uint8 `(height, width)`,
+        grey; None the latter if the image is grey, and the former if it is not. Pixels in other
+        modes are not scaled, and keep their alpha.
       where: Name of the image, for errors.
 
     Raises:
-      UndecodableError: If it does not decode, or has more pixels than Pillow allows.
+      UndecodableError: If it does not decode, has more pixels than Pillow allows, or pixels of
+        which none is known to be white.
     """
     from PIL import Image, ImageOps
 
     with refusing_undecodable(where), Image.open(io.BytesIO(file), formats=FORMATS) as image:
         if image.format == "JPEG" and image.mode == "RGB":
-            whole = Image.fromarray(_decode_jpeg(file, least=size / (1 - margin)))
+            least = MOST_OF_JPEG if size is None else math.ceil(size / (1 - margin))
+            whole: PillowImage = Image.fromarray(_decode_jpeg(file, least))
         else:
-            whole = image.convert("RGB")
-        kernel = Image.Resampling.BILINEAR
-        return np.asarray(ImageOps.fit(whole, (size, size), kernel, bleed=margin / 2))
+            image.load()  # which turns a TIFF
+            whole = image
+        if mode in (None, "L", "RGB"):
+            whole = _as_shown(whole, where)
+        if mode not in (None, whole.mode):
+            whole = whole.convert(mode)
+        if size is not None:
+            kernel = Image.Resampling.BILINEAR
+            whole = ImageOps.fit(whole, (size, size), kernel, bleed=margin / 2)
+        return _upright(np.asarray(whole), image)
 
 
-def _decode_jpeg(file: bytes, least: float) -> np.ndarray:
+def _decode_jpeg(file: bytes, least: int) -> np.ndarray:
     """The pixels, at the smallest number of eighths of the size whose sides have `least` pixels."""
     simplejpeg = import_extra("simplejpeg", needed_by="JPEG")
-    pixels = math.ceil(least)
-    least_size = {"min_height": pixels, "min_width": pixels, "min_factor": 1}
+    least_size = {"min_height": least, "min_width": least, "min_factor": 1}
     return np.asarray(simplejpeg.decode_jpeg(file, "RGB", fastdct=False, **least_size))
+
+
+def _as_shown(image: "PillowImage", where: str) -> "PillowImage":
+    """The image in mode L if it is grey, else RGB; white shows through transparent pixels."""
+    from PIL import Image
+
+    if image.mode[0] in "FI":
+        return Image.fromarray(_bytes_of(np.asarray(image), image.info.get("transparency"), where))
+    mode = "L" if image.mode in ("1", "L", "LA") else "RGB"
+    if image.has_transparency_data:
+        visible = image.convert("RGBA")
+        image = Image.new("RGB", image.size, "white")
+        image.paste(visible, mask=visible)
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _bytes_of(pixels: np.ndarray, transparent: int | None, where: str) -> np.ndarray:
+    """Grey pixels of 16 bits, or of floating point from 0 to 1, as uint8; others are refused."""
+    low, high = pixels.min(), pixels.max()
+    if pixels.dtype.kind == "u":
+        pixels = np.where(pixels == transparent, 65_535, pixels) / 65_535
+    elif pixels.dtype.kind == "i" or not 0 <= low <= high <= 1:  # no NaN is
+        raise UndecodableError(
+            f"{where}: the pixels are {pixels.dtype} from {low:g} to {high:g}, none of them known "
+            "as white. Save it in 8 or 16 bits, or in floating point from 0, black, to 1, white."
+        )
+    return np.rint(pixels * 255).astype(np.uint8)
+
+
+def _upright(pixels: np.ndarray, image: "PillowImage") -> np.ndarray:
+    """Pixels turned by the EXIF orientation of an image: 1 to 4 mirror them, 5 to 8 transpose."""
+    try:
+        number = image.getexif().get(0x0112)
+    except Exception:  # damaged bytes, which can raise anything
+        number = None
+    turned = pixels.swapaxes(0, 1) if number in (5, 6, 7, 8) else pixels
+    down, right = number in (3, 4, 7, 8), number in (2, 3, 6, 7)
+    return turned[:: -1 if down else 1, :: -1 if right else 1]
 
 
 def decode_images(

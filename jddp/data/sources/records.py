@@ -15,7 +15,7 @@ from pathlib import Path
 from jddp.data.extras import import_extra
 from jddp.data.source import DataSource, source_of_parts
 from jddp.data.sources.datasets_library import caching, quiet_datasets
-from jddp.data.sources.decoded_rows import DecodedRows, MappedRows, StoredRows
+from jddp.data.sources.decoded_rows import StoredRows, decoded_rows
 from jddp.data.sources.mapped import refusing_damage, require_file
 from jddp.errors import DataError, Error
 from jddp.names import resolve_target
@@ -26,7 +26,7 @@ def parquet(
 ) -> DataSource:
     """The source of Parquet files in a directory, with these columns (None for all)."""
 
-    def read(part: str) -> DecodedRows:
+    def read(part: str) -> StoredRows:
         files = _files(directory, part, "parquet")
         where = f"{directory}/{part}*.parquet"
         try:
@@ -37,7 +37,7 @@ def parquet(
         except Exception:  # damaged files can raise anything
             with refusing_damage(_first_damaged(files) or where, "Parquet file"):
                 raise
-        return DecodedRows(rows, where)
+        return decoded_rows(rows, where)
 
     return source_of_parts(f"parquet {directory}", read, test_share)
 
@@ -45,7 +45,7 @@ def parquet(
 def array_record(*, directory: Path, decode: str, test_share: float | None = None) -> DataSource:
     """The source of ArrayRecord files; the target `decode` makes a row from a record's bytes."""
 
-    def read(part: str) -> MappedRows:
+    def read(part: str) -> StoredRows:
         grain = import_extra("grain", needed_by="array_record")
         files = _files(directory, part, "array_record")
         where = f"{directory}/{part}*.array_record"
@@ -55,7 +55,7 @@ def array_record(*, directory: Path, decode: str, test_share: float | None = Non
             num_records = len(records)
         if not num_records:
             raise DataError(f"{where}: no records. Write some.")
-        return MappedRows(StoredRows(records, where), function)
+        return StoredRows(records, where, function)
 
     return source_of_parts(f"array_record {directory}", read, test_share)
 
