@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ from jddp.data.sources.mapped import refusing_damage, require_file
 from jddp.errors import DataError, printable
 
 MOST_OPEN = 256  # files at a time: a process may often have no more than 1,024
+
+FIRST_DOT = "A name ends at its first dot."
 
 _NO_MEMBER = (-1, 0)
 
@@ -137,9 +139,10 @@ def find_samples(paths: Sequence[Path], endings: Sequence[Collection[str]]) -> S
     places = [place for shard in shards for place in shard.values()]
     if not places:
         known = _one_of({*chain(*endings)})
+        found = sorted({member.ending for member in islice(_members(paths[0]), 100)}) or ["none"]
         raise DataError(
-            f"{paths[0]}: no sample with a member {known}. Add some, or choose others: "
-            "data.kwargs.members."
+            f"{paths[0]}: no sample with a member {known}, but {printable(', '.join(found[:4]))}. "
+            f"{FIRST_DOT} Add or rename some, or choose others: data.kwargs.members."
         )
     return Samples(
         TarFiles(paths),
@@ -173,16 +176,17 @@ def _whole(
     found = {name: x for name, x in samples.items() if any(place != _NO_MEMBER for place in x)}
     if num_others := len(samples) - len(found):
         logging.getLogger("jddp").warning(
-            "%s: %d samples have none of the members that are read, and are left out.",
+            "%s: %d samples, such as %s, have none of the members that are read, and are left out.",
             path,
             num_others,
+            printable(next(name for name in samples if name not in found)),
         )
     for name, places in found.items():
         if _NO_MEMBER in places:
             missing = endings[places.index(_NO_MEMBER)]
             raise DataError(
-                f"{path}: sample {printable(name)} has no member {_one_of(missing)}. Add it, or "
-                "choose the members of all samples: data.kwargs.members."
+                f"{path}: sample {printable(name)} has no member {_one_of(missing)}. {FIRST_DOT} "
+                "Add it, or choose the members of all samples: data.kwargs.members."
             )
     return found
 

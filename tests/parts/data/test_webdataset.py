@@ -171,7 +171,18 @@ def test_names_of_members_follow_the_format(tmp_path):
 def test_samples_without_any_of_the_members_are_left_out_and_counted(tmp_path, caplog):
     write_tar(tmp_path / "a.tar", {"1.cls": b"1", "README.md": b"", "about.txt": b""})
     assert len(find_samples([tmp_path / "a.tar"], [["cls"]])) == 1
-    assert "a.tar: 2 samples have none of the members that are read" in caplog.text
+    message = "a.tar: 2 samples, such as README, have none of the members that are read"
+    assert message in caplog.text
+
+
+def test_a_name_with_dots_is_refused_with_the_ending_that_it_has(tmp_path):
+    write_tar(tmp_path / "a.tar", {"22.05.png": b"", "22.05.cls": b"1"})
+    rule = r"A name ends at its first dot\."
+    with pytest.raises(DataError, match=rf"a.tar: .* jpg or png, but 05.cls, 05.png\. {rule}"):
+        find_samples([tmp_path / "a.tar"], [["png", "jpg"]])
+    write_tar(tmp_path / "a.tar", {"22.05.png": b"", "22.cls": b"1"})
+    with pytest.raises(DataError, match=rf"sample 22 has no member jpg or png\. {rule}"):
+        find_samples([tmp_path / "a.tar"], [["png", "jpg"], ["cls"]])
 
 
 def test_names_that_are_not_utf_8_or_would_move_the_cursor_are_shown_as_escapes(tmp_path):
