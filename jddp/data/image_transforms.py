@@ -1,5 +1,6 @@
-"""Transforms of images `(b, height, width, channels)`, for the entry "image" of a batch.
+"""Transforms of images, for the entry "image" of a batch.
 
+Images are `(b, height, width, channels)`, or `(b, height, width)` if they are grey.
 If `mixing` has added a second image to each row, "other_image", it is changed in the same way.
 """
 
@@ -144,7 +145,7 @@ def _between(images: np.ndarray, places: np.ndarray, *, axis: int) -> np.ndarray
     """Linear interpolation between pixels along one axis."""
     xp = namespace_of(places)
     below = xp.floor(places).astype(np.int32)
-    shape = [len(images), 1, 1, 1]
+    shape = [len(images), *[1] * (images.ndim - 1)]
     shape[axis] = places.shape[1]
     share = (places - below).astype(images.dtype).reshape(shape)
     low = below.reshape(shape)

@@ -86,15 +86,15 @@ class Mix:
 
     def _weight_of_pixels(self, how: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """The weight of the first image at each pixel; `(b, 1, ...)` if it is the same at all."""
-        everywhere = how[:, 1].reshape(-1, *[1] * (len(shape) - 1))
+        is_cut, everywhere = (x.reshape(-1, *[1] * (len(shape) - 1)) for x in how.T[:2])
         if self.cutmix is None:
             return everywhere
-        is_cut, weight, y, x = how.T
+        weight, y, x = how.T[1:]
         height, width = shape[1:3]
         side = namespace_of(how).sqrt(1 - weight)
         in_box = _inside(y, side, height)[:, :, None] & _inside(x, side, width)[:, None, :]
-        outside = (~in_box).astype(np.float32)[..., None]
-        return namespace_of(how).where(is_cut[:, None, None, None] > 0, outside, everywhere)
+        outside = (~in_box).astype(np.float32).reshape(*in_box.shape, *[1] * (len(shape) - 3))
+        return namespace_of(how).where(is_cut > 0, outside, everywhere)
 
 
 def _inside(centre: np.ndarray, side: np.ndarray, num_pixels: int) -> np.ndarray:

@@ -162,6 +162,24 @@ def test_images_are_normalized_by_the_range_of_their_dtype_or_refused():
             Normalize()({"image": values.astype(dtype)}, np.zeros((1, 0), np.float32))
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("change", [CropAndFlip(), FlipAndShift(2), Mix(0.3), Mix(cutmix=1.0)])
+def test_grey_images_may_come_without_a_dim_for_their_channel(change, on_device):
+    grey = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, SIZE), dtype=np.uint8)
+    options = {"mix": change} if isinstance(change, Mix) else {"transforms": [change]}
+
+    def first(images):
+        data = {"image": images, "label": np.arange(SIZE)}
+        options.update(global_batch_size=SIZE, seed=0, on_device=on_device)
+        batch = next(TrainBatches(data, **options))
+        return on_devices(batch) if on_device else batch
+
+    found, want = first(grey), first(grey[..., None])
+    np.testing.assert_array_equal(found["image"], want["image"][..., 0])
+    assert found.keys() == want.keys()
+    np.testing.assert_array_equal(found.get("share"), want.get("share"))
+
+
 def test_half_of_the_examples_are_cut_if_both_are_asked_for():
     batch = next(batches_of(on_device=True, mix=Mix(mixup=0.2, cutmix=1.0)))
     assert 8 <= batch["mix"][:, 0].sum() <= 24  # three standard deviations of 32 draws
