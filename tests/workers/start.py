@@ -8,14 +8,14 @@ from runs import compiling_as_here, environment
 from jddp.launcher.output import without_gloo
 
 
-def run_module(module, folder, variables, seconds):
-    """Runs `python -m module folder` once with each set of variables.
+def run_module(module, folder, variables, seconds, *arguments):
+    """Runs `python -m module folder arguments` once with each set of variables.
 
     Returns the standard output, without the lines of gloo, and the standard error of each.
     """
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", module, folder],
+            [sys.executable, "-m", module, folder, *arguments],
             env=environment(**compiling_as_here(), **each),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
