@@ -45,6 +45,7 @@ pygments_dark_style = "github-dark"
 html_title = f"jddp {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False

@@ -40,7 +40,7 @@ NOTEBOOKS = {
     path: f"notebooks/{path.stem}.ipynb" for path in sorted(ROOT.glob("examples/notebooks/*.py"))
 }
 SITE = ELSEWHERE | NAMES | NOTEBOOKS
-NOT_COPIED = {".py", ".md", ".css"}  # Other files of docs/, such as pictures, are copied.
+NOT_COPIED = {".py", ".md", ".css", ".js"}  # Other files of docs/, such as pictures, are copied.
 NOT_SEARCHED = {"changelog.md", "decisions.md"}  # They name everything, and explain little of it.
 LEXERS = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", ".sbatch": "bash"}
 
