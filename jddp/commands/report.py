@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="a run directory, or its URL; the run may be running")
     add("--out", type=expand, metavar="FILE", help="the page (default: report.html in RUN)")
-    examples = "also run the model on its test data: mistakes as images, or a sample of a text"
+    examples = "also run the model on its test data: classes and mistakes, or losses and a sample"
     add("--examples", action="store_true", help=examples)
     add_trust(parser)
     return run_command(lambda: _report(**vars(parser.parse_args(argv))))

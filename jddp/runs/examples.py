@@ -49,22 +49,31 @@ def _of_a_classifier(run: Run) -> TestAnswers:
     confusion = np.zeros((0, 0), int)
     for batch in run.test_batches:
         logits = run.predict([batch])
+        counted = np.flatnonzero(batch.get("mask", np.ones(len(logits))))
+        labels, logits = np.asarray(batch["label"])[counted], logits[counted]
         if not confusion.size:
             confusion = np.zeros((logits.shape[1], logits.shape[1]), int)
-        np.add.at(confusion, (batch["label"], logits.argmax(-1)), 1)
-        found = [*worst, *_mistakes(batch, logits)]
-        worst = sorted(found, key=lambda x: -x.probability)[:MOST_MISTAKES]
+        np.add.at(confusion, (labels, logits.argmax(-1)), 1)
+        if (images := _images_of(batch)) is not None:
+            found = [*worst, *_mistakes(images[counted], labels, logits)]
+            worst = sorted(found, key=lambda x: -x.probability)[:MOST_MISTAKES]
     return TestAnswers(run.step, int(confusion.sum()), confusion.tolist(), worst)
 
 
-def _mistakes(batch: Batch, logits: np.ndarray) -> Iterator[WrongAnswer]:
+def _images_of(batch: Batch) -> np.ndarray | None:
+    """The images of a batch; None for other inputs, such as tables, and for other channels."""
+    images = np.asarray(batch.get("image", 0))
+    return images if images.ndim == 3 or (images.ndim == 4 and images.shape[3] in (1, 3)) else None
+
+
+def _mistakes(images: np.ndarray, labels: np.ndarray, logits: np.ndarray) -> Iterator[WrongAnswer]:
     """The most confident mistakes of a batch."""
     shifted = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
     sure = shifted.max(-1) / shifted.sum(-1)
-    labels, found = np.asarray(batch["label"]), logits.argmax(-1)
+    found = logits.argmax(-1)
     wrong = np.flatnonzero(labels != found)
     for i in wrong[np.argsort(-sure[wrong])][:MOST_MISTAKES]:
-        pixels = np.array(batch["image"][i])  # a copy, or the whole batch would be kept
+        pixels = images[i].copy()  # or the whole batch would be kept
         yield WrongAnswer(pixels, int(labels[i]), int(found[i]), float(sure[i]))
 
 
@@ -73,13 +82,13 @@ def _of_a_language_model(run: Run) -> TestAnswers:
     num_examples = 0
     prompt = sample = ""
     for batch in run.test_batches:
+        if not num_examples:
+            prompt, sample = _sample(run, batch)
         losses = run.predict([batch], _token_losses)
         num_examples += len(losses)
         mask = np.asarray(batch.get("mask", np.ones(losses.shape)))
-        total = total + (losses * mask).sum(0)
+        total = total + np.where(mask, losses, 0).sum(0)
         count = count + mask.sum(0)
-        if not prompt:
-            prompt, sample = _sample(run, batch)
     means = (total / np.maximum(count, 1)).tolist()
     return TestAnswers(run.step, num_examples, loss_by_position=means, prompt=prompt, sample=sample)
 
@@ -89,9 +98,12 @@ def _token_losses(model: Model, batch: Batch) -> Float[Array, "b t"]:
 
 
 def _sample(run: Run, batch: Batch) -> tuple[str, str]:
-    """The beginning of the first example, and what the model continues it with."""
-    prompt = BYTES.decode([*map(int, np.asarray(batch["tokens"])[0, :PROMPT])])
+    """The beginning of the first example, and what the model continues it with; "" for no bytes."""
+    tokens = np.asarray(batch["tokens"])[0, :PROMPT].tolist()
+    if max(tokens) >= BYTES.vocab_size:
+        return "", ""
+    prompt = BYTES.decode(tokens)
     try:
         return prompt, continue_text(run, prompt, num_tokens=SAMPLE).removeprefix(prompt)
-    except Error:  # other tokens than bytes
-        return "-", ""
+    except Error:  # a larger vocabulary, of which these are the first
+        return "", ""

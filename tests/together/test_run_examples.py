@@ -90,6 +90,64 @@ def test_the_page_has_the_mistakes_as_images(classifier, capsys):
     assert Image.open(io.BytesIO(base64.b64decode(encoded))).size == (4, 4)
 
 
+def run_on(folder, data, model, loss):
+    """The opened run of a small job on a folder."""
+    config = Config(
+        data={"dir": str(folder), "global_batch_size": 16, **data},
+        model=model,
+        loss={"name": loss},
+        train={"num_steps": 3},
+        mesh={"num_devices": 1},
+        run={"dir": str(folder / "run")},
+    )
+    train(config)
+    return jddp.open_run(folder / "run", mesh=1)
+
+
+def test_a_classifier_of_tables_has_a_confusion_matrix_and_no_images(tmp_path):
+    rows = [f"{i % 7},{'ab'[i % 2]},{'yes' if i % 3 else 'no'}\n" for i in range(60)]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.csv").write_text("x,c,y\n" + "".join(rows))
+    columns = {"inputs": ["x", "c"], "categorical": ["c"], "target": "y"}
+    run = run_on(
+        tmp_path, {"name": "table", "kwargs": columns}, {"name": "tabular"}, "cross_entropy"
+    )
+    found = examples_of(run)
+    assert np.sum(found.confusion, axis=1).tolist() == [20, 40]
+    assert np.trace(found.confusion) / 60 == pytest.approx(run.evaluate()["accuracy"])
+    assert found.mistakes == []
+    assert main([str(run.run_dir), "--examples"]) == ExitCode.DONE
+    assert "label by prediction" in (run.run_dir / "report.html").read_text()
+
+
+def test_masked_rows_count_in_nothing_and_images_of_other_channels_are_not_drawn(tmp_path):
+    arrays = images(48, seed=1)
+    arrays["image"] = np.repeat(arrays["image"], 4, axis=3)
+    mask = np.arange(48) % 3 > 0
+    np.savez(tmp_path / "train.npz", **arrays)
+    np.savez(tmp_path / "test.npz", **arrays, mask=mask.astype(np.float32))
+    model = {"name": "mlp", "kwargs": {"widths": [4], "num_outputs": CLASSES}}
+    run = run_on(tmp_path, {"name": "npz"}, model, "cross_entropy")
+    found = examples_of(run)
+    assert np.sum(found.confusion, axis=1).tolist() == np.bincount(arrays["label"][mask]).tolist()
+    assert found.mistakes == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 900])
+def test_tokens_that_are_no_bytes_have_losses_by_position_and_no_sample(first, tmp_path):
+    for name in ("train", "test"):
+        np.save(tmp_path / f"{name}.npy", np.arange(first, first + 400, dtype=np.uint16) % 1000)
+    sizes = {"num_layers": 1, "num_heads": 1, "width": 8, "max_length": 8, "vocab_size": 1000}
+    data = {"name": "tokens", "kwargs": {"sequence_length": 8, "vocab_size": 1000}}
+    run = run_on(tmp_path, data, {"name": "gpt", "kwargs": sizes}, "next_token")
+    found = examples_of(run)
+    assert np.mean(found.loss_by_position) == pytest.approx(run.evaluate()["loss"], rel=1e-4)
+    assert found.sample == ""
+    assert main([str(run.run_dir), "--examples"]) == ExitCode.DONE
+    assert "No sample" in (run.run_dir / "report.html").read_text()
+
+
 @pytest.mark.slow
 def test_a_language_model_has_losses_by_position_and_a_sample(language_model, monkeypatch):
     monkeypatch.setattr(examples, "SAMPLE", 6)

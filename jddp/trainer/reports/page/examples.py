@@ -81,7 +81,11 @@ def _mistake(mistake: WrongAnswer, names: Sequence[str]) -> str:
 
 def _texts(found: TestAnswers) -> str:
     losses = found.loss_by_position
+    if not losses:
+        return ""
     series = Series("loss", [*range(1, len(losses) + 1)], losses)
     chart = curves([series], "loss", "by position in the text", x="token")
     sample = f"<pre><b>{escape(found.prompt)}</b>{escape(found.sample)}</pre>"
-    return f'<div class="charts">{chart}</div>{sample if found.sample else ""}'
+    if not found.sample:
+        sample = '<p class="note">No sample: the tokens are not known to be bytes.</p>'
+    return f'<div class="charts">{chart}</div>{sample}'
