@@ -21,7 +21,7 @@ from jddp.data.transforms import Chain, Transform, chain_of
 from jddp.errors import ConfigError, DataError
 from jddp.html import Shown, TextTable
 from jddp.names import refuses_unknown
-from jddp.names.synonyms import OF_BATCHES
+from jddp.names.synonyms import OF_EVAL_BATCHES
 from jddp.typing import TRANSFORM, Batch
 
 
@@ -80,7 +80,7 @@ class _EvalBatches(Shown):
             yield rows | {TRANSFORM: self.chain} if is_sent else self.chain(rows)
 
 
-@refuses_unknown("eval_batches", OF_BATCHES)
+@refuses_unknown("eval_batches", OF_EVAL_BATCHES)
 def eval_batches(
     examples: object,
     *,

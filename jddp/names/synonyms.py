@@ -105,6 +105,10 @@ def _arguments(home: str) -> dict[str, str]:
     return meant
 
 
+# Options of PyTorch's DataLoader.
+_UNSHUFFLED = "TrainBatches(order=jddp.data.Order(num_examples, seed, shuffle=False))"
+OF_LOADERS = {"shuffle": _UNSHUFFLED, "drop_last": "TrainBatches(drop_remainder=)"}
 OF_DATA_PARALLEL = _arguments("DataParallel")
-OF_FIT = _arguments("fit")
-OF_BATCHES = {name: x for name, x in OF_FIT.items() if x == "global_batch_size"}
+OF_FIT = _arguments("fit") | OF_LOADERS
+OF_EVAL_BATCHES = {name: x for name, x in OF_FIT.items() if x == "global_batch_size"}
+OF_BATCHES = OF_EVAL_BATCHES | OF_LOADERS

@@ -78,6 +78,7 @@ def test_fit_knows_the_names_of_its_options_before_it_reads_a_batch():
 
     meant = {"eval_every": "eval_every_steps", "log_every_n_steps": "log_every_steps"}
     meant |= {"output_dir": "run_dir", "accumulate_steps": "DataParallel(accumulate_steps=)"}
+    meant |= {"shuffle": "TrainBatches(order=jddp.data.Order(num_examples, seed, shuffle=False))"}
     for foreign in ("num_workers", "eval_batches", *meant):
         said = f"Did you mean '{meant[foreign]}'" if foreign in meant else ""
         with pytest.raises(ConfigError, match=f"fit.{foreign}: .*{re.escape(said)}"):

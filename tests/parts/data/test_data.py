@@ -475,6 +475,18 @@ WRONG_ARGUMENTS = (
 )
 
 
+def test_what_a_loader_of_pytorch_takes_is_refused_with_what_is_meant():
+    rows = {"x": np.arange(12, dtype=np.float32)}
+    with pytest.raises(ConfigError, match=r"TrainBatches\.shuffle: .*order=jddp\.data\.Order\("):
+        TrainBatches(rows, global_batch_size=4, seed=0, shuffle=False)
+    with pytest.raises(ConfigError, match=r"TrainBatches\.drop_last: .*drop_remainder="):
+        TrainBatches(rows, global_batch_size=4, seed=0, drop_last=True)
+    with pytest.raises(ConfigError, match=r"eval_batches\.shuffle: .*'shuffle'\.$"):
+        eval_batches(rows, global_batch_size=4, shuffle=False)  # They are in order.
+    batches = TrainBatches(rows, global_batch_size=4, order=Order(12, 0, shuffle=False))
+    assert next(batches)["x"].tolist() == [0, 1, 2, 3]
+
+
 def test_wrong_arguments_are_refused_before_anything_is_read():
     for name, arguments, message in WRONG_ARGUMENTS:
         with pytest.raises(ConfigError, match=message):
