@@ -12,9 +12,11 @@ import subprocess
 import sys
 import tomllib
 
+import numpy as np
 import optax
 import pytest
 import yaml
+from flax import linen as nn
 from runs import ROOT, compiling_as_here, environment, free_port
 from tiny import MLP, loss_fn, make_batch
 
@@ -151,6 +153,41 @@ def run_page(name, which, folder, **variables):
     shown = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, **options)
     assert shown.returncode == 0
     return shown.stdout
+
+
+def test_f1_and_auc_of_the_page_on_data_are_right():
+    blocks = re.findall(r"^```python\n(.*?)^```", page("data"), re.M | re.S)
+    (block,) = (block for block in blocks if "def auc" in block)
+    names = {}
+    exec(block, names)
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, 2, 60).astype(np.int32)
+    logits = rng.normal(size=(60, 2)) + label[:, None] * [0, 1]
+    mask = (np.arange(60) % 5 > 0).astype(np.float32)
+    rows = {"image": logits.astype(np.float32), "label": label, "mask": mask}
+    ddp = jddp.DataParallel(Scaled(), optax.sgd(0.1), names["eval_fn"], mesh=2)
+    batches = [{name: x[first : first + 24] for name, x in rows.items()} for first in (0, 24, 48)]
+    shown = ddp.evaluate(ddp.init(0, batches[0]), batches)
+    logits, label = rows["image"][mask > 0], label[mask > 0]
+    guess, margin = logits.argmax(1), logits[:, 1] - logits[:, 0]
+    for i in (0, 1):
+        precision = np.mean(label[guess == i] == i)
+        recall = np.mean(guess[label == i] == i)
+        harmonic = 2 / (1 / precision + 1 / recall)
+        assert shown["f1"][i] == pytest.approx(harmonic)
+    apart = margin[label == 1][:, None] - margin[label == 0]
+    near = np.mean(np.abs(apart) < 0.04)  # Such pairs may be in one bin, and count half.
+    assert abs(shown["auc"] - np.mean(apart > 0)) <= near / 2
+    assert near < 0.05
+
+
+class Scaled(nn.Module):
+    """Returns its inputs, times a parameter that is 1."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        """Returns as many logits as there are inputs."""
+        return x * self.param("scale", nn.initializers.ones, ())
 
 
 MODES = ("zero", "fsdp", "compression", "local_sgd", "bitwise", "loss_scale")  # a page each
