@@ -29,6 +29,7 @@ nb_execution_raise_on_error = True
 nb_merge_streams = True
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
+autoclass_content = "both"  # Arguments stand with the class or with its __init__.
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 autodoc_typehints_description_target = "documented"

@@ -69,6 +69,24 @@ API = {
         "LogicalReplicas",
         "LocalSteps",
     ],
+    "Data": [
+        "data.TrainBatches",
+        "data.WorkerBatches",
+        "data.eval_batches",
+        "data.Epochs",
+        "data.Order",
+        "data.MixtureOrder",
+        "data.Mix",
+        "data.ArrayExamples",
+        "data.RowExamples",
+        "data.DataSet",
+        "data.DataSource",
+        "data.make_source",
+        "data.make_data_set",
+        "data.source_of",
+        "data.load_weights",
+        "data.count_steps",
+    ],
     "Gradients": ["average_gradients", "CommHook", "powersgd", "AXIS"],
     "Parts of a run": ["Checks", "Evaluation", "Keep"],
     "Callbacks": ["Callback", "EarlyStopping", "KeepBest"],
@@ -204,9 +222,15 @@ def first_program() -> str:
     return re.search(r"^```python\n.*?^```", (ROOT / "README.md").read_text(), re.M | re.S)[0]
 
 
+def public(name: str) -> Any:
+    """The object with a public name, such as "fit" or "data.Order"."""
+    room, _, inner = f"jddp.{name}".rpartition(".")
+    return getattr(importlib.import_module(room), inner)
+
+
 def describe(name: str) -> str:
     """The page of a public name: its docstring, by autodoc."""
-    found = getattr(importlib.import_module("jddp"), name)
+    found = public(name)
     kind = "class" if isinstance(found, type) else "function" if callable(found) else "data"
     options = []
     if kind == "class":
@@ -221,7 +245,7 @@ def describe(name: str) -> str:
 
 def summary(name: str) -> str:
     """The first sentence of the docstring of a public name, in Markdown."""
-    found = getattr(importlib.import_module("jddp"), name)
+    found = public(name)
     if isinstance(found, str):
         return "Name of the axis of the replicas, unless another is chosen."
     return " ".join((found.__doc__ or "").strip().split("\n\n")[0].split())

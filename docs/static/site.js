@@ -21,7 +21,9 @@ function nameColumns() {
     const cells = [...table.querySelectorAll("tbody td")];
     const numbers = cells.filter((cell) => /^[-+\d]/.test(cell.textContent.trim()));
     for (const cell of cells) cell.dataset.column = names[cell.cellIndex];
-    table.classList.toggle("stacks", names.length > 2 && numbers.length < cells.length / 3);
+    const isWide = cells.some((cell) => !cell.cellIndex && /\S{20}/.test(cell.textContent));
+    const stacks = (isWide || names.length > 2) && numbers.length < cells.length / 3;
+    table.classList.toggle("stacks", stacks);
   }
 }
 

@@ -32,7 +32,7 @@ ENDLESS = 2**62
 class TrainBatches(Shown):
     """An iterator over the batches of one process, endless or for a number of epochs.
 
-    Batch `s` holds the positions of the run from `s * global_batch_size` on (see `order`). Epochs
+    Batch `s` holds the positions of the run from `s * global_batch_size` on (see `Order`). Epochs
     follow each other without a gap: a batch may straddle two of them, no example is dropped, and
     only the last batch of a run can be partial. A partial batch is padded, and so is every batch
     that does not divide over the devices. All batches then have a "mask", which is 0 for padding.
@@ -133,7 +133,7 @@ class TrainBatches(Shown):
 
     @property
     def is_padded(self) -> bool:
-        """Whether a batch may be padded: then all batches have a "mask"."""
+        """Whether a batch may be padded; if so, all batches have a "mask"."""
         is_short = not self._is_full and (self._end - self._position) % self.global_batch_size > 0
         return is_short or self._rows_in_all > self.global_batch_size
 

@@ -66,7 +66,7 @@ class MixtureOrder:
 
     @property
     def num_examples(self) -> int:
-        """Number of positions of one epoch: the examples of all sources."""
+        """Number of positions of one epoch, one for each example of each source."""
         return sum(self.sizes)
 
     @property

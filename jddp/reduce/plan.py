@@ -104,7 +104,7 @@ class BucketPlan(Shown):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of all buckets: what each replica contributes per optimizer step."""
+        """Bytes of all buckets, which each replica contributes to an optimizer step."""
         return sum(bucket.bytes for bucket in self.buckets)
 
     @property

@@ -94,7 +94,7 @@ class Run(Shown):
 
     @property
     def model(self) -> Any:
-        """A copy of the most recent model: a bound Linen module, or an NNX module in eval mode.
+        """A copy of the most recent model, a bound Linen module or an NNX module in eval mode.
 
         It has the parameters that `evaluate` uses.
         """

@@ -33,13 +33,21 @@ STAGE = runpy.run_path(str(ROOT / "docs" / "stage.py"))
 READ = re.compile(r'environ(?:\.get\(|\.setdefault\(|\[)"([A-Za-z_]+)"|\b(JDDP_[A-Z_]+)\b')
 
 
+OF_DATA = [
+    f"data.{name}"
+    for name, found in vars(jddp.data).items()
+    if name[0] != "_" and not inspect.ismodule(found)
+]
+PUBLIC = sorted([*jddp.__all__, *OF_DATA])
+
+
 def page(name):
     return (ROOT / "docs" / f"{name}.md").read_text()
 
 
 def test_every_public_name_has_a_page_in_one_group():
     grouped = [name for group in STAGE["API"].values() for name in group]
-    assert sorted(grouped) == jddp.__all__
+    assert sorted(grouped) == PUBLIC
 
 
 def test_every_key_of_a_config_has_its_type_default_and_effect():
@@ -359,4 +367,4 @@ def test_every_page_is_made_and_has_a_place_in_the_list_of_pages(tmp_path, monke
     lists = re.findall(r"```\{toctree\}\n(?::[^\n]+\n)*\n(.+?)```", page("index"), re.S)
     listed = [re.sub(r".*<(.+)>", r"\1", line) for text in lists for line in text.splitlines()]
     assert sorted(listed) == sorted(made - {"index"})
-    assert {path.stem for path in tmp_path.glob("api/*.md")} == set(jddp.__all__)
+    assert {path.stem for path in tmp_path.glob("api/*.md")} == set(PUBLIC)
