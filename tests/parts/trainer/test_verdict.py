@@ -39,6 +39,11 @@ def evaluations(num_steps=1000, loss=falling, accuracy=lambda step: 0.9 - 0.7 / 
     ]
 
 
+def rising(step):
+    """An evaluation loss that is lowest at step 300."""
+    return 0.5 + abs(step - 300) / 1000
+
+
 def log_of(*starts):
     """A log with a start for each pair of first and last step, an hour apart."""
     lines = []
@@ -65,7 +70,7 @@ RUNS = {
     },
     "overfitting since step 300": {
         "records": train(loss=lambda step: falling(step, end=0.02, over=300))
-        + evaluations(loss=lambda step: 0.5 + abs(step - 300) / 1000),
+        + evaluations(loss=rising),
     },
     "undertrained: the loss still falls fast at the end": {
         "records": train(loss=lambda step: 2.3 - step / 1000)
@@ -105,7 +110,7 @@ def make(tmp_path):
         lines = sorted(records, key=lambda record: record["step"])
         text = "".join(json.dumps(record) + "\n" for record in lines)
         (tmp_path / "metrics.jsonl").write_text(text)
-        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs").mkdir(exist_ok=True)
         (tmp_path / "logs" / "process_0.log").write_text(log)
         (tmp_path / "manifest.json").write_text(json.dumps(manifest or {}))
         return tmp_path
@@ -120,6 +125,28 @@ def test_each_made_up_run_gets_its_verdict_and_nothing_else_is_found(make, sente
     assert found[0].is_good == sentence.startswith("healthy")
     for text in (found[0].evidence, found[0].next_step):
         assert text.endswith(".")
+
+
+def test_a_run_of_some_seconds_has_one_verdict_on_its_loss_and_none_on_its_times(make):
+    fields = {"step_seconds": 0.01, "data_wait_seconds": 0.005, "slowest_ratio": 2.0}
+    folder = make(train(loss=lambda step: 2.3 - step / 1000, **fields) + evaluations(loss=rising))
+    found = [x.sentence for x in judge(read_facts(folder))]
+    assert found == ["overfitting since step 300", "too short to judge its times"]
+    (found,) = judge(read_facts(make(train(step_seconds=0.01) + evaluations())))
+    assert found.sentence == "too short to tell"
+    assert "10 s of steps" in found.evidence
+
+
+def test_a_run_that_was_interrupted_is_not_undertrained(make):
+    records = train(500, loss=lambda step: 2.3 - step / 1000, step_seconds=0.2)
+    folder = make(records, log_of((0, 500)))
+    assert judge(read_facts(folder))[0].is_good
+
+
+def test_a_run_past_its_best_evaluation_is_not_told_to_train_longer(make):
+    records = train(loss=lambda step: 2.3 - step / 1000)
+    records += evaluations(loss=lambda step: 0.5 + abs(step - 300) / 1e5)
+    assert judge(read_facts(make(records)))[0].is_good
 
 
 def test_what_is_graver_comes_first(make):

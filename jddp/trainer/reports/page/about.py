@@ -1,8 +1,9 @@
-"""The sections of a run's page that are words: config, environment, starts, commands.
+"""The sections of a run's page that are words: texts, config, environment, starts, commands.
 
 Each takes the facts and returns HTML, "" if the run has nothing of the kind.
 """
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -13,6 +14,24 @@ from jddp.trainer.reports.page.facts import Facts
 
 _LONGEST = 200  # letters of a value
 MOST_STARTS = 50
+MOST_EARLIER = 8  # texts of a name, below its newest one
+
+
+def list_texts(facts: Facts) -> str:
+    """The newest text of each name that callbacks have logged, and some earlier ones to unfold."""
+    texts = facts.records.texts
+    return "".join(f"<h3>{escape(name)}</h3>{_of_steps(found)}" for name, found in texts.items())
+
+
+def _of_steps(texts: Mapping[int, str]) -> str:
+    *earlier, newest = (
+        f'<p class="note">step {step:,}</p><pre>{escape(text)}</pre>'
+        for step, text in texts.items()
+    )
+    every = max(1, math.ceil(len(earlier) / MOST_EARLIER))
+    shown = "".join(reversed(earlier[::every]))
+    words = f"<details><summary>earlier</summary>{shown}</details>" if shown else ""
+    return newest + words
 
 
 def list_settings(facts: Facts) -> str:

@@ -7,6 +7,7 @@ import math
 import statistics
 
 from jddp.html.charts import number, smoothed
+from jddp.html.thinned import At
 from jddp.trainer.reports.page.facts import Facts
 from jddp.trainer.reports.page.judgement import Judgement
 
@@ -128,13 +129,12 @@ WORSE = 0.05
 
 def overfitting(facts: Facts) -> Judgement | None:
     """The loss of evaluations rises, while that of training falls."""
-    tests, train = facts.records.evaluations.get("loss"), facts.records.train.get("loss")
-    if tests is None or train is None or len(tests.values) < 4 or tests.smallest is None:
+    best, train = _best_before_the_end(facts), facts.records.train.get("loss")
+    if best is None or train is None or facts.records.num_train < FEWEST:
         return None
-    best, end = tests.smallest, _end(tests.values)
+    end = _end(facts.records.evaluations["loss"].values)
     later = [x for step, x in zip(train.steps, train.values, strict=True) if step > best.step]
-    rise = end - best.value
-    if rise < WORSE * abs(best.value) or best.step > 0.9 * facts.records.last_step or not later:
+    if end - best.value < WORSE * abs(best.value) or not later:
         return None
     if _end(later) >= _end(later[::-1]):
         return None
@@ -153,7 +153,9 @@ STILL_FALLING = 0.15  # of the fall of the loss, in the last quarter of the step
 def undertrained(facts: Facts) -> Judgement | None:
     """The run ends while its loss still falls fast."""
     loss = facts.records.train.get("loss")
-    if facts.holder or loss is None or len(loss.values) < FEWEST:
+    if facts.holder or facts.records.last_step < facts.num_steps or _best_before_the_end(facts):
+        return None
+    if loss is None or len(loss.values) < FEWEST:
         return None
     smooth = smoothed(loss.values, max(3, len(loss.values) / 20))
     fall, late = smooth[0] - smooth[-1], smooth[3 * len(smooth) // 4] - smooth[-1]
@@ -166,6 +168,18 @@ def undertrained(facts: Facts) -> Judgement | None:
         f"Train longer (train.num_steps={2 * facts.records.last_step}), or raise "
         "optimizer.learning_rate.",
     )
+
+
+# They may advise the opposite of each other: the first that finds something is heard alone.
+TRENDS = (diverging, frozen, at_chance, overfitting, undertrained)
+
+
+def _best_before_the_end(facts: Facts) -> At | None:
+    """The lowest loss of the evaluations, if it is not one of the last."""
+    tests = facts.records.evaluations.get("loss")
+    if tests is None or tests.smallest is None or len(tests.values) < 4:
+        return None
+    return tests.smallest if tests.smallest.step <= 0.9 * facts.records.last_step else None
 
 
 def _noise(values: list[float], smooth: list[float]) -> float:

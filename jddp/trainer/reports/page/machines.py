@@ -7,6 +7,7 @@ from jddp.html.charts import number
 from jddp.trainer.reports.page.facts import Facts
 from jddp.trainer.reports.page.judgement import Judgement
 
+SHORTEST = 60.0  # seconds in steps, below which times are not judged
 NEARLY_FULL = 0.92
 
 
@@ -50,7 +51,7 @@ SLOW_RECORDS = 1 / 3
 def slow_process(facts: Facts) -> Judgement | None:
     """The processes wait for one of them."""
     records = facts.records
-    if not records.slow:
+    if not records.slow or records.step_seconds < SHORTEST:
         return None
     (slow, times), *_ = records.slow.most_common(1)
     if times < max(3, SLOW_RECORDS * records.num_train):
@@ -73,7 +74,7 @@ WAITING = 0.1
 def slow_data(facts: Facts) -> Judgement | None:
     """Steps wait for data."""
     records, share = facts.records, facts.waiting_share
-    if share < WAITING or records.num_train < 3:
+    if share < WAITING or records.num_train < 3 or records.step_seconds < SHORTEST:
         return None
     waited = number(records.data_wait_seconds)
     return Judgement(
@@ -83,7 +84,7 @@ def slow_data(facts: Facts) -> Judgement | None:
     )
 
 
-PAUSED, SHORTEST = 1 / 3, 60.0  # of the running time, and in seconds
+PAUSED = 1 / 3  # of the running time
 
 
 def long_pauses(facts: Facts) -> Judgement | None:

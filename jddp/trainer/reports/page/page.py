@@ -16,7 +16,6 @@ from jddp.trainer.reports.page import about, pictures
 from jddp.trainer.reports.page.examples import draw_examples
 from jddp.trainer.reports.page.facts import Facts
 from jddp.trainer.reports.page.judgement import Judgement
-from jddp.trainer.reports.page.texts import draw_texts
 from jddp.trainer.reports.page.verdict import judge
 
 NAME = "report.html"
@@ -88,10 +87,6 @@ def _goodput(facts: Facts) -> tuple[str, str]:
     return f"{facts.goodput:.0%}", "goodput: time in steps that were kept"
 
 
-def _texts(facts: Facts) -> str:
-    return draw_texts(facts.records.texts)
-
-
 def _examples(facts: Facts) -> str:
     return draw_examples(facts.examples, facts.classes) if facts.examples else ""
 
@@ -104,7 +99,7 @@ SECTIONS: dict[str, Callable[[Facts], str]] = {
     "What a step sends, bucket by bucket": pictures.draw_plan,
     "Events": pictures.draw_events,
     "Classes and positions": pictures.draw_classes,
-    "Texts that callbacks logged": _texts,
+    "Texts that callbacks logged": about.list_texts,
     "Test examples": _examples,
     "Config: keys that differ from their defaults": about.list_settings,
     "Environment": about.list_environment,

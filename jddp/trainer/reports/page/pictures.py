@@ -54,15 +54,10 @@ def _charts(facts: Facts) -> Iterator[str]:
         found = {name: train[name] for name in names if name in train}
         if any(map(_is_more_than_zeros, found.values())):
             shown = [
-                series_of(_short(name, title), curve, is_smoothed=title not in _NOT_NOISY)
+                series_of(_SHORT.get(name, title), curve, is_smoothed=title not in _NOT_NOISY)
                 for name, curve in found.items()
             ]
             yield curves(shown, title, unit, may_be_logarithmic=title == "gradient norm")
-
-
-def _short(name: str, title: str) -> str:
-    """The name of a field below the title of its chart."""
-    return _SHORT.get(name, title)
 
 
 def _beside(train: Thinned | None, tests: Thinned | None) -> list[Series]:

@@ -3,38 +3,28 @@
     verdict, *others = judge(facts)
     verdict.sentence       # "bound by input: 64 % of a step waits for data"
 
-A rule returns a judgement, with its evidence and a next step, or None. A run on which no rule finds
-anything is healthy, or too short to tell.
+A rule returns a judgement, with its evidence and a next step, or None. Rules on learning may advise
+the opposite of each other: only the first one that finds something is heard. A run on which no rule
+finds anything is healthy, or too short to tell.
 """
 
 from collections.abc import Callable
 
 from jddp.html.charts import number
+from jddp.trainer.reports.page import learning, machines
 from jddp.trainer.reports.page.facts import Facts
 from jddp.trainer.reports.page.judgement import Judgement
-from jddp.trainer.reports.page.learning import (
-    FEWEST,
-    at_chance,
-    diverging,
-    frozen,
-    overfitting,
-    skipped,
-    undertrained,
-)
-from jddp.trainer.reports.page.machines import (
-    count_times,
-    long_pauses,
-    many_restarts,
-    memory_near_limit,
-    slow_data,
-    slow_process,
-)
+from jddp.trainer.reports.page.learning import FEWEST
+from jddp.trainer.reports.page.machines import SHORTEST, count_times
 
 
 def judge(facts: Facts) -> tuple[Judgement, ...]:
     """All judgements on a run, the gravest first; at least one."""
-    found = tuple(filter(None, (rule(facts) for rule in RULES)))
-    return found or (too_short(facts) or healthy(facts),)
+    found = {rule: judgement for rule in RULES if (judgement := rule(facts))}
+    for rule in [rule for rule in learning.TRENDS if rule in found][1:]:
+        del found[rule]
+    short = too_short(facts, "judge its times" if found else "tell")
+    return (*found.values(), *filter(None, [short])) or (healthy(facts),)
 
 
 def failed(facts: Facts) -> Judgement | None:
@@ -50,33 +40,33 @@ def failed(facts: Facts) -> Judgement | None:
     )
 
 
+def too_short(facts: Facts, to_do: str) -> Judgement | None:
+    """There are too few records for a verdict, or too few seconds for one on times."""
+    num_train, seconds = facts.records.num_train, facts.records.step_seconds
+    if num_train >= FEWEST and not 0 < seconds < SHORTEST:
+        return None
+    return Judgement(
+        f"too short to {to_do}",
+        f"Records of training: {num_train}, in {seconds:.0f} s of steps. A verdict on the loss "
+        f"needs {FEWEST}, one on times {SHORTEST:.0f} s.",
+        "Train longer, or record more often (train.log_every_steps).",
+    )
+
+
 RULES: tuple[Callable[[Facts], Judgement | None], ...] = (
     failed,
-    diverging,
-    frozen,
-    at_chance,
-    skipped,
-    memory_near_limit,
-    many_restarts,
-    slow_process,
-    slow_data,
-    overfitting,
-    undertrained,
-    long_pauses,
+    learning.diverging,
+    learning.frozen,
+    learning.at_chance,
+    learning.skipped,
+    machines.memory_near_limit,
+    machines.many_restarts,
+    machines.slow_process,
+    machines.slow_data,
+    learning.overfitting,
+    learning.undertrained,
+    machines.long_pauses,
 )
-
-
-def too_short(facts: Facts) -> Judgement | None:
-    """There are too few records for a verdict."""
-    num_train = facts.records.num_train
-    if num_train >= FEWEST:
-        return None
-    so_far = " so far" if facts.holder else ""
-    return Judgement(
-        "too short to tell",
-        f"There are {num_train} records of training{so_far}, and a verdict needs {FEWEST}.",
-        "Record more often (train.log_every_steps), or train longer.",
-    )
 
 
 def healthy(facts: Facts) -> Judgement:
