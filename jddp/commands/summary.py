@@ -1,7 +1,7 @@
 """The first and the last lines of `jddp train`: what the job is, and what to do with its run.
 
     show(opening(job, "my.yaml", "", columns=80))
-    show(closing(job, run, seconds=134.0, columns=80))
+    show(closing(job, run, columns=80))
 
 Only shapes are traced, which training uses again.
 """
@@ -21,6 +21,7 @@ from jddp.data.source import DataSet, Streams
 from jddp.job.job import Job
 from jddp.job.length import periods_of
 from jddp.runs.results import METRICS
+from jddp.trainer.reports.page.facts import read_facts
 from jddp.trainer.reports.page.page import NAME
 from jddp.trainer.reports.pauses import Pause
 from jddp.trainer.reports.terminal import unbroken, wrap
@@ -62,18 +63,16 @@ def opening(job: Job, name: str, detected: str, *, columns: int) -> str:
     return "\n".join([*wrap(head, columns), *_labelled(facts, columns)])
 
 
-def closing(job: Job, run: Run, *, seconds: float, columns: int) -> str:
+def closing(job: Job, run: Run, *, columns: int) -> str:
     """A few lines on a run that has ended: its best step, its time, its page, and commands.
 
     Args:
       job: The job.
       run: The run of the job.
-      seconds: Time since the command was started.
       columns: Width of the terminal.
     """
-    done = [f"{run.step:,} steps, {seconds:.0f} s in all", _goodput(job, run, seconds)]
     facts = {
-        "done": ", ".join(unbroken(part) for part in [*done, _best(job, run)] if part),
+        "done": ", ".join(unbroken(part) for part in [*_times(run), _best(job, run)] if part),
         "page": _page(job, run),
         "next": "  ".join(map(unbroken, _commands(job.config))),
     }
@@ -198,16 +197,13 @@ def _files(job: Job) -> str:
     return f"metrics.jsonl, logs, {NAME}, checkpoints {when}"
 
 
-def _goodput(job: Job, run: Run, seconds: float) -> str:
-    """The share of the time that went into steps; "" if no record has their time."""
-    every = periods_of(job.config).records.in_steps(_steps_per_epoch(job))
-    # A record has the mean of the steps since the last end of the period.
-    spent = [
-        x["step_seconds"] * ((x["step"] - 1) % every + 1)
-        for x in run.records
-        if "step_seconds" in x
-    ]
-    return f"goodput {min(100, 100 * sum(spent) / seconds):.0f} %" if spent else ""
+def _times(run: Run) -> Iterator[str]:
+    """The steps and the seconds of all starts, and the goodput, as the page of the run has them."""
+    yield f"{run.step:,} steps"
+    if run.run_dir is not None:
+        facts = read_facts(run.run_dir, is_over=True)
+        yield f"{facts.history.seconds:.0f} s in all"
+        yield "" if facts.goodput is None else f"goodput {100 * facts.goodput:.0f} %"
 
 
 def _best(job: Job, run: Run) -> str:

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import textwrap
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +60,6 @@ def _run(arguments: argparse.Namespace) -> int:
         from jddp.commands.sweeping import run_sweep
 
         return run_sweep(arguments)
-    started = time.monotonic()
     config, name = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
         print(dump_values(config.model_dump()), end="")
@@ -86,10 +84,10 @@ def _run(arguments: argparse.Namespace) -> int:
             return _find_rate(config, is_writer=identity.process_id == 0)
         if arguments.fast_dev_run:
             return _try_out(config)
-        return _train(config, name, detected, is_dry_run=arguments.dry_run, started=started)
+        return _train(config, name, detected, is_dry_run=arguments.dry_run)
 
 
-def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, started: float) -> int:
+def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int:
     from jddp.commands.preview import preview
     from jddp.commands.summary import closing, opening
     from jddp.job.job import build
@@ -117,7 +115,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool, starte
             signal.signal(number, signal.SIG_IGN)
         return ExitCode.PREEMPTED
     if job.is_writer:
-        show(closing(job, run, seconds=time.monotonic() - started, columns=columns))
+        show(closing(job, run, columns=columns))
     return ExitCode.DONE
 
 

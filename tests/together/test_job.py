@@ -229,7 +229,7 @@ def test_a_config_evaluates_records_and_saves_by_epoch(mine):
     text = opening(build(again), "again", "", columns=80)
     assert "\neval     every 0.5 epochs, 4 in all" in text
     assert "checkpoints every epoch" in text
-    text = closing(build(again), run, seconds=60.0, columns=80)
+    text = closing(build(again), run, columns=80)
     assert "jddp predict run --data FILE --out FILE" in text
 
 
