@@ -78,7 +78,8 @@ def draw_times(facts: Facts) -> str:
     if not records.step_seconds:
         return ""
     waited = records.data_wait_seconds
-    exposed = _traced_share(records.train.get("exposed_communication"))
+    traced = records.train.get("exposed_communication")
+    exposed = traced.values[-1] if traced and traced.values else 0.0  # of the newest traced steps
     working = records.step_seconds - waited
     parts = {
         "computing" if exposed else "computing and sending": working * (1 - exposed),
@@ -93,11 +94,6 @@ def draw_times(facts: Facts) -> str:
     note = f"A step takes {number(step)} s, of which {facts.waiting_share:.1%} waits for data."
     trace = "train.profile_steps and jddp explain --trace show what a device does in it."
     return f'{bar(parts, "s")}<p class="note">{note} {trace}</p>'
-
-
-def _traced_share(curve: Thinned | None) -> float:
-    """The newest share of traced steps; 0 if none was traced."""
-    return curve.values[-1] if curve and curve.values else 0.0
 
 
 def draw_memory(facts: Facts) -> str:
