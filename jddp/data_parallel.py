@@ -45,7 +45,7 @@ from jddp.engine.executor import Executor
 from jddp.engine.guard import choose_guard
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import copy_off_mesh, make_mesh, platform, put_rows
-from jddp.engine.moving_average import choose_average, chosen_params
+from jddp.engine.moving_average import choose_average, evaluated_values
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.padding import pad_for_step
 from jddp.engine.placement import choose_placement
@@ -106,7 +106,8 @@ class DataParallel(Shown):
         after the other, with one reduction for all.
       max_grad_norm: Global norm to which the averaged gradient is clipped; with `LocalSteps`, each
         replica clips its own.
-      ema_decay: Decay of `ema_params`, a moving average of the parameters; None for none.
+      ema_decay: Decay of `ema_params`, a moving average of the parameters, and of `ema_state`, that
+        of floating values beside them, such as batch statistics; None for none.
       unused_parameters: Treatment of parameters that no gradient reaches: "zero" (the optimizer
         gets zeros), "skip" (it leaves them alone), "error" (they are refused, by name).
       skip_nonfinite: Whether a step is skipped, which changes nothing but counts, if its loss or
@@ -296,7 +297,7 @@ class DataParallel(Shown):
     def _values(self, state: TrainState, params: str = "params") -> Values:
         """The chosen parameters and the other state, with the replicas' own averaged."""
         self._check(state)
-        return self.steps.merged((chosen_params(state, params), state.model_state))
+        return evaluated_values(state, params, self.steps.merged)
 
     def step(
         self,

@@ -38,6 +38,7 @@ def state_of(params, **fields):
         "step": jnp.int32(0),
         "params": params,
         "ema_params": None,
+        "ema_state": {},
         "model_state": {},
         "opt_state": (),
         "comm_state": CommState(),

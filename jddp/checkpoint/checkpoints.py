@@ -39,6 +39,7 @@ from jddp.checkpoint.resize import empty, on_this_mesh, to_read
 from jddp.checkpoint.storage import LocalFolder, Storage
 from jddp.checkpoint.writer import SECONDS, Writer
 from jddp.distributed.coordination import from_first
+from jddp.engine.moving_average import UNAVERAGED
 from jddp.engine.state import Replicated, TrainState, by_path
 from jddp.errors import ConfigError, FileSystemError
 from jddp.files import make_folder
@@ -188,10 +189,13 @@ class CheckpointFolder:
     def _read(self, step: int, like: TrainState, layouts: TrainState | None) -> Restored | None:
         """Reads a checkpoint; None if it was removed, or renamed because an array has changed."""
         folder = self._directory / str(step)
-        wanted = by_path(like)
-        here = _layouts_of(like, layouts)
+        whole, here = by_path(like), _layouts_of(like, layouts)
         try:
             described = read_described(folder)
+            # An earlier version averaged parameters alone.
+            wanted = {
+                n: x for n, x in whole.items() if n in described or not n.startswith("ema_state/")
+            }
             beside = read_object(folder / "run.json")
             there = layouts_in(described)
             if differ := difference(described, wanted, there, here):
@@ -215,8 +219,13 @@ class CheckpointFolder:
             self._set_aside(step, damage)
             return None
         del beside["step"]
-        leaves = [on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()]
-        return Restored(step, jax.tree.unflatten(jax.tree.structure(like), leaves), beside)
+        found = {n: on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()}
+        if begun := whole.keys() - found.keys():
+            log.warning(UNAVERAGED, "begin it")
+            raw = {n: found[n.replace("ema", "model", 1)] for n in begun}
+            found |= {n: jax.numpy.array(x, whole[n].dtype) for n, x in raw.items()}
+        state = jax.tree.unflatten(jax.tree.structure(like), [found[n] for n in whole])
+        return Restored(step, state, beside)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is written.

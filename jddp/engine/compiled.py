@@ -233,6 +233,7 @@ class CompiledSteps:
             params=jax.tree.map(placed, state.params),
             ema_params=jax.tree.map(placed, state.ema_params),
             model_state=own_layouts(state.model_state, spec.model.keeps_own),
+            ema_state=own_layouts(state.ema_state, spec.model.keeps_own),
             opt_state=spec.optimizer.layouts(state.params),
             comm_state=dataclasses.replace(everywhere.comm_state, hook=hook),
         )

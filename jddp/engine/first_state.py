@@ -63,8 +63,7 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         # Those that a model makes are whole on each device for a moment, and divided there: nothing
         # is sent. Given ones are divided already.
         params = step.placement.place(state.params, mesh)
-        ema_params = jax.tree.map(jnp.copy, step.average.init(params))
-        state = state.replace(params=params, ema_params=ema_params)
+        state = step.average.init(state.replace(params=params))
         # Mapped by itself, since a sharded optimizer's state leaves with another spec, which needs
         # the shapes of the parameters.
         shapes = jax.eval_shape(lambda x: x, state.params)

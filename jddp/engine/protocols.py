@@ -329,11 +329,11 @@ class Placement(Protocol):
 class MovingAverage(Protocol):
     """A moving average of the parameters to evaluate with, or none."""
 
-    def init(self, params: Params) -> Params:
-        """Returns the first average; None for nothing."""
+    def init(self, state: TrainState) -> TrainState:
+        """Returns the state with its first average."""
 
     def __call__(self, after: TrainState, /) -> TrainState:
-        """Returns the state with the average moved towards its parameters."""
+        """Returns the state with the average moved towards its values."""
 
 
 @runtime_checkable

@@ -148,6 +148,7 @@ class TrainState(Shown):
       comm_state: State of the gradient reduction, a `CommState`.
       skipped: Number of steps that changed nothing, since numbers were not finite; int32.
       key: Base key of all random numbers.
+      ema_state: With `ema_params`, the moving average of the floating values of `model_state`.
     """
 
     step: Leaf
@@ -158,6 +159,7 @@ class TrainState(Shown):
     comm_state: CommState
     skipped: Leaf
     key: Leaf
+    ema_state: ModelState = None
 
     def __repr__(self) -> str:
         """Its contents, in numbers and bytes; waits for the devices."""
@@ -194,7 +196,14 @@ class TrainState(Shown):
 
     def _fields(self) -> Iterator[tuple[str, list[Leaf]]]:
         """The fields that hold arrays, and these."""
-        for field in ("params", "ema_params", "model_state", "opt_state", "comm_state"):
+        for field in (
+            "params",
+            "ema_params",
+            "model_state",
+            "ema_state",
+            "opt_state",
+            "comm_state",
+        ):
             if leaves := jax.tree.leaves(getattr(self, field)):
                 yield field, leaves
 

@@ -150,7 +150,7 @@ def assigned_memory(
         parameters=_bytes_per_device((state.params, state.ema_params)),
         gradients=gradients,
         optimizer=_bytes_per_device(state.opt_state),
-        other_state=_bytes_per_device((state.model_state, state.comm_state)),
+        other_state=_bytes_per_device((state.model_state, state.ema_state, state.comm_state)),
         batch=_bytes_per_device(batch) // len(steps.mesh.local_devices),
         temporaries=max(0, beside_arguments - gradients),
         limit=limit,

@@ -235,5 +235,5 @@ def stream(key: jax.Array, name: str) -> jax.Array:
 
 def is_saved(values: PyTree) -> bool:
     """Whether these are fields of a state, as a checkpoint or an export of one has them."""
-    fields = {"params", "model_state", "ema_params"}
+    fields = {"params", "model_state", "ema_params", "ema_state"}
     return isinstance(values, Mapping) and {"params"} <= values.keys() <= fields

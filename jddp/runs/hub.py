@@ -27,7 +27,7 @@ from jddp.typing import JsonObject
 from jddp.zoo.state_dicts import to_state_dict
 from jddp.zoo.state_dicts.schemes import scheme_of, unlike
 
-EXPORTED = ["params", "ema_params", "model_state"]
+EXPORTED = ["params", "ema_params", "model_state", "ema_state"]
 CARD = """---
 library_name: {library}
 tags: [jax, flax]
@@ -56,7 +56,7 @@ def export_by_names(checkpoint: Path, file: Path, library: str) -> JsonObject:
     model = model_in(run_dir, config_in(run_dir), None)
     scheme = scheme_of(model, library)
     saved = Saved(checkpoint, read_object(checkpoint / "run.json"))
-    params, model_state = saved.read([saved.evaluated])
+    params, model_state = saved.evaluated_values()
     tensors = to_state_dict(model, {"params": params, **model_state}, library)
     export_arrays(checkpoint, file, tensors)
     if fields := unlike(model, library):

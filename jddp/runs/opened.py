@@ -155,7 +155,8 @@ class SavedModel(DataParallel):
 
 def _state_of(ddp: DataParallel, saved: Saved) -> TrainState:
     form = ddp.steps.spec.model
-    params, ema, key, model_state = saved.read(["params", "ema_params", "key"])
+    fields = ["params", "ema_params", "key", "ema_state"]
+    params, ema, key, ema_state, model_state = saved.read(fields)
     try:
         state = ddp.init(0, params={"params": params, "model_state": model_state})
         average = fit_weights(ema, state.params, partial=False)[0] if ema else None
@@ -166,7 +167,8 @@ def _state_of(ddp: DataParallel, saved: Saved) -> TrainState:
         ) from error
     step = jax.numpy.asarray(int(saved.folder.name), state.step.dtype)
     key = key if jax.tree.leaves(key) else state.key
-    return state.replace(**replicate({"step": step, "key": key, "ema_params": average}, ddp.mesh))
+    average = {"ema_params": average, "ema_state": ema_state}
+    return state.replace(**replicate({"step": step, "key": key, **average}, ddp.mesh))
 
 
 class OwnBatches:

@@ -13,6 +13,8 @@ from jddp.checkpoint import reader
 from jddp.checkpoint.folders import finished
 from jddp.config.files import read_yaml
 from jddp.config.schema import Config
+from jddp.engine.moving_average import with_average
+from jddp.engine.state import Values
 from jddp.errors import FileSystemError, UsageError
 from jddp.job.trust import check_trust, resolve_model
 from jddp.trainer.saving import BEST
@@ -44,6 +46,12 @@ class Saved:
         """The fields, and the model's other state; per-replica arrays are averaged."""
         saved = reader.read_values(self.folder, [*fields, "model_state"])
         return [saved[name] for name in (*fields, "model_state")]
+
+    def evaluated_values(self) -> Values:
+        """The parameters that the run evaluated, and their other state."""
+        params, ema_state, model_state = self.read([self.evaluated, "ema_state"])
+        is_average = self.evaluated == "ema_params"
+        return params, with_average(model_state, ema_state) if is_average else model_state
 
 
 def read_saved(run_dir: Path, chosen: int | str | None, read: Callable[[Saved], T]) -> T:

@@ -25,7 +25,7 @@ def _is_sound(state: TrainState) -> jax.Array:
 
     Infinities in an optimizer may be intended, such as the best loss so far; NaN never is.
     """
-    finite = jax.tree.leaves((state.params, state.ema_params, state.model_state))
+    finite = jax.tree.leaves((state.params, state.ema_params, state.model_state, state.ema_state))
     defined = jax.tree.leaves((state.opt_state, state.comm_state))
     checks = [jnp.isfinite(x).all() for x in finite if is_float(x)]
     checks += [~jnp.isnan(x).any() for x in defined if is_float(x)]

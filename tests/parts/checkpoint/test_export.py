@@ -118,7 +118,8 @@ def test_a_model_is_exported_for_other_programs(run, tmp_path, capsys):
     with safetensors.safe_open(tmp_path / "x.safetensors", "numpy") as opened:
         got = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     np.testing.assert_array_equal(got["params/Conv_0/kernel"], state.params["Conv_0"]["kernel"])
-    assert {name.split("/")[0] for name in got} == {"params", "ema_params", "model_state"}
+    fields = {"params", "ema_params", "model_state", "ema_state"}
+    assert {name.split("/")[0] for name in got} == fields
     assert main(["export", str(path), str(tmp_path / "x.msgpack"), "--step", "1"]) == 0
     tree = flax.serialization.msgpack_restore((tmp_path / "x.msgpack").read_bytes())
     want = read_values(path / "checkpoints" / "1", ["params"])

@@ -13,7 +13,7 @@ def moved(average, params, before):
 
 
 def test_without_an_average_nothing_is_kept():
-    assert NoAverage().init({"w": jnp.ones(2)}) is None
+    assert NoAverage().init(state_of({"w": jnp.ones(2)})).ema_params is None
     assert on_two(lambda w: NoAverage()(state_of(w)).params, np.float32([1, 2])).tolist() == [1, 2]
     assert choose_average(None) == NoAverage()
 
@@ -27,8 +27,9 @@ def test_replicas_with_parameters_of_their_own_have_averages_of_their_own():
 
 
 def test_it_is_kept_in_float32_where_parameters_are_narrower():
-    first = Ema(0.5).init({"w": jnp.ones(2, jnp.bfloat16)})
-    assert first["w"].dtype == jnp.float32
+    narrow = {"w": jnp.ones(2, jnp.bfloat16)}
+    first = Ema(0.5).init(state_of(narrow, model_state=narrow))
+    assert first.ema_params["w"].dtype == first.ema_state["w"].dtype == jnp.float32
     # Between 256 and 258 bfloat16 has no number.
     params = jnp.full(2, 256, jnp.bfloat16)
     assert moved(Ema(0.5), params, np.float32([258, 258])).tolist() == [257] * 2
