@@ -23,6 +23,7 @@ from jddp.checkpoint.arrays import Described, as_saved, find_unlike, from_file, 
 from jddp.checkpoint.checksums import find_damage
 from jddp.checkpoint.folders import finished, first_line
 from jddp.checkpoint.quiet import keep_quiet
+from jddp.engine.moving_average import optimizer_params, read_in_evaluation
 from jddp.engine.state import merged
 from jddp.errors import FileSystemError
 from jddp.files import SameFolder
@@ -83,17 +84,22 @@ def _is_removed(folder: SameFolder) -> bool:
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     """Returns fields of the state in one checkpoint as they are evaluated, in nested dicts.
 
-    Per-replica arrays (parameters under `LocalSteps`, or statistics) are averaged. All keys are
-    strings, even if the state had numbers.
+    Per-replica arrays (parameters under `LocalSteps`, or statistics) are averaged; parameters are
+    the ones that the optimizer evaluates. All keys are strings, even if the state had numbers.
 
     Raises:
       FileSystemError: If it cannot be read.
     """
     described = read_described(folder)
-    leaves = read_arrays(folder, fields)
+    of_optimizer = [name for name in described if name.startswith("opt_state/")]
+    names = read_in_evaluation(of_optimizer) if "params" in fields else ()
+    leaves = read_arrays(folder, [*fields, *names])
     layouts = layouts_in(described)
     values = {name: merged(x, layouts[name]) for name, x in leaves.items()}
+    kept = {name: values.pop(name) for name in names}
     found = {field: {} for field in fields} | unflatten_dict(values, sep="/")
+    if kept:
+        found["params"] = optimizer_params(found["params"], kept)
     if "model_state" in found:  # with the parameters that were not trained
         kept = found["model_state"]
         whole = {name: thaw(x, kept)[0] for name, x in found.items() if name in PARAMETERS and x}
@@ -154,7 +160,7 @@ def read_arrays(folder: Path, fields: Sequence[str] | None = None) -> dict[str, 
 
     Args:
       folder: Folder of the checkpoint.
-      fields: Fields of the state; None for all.
+      fields: Fields of the state, or paths; None for all.
 
     Raises:
       FileSystemError: If it cannot be read.
@@ -163,7 +169,7 @@ def read_arrays(folder: Path, fields: Sequence[str] | None = None) -> dict[str, 
     state = epath.Path(folder.absolute()) / "state"
     described = read_described(folder)
     try:
-        chosen = [n for n in described if fields is None or n.partition("/")[0] in fields]
+        chosen = [n for n in described if fields is None or {n, n.partition("/")[0]} & {*fields}]
         forms = {n: (described[n]["shape"], described[n]["dtype"]) for n in chosen}
         empty = {n: np.zeros(*form) for n, form in forms.items() if 0 in form[0]}  # not in files
         as_numpy = {n: ocp.RestoreArgs(restore_type=np.ndarray) for n in chosen if n not in empty}

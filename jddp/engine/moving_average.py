@@ -1,15 +1,19 @@
-"""A moving average of the parameters, to evaluate with.
+"""The parameters that a state is evaluated with: its own, the optimizer's, or a moving average.
 
-NoAverage    none
+NoAverage    no average
 Ema          an exponential moving average
 
 An average of parameters needs the batch statistics of these parameters: floating values of the
-other state are averaged with them.
+other state are averaged with them. Optimizers that evaluate other parameters than they step are
+known by the names in their state, so that a checkpoint shows them too:
+
+    optax.contrib.schedule_free    x, from the iterates y and z
+    optax.contrib.sam              the parameters before an adversarial step
 """
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
 import jax
@@ -20,10 +24,13 @@ from jddp.engine.protocols import MovingAverage
 from jddp.engine.state import TrainState, Values, by_path, is_float, name_of, widened
 from jddp.errors import ConfigError, check_choice
 from jddp.modules.frozen import is_frozen
-from jddp.typing import ModelState
+from jddp.typing import Leaf, ModelState, Params
 
 log = logging.getLogger("jddp")
 
+# Fields of the states of such optimizers: one that shows it, and the one with other parameters.
+OTHERS = {"weight_sum": "z", "steps_since_sync": "cache"}
+FIELDS = {*OTHERS, *OTHERS.values(), "b1"}
 # Of a checkpoint of an earlier version.
 UNAVERAGED = "The checkpoint has no average of batch statistics: the ones of the raw parameters %s."
 
@@ -116,8 +123,40 @@ def evaluated_values(state: TrainState, name: str, merge: Callable[[Values], Val
     """
     check_choice("params", name, ("params", "ema"))
     if name == "params":
-        return merge((state.params, state.model_state))
+        kept = {} if state.has_given_params else by_path(state.opt_state)
+        kept = {name: kept[name] for name in read_in_evaluation(kept)}
+        (params, kept), model_state = merge(((state.params, kept), state.model_state))
+        return optimizer_params(params, kept), model_state
     if state.ema_params is None:
         raise ConfigError("params='ema' needs DataParallel(..., ema_decay=...).")
     params = optax.tree.cast_like(state.ema_params, state.params)
     return merge((params, with_average(state.model_state, state.ema_state)))
+
+
+def read_in_evaluation(names: Iterable[str]) -> set[str]:
+    """The arrays of an optimizer's state, by path, that `optimizer_params` may need."""
+    return {name for name in names if not FIELDS.isdisjoint(name.split("/"))}
+
+
+def optimizer_params(params: Params, kept: Mapping[str, Leaf]) -> Params:
+    """The parameters with which an optimizer is evaluated; most evaluate the ones they step.
+
+    Args:
+      params: The parameters that the optimizer steps.
+      kept: Arrays of its state by path, without rows for each replica; shards are flat.
+    """
+    values = by_path(params)
+    for name, number in kept.items():
+        above, field = name[: name.rfind("/") + 1], name[name.rfind("/") + 1 :]
+        for path, x in values.items() if field in OTHERS else ():
+            if (y := kept.get(f"{above}{OTHERS[field]}/{path}")) is None:
+                continue  # masked
+            y = widened(y if y.shape == x.shape else y.ravel()[: x.size].reshape(x.shape))
+            if field == "weight_sum":  # as optax.contrib.schedule_free_eval_params
+                b1 = widened(kept[f"{above}b1"])
+                y = (widened(x) - (1 - b1) * y) / b1
+            elif int(number) == 0:
+                y = x
+            y = y.astype(x.dtype)
+            values[path] = jax.device_put(y, x.sharding) if isinstance(x, jax.Array) else y
+    return jax.tree.unflatten(jax.tree.structure(params), values.values())

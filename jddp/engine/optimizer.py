@@ -28,7 +28,7 @@ from jaxtyping import Array
 
 from jddp.engine.protocols import OPTIMIZER, Optimizer, Placement, Unused, View
 from jddp.engine.separable import DividedUpdate, Inseparable, at_least_1d, divided_update
-from jddp.engine.state import Replicated, Sharded, TrainState
+from jddp.engine.state import Replicated, Sharded, TrainState, parts_in
 from jddp.engine.unused import UNUSED
 from jddp.engine.view import own_shards
 from jddp.errors import ConfigError, check_choice
@@ -77,7 +77,7 @@ class PlacedOptimizer:
         Raises:
           ConfigError: If it is one.
         """
-        refuse_multi_steps(self.tx, params, self.num_micro_batches)
+        refuse_unfit(self.tx, params, self.num_micro_batches)
         if self.placement.division is not None:
             _refuse_inseparable("fsdp", self.tx, params, self.placement.division)
 
@@ -140,7 +140,7 @@ class Zero1:
         Raises:
           ConfigError: If it is one, with the operation by which parameters depend on others.
         """
-        refuse_multi_steps(self.tx, params, self.num_micro_batches)
+        refuse_unfit(self.tx, params, self.num_micro_batches)
         _refuse_inseparable("zero1", self.tx, params, self.division)
 
     def update(
@@ -221,16 +221,21 @@ def own_copy(opt_state: OptState) -> OptState:
     return jax.tree.map(jnp.copy, opt_state)
 
 
-def refuse_multi_steps(
-    tx: optax.GradientTransformation, params: Params, num_micro_batches: int
-) -> None:
-    """Refuses `optax.MultiSteps` beside micro-batches.
+def refuse_unfit(tx: optax.GradientTransformation, params: Params, num_micro_batches: int) -> None:
+    """Refuses `optax.MultiSteps` beside micro-batches, and optimizers of pairs of parameters.
 
     Raises:
-      ConfigError: If there are both.
+      ConfigError: If it is one.
     """
     # Only the state for the parameters themselves shows it: an optimizer may name them.
-    if num_micro_batches > 1 and _is_multi_steps(jax.eval_shape(tx.init, params)):
+    opt_state = jax.eval_shape(tx.init, params)
+    if parts_in(opt_state, optax.LookaheadState):
+        raise ConfigError(
+            "optax.lookahead updates pairs of fast and slow parameters, and a model has one of "
+            "each. Give its fast optimizer, with strategy=jddp.LocalSteps(sync_period, "
+            "optax.sgd(slow_step_size)), which is the same on one device; or ema_decay=."
+        )
+    if num_micro_batches > 1 and parts_in(opt_state, optax.MultiStepsState):
         raise ConfigError(
             "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and "
             "count steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all."
@@ -271,9 +276,3 @@ def choose_optimizer(
         return PlacedOptimizer(tx, unused, num_micro_batches, placement)
     division = Flat(sharded_by.axis, num_replicas)
     return Zero1(tx, unused, num_micro_batches, sharded_by, division)
-
-
-def _is_multi_steps(opt_state: OptState) -> bool:
-    """Whether `optax.MultiSteps` is anywhere in an optimizer, by the type of its state."""
-    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
-    return any(isinstance(state, optax.MultiStepsState) for state in states)

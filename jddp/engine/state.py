@@ -14,7 +14,7 @@ and every reader would see replica 0's.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 from jax import P
@@ -160,6 +160,7 @@ class TrainState(Shown):
     skipped: Leaf
     key: Leaf
     ema_state: ModelState = None
+    has_given_params: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         """Its contents, in numbers and bytes; waits for the devices."""
@@ -208,8 +209,12 @@ class TrainState(Shown):
                 yield field, leaves
 
     def replace(self, **changes: PyTree) -> "TrainState":
-        """Returns a copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        """Returns a copy with some fields changed; given `params` are evaluated as they are."""
+        state = dataclasses.replace(self, **changes)
+        # Whoever evaluates x of a schedule-free optimizer puts it here: it is not converted again.
+        is_given = "opt_state" not in changes and (self.has_given_params or "params" in changes)
+        object.__setattr__(state, "has_given_params", is_given)
+        return state
 
 
 def _facts(leaves: Sequence[Leaf]) -> tuple[str, ...]:
@@ -299,6 +304,12 @@ def name_of(path: Path) -> str:
 def by_path(tree: PyTree) -> dict[str, Leaf]:
     """The leaves of a tree by their paths, such as "params/Dense_0/kernel", in the tree's order."""
     return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def parts_in(tree: PyTree, *kinds: type) -> list[PyTree]:
+    """The parts of a tree that are of these types."""
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in found if isinstance(x, kinds)]
 
 
 def is_float(x: Leaf) -> bool:

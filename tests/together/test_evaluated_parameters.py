@@ -1,4 +1,4 @@
-"""A moving average of the parameters is evaluated with a moving average of batch statistics."""
+"""A state is evaluated with the parameters that its average or its optimizer is evaluated with."""
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,16 @@ from tiny import ConvNet, NnxConvNet, Of, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
+from jddp.checkpoint.reader import read_arrays
+from jddp.checkpoint.weights import read_weights
+from jddp.commands.checkpoint import main
+from jddp.errors import ConfigError
 from jddp.runs.saved import Saved
+from jddp.trainer.watching import KeepBest
 
 BATCHES = [make_batch(seed=seed) for seed in range(4)]
 DECAY = 0.75
+HALVES = slice(0, 8), slice(8, 16)
 PLACES = {
     "sync": {},
     "broadcast": {"batch_norm": "broadcast"},
@@ -121,3 +127,137 @@ def test_an_export_by_the_names_of_a_library_has_the_statistics_of_its_parameter
     checkpoints.wait()
     params, others = Saved(tmp_path / "1", {"plan": {"eval_params": name}}).evaluated_values()
     equal({"params": params, **others}, ddp.model(state, name))
+
+
+FREE = optax.contrib.schedule_free_sgd(0.5, warmup_steps=2)
+
+
+def only_kernels(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+OPTIMIZERS = {
+    "ddp": (FREE, {}),
+    "zero1": (optax.contrib.schedule_free_adamw(0.1), {"strategy": "zero1"}),
+    "fsdp": (optax.contrib.schedule_free_adamw(0.1), {"strategy": "fsdp"}),
+    "in a chain": (optax.chain(optax.clip(0.1), FREE), {"max_grad_norm": 0.5}),
+    "masked": (optax.masked(FREE, only_kernels), {"strategy": "zero1"}),
+    "every second step": (optax.MultiSteps(FREE, 2), {}),
+    "hyperparameters": (
+        optax.inject_hyperparams(optax.contrib.schedule_free_sgd)(learning_rate=0.5),
+        {"skip_nonfinite": True},
+    ),
+}
+
+
+def net(m, x):
+    """With a bias of three numbers, which two replicas do not divide, and a parameter of one."""
+    return nn.Dense(3)(x) * m.param("scale", nn.initializers.ones, ())
+
+
+def squares(model, batch):
+    return ((model(batch["x"]) - batch["y"][:, None]) ** 2).mean(-1)
+
+
+def by_optax(tx, params, batches):
+    """Plain steps on one device; the parameters, and those that optax evaluates."""
+    opt_state = tx.init(params)
+    model = Of(net)
+
+    def loss(params, batch):
+        return squares(lambda x: model.apply({"params": params}, x), batch).mean()
+
+    for batch in batches:
+        updates, opt_state = tx.update(jax.grad(loss)(params, batch), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    is_free = lambda x: isinstance(x, optax.contrib.ScheduleFreeState)  # noqa: E731
+    (free_state,) = filter(is_free, jax.tree.leaves(opt_state, is_leaf=is_free))
+
+    def evaluated(y, z):
+        masked = isinstance(z, optax.MaskedNode)
+        return y if masked else optax.contrib.schedule_free_eval_params(free_state._replace(z=z), y)
+
+    return params, jax.tree.map(evaluated, params, free_state.z)
+
+
+@pytest.mark.parametrize("name", swept([*OPTIMIZERS], every=2))
+def test_schedule_free_optimizers_are_evaluated_at_their_average(name):
+    tx, options = OPTIMIZERS[name]
+    ddp = jddp.DataParallel(Of(net), tx, squares, mesh=2, **options)
+    state = ddp.init(0, BATCHES[0])
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), tx) if "max_grad_norm" in options else tx
+    stepped, want = by_optax(clipped, host(state.params), BATCHES)
+    for batch in BATCHES:
+        state, _ = ddp.step(state, batch)
+    close(state.params, stepped)
+    close(ddp.model(state)["params"], want, rtol=1e-4)  # differences, times nine
+    assert np.abs(want["Dense_0"]["kernel"] - stepped["Dense_0"]["kernel"]).max() > 0.01
+    # With parameters that somebody has put into the state, nothing is converted again.
+    given = state.replace(params=jax.tree.map(jnp.asarray, want))
+    rows = [make_batch(5, seed=9)]
+    assert ddp.evaluate(state, rows) == pytest.approx(ddp.evaluate(given, rows), rel=1e-4)
+    outputs = Of(net).apply({"params": want}, rows[0]["x"])
+    np.testing.assert_allclose(ddp.predict(state, rows), outputs, rtol=1e-3, atol=1e-5)
+
+
+def test_replicas_of_local_steps_are_evaluated_at_the_mean_of_their_averages():
+    ddp = jddp.DataParallel(Of(net), FREE, squares, mesh=2, strategy=jddp.LocalSteps(8))
+    state = ddp.init(0, BATCHES[0])
+    first = host(jax.tree.map(lambda x: x[0], state.params))
+    for batch in BATCHES:
+        state, _ = ddp.step(state, batch)
+    halves = [[{k: x[rows] for k, x in b.items()} for b in BATCHES] for rows in HALVES]
+    each = [by_optax(FREE, first, batches)[1] for batches in halves]
+    close(ddp.model(state)["params"], jax.tree.map(lambda a, b: (a + b) / 2, *each), rtol=1e-4)
+
+
+def test_a_run_of_a_schedule_free_optimizer_is_the_same_when_it_is_opened_and_exported(tmp_path):
+    options = {"mesh": 2, "strategy": "zero1"}
+    ddp = jddp.DataParallel(Of(net), optax.contrib.schedule_free_adamw(0.1), squares, **options)
+    rows = [make_batch(6, seed=9)]
+    run = jddp.fit(
+        ddp,
+        BATCHES,
+        num_steps=4,
+        evaluate=rows,
+        run_dir=tmp_path / "run",
+        callbacks=[KeepBest("loss", mode="min")],
+    )
+    tx = optax.contrib.schedule_free_adamw(0.1)
+    _, want = by_optax(tx, host(ddp.init(0, BATCHES[0]).params), BATCHES)
+    outputs = Of(net).apply({"params": want}, rows[0]["x"])
+    loss = ((outputs - rows[0]["y"][:, None]) ** 2).mean()
+    assert run.eval_metrics["loss"] == pytest.approx(float(loss), rel=1e-4)
+    for checkpoint in (None, "best"):
+        opened = jddp.open_run(
+            tmp_path / "run", model=Of(net), loss_fn=squares, checkpoint=checkpoint
+        )
+        assert opened.evaluate(rows)["loss"] == pytest.approx(float(loss), rel=1e-4)
+        np.testing.assert_allclose(opened.predict(rows), outputs, rtol=1e-3, atol=1e-5)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "w.safetensors")]) == 0
+    close(read_weights(tmp_path / "w.safetensors")["params"], want, rtol=1e-4)
+    close(read_weights(tmp_path / "run")["params"], want, rtol=1e-4)
+    raw = read_arrays(tmp_path / "run" / "checkpoints" / "4", ["params"])
+    equal(raw["params/Dense_0/kernel"], run.state.params["Dense_0"]["kernel"])
+
+
+def test_lookahead_is_refused_with_the_strategy_that_does_the_same_on_one_device(mesh):
+    tx = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    for options in ({}, {"strategy": "zero1"}, {"accumulate_steps": 2}):
+        ddp = jddp.DataParallel(Of(net), optax.chain(tx), squares, mesh=mesh, **options)
+        with pytest.raises(ConfigError, match="lookahead.*LocalSteps"):
+            ddp.init(0, BATCHES[0])
+    strategy = jddp.LocalSteps(2, optax.sgd(0.5))
+    ddp = jddp.DataParallel(Of(net), optax.sgd(0.1), squares, mesh=1, strategy=strategy)
+    state = ddp.init(0, BATCHES[0])
+    pair = optax.LookaheadParams.init_synced(jax.tree.map(lambda x: x[0], host(state.params)))
+    opt_state, model = tx.init(pair), Of(net)
+    for batch in BATCHES:
+        state, _ = ddp.step(state, batch)
+        grads = jax.grad(
+            lambda p, b=batch: squares(lambda x: model.apply({"params": p}, x), b).mean()
+        )(pair.fast)
+        updates, opt_state = tx.update(grads, opt_state, pair)
+        pair = optax.apply_updates(pair, updates)
+        close(ddp.model(state)["params"], pair.fast)
+    close(ddp.model(state)["params"], pair.slow)

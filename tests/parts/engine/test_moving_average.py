@@ -2,9 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 from two_replicas import on_two, state_of
 
-from jddp.engine.moving_average import Ema, NoAverage, choose_average
+from jddp.engine.moving_average import Ema, NoAverage, choose_average, optimizer_params
+from jddp.engine.state import by_path
 
 
 def moved(average, params, before):
@@ -33,3 +35,24 @@ def test_it_is_kept_in_float32_where_parameters_are_narrower():
     # Between 256 and 258 bfloat16 has no number.
     params = jnp.full(2, 256, jnp.bfloat16)
     assert moved(Ema(0.5), params, np.float32([258, 258])).tolist() == [257] * 2
+
+
+def test_sam_is_evaluated_with_the_parameters_before_its_adversarial_step():
+    uphill = optax.chain(optax.contrib.normalize(), optax.sgd(0.5))
+    tx = optax.chain(optax.contrib.sam(optax.sgd(0.25), uphill))
+    params = {"w": jnp.float32([3, 4])}
+    opt_state = tx.init(params)
+    for stepped, evaluated in (([3.3, 4.4], [3, 4]), ([2.175, 2.9], [2.175, 2.9])):
+        grads = params  # of half the squares; the second from the adversarial parameters
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params["w"], stepped, rtol=1e-6)
+        found = optimizer_params(params, by_path(opt_state))["w"]
+        np.testing.assert_allclose(found, evaluated, rtol=1e-6)
+
+
+def test_parameters_that_have_the_names_of_such_a_state_are_evaluated_as_they_are():
+    params = {name: jnp.ones(2) for name in ("z", "b1", "weight_sum", "cache", "steps_since_sync")}
+    kept = by_path(optax.adam(0.1).init(params))
+    assert optimizer_params(params, kept).keys() == params.keys()
+    assert all((x == 1).all() for x in optimizer_params(params, kept).values())
