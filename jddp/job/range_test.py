@@ -34,7 +34,8 @@ from jddp.trainer.run import Run
 FIRST, LAST, NUM_STEPS = 1e-7, 10.0, 100
 AROUND = 2  # losses on each side of one that are averaged with it
 BELOW = 10.0  # the suggestion is this many times smaller than the rate of the lowest loss
-LEAST_FALL = 0.02  # of the first loss; less is noise
+NOISE = 3.0  # times the change from step to step; a loss that does not fall exceeds it in 1 %
+ROUNDING = 1e-4  # of the first loss; less is no fall even without noise
 DIVERGED = 4.0  # times the fall so far, by which a loss that diverges has risen
 COLUMNS, ROWS = 64, 12  # of the picture
 
@@ -74,7 +75,8 @@ class RangeTest:
     def suggestion(self) -> float | None:
         """A tenth of the rate with the lowest loss; None if the loss has not fallen."""
         first, lowest = self.smoothed[0], self.smoothed[self.lowest]
-        has_fallen = first - lowest > LEAST_FALL * abs(first)
+        least = max(NOISE * _change(self.losses), ROUNDING * abs(first))
+        has_fallen = first - lowest > least
         return self.rates[self.lowest] / BELOW if has_fallen else None
 
     @property
@@ -167,12 +169,16 @@ class _Losses(Callback):
     def __init__(self, rate: Schedule) -> None:
         self.found = list[tuple[float, float]]()
         self._rate = rate
+        self._skipped = 0.0
 
     def on_step(self, run: Run, metrics: Mapping[str, float]) -> None:
-        loss = metrics["loss"]
-        if math.isfinite(loss):
-            self.found.append((float(np.asarray(self._rate(int(metrics["step"]) - 1))), loss))
-        if not math.isfinite(loss) or _diverges([x for _, x in self.found]):
+        loss, before = metrics["loss"], self._skipped
+        self._skipped = metrics.get("skipped", before)
+        # A skipped step, such as one that lowers the loss scale, moves no schedule.
+        if math.isfinite(loss) and self._skipped == before:
+            rate = self._rate(int(metrics["step"] - 1 - before))
+            self.found.append((float(np.asarray(rate)), loss))
+        if not math.isfinite(loss) or (self.found and _diverges([x for _, x in self.found])):
             run.stop("the loss diverges")
 
 
@@ -180,8 +186,13 @@ def _diverges(losses: Sequence[float]) -> bool:
     """Whether the last losses are above the lowest by several times what was gained before."""
     recent = statistics.fmean(losses[-AROUND - 1 :])
     lowest = min(losses)
-    gained = max(losses[0] - lowest, 0.1 * abs(losses[0]))
+    gained = max(losses[0] - lowest, 0.1 * abs(losses[0]), _change(losses))
     return recent > lowest + DIVERGED * gained
+
+
+def _change(losses: Sequence[float]) -> float:
+    """The median change of the loss from one step to the next."""
+    return statistics.median([abs(a - b) for a, b in itertools.pairwise(losses)] or [0.0])
 
 
 def draw(values: Sequence[float], *, high: float) -> list[str]:

@@ -191,7 +191,7 @@ def test_schedule_free_optimizers_are_evaluated_at_their_average(name):
         state, _ = ddp.step(state, batch)
     close(state.params, stepped)
     close(ddp.model(state)["params"], want, rtol=1e-4)  # differences, times nine
-    assert np.abs(want["Dense_0"]["kernel"] - stepped["Dense_0"]["kernel"]).max() > 0.01
+    assert np.abs(want["Dense_0"]["kernel"] - stepped["Dense_0"]["kernel"]).max() > 0.001
     # With parameters that somebody has put into the state, nothing is converted again.
     given = state.replace(params=jax.tree.map(jnp.asarray, want))
     rows = [make_batch(5, seed=9)]

@@ -35,6 +35,15 @@ def test_a_loss_that_does_not_fall_suggests_no_rate():
     assert str(found).endswith("the loss has not fallen")
 
 
+@pytest.mark.parametrize("above", [-100.0, 0.0, 2.3, 1000.0])
+def test_a_fall_is_judged_by_the_noise_of_the_losses_wherever_they_lie(above):
+    noise = 0.1 * np.random.default_rng(0).normal(size=(20, NUM_STEPS))
+    falling = -2 * np.clip(np.linspace(-2, 1, NUM_STEPS), 0, 1)
+    for row in above + noise:
+        assert RangeTest(RATES, tuple(row + falling)).suggestion is not None
+        assert RangeTest(RATES, tuple(row)).suggestion is None
+
+
 def test_the_picture_has_the_loss_over_the_rate_in_a_terminal():
     losses = [2.0] * 40 + [2.0 - 0.02 * i for i in range(50)] + [1000.0] * 10
     lines = str(RangeTest(RATES, tuple(losses))).splitlines()
@@ -64,6 +73,29 @@ def test_a_job_is_tested_until_its_loss_diverges_and_nothing_is_kept(tmp_path, m
     assert 0.001 < found.suggestion < 1.0
     assert "stopped at step" in capsys.readouterr().out
     assert not [*tmp_path.iterdir()]
+
+
+LARGE = """
+from workers import search
+
+def points():
+    return tuple({name: 30 * x for name, x in rows.items()} for rows in search.points())
+"""
+
+
+@pytest.mark.usefixtures("started_devices")
+def test_float16_which_skips_steps_first_suggests_the_rate_of_float32(tmp_path, monkeypatch):
+    """Its first loss scales are too large for gradients of a thousand."""
+    (tmp_path / "large.py").write_text(LARGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    changed = config(tmp_path).model_dump()
+    changed["data"]["target"] = "large:points"
+    exact = find_rate(config(tmp_path).model_validate(changed))
+    changed["ddp"]["precision"] = {"compute_dtype": "float16", "loss_scale": "dynamic"}
+    found = find_rate(config(tmp_path).model_validate(changed))
+    # Ten skipped steps are a factor of six; other batches and roundings are less than two.
+    assert 0.5 < found.suggestion / exact.suggestion < 2
+    np.testing.assert_allclose(found.rates[0], FIRST, rtol=1e-4)
 
 
 def test_what_has_no_schedule_to_replace_is_refused(tmp_path, monkeypatch, capsys):
