@@ -35,7 +35,7 @@ from jddp.errors import ConfigError, check_choice
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
 from jddp.reduce.shards import Division, Flat
-from jddp.typing import Grads, OptState, Params, PyTree
+from jddp.typing import Grads, Leaf, OptState, Params, PyTree
 
 UpdateRule = Callable[[Grads, OptState, Params, Array], tuple[Grads, OptState]]
 
@@ -240,6 +240,15 @@ def refuse_unfit(tx: optax.GradientTransformation, params: Params, num_micro_bat
             "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and "
             "count steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all."
         )
+
+
+def own_count(opt_state: OptState) -> Leaf | None:
+    """The updates so far of an optimizer that leaves out steps by itself; None of another."""
+    if not parts_in(opt_state, optax.MultiStepsState, optax.ApplyIfFiniteState):
+        return None
+    counts = [x.count for x in parts_in(opt_state, optax.ScaleByScheduleState)]
+    counts += [x.gradient_step for x in parts_in(opt_state, optax.MultiStepsState)]
+    return next(iter(counts), None)
 
 
 def choose_optimizer(

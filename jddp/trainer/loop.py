@@ -22,6 +22,7 @@ from jddp.distributed import early
 from jddp.distributed.coordination import num_processes
 from jddp.distributed.requests import Requests
 from jddp.distributed.watchdog import Watchdog
+from jddp.engine.optimizer import own_count
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import UsageError
@@ -118,11 +119,20 @@ class Loop:
         limited = getattr(plan.evaluation, "limited", None)
         if limited and plan.limit_eval_batches is not None:
             self._evaluation = limited(plan.limit_eval_batches, plan.seed)
+        self._has_own_count = own_count(state.opt_state) is not None
 
     @property
     def is_over(self) -> bool:
         """Whether no step is left to take."""
         return self.run.step >= self.plan.num_steps or self.run.stopped is not None
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The rate of the last update, if there is a schedule; waits for the devices."""
+        state = self.run.state
+        count = own_count(state.opt_state)
+        updates = int(state.step - state.skipped if count is None else count)
+        return self.reporter.learning_rate(updates - 1)
 
     @property
     def is_evaluated(self) -> bool:
@@ -191,7 +201,7 @@ class Loop:
             self.replica_check.begin(run.step, run.state)
             self.position = self.source.position
             self.reached = self.source.reached(run.step, self.position)
-            self.reporter.next(Sent(run.step, metrics, batch, self.position))
+            self.reporter.next(Sent(run.step, metrics, batch, self.position, self._own_count()))
             if run.step == first:
                 jax.block_until_ready(metrics)
                 early.end()
@@ -210,6 +220,10 @@ class Loop:
         self.replica_check.finish()
         if not self.is_over:
             raise Interrupted
+
+    def _own_count(self) -> jax.Array | None:
+        """A copy of the optimizer's count, if it goes by another than steps; it is read later."""
+        return jax.numpy.copy(own_count(self.run.state.opt_state)) if self._has_own_count else None
 
     def _next_batch(self) -> Batch:
         """Takes the batch of the next step, and records the norms of each layer with it, if due."""
@@ -324,7 +338,7 @@ class Loop:
             "skipped": self.numerics.kept,
             "losses": self.spikes.kept,
             "world": self.ddp.steps.topology,
-            "learning_rate": self.reporter.learning_rate(run.step),
+            "learning_rate": self.learning_rate,
             "buckets": self.reporter.work.buckets,
             "program": None if self.program is None else self.program.kept,
             **self.about,

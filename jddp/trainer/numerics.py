@@ -29,7 +29,7 @@ from jddp.inspection.outputs import num_outputs
 from jddp.names import few
 from jddp.trainer.prefetch import Source
 from jddp.trainer.spikes import Spike, Spikes
-from jddp.typing import Batch, JsonObject, Metrics, Settings
+from jddp.typing import Batch, JsonObject, Leaf, Metrics, Settings
 
 WAY_OUT = "Lower the learning rate, clip with max_grad_norm, or look at the data"
 NOT_FINITE = "loss, gradients or other state are not finite"
@@ -46,12 +46,14 @@ class Sent(NamedTuple):
       metrics: Metrics of the step, perhaps not yet computed.
       batch: Rows of the step, on the devices.
       position: Position in the data after the step.
+      count: Updates so far of an optimizer that leaves out steps by itself; None of another.
     """
 
     step: int
     metrics: Metrics
     batch: Batch
     position: JsonObject
+    count: Leaf | None = None
 
 
 class Seen(NamedTuple):
@@ -78,6 +80,7 @@ class Numerics:
 
     Attributes:
       skipped: Total number of skipped steps.
+      updates: Number of updates before the last step that was looked at.
       in_a_row: Number of skipped steps since the last one that was taken, not counting steps that
         only lower the loss scale.
     """
@@ -95,7 +98,7 @@ class Numerics:
         self._run_dir = run_dir
         self._most = most
         self._spikes = spikes
-        self.skipped = self.in_a_row = 0
+        self.skipped = self.in_a_row = self.updates = 0
         self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
 
     @property
@@ -124,6 +127,9 @@ class Numerics:
         loss, skipped, scale = map(float, jax.device_get(values))
         spike = self._spikes.look(sent.step, loss)
         was_skipped = skipped > self.skipped
+        # One that leaves out steps by itself shows the last update; its schedule begins with 0.
+        own = None if sent.count is None else max(int(sent.count) - 1, 0)
+        self.updates = sent.step - 1 - self.skipped if own is None else own
         self.skipped = int(skipped)
         # A step that is skipped because of other state leaves the loss scale as it was.
         is_same = scale == self._skipped_at

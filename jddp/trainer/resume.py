@@ -70,9 +70,9 @@ def _restore_from(loop: Loop, beside: JsonObject) -> None:
     loop.source.move_to(loop.position)
     _count_steps(loop)
     before = beside.get("learning_rate")
-    now = loop.reporter.learning_rate(run.step)
     keep = length_before(loop.about["config"], beside.get("plan", {}))
-    notes = [changed_settings(beside, loop.about), changed_rate(run.step, before, now, keep)]
+    rate = changed_rate(run.step, before, loop.learning_rate, keep)
+    notes = [changed_settings(beside, loop.about), rate]
     notes.append(changed_decoders(beside, loop.about))
     if loop.program is not None:
         notes.insert(0, loop.program.compare(run.step, beside, loop.plan.resume))
