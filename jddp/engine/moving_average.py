@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jddp.engine.optimizer import own_count
 from jddp.engine.protocols import MovingAverage
 from jddp.engine.state import TrainState, Values, by_path, is_float, name_of, widened
 from jddp.errors import ConfigError, check_choice
@@ -44,8 +45,8 @@ class NoAverage:
         """Returns the state as it is."""
         return state
 
-    def __call__(self, after: TrainState) -> TrainState:
-        """Returns the state as it is."""
+    def __call__(self, before: TrainState, after: TrainState) -> TrainState:
+        """Returns the state after the step as it is."""
         return after
 
 
@@ -66,14 +67,18 @@ class Ema:
         params, model_state = jax.tree.map(jnp.copy, _averaged(state))
         return state.replace(ema_params=params, ema_state=model_state)
 
-    def __call__(self, after: TrainState) -> TrainState:
-        """Moves the average towards the parameters and the other state."""
+    def __call__(self, before: TrainState, after: TrainState) -> TrainState:
+        """Moves the average towards the parameters and the other state after an update."""
         # Each replica averages what it holds: parameters that are equal give equal averages, so
         # nothing is sent. With local steps each replica has its own average, which is merged when
         # read.
-        before = after.ema_params, after.ema_state
-        params, model_state = optax.incremental_update(_averaged(after), before, 1 - self.decay)
-        return after.replace(ema_params=params, ema_state=model_state)
+        held = after.ema_params, after.ema_state
+        moved = optax.incremental_update(_averaged(after), held, 1 - self.decay)
+        # MultiSteps leaves parameters alone in most steps, by which their average is not to decay.
+        if (count := own_count(after.opt_state)) is not None:
+            is_updated = count > own_count(before.opt_state)
+            moved = jax.tree.map(lambda new, old: jnp.where(is_updated, new, old), moved, held)
+        return after.replace(ema_params=moved[0], ema_state=moved[1])
 
 
 def choose_average(decay: float | None) -> MovingAverage:

@@ -332,8 +332,8 @@ class MovingAverage(Protocol):
     def init(self, state: TrainState) -> TrainState:
         """Returns the state with its first average."""
 
-    def __call__(self, after: TrainState, /) -> TrainState:
-        """Returns the state with the average moved towards its values."""
+    def __call__(self, before: TrainState, after: TrainState, /) -> TrainState:
+        """Returns the state after a step, with the average moved towards its values."""
 
 
 @runtime_checkable

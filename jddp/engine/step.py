@@ -48,7 +48,7 @@ def replica_step(
     # After the update, since an outer step averages parameters; before the moving average, which is
     # to follow the parameters that replicas then share.
     after = step.sync.settle(step.reducer, local, state, after)
-    after = step.average(after)
+    after = step.average(state, after)
     # Last, so that a step that is not finite changes nothing but counts, whatever part made it so.
     # The verdict is the same on every replica.
     after, verdict = step.guard.accept(state, after, (metrics["loss"], grads), step.view)

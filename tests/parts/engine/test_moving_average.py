@@ -11,12 +11,18 @@ from jddp.engine.state import by_path
 
 def moved(average, params, before):
     """The average after a step that has left these parameters."""
-    return on_two(lambda w, e: average(state_of(w, ema_params=e)).ema_params, params, before)
+
+    def step(w, e):
+        state = state_of(w, ema_params=e)
+        return average(state, state).ema_params
+
+    return on_two(step, params, before)
 
 
 def test_without_an_average_nothing_is_kept():
     assert NoAverage().init(state_of({"w": jnp.ones(2)})).ema_params is None
-    assert on_two(lambda w: NoAverage()(state_of(w)).params, np.float32([1, 2])).tolist() == [1, 2]
+    one, other = state_of({"w": jnp.ones(2)}), state_of({"w": jnp.zeros(2)})
+    assert NoAverage()(one, other) is other
     assert choose_average(None) == NoAverage()
 
 
@@ -56,3 +62,15 @@ def test_parameters_that_have_the_names_of_such_a_state_are_evaluated_as_they_ar
     kept = by_path(optax.adam(0.1).init(params))
     assert optimizer_params(params, kept).keys() == params.keys()
     assert all((x == 1).all() for x in optimizer_params(params, kept).values())
+
+
+def test_it_moves_with_the_updates_of_an_optimizer_that_accumulates():
+    """By hand: two updates in four steps, and not four decays."""
+    tx = optax.MultiSteps(optax.sgd(1.0), 2)
+    params, average = {"w": jnp.float32(8)}, Ema(0.5)
+    state = average.init(state_of(params, opt_state=tx.init(params)))
+    for want in (8, 6, 6, 3):  # of 8, 4, 4, 0
+        updates, opt_state = tx.update({"w": jnp.float32(4)}, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        state = average(state, state.replace(params=params, opt_state=opt_state))
+        assert state.ema_params["w"] == want
