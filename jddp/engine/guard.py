@@ -3,7 +3,6 @@
     NoGuard         every step counts; the loss scale is fixed
     SkipNonfinite   a step with numbers that are not finite changes nothing but counts
     DynamicScale    the same, and the loss scale follows what overflows
-    LossLimit       as another guard, and a step whose loss is above a limit counts as skipped
 
 A loss scale keeps gradients of float16 arithmetic from becoming zero. float16 has no number between
 0 and 2^-24 and none above 65,504. So the backward pass starts from a scale in place of 1, and
@@ -66,7 +65,6 @@ def adjust(before: LossScale, is_finite: Array, *, interval: int = GROWTH_INTERV
     )
 
 
-@final
 @dataclasses.dataclass(frozen=True)
 class NoGuard:
     """Every step counts, whatever its numbers are.
@@ -86,40 +84,30 @@ class NoGuard:
         """Returns the fixed scale."""
         return self.loss_scale
 
-    def limited(self, limit: Array | None) -> StepGuard:
-        """Returns the guard of a step with a limit of its loss."""
-        return _limited(self, limit)
+    def limited(
+        self, limit: Array | None, before: TrainState, after: TrainState, loss: Array
+    ) -> Outcome:
+        """Returns the state before a step whose loss is above a limit, and "skipped"."""
+        if limit is None:
+            return after, {}
+        # What is not finite is left to `accept`, which may lower the loss scale. The loss is of the
+        # global batch: each replica has the same verdict.
+        return after_good_step(jnp.isfinite(loss) & (loss > limit), before, after)
 
     def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
         """Returns the state as it is, and no metric."""
         return after, {}
 
 
-@final
 @dataclasses.dataclass(frozen=True)
-class SkipNonfinite:
+class SkipNonfinite(NoGuard):
     """A step counts only if its loss, gradients and other state are finite.
 
     Attributes:
-      loss_scale: Factor of the loss in the backward pass.
       keeps_own: Whether each replica has its own of a leaf of `model_state`, by path and leaf.
     """
 
-    loss_scale: float
     keeps_own: KeepsOwn
-    follows_overflows = False
-
-    def init(self) -> PyTree:
-        """Returns (): the scale is fixed."""
-        return ()
-
-    def scale(self, state: TrainState) -> Scale:
-        """Returns the fixed scale."""
-        return self.loss_scale
-
-    def limited(self, limit: Array | None) -> StepGuard:
-        """Returns the guard of a step with a limit of its loss."""
-        return _limited(self, limit)
 
     def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
         """Returns the state after a good step, else the state before it; and "skipped"."""
@@ -129,29 +117,18 @@ class SkipNonfinite:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class DynamicScale:
-    """As `SkipNonfinite`, with a loss scale that follows overflows.
+class DynamicScale(SkipNonfinite):
+    """As `SkipNonfinite`; the loss scale is the first, and follows overflows."""
 
-    Attributes:
-      first: The first loss scale.
-      keeps_own: Whether each replica has its own of a leaf of `model_state`, by path and leaf.
-    """
-
-    first: float
-    keeps_own: KeepsOwn
     follows_overflows = True
 
     def init(self) -> PyTree:
         """Returns the first `LossScale`."""
-        return LossScale(jnp.float32(self.first), jnp.int32(0))
+        return LossScale(jnp.float32(self.loss_scale), jnp.int32(0))
 
     def scale(self, state: TrainState) -> Scale:
         """Returns the scale that the last step has left."""
         return state.comm_state.loss_scale.scale
-
-    def limited(self, limit: Array | None) -> StepGuard:
-        """Returns the guard of a step with a limit of its loss."""
-        return _limited(self, limit)
 
     def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
         """Also returns the next loss scale, and in "loss_scale" the scale of this step."""
@@ -161,49 +138,6 @@ class DynamicScale:
         scale = adjust(before.comm_state.loss_scale, found < 2)
         after = after.replace(comm_state=dataclasses.replace(after.comm_state, loss_scale=scale))
         return after, {**metrics, "loss_scale": self.scale(before)}
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class LossLimit:
-    """As another guard, and a finite loss above a limit changes nothing but counts.
-
-    Attributes:
-      guard: The other guard.
-      limit: The largest loss of a step that counts, a scalar of the traced step.
-    """
-
-    guard: StepGuard
-    limit: Array
-
-    @property
-    def follows_overflows(self) -> bool:
-        """Whether the other guard does."""
-        return self.guard.follows_overflows
-
-    def init(self) -> PyTree:
-        """Returns the other guard's."""
-        return self.guard.init()
-
-    def scale(self, state: TrainState) -> Scale:
-        """Returns the other guard's."""
-        return self.guard.scale(state)
-
-    def limited(self, limit: Array | None) -> StepGuard:
-        """Returns the guard with this limit in the place of its own."""
-        return _limited(self.guard, limit)
-
-    def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
-        """Returns the state before a step above the limit; "skipped" counts those of both."""
-        after, metrics = self.guard.accept(before, after, numbers, view)
-        loss = numbers[0]  # of the global batch: each replica has the same verdict
-        # What is not finite is left to the other guard, which may lower its scale.
-        after, verdict = after_good_step(jnp.isfinite(loss) & (loss > self.limit), before, after)
-        return after, {**metrics, **verdict}
-
-
-def _limited(guard: StepGuard, limit: Array | None) -> StepGuard:
-    return guard if limit is None else LossLimit(guard, limit)
 
 
 def find_nonfinite(

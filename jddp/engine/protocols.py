@@ -350,8 +350,10 @@ class StepGuard(Protocol):
     def scale(self, state: TrainState) -> Scale:
         """Returns the loss scale of the step that starts from this state."""
 
-    def limited(self, limit: Array | None) -> "StepGuard":
-        """Returns the guard of a step with a limit of its loss; itself where that is None."""
+    def limited(
+        self, limit: Array | None, before: TrainState, after: TrainState, loss: Array
+    ) -> Outcome:
+        """Returns the state that a step ends with whose loss has a limit; None is no limit."""
 
     def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
         """Returns the state that a step ends with, and metrics of the guard.

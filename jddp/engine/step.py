@@ -52,7 +52,8 @@ def replica_step(
     # Last, so that a step that is not finite changes nothing but counts, whatever part made it so.
     # The verdict is the same on every replica.
     after, verdict = step.guard.accept(state, after, (metrics["loss"], grads), step.view)
-    return after, {**metrics, **norm, **verdict}
+    after, limited = step.guard.limited(inputs.loss_limit, state, after, metrics["loss"])
+    return after, {**metrics, **norm, **verdict, **limited}
 
 
 def global_mean(
@@ -89,8 +90,7 @@ def make_step(
     spec = spec.placed(layouts.params)
 
     def step(state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
-        parts = dataclasses.replace(spec, guard=spec.guard.limited(inputs.loss_limit))
-        state, metrics = replica_step(parts, plan, spec.replicas.enter(state, layouts), inputs)
+        state, metrics = replica_step(spec, plan, spec.replicas.enter(state, layouts), inputs)
         return spec.replicas.leave(state, layouts), metrics
 
     placed = shardings(layouts, mesh)

@@ -26,13 +26,15 @@ def states(before=2.0, after=3.0, scale=()):
     return first, first.replace(step=first.step + 1, params=changed[0], model_state=changed[1])
 
 
-def accept(guard, grads, view=None, **options):
+def accept(guard, grads, view=None, limit=None, **options):
     """Params, other state, step and skipped after the fifth step, and metrics, by replica."""
 
     def replica(grad):
         before, after = states(**options)
         numbers = jnp.float32(0), grad
         state, metrics = guard.accept(before, after, numbers, view or WholeMean(AXIS))
+        state, more = guard.limited(limit, before, state, numbers[0])
+        metrics |= more
         scale = state.comm_state.loss_scale
         read = state.params["w"], state.model_state["m"], state.step, state.skipped
         return jnp.stack([jnp.float32(x) for x in read]), metrics, scale
@@ -112,12 +114,12 @@ def test_a_step_starts_from_the_scale_that_the_last_one_has_left():
 @pytest.mark.parametrize("guard, scale", [(NoGuard(1.0), ()), (SKIPPING, ())])
 @pytest.mark.parametrize("limit, counts", [(INF, 1), (0.0, 1), (-0.5, 0), (None, 1)])
 def test_a_step_counts_up_to_the_limit_of_its_loss_which_is_zero(guard, scale, limit, counts):
-    got, _, _ = accept(guard.limited(limit), [1, 1], scale=scale)
+    got, _, _ = accept(guard, [1, 1], limit=limit, scale=scale)
     assert (got == ([8, 3, 5, 1] if counts else [7, 2, 5, 2])).all()
 
 
 def test_a_limit_leaves_the_loss_scale_of_a_step_that_overflows_to_its_guard():
     first = LossScale(jnp.float32(8), jnp.int32(5))
-    got, metrics, scale = accept(DYNAMIC.limited(1.0), [INF, INF], scale=first)
+    got, metrics, scale = accept(DYNAMIC, [INF, INF], limit=1.0, scale=first)
     assert (got == [7, 2, 5, 2]).all()
     assert (scale.scale.tolist(), metrics["loss_scale"].tolist()) == ([4, 4], [8, 8])
