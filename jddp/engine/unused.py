@@ -22,7 +22,6 @@ from jddp.reduce.plan import BucketPlan
 from jddp.typing import Leaf, Params, Path, PyTree
 
 
-@final
 class Zero:
     """The optimizer gets zeros for unused parameters."""
 
@@ -35,11 +34,8 @@ class Zero:
 
 
 @final
-class Skip:
+class Skip(Zero):
     """Unused parameters are left alone."""
-
-    def check(self, plan: BucketPlan) -> None:
-        """Refuses nothing."""
 
     def __call__(self, new: PyTree, old: PyTree, params: Params, plan: BucketPlan) -> PyTree:
         """Takes the update of unused parameters back; see `take_back`."""
@@ -47,7 +43,7 @@ class Skip:
 
 
 @final
-class Refuse:
+class Refuse(Zero):
     """Unused parameters are refused."""
 
     def check(self, plan: BucketPlan) -> None:
@@ -61,10 +57,6 @@ class Refuse:
                 f"No gradient reaches {', '.join(plan.unused)}. Use them in the loss, or "
                 "choose unused_parameters='zero' or 'skip'."
             )
-
-    def __call__(self, new: PyTree, old: PyTree, params: Params, plan: BucketPlan) -> PyTree:
-        """Keeps the whole update: no parameter is unused."""
-        return new
 
 
 UNUSED: dict[str, type[Unused]] = {"zero": Zero, "skip": Skip, "error": Refuse}

@@ -21,7 +21,6 @@ from jddp.reduce.shards import Groups, own_shard, whole
 from jddp.typing import Grads, PyTree
 
 
-@final
 @dataclasses.dataclass(frozen=True)
 class WholeMean:
     """All of the mean gradient, on every replica: nothing needs to be sent.
@@ -50,16 +49,10 @@ class WholeMean:
         return grads
 
 
-@final
 @dataclasses.dataclass(frozen=True)
-class ShardOfMean:
-    """The replica's shard of the mean gradient.
+class ShardOfMean(WholeMean):
+    """The replica's shard of the mean gradient."""
 
-    Attributes:
-      axis: Name of the axis of the replicas.
-    """
-
-    axis: str
     differs = True
 
     def norm(self, grads: Grads) -> Float[Array, ""]:
@@ -68,10 +61,6 @@ class ShardOfMean:
             # Squares are added, and the root is taken of their sum. Zeros that pad shards add
             # nothing.
             return jnp.sqrt(lax.psum(optax.tree.norm(grads, squared=True), self.axis))
-
-    def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns the number, which was taken over all shards."""
-        return x
 
     def shards(self, grads: Grads) -> Grads:
         """Returns the shard as it is."""
@@ -84,19 +73,16 @@ class ShardOfMean:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class PartsOfMean:
+class PartsOfMean(ShardOfMean):
     """The replica's parts of the mean gradient of divided parameters, and all of the others.
 
     Attributes:
-      axis: Name of the axis of the replicas.
       dims: Dims along which gradients are divided, leaf by leaf; None for one that is whole.
       groups: Groups of replicas, each of which has all parts.
     """
 
-    axis: str
     dims: tuple[int | None, ...]
     groups: Groups
-    differs = True
 
     def norm(self, grads: Grads) -> Float[Array, ""]:
         """Returns the norm over the parts of all replicas."""
@@ -110,14 +96,6 @@ class PartsOfMean:
                 squares /= self.groups.num
             return jnp.sqrt(squares + optax.tree.norm(others, squared=True))
 
-    def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns the number, which was taken over all parts."""
-        return x
-
-    def shards(self, grads: Grads) -> Grads:
-        """Returns the parts as they are."""
-        return grads
-
     def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
         """Gathers the parts of all replicas, leaf by leaf."""
         leaves, treedef = jax.tree.flatten(grads)
@@ -127,19 +105,10 @@ class PartsOfMean:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class OwnGradient:
-    """The replica's own gradient, which is no mean: replicas take local steps.
+class OwnGradient(WholeMean):
+    """All of the replica's own gradient, which is no mean: replicas take local steps."""
 
-    Attributes:
-      axis: Name of the axis of the replicas.
-    """
-
-    axis: str
     differs = True
-
-    def norm(self, grads: Grads) -> Float[Array, ""]:
-        """Returns the norm of the replica's own gradient."""
-        return optax.tree.norm(grads)
 
     def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
         """Returns the mean over the replicas."""
@@ -147,14 +116,6 @@ class OwnGradient:
             # For the report alone: each replica clips by its own norm, and metrics must leave the
             # step the same on all of them.
             return lax.pmean(x, self.axis)
-
-    def shards(self, grads: Grads) -> Grads:
-        """Cuts a shard out of the replica's gradient."""
-        return own_shards(grads, self.axis)
-
-    def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
-        """Returns the gradient as it is."""
-        return grads
 
 
 def own_shards(tree: PyTree, axis: str) -> PyTree:
