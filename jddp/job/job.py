@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,11 +118,6 @@ class Job:
     def is_writer(self) -> bool:
         """Whether this process prints and writes."""
         return jax.process_index() == 0
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trained elements of the model."""
-        return sum(map(math.prod, self.parameter_shapes.values()))
 
     @property
     def parameter_shapes(self) -> dict[str, Shape]:

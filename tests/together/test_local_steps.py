@@ -268,7 +268,10 @@ def test_a_config_describes_it():
     for optimizer in (plan.outer, DILOCO):
         updates, _ = optimizer.update(grads, optimizer.init(params), params)
         np.testing.assert_allclose(updates["w"], [-1.33, -2.66], rtol=1e-6)
-    assert (job.num_parameters, plain.ddp.steps.spec.sync) == (plain.num_parameters, EveryStep())
+    assert (job.parameter_shapes, plain.ddp.steps.spec.sync) == (
+        plain.parameter_shapes,
+        EveryStep(),
+    )
 
 
 @pytest.mark.slow
