@@ -244,11 +244,10 @@ def refuse_unfit(tx: optax.GradientTransformation, params: Params, num_micro_bat
 
 def own_count(opt_state: OptState) -> Leaf | None:
     """The updates so far of an optimizer that leaves out steps by itself; None of another."""
-    if not parts_in(opt_state, optax.MultiStepsState, optax.ApplyIfFiniteState):
-        return None
-    counts = [x.count for x in parts_in(opt_state, optax.ScaleByScheduleState)]
-    counts += [x.gradient_step for x in parts_in(opt_state, optax.MultiStepsState)]
-    return next(iter(counts), None)
+    leaves_out = parts_in(opt_state, optax.MultiStepsState, optax.ApplyIfFiniteState)
+    counts = [x.count for x in parts_in(leaves_out, optax.ScaleByScheduleState)]
+    counts += [x.gradient_step for x in parts_in(leaves_out, optax.MultiStepsState)]
+    return counts[0] if counts else None
 
 
 def choose_optimizer(

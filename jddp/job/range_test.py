@@ -35,7 +35,6 @@ FIRST, LAST, NUM_STEPS = 1e-7, 10.0, 100
 AROUND = 2  # losses on each side of one that are averaged with it
 BELOW = 10.0  # the suggestion is this many times smaller than the rate of the lowest loss
 NOISE = 3.0  # times the change from step to step; a loss that does not fall exceeds it in 1 %
-ROUNDING = 1e-4  # of the first loss; less is no fall even without noise
 DIVERGED = 4.0  # times the fall so far, by which a loss that diverges has risen
 COLUMNS, ROWS = 64, 12  # of the picture
 
@@ -75,8 +74,7 @@ class RangeTest:
     def suggestion(self) -> float | None:
         """A tenth of the rate with the lowest loss; None if the loss has not fallen."""
         first, lowest = self.smoothed[0], self.smoothed[self.lowest]
-        least = max(NOISE * _change(self.losses), ROUNDING * abs(first))
-        has_fallen = first - lowest > least
+        has_fallen = first - lowest > NOISE * _change(self.losses)
         return self.rates[self.lowest] / BELOW if has_fallen else None
 
     @property
@@ -176,8 +174,7 @@ class _Losses(Callback):
         self._skipped = metrics.get("skipped", before)
         # A skipped step, such as one that lowers the loss scale, moves no schedule.
         if math.isfinite(loss) and self._skipped == before:
-            rate = self._rate(int(metrics["step"] - 1 - before))
-            self.found.append((float(np.asarray(rate)), loss))
+            self.found.append((float(np.asarray(self._rate(len(self.found)))), loss))
         if not math.isfinite(loss) or (self.found and _diverges([x for _, x in self.found])):
             run.stop("the loss diverges")
 

@@ -117,7 +117,7 @@ def open_run(
             UsageError("An opened run is read-only. To resume it, call fit with the same run_dir.")
         ),
         evaluation=None if config is None else OwnBatches(config, trusted, run_dir),
-        eval_params=params or saved.evaluated.removesuffix("_params"),
+        eval_params=params or saved.evaluated,
         config=config.model_dump() if config else saved.beside.get("config"),
     )
     run.step, run.stopped = int(saved.folder.name), saved.beside.get("stopped")

@@ -38,9 +38,8 @@ class Saved:
 
     @property
     def evaluated(self) -> str:
-        """The field of the parameters that the run itself evaluated."""
-        is_ema = self.beside.get("plan", {}).get("eval_params") == "ema"
-        return "ema_params" if is_ema else "params"
+        """The parameters that the run itself evaluated, "params" or "ema"."""
+        return str(self.beside.get("plan", {}).get("eval_params", "params"))
 
     def read(self, fields: Sequence[str]) -> list[PyTree]:
         """The fields, and the model's other state; per-replica arrays are averaged."""
@@ -49,9 +48,11 @@ class Saved:
 
     def evaluated_values(self) -> Values:
         """The parameters that the run evaluated, and their other state."""
-        params, ema_state, model_state = self.read([self.evaluated, "ema_state"])
-        is_average = self.evaluated == "ema_params"
-        return params, with_average(model_state, ema_state) if is_average else model_state
+        if self.evaluated == "params":
+            params, model_state = self.read(["params"])
+            return params, model_state
+        params, ema_state, model_state = self.read(["ema_params", "ema_state"])
+        return params, with_average(model_state, ema_state)
 
 
 def read_saved(run_dir: Path, chosen: int | str | None, read: Callable[[Saved], T]) -> T:

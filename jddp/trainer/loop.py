@@ -119,20 +119,13 @@ class Loop:
         limited = getattr(plan.evaluation, "limited", None)
         if limited and plan.limit_eval_batches is not None:
             self._evaluation = limited(plan.limit_eval_batches, plan.seed)
-        self._has_own_count = own_count(state.opt_state) is not None
+        has_count = own_count(state.opt_state) is not None
+        self._own_count = own_count if has_count else lambda opt_state: None
 
     @property
     def is_over(self) -> bool:
         """Whether no step is left to take."""
         return self.run.step >= self.plan.num_steps or self.run.stopped is not None
-
-    @property
-    def learning_rate(self) -> float | None:
-        """The rate of the last update, if there is a schedule; waits for the devices."""
-        state = self.run.state
-        count = own_count(state.opt_state)
-        updates = int(state.step - state.skipped if count is None else count)
-        return self.reporter.learning_rate(updates - 1)
 
     @property
     def is_evaluated(self) -> bool:
@@ -201,7 +194,9 @@ class Loop:
             self.replica_check.begin(run.step, run.state)
             self.position = self.source.position
             self.reached = self.source.reached(run.step, self.position)
-            self.reporter.next(Sent(run.step, metrics, batch, self.position, self._own_count()))
+            # Copied, since the next step takes it; most optimizers have none, which is known.
+            count = jax.tree.map(jax.numpy.copy, self._own_count(run.state.opt_state))
+            self.reporter.next(Sent(run.step, metrics, batch, self.position, count))
             if run.step == first:
                 jax.block_until_ready(metrics)
                 early.end()
@@ -220,10 +215,6 @@ class Loop:
         self.replica_check.finish()
         if not self.is_over:
             raise Interrupted
-
-    def _own_count(self) -> jax.Array | None:
-        """A copy of the optimizer's count, if it goes by another than steps; it is read later."""
-        return jax.numpy.copy(own_count(self.run.state.opt_state)) if self._has_own_count else None
 
     def _next_batch(self) -> Batch:
         """Takes the batch of the next step, and records the norms of each layer with it, if due."""
@@ -336,9 +327,10 @@ class Loop:
             "best": best_steps(run, self.plan.callbacks),
             "early_stopping": settings_of(self.plan.callbacks),
             "skipped": self.numerics.kept,
+            "updates": self.numerics.updates,
             "losses": self.spikes.kept,
             "world": self.ddp.steps.topology,
-            "learning_rate": self.learning_rate,
+            "learning_rate": self.reporter.learning_rate(),
             "buckets": self.reporter.work.buckets,
             "program": None if self.program is None else self.program.kept,
             **self.about,

@@ -46,14 +46,14 @@ class Sent(NamedTuple):
       metrics: Metrics of the step, perhaps not yet computed.
       batch: Rows of the step, on the devices.
       position: Position in the data after the step.
-      count: Updates so far of an optimizer that leaves out steps by itself; None of another.
+      updates: Updates so far of an optimizer that leaves out steps by itself; None of another.
     """
 
     step: int
     metrics: Metrics
     batch: Batch
     position: JsonObject
-    count: Leaf | None = None
+    updates: Leaf | None = None
 
 
 class Seen(NamedTuple):
@@ -80,7 +80,7 @@ class Numerics:
 
     Attributes:
       skipped: Total number of skipped steps.
-      updates: Number of updates before the last step that was looked at.
+      updates: Number of updates before the last step that was looked at; -1 before one.
       in_a_row: Number of skipped steps since the last one that was taken, not counting steps that
         only lower the loss scale.
     """
@@ -98,7 +98,8 @@ class Numerics:
         self._run_dir = run_dir
         self._most = most
         self._spikes = spikes
-        self.skipped = self.in_a_row = self.updates = 0
+        self.skipped = self.in_a_row = 0
+        self.updates = -1
         self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
 
     @property
@@ -128,7 +129,7 @@ class Numerics:
         spike = self._spikes.look(sent.step, loss)
         was_skipped = skipped > self.skipped
         # One that leaves out steps by itself shows the last update; its schedule begins with 0.
-        own = None if sent.count is None else max(int(sent.count) - 1, 0)
+        own = None if sent.updates is None else max(int(sent.updates) - 1, 0)
         self.updates = sent.step - 1 - self.skipped if own is None else own
         self.skipped = int(skipped)
         # A step that is skipped because of other state leaves the loss scale as it was.

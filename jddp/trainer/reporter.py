@@ -168,7 +168,7 @@ class Reporter:
         step = now.step
         record: JsonObject = {**now.fields, "split": "train", **values}
         if self.plan.learning_rate is not None:
-            record["learning_rate"] = self.learning_rate(self.numerics.updates)
+            record["learning_rate"] = self.learning_rate()
         if (spent := self.clock.spent(step)) is not None:
             record |= {"step_seconds": spent.step, "data_wait_seconds": spent.data}
             record |= {"host_seconds": spent.host} | self.work.rates(record, num_rows)
@@ -186,9 +186,9 @@ class Reporter:
         for sink in self._kept:
             sink.log(record)
 
-    def learning_rate(self, updates: int) -> float | None:
-        """The learning rate after so many updates; None below zero, or without a schedule."""
-        schedule = self.plan.learning_rate
+    def learning_rate(self) -> float | None:
+        """The learning rate of the last step; None without a step or a schedule."""
+        schedule, updates = self.plan.learning_rate, self.numerics.updates
         return None if schedule is None or updates < 0 else float(np.asarray(schedule(updates)))
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:

@@ -60,6 +60,7 @@ def _restore_from(loop: Loop, beside: JsonObject) -> None:
     run = loop.run
     run.stopped = beside["stopped"]
     loop.numerics.restore(tuple(beside["skipped"]))
+    loop.numerics.updates = beside.get("updates", run.step - 1)  # none of an earlier version
     loop.spikes.restore(beside.get("losses", []))  # none of an earlier version
     run.metrics = dict(beside["metrics"])
     run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
@@ -71,8 +72,8 @@ def _restore_from(loop: Loop, beside: JsonObject) -> None:
     _count_steps(loop)
     before = beside.get("learning_rate")
     keep = length_before(loop.about["config"], beside.get("plan", {}))
-    rate = changed_rate(run.step, before, loop.learning_rate, keep)
-    notes = [changed_settings(beside, loop.about), rate]
+    now = loop.reporter.learning_rate()
+    notes = [changed_settings(beside, loop.about), changed_rate(run.step, before, now, keep)]
     notes.append(changed_decoders(beside, loop.about))
     if loop.program is not None:
         notes.insert(0, loop.program.compare(run.step, beside, loop.plan.resume))
