@@ -148,7 +148,7 @@ class TrainState(Shown):
       comm_state: State of the gradient reduction, a `CommState`.
       skipped: Number of steps that changed nothing, since numbers were not finite; int32.
       key: Base key of all random numbers.
-      ema_state: With `ema_params`, the moving average of the floating values of `model_state`.
+      ema_state: Moving average of the floating values of `model_state`; None without `ema_params`.
     """
 
     step: Leaf
@@ -211,7 +211,7 @@ class TrainState(Shown):
     def replace(self, **changes: PyTree) -> "TrainState":
         """Returns a copy with some fields changed; given `params` are evaluated as they are."""
         state = dataclasses.replace(self, **changes)
-        # Whoever evaluates x of a schedule-free optimizer puts it here: it is not converted again.
+        # x of a schedule-free optimizer may be put here to be evaluated: it is not converted again.
         is_given = "opt_state" not in changes and (self.has_given_params or "params" in changes)
         object.__setattr__(state, "has_given_params", is_given)
         return state

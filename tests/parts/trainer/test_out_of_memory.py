@@ -172,7 +172,8 @@ def test_autotuning_is_left_out_on_gpus_alone(monkeypatch, platform, autotune, o
         given.append(compiler_options)
         return lowered.compile()
 
-    state = SimpleNamespace(params={}, ema_params={}, opt_state={}, model_state={}, comm_state={})
+    fields = ("params", "ema_params", "opt_state", "model_state", "ema_state", "comm_state")
+    state = SimpleNamespace(**{field: {} for field in fields})
     seen = SimpleNamespace(compile=compile_with)
     steps = SimpleNamespace(lower=lambda *_: seen, abstract_state=lambda _: state, mesh=mesh)
     assert memory_of(SimpleNamespace(mesh=mesh, steps=steps), BATCH, autotune=autotune).fits
