@@ -66,6 +66,11 @@ class Columns:
             raise self._refusal(name, int(wrong[0]), "no finite number")
         return numbers
 
+    def rounding(self, name: str) -> float:
+        """The relative rounding of the numbers of a column."""
+        kinds = {"halffloat": "float16", "float": "float32"}
+        return float(np.finfo(kinds.get(str(self.columns[name].type), "float64")).eps)
+
     def texts(self, name: str) -> Any:
         """A column as text, an Arrow array; missing entries are empty.
 

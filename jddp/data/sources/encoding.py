@@ -81,21 +81,32 @@ def encoding_of(
       train: The training part.
       inputs: Names of the columns that the model gets.
       categorical: The inputs that are categories; the others are numbers.
-      normalize: Whether numbers get mean 0 and standard deviation 1. A column of one number, which
-        has none, gets mean 0.
+      normalize: Whether numbers get mean 0 and standard deviation 1. A column of one number, or of
+        numbers that differ by rounding alone, gets mean 0 and keeps its scale.
       reserves_unseen: Whether categories that the training part lacks get a number.
 
     Raises:
       DataError: If an entry is no number.
     """
     names = [name for name in inputs if name not in categorical]
-    numbers = {name: train.numbers(name) if normalize else np.zeros(1) for name in names}
+    scales = dict.fromkeys(names, (0.0, 1.0))
+    if normalize:
+        scales = {name: _scale(train.numbers(name), train.rounding(name)) for name in names}
     return Encoding(
-        {name: float(x.mean()) for name, x in numbers.items()},
-        {name: float(x.std()) or 1.0 for name, x in numbers.items()},
+        {name: mean for name, (mean, _) in scales.items()},
+        {name: std for name, (_, std) in scales.items()},
         {name: train.categories(name) for name in inputs if name in categorical},
         reserves_unseen,
     )
+
+
+def _scale(numbers: np.ndarray, rounding: float) -> tuple[float, float]:
+    """Mean and standard deviation; 1 in its place where it is the rounding of one number."""
+    lowest, highest = float(numbers.min()), float(numbers.max())
+    if lowest == highest:  # whose mean would be rounded
+        return lowest, 1.0
+    std = float(numbers.std())
+    return float(numbers.mean()), std if std > rounding * max(-lowest, highest) else 1.0
 
 
 def _side_by_side(columns: Sequence[np.ndarray], num_rows: int, dtype: np.dtype) -> np.ndarray:

@@ -81,9 +81,24 @@ def test_numbers_may_stay_as_they_are_and_columns_may_be_categories_alone(folder
     assert (found["x"].shape, found["categories"].shape) == ((4, 0), (4, 1))
 
 
-def test_a_column_of_one_number_is_not_divided_by_zero(folder):
-    (folder / "train.csv").write_text(as_csv({**TRAIN, "area": [7] * 4}))
-    assert not rows_of(source_in(folder).load().train)["x"].any()
+@pytest.mark.parametrize("number", [7, 0, 0.1, 14.62, -100.1])
+def test_a_column_of_one_number_is_not_divided_by_zero_or_by_its_rounding(folder, number):
+    rows = {name: column * 250 for name, column in TRAIN.items()}  # numpy's std is 4e-15 of 14.62
+    (folder / "train.csv").write_text(as_csv(rows | {"area": [number] * 1000}))
+    (folder / "test.csv").write_text(as_csv(TEST | {"area": [number, number + 0.5]}))
+    data = source_in(folder).load()
+    assert not rows_of(data.train)["x"].any()
+    # One rounding of float64 in the difference, and one to float32.
+    np.testing.assert_allclose(rows_of(data.test)["x"], [[0], [0.5]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numbers_that_differ_by_their_rounding_alone_keep_their_scale(tmp_path, dtype):
+    one = np.array([0.1], dtype)[0]
+    area = np.array([one, np.nextafter(one, one + 1), one, one], dtype)
+    for part in ("train", "test"):
+        pq.write_table(pa.table(TRAIN | {"area": area}), tmp_path / f"{part}.parquet")
+    assert abs(rows_of(source_in(tmp_path).load().train)["x"]).max() < 1e-7
 
 
 def test_one_share_of_the_rows_is_for_testing_and_stays_there_when_rows_are_added(tmp_path):
