@@ -25,12 +25,14 @@ class Encoding:
       categories: Categories of a categorical column, in the order of their numbers, by its name.
       reserves_unseen: Whether any other category has the number after the last one; it is an error
         otherwise.
+      fills_missing: Whether a missing number is the mean of its column; it is an error otherwise.
     """
 
     means: Mapping[str, float]
     stds: Mapping[str, float]
     categories: Mapping[str, Sequence[str]]
     reserves_unseen: bool = False
+    fills_missing: bool = False
 
     @property
     def columns(self) -> list[str]:
@@ -48,13 +50,14 @@ class Encoding:
         Raises:
           DataError: If an entry is no number, or its category is unseen and none is reserved.
         """
+        columns = table.numbers([*self.means], allows_missing=self.fills_missing)
         numbers = [
-            (table.numbers(name) - self.means[name]) / self.stds[name] for name in self.means
+            np.nan_to_num((x - self.means[name]) / self.stds[name]) for name, x in columns.items()
         ]
         found = {"x": _side_by_side(numbers, len(table), np.dtype("float32"))}
         if self.categories:
-            columns = [self._numbers_of(table, name) for name in self.categories]
-            found["categories"] = _side_by_side(columns, len(table), np.dtype("int32"))
+            categories = [self._numbers_of(table, name) for name in self.categories]
+            found["categories"] = _side_by_side(categories, len(table), np.dtype("int32"))
         return found
 
     def _numbers_of(self, table: Columns, name: str) -> np.ndarray:
@@ -63,8 +66,11 @@ class Encoding:
         return table.numbers_of(name, known, unseen=unseen)
 
     def to_json(self) -> JsonObject:
-        """The arguments that make it again."""
-        return asdict(self)
+        """The arguments that make it again; without those that the manifests of old runs lack."""
+        arguments = asdict(self)
+        if not self.fills_missing:
+            del arguments["fills_missing"]
+        return arguments
 
 
 def encoding_of(
@@ -74,6 +80,7 @@ def encoding_of(
     *,
     normalize: bool,
     reserves_unseen: bool,
+    fills_missing: bool,
 ) -> Encoding:
     """The encoding of these inputs, with the statistics and the categories of the training part.
 
@@ -84,24 +91,28 @@ def encoding_of(
       normalize: Whether numbers get mean 0 and standard deviation 1. A column of one number, or of
         numbers that differ by rounding alone, gets mean 0 and keeps its scale.
       reserves_unseen: Whether categories that the training part lacks get a number.
+      fills_missing: Whether missing numbers get the mean of their column.
 
     Raises:
-      DataError: If an entry is no number.
+      DataError: If an entry is no number, or a column has none.
     """
     names = [name for name in inputs if name not in categorical]
-    scales = dict.fromkeys(names, (0.0, 1.0))
-    if normalize:
-        scales = {name: _scale(train.numbers(name), train.rounding(name)) for name in names}
+    numbers = train.numbers(names, allows_missing=fills_missing)
+    scales = {name: _scale(x, train.rounding(name)) for name, x in numbers.items()}
+    if not normalize:
+        scales = dict.fromkeys(names, (0.0, 1.0))
     return Encoding(
         {name: mean for name, (mean, _) in scales.items()},
         {name: std for name, (_, std) in scales.items()},
         {name: train.categories(name) for name in inputs if name in categorical},
         reserves_unseen,
+        fills_missing,
     )
 
 
-def _scale(numbers: np.ndarray, rounding: float) -> tuple[float, float]:
+def _scale(column: np.ndarray, rounding: float) -> tuple[float, float]:
     """Mean and standard deviation; 1 in its place where it is the rounding of one number."""
+    numbers = column[~np.isnan(column)]
     lowest, highest = float(numbers.min()), float(numbers.max())
     if lowest == highest:  # whose mean would be rounded
         return lowest, 1.0

@@ -19,12 +19,14 @@ import numpy as np
 from jddp.data.examples import ArrayExamples, NumpyBatch
 from jddp.data.extras import import_extra
 from jddp.data.source import DataSet, DataSource, make_data_set, spec_of
-from jddp.data.sources.columns import ENDINGS, Columns, read_columns
+from jddp.data.sources.columns import ENDINGS, MISSING, Columns, read_columns
 from jddp.data.sources.encoding import Encoding, encoding_of
 from jddp.data.split import check_share, refuse_empty, rows_for_testing
 from jddp.errors import ConfigError, DataError
 
 TASKS = ("classification", "regression")
+FILL = "fill_missing"
+_NUM_NAMED = 10  # classes in the description
 
 
 def table_in_files(
@@ -33,7 +35,7 @@ def table_in_files(
     inputs: Sequence[str],
     target: str,
     categorical: Sequence[str] = (),
-    normalize: bool = True,
+    normalize: bool | str = True,
     task: str | None = None,
     unseen: str = "error",
     test_share: float | None = None,
@@ -46,7 +48,8 @@ def table_in_files(
       inputs: Names of the columns that the model gets.
       target: Name of the column that it predicts.
       categorical: The inputs that are categories; the others are numbers.
-      normalize: Whether numbers get mean 0 and standard deviation 1 over the training part.
+      normalize: Whether numbers get mean 0 and standard deviation 1 over the training part;
+        "fill_missing" if in addition missing ones get the mean.
       task: "classification" or "regression"; by default regression if the target is numbers of
         which one is not whole.
       unseen: "error", or "reserve": a category that the training part lacks gets a number of its
@@ -58,18 +61,24 @@ def table_in_files(
       DataError: If a file is missing or damaged, lacks a column, has text where numbers are
         needed, or a category or class that only the test part has.
     """
-    _check(inputs, categorical, target, task=task, unseen=unseen)
+    _check(inputs, categorical, target, normalize=normalize, task=task, unseen=unseen)
     import_extra("pyarrow", needed_by="table")
     names = [*inputs, target]
     training, testing = _parts(directory, names, test_share)
     encoding = encoding_of(
-        training, inputs, categorical, normalize=normalize, reserves_unseen=unseen == "reserve"
+        training,
+        inputs,
+        categorical,
+        normalize=bool(normalize),
+        reserves_unseen=unseen == "reserve",
+        fills_missing=normalize == FILL,
     )
     classes = _classes(training, target, task)
     parts = [
         encoding.arrays(part) | _targets(part, target, classes) for part in (training, testing)
     ]
-    data = _data_set(f"table {directory}", parts, encoding, classes)
+    counts = _counts(parts[0]["label"], classes) if classes else ""
+    data = _data_set(f"table {directory}{counts}", parts, encoding, classes)
     return DataSource(
         spec_of(data.train),
         lambda: data,
@@ -92,6 +101,7 @@ def _check(
     categorical: Sequence[str],
     target: str,
     *,
+    normalize: bool | str,
     task: str | None,
     unseen: str,
 ) -> None:
@@ -102,6 +112,8 @@ def _check(
         )
     if others := sorted({*categorical} - {*inputs}):
         raise ConfigError(f"data.kwargs.categorical: {others[0]!r} is no input. Add it to inputs.")
+    if normalize not in (True, False, FILL):
+        raise ConfigError(f"data.kwargs.normalize: {normalize!r}. Choose true, false or {FILL}.")
     if task not in (None, *TASKS):
         raise ConfigError(f"data.kwargs.task: {task!r}. Choose one of {', '.join(TASKS)}.")
     if unseen not in ("error", "reserve"):
@@ -134,20 +146,33 @@ def _files(directory: Path, part: str) -> list[Path]:
 
 
 def _classes(training: Columns, target: str, task: str | None) -> list[str]:
-    """The classes of the target, in the order of their numbers; empty for regression."""
+    """The classes of the target, in the order of their numbers; empty for regression.
+
+    A missing entry is no class: it is refused where the entries are numbered.
+    """
+    is_numeric = training.is_numeric(target)
+    if task is None and is_numeric:
+        numbers = training.numbers([target], allows_missing=True)[target]
+        task = "regression" if (numbers != np.round(numbers)).any() else None
     if task == "regression":
         return []
-    if task is None and training.is_numeric(target):
-        numbers = training.numbers(target)
-        if (numbers != np.round(numbers)).any():
-            return []
-    return training.categories(target)
+    missing = MISSING if is_numeric else ("",)
+    return [name for name in training.categories(target) if name not in missing]
 
 
 def _targets(part: Columns, target: str, classes: Sequence[str]) -> NumpyBatch:
     if classes:
         return {"label": part.numbers_of(target, classes)}
-    return {"y": part.numbers(target).astype(np.float32)[:, None]}
+    return {"y": part.numbers([target])[target].astype(np.float32)[:, None]}
+
+
+def _counts(labels: np.ndarray, classes: Sequence[str]) -> str:
+    """Words on the number of training rows of each class, the rarest first."""
+    counts = np.bincount(labels, minlength=len(classes))
+    order = np.argsort(counts, kind="stable")[:_NUM_NAMED]
+    named = ", ".join(f"{classes[i]!r} {counts[i]:,}" for i in order)
+    more = f" and {len(classes) - _NUM_NAMED:,} more" if len(classes) > _NUM_NAMED else ""
+    return f", classes {named}{more}"
 
 
 def _data_set(

@@ -150,8 +150,8 @@ def test_an_unseen_category_may_have_a_number_of_its_own(folder):
     ("change", "message"),
     [
         ({"city": ["Rome", "Oslo"]}, "row 2 .* has 'Oslo' in column 'city': none of the 3 cat"),
-        ({"area": [1, "two"]}, "row 2 .* has 'two' in column 'area': no number"),
-        ({"area": ["", 2]}, "row 1 .* has '' in column 'area': no number"),
+        ({"area": [1, "two"]}, "row 2 .* has 'two' in column 'area': no finite"),
+        ({"area": ["", 2]}, "row 1 .* has '' in column 'area': no finite"),
         ({"area": [1, "inf"]}, "row 2 .* has 'inf' in column 'area': no finite number"),
         ({"kind": ["dear", "free"]}, "row 2 .* has 'free' in column 'kind': none of the 2"),
     ],
@@ -161,6 +161,128 @@ def test_a_bad_entry_is_named_by_file_row_and_column(folder, change, message):
     with pytest.raises(DataError, match=f"test.csv: {message}") as error:
         source_in(folder)
     assert "\n" not in str(error.value)
+
+
+def test_missing_numbers_of_all_columns_are_counted_in_one_error(folder):
+    (folder / "train.csv").write_text(as_csv(TRAIN | {"area": [1, "NA", "", ""], "rooms": "12x4"}))
+    (folder / "train2.csv").write_text(as_csv(TRAIN | {"area": ["NaN", 2, 3, 4]}))
+    with pytest.raises(DataError, match="fill_missing") as error:
+        source_in(folder, inputs=["area", "rooms"], categorical=[])
+    assert "train.csv: row 2 " in str(error.value)
+    assert "4 in 'area' (2, 3, 4, ...); 1 in 'rooms' (3)" in str(error.value)
+
+
+def test_missing_numbers_may_be_the_mean_of_the_training_part(folder, tmp_path):
+    (folder / "train.csv").write_text(as_csv(TRAIN | {"area": ["", 10, "NA", 30]}))
+    (folder / "test.csv").write_text(as_csv(TEST | {"area": ["", 50]}))
+    data = source_in(folder, normalize="fill_missing").load()
+    np.testing.assert_allclose(rows_of(data.train)["x"][:, 0], [0, -1, 0, 1])
+    np.testing.assert_allclose(rows_of(data.test)["x"][:, 0], [0, 3])
+    new = {"area": [None, 10.0], "city": ["Rome", "Rome"]}
+    pq.write_table(pa.table(new), tmp_path / "new.parquet")
+    found = rows_of(rows_in(tmp_path / "new.parquet", Encoding(**data.encoding)))
+    np.testing.assert_allclose(found["x"][:, 0], [0, -1])
+    (folder / "train.csv").write_text(as_csv(TRAIN | {"area": [""] * 4}))
+    with pytest.raises(DataError, match="4 in 'area'"):
+        source_in(folder, normalize="fill_missing")
+
+
+def test_the_encodings_of_earlier_runs_are_read_and_equal_those_of_today(folder):
+    kept = {
+        "means": {"area": 25.0},
+        "stds": {"area": float(np.sqrt(125))},
+        "categories": {"city": ["", "Rome", "Łódź"]},
+        "reserves_unseen": False,
+    }
+    assert source_in(folder).load().encoding == kept
+    assert Encoding(**kept).to_json() == kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        (["dear", "", "dear", "cheap"], "kind"),
+        (["1.5", "", "2.5", "3.5"], "price"),
+        (["1", "NA", "0", "1"], "flag"),
+    ],
+)
+def test_a_missing_target_is_refused_and_no_class_of_its_own(folder, kind, target):
+    for part in ("train", "test"):
+        (folder / f"{part}.csv").write_text(as_csv(TRAIN | {target: kind}))
+    with pytest.raises(DataError, match=f"row 2 .* in column '{target}'"):
+        source_in(folder, target=target)
+
+
+def test_the_description_counts_the_training_rows_of_each_class(folder):
+    assert "classes 'cheap' 1, 'dear' 3" in source_in(folder).load().description
+    many = {**TRAIN, "kind": [*"abcd"]}
+    rows = {name: column * 6 for name, column in many.items()}
+    rows["kind"] = [f"{name}{i // 2}" for i, name in enumerate(rows["kind"])]
+    for part in ("train", "test"):
+        (folder / f"{part}.csv").write_text(as_csv(rows))
+    assert "'b4' 1 and 14 more" in source_in(folder).load().description
+
+
+SAME = {"member": [True, False, True, False], "floor": [1.0, 2.0, None, 1e15], "plain": "abca"}
+
+
+def test_booleans_and_whole_numbers_are_the_same_categories_in_each_format(tmp_path, caplog):
+    columns = {name: [*column] for name, column in (TRAIN | SAME).items()}
+    for part in ("train", "test"):
+        pq.write_table(pa.table(columns), tmp_path / f"{part}.parquet")
+    names = [*SAME]
+    kwargs = {"inputs": names, "categorical": names, "unseen": "reserve"}
+    data = source_in(tmp_path, **kwargs).load()
+    want = rows_of(data.train)["categories"]
+    spellings = {"member": ["True", "FALSE", "true", "False"], "plain": [*"abca"]}
+    for floor in (["1.0", "2", "", "1000000000000000.0"], ["1", "2.0", "", "1.0e+15"]):
+        (tmp_path / "new.csv").write_text(as_csv(spellings | {"floor": floor}))
+        found = rows_in(tmp_path / "new.csv", Encoding(**data.encoding))
+        np.testing.assert_array_equal(rows_of(found)["categories"], want)
+    assert not caplog.text
+    (tmp_path / "new.csv").write_text(
+        as_csv({"member": "yn", "floor": ["01", "1.25e+1"], "plain": "ab"})
+    )
+    found = rows_of(rows_in(tmp_path / "new.csv", Encoding(**data.encoding)))["categories"]
+    assert found.tolist() == [[2, 4, 0], [2, 4, 1]]
+    assert ["'floor' has no category" in message for message in caplog.messages] == [False, True]
+
+
+def test_a_run_whose_categories_were_written_otherwise_finds_them(folder):
+    old = {"means": {}, "stds": {}, "categories": {"member": ["False", "True"], "n": ["1", "1.0"]}}
+    pq.write_table(pa.table({"member": [True, False], "n": ["1.0", "1"]}), folder / "new.parquet")
+    found = rows_of(rows_in(folder / "new.parquet", Encoding(**old)))["categories"]
+    assert found.tolist() == [[1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"area": pa.array([1, 2], pa.int32())},
+        {"area": pa.array([1.0, 2.0], pa.float32())},
+        {"rooms": pa.array([1, None], pa.float64())},
+        {"city": pa.array(["Rome", "Rome"], pa.large_string())},
+        {"city": pa.array(["Rome", "Rome"]).dictionary_encode()},
+        {"city": pa.nulls(2)},
+        {"kind": pa.array(["dear", "cheap"]).dictionary_encode()},
+    ],
+)
+def test_columns_of_one_table_may_have_other_types_in_each_file(folder, change):
+    fields = pa.table(TEST | change)
+    required = pa.schema([field.with_nullable(field.name == "rooms") for field in fields.schema])
+    pq.write_table(fields.cast(required) if "city" not in change else fields, folder / "t.parquet")
+    (folder / "t.parquet").rename(folder / "train1.parquet")
+    pq.write_table(pa.table(TRAIN), folder / "train2.parquet")  # beside train.csv
+    kwargs = {"inputs": ["area", "city", "rooms"], "normalize": "fill_missing"}
+    found = rows_of(source_in(folder, **kwargs).load().train)
+    assert found["x"].shape == (10, 2)
+    assert found["label"].tolist() == [1, 0, 1, 1, 1, 0, 1, 0, 1, 1]
+
+
+def test_types_that_have_nothing_in_common_are_refused_with_the_column(folder):
+    pq.write_table(pa.table({**TEST, "city": [[1], [2]]}), folder / "train1.parquet")
+    with pytest.raises(DataError, match="column 'city' is list<"):
+        source_in(folder)
 
 
 def test_a_bad_entry_is_named_in_the_second_of_two_files_too(folder):
@@ -202,6 +324,7 @@ def test_dates_are_no_numbers(tmp_path):
         ({"categorical": ["rooms"]}, "'rooms' is no input"),
         ({"task": "ranking"}, "Choose one of classification, regression"),
         ({"unseen": "drop"}, "Choose 'error' or 'reserve'"),
+        ({"normalize": "fill"}, "Choose true, false or fill_missing"),
         ({"test_share": 1.5}, "not between 0 and 1"),
     ],
 )
