@@ -95,7 +95,8 @@ def tokenizer_in(path: Path, *, end_of_document: str | None = None) -> Tokenizer
         known = {i for token, span in spans if token != no_token for i in range(*span)}
         return "".join(x for i, x in enumerate(text) if i not in known and not x.isspace())
 
-    return Tokenizer(path.name, found.get_vocab_size(), encode, found.decode, unknown, end)
+    size = max(found.get_vocab().values()) + 1  # above the number of tokens, if some are skipped
+    return Tokenizer(path.name, size, encode, found.decode, unknown, end)
 
 
 def _unknown_token(found: Any) -> int | None:
@@ -182,7 +183,8 @@ def write_tokens(
       The content of tokens.json.
 
     Raises:
-      ConfigError: If the directory holds tokens already, or an argument breaks its rule.
+      ConfigError: If the directory holds tokens already, an argument breaks its rule, or a token
+        is not below the size of the vocabulary.
       DataError: If a split gets no document.
     """
     if not 0 < test_share < 1 or shard_tokens < 1:
@@ -196,10 +198,15 @@ def write_tokens(
         text, weight = Document(document) if isinstance(document, str) else document
         draw = int.from_bytes(sha256(text.encode()).digest()[:8], "big") / 2**64
         part = parts["test" if draw < test_share else "train"]
-        tokens = np.asarray(tokenizer.encode(text), dtype)
+        tokens = np.asarray(tokenizer.encode(text), np.int64)
         if tokenizer.end_of_document is not None:
-            tokens = np.append(tokens, np.array(tokenizer.end_of_document, dtype))
-        part.add(tokens, weight, num_bytes=len(text.encode()))
+            tokens = np.append(tokens, tokenizer.end_of_document)
+        if (beyond := tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)]).size:
+            raise ConfigError(
+                f"The tokenizer {tokenizer.name} gives token {beyond[0]}, and its vocab_size is "
+                f"{tokenizer.vocab_size}. Raise it."
+            )
+        part.add(tokens.astype(dtype), weight, num_bytes=len(text.encode()))
     for name, part in parts.items():
         part.end_shard()
         if not part.num_documents:

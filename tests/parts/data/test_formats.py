@@ -1,5 +1,6 @@
 """Formats: each read back as it was written, and refused where it is damaged."""
 
+import dataclasses
 import gzip
 import json
 import pickle
@@ -369,6 +370,31 @@ def test_the_part_of_a_document_is_that_of_its_text(tmp_path):
     for part in ("train-00000.npy", "test-00000.npy"):
         one, other = (np.load(tmp_path / x / part).astype("u1") for x in ("tokens", "again"))
         assert sorted(bytes(one).split(b"\0")) == sorted(bytes(other).split(b"\0"))
+
+
+def test_a_tokenizer_may_skip_numbers(tmp_path):
+    import tokenizers
+
+    words = {word: i for i, word in enumerate(sorted({w for x in TEXTS for w in x.split()}))}
+    model = tokenizers.models.WordLevel(words | {"[UNK]": 70_000}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "sparse.json"))
+    directory = tmp_path / "tokens"
+    coder = tokenizer_in(tmp_path / "sparse.json")
+    index = write_tokens([*TEXTS, "unknown " * 9], directory, tokenizer=coder)
+    assert index["vocab_size"] == 70_001
+    tokens = [np.load(directory / f"{part}-00000.npy") for part in ("train", "test")]
+    assert {x.dtype for x in tokens} == {np.dtype("uint32")}
+    assert np.concatenate(tokens).max() == 70_000
+
+
+@pytest.mark.parametrize("token", [-1, 300, 2**16 + 1])
+def test_a_token_beyond_the_vocabulary_is_refused_and_does_not_wrap(tmp_path, token):
+    for encoded in ([1, token], np.array([1, token])):
+        coder = dataclasses.replace(BYTES, encode=lambda text, x=encoded: x)
+        with pytest.raises(ConfigError, match=f"gives token {token}, and its vocab_size is 256"):
+            written(tmp_path, coder)
 
 
 def test_a_tokenizer_of_hugging_face_writes_its_own_tokens(tmp_path):
