@@ -110,13 +110,15 @@ class EndlessBatches:
     def _without_end(self) -> Iterator[Row]:
         begins_at = self._epoch
         for self._epoch in itertools.count(begins_at):
-            self._rows.set_epoch(self._epoch)
             is_empty = True
             for row in self._rows:
                 is_empty = False
                 yield row
             if is_empty and self._epoch > begins_at:
                 raise DataError(f"{self._cut.images.where}: no rows. At least one is needed.")
+            self._rows.load_state_dict({})  # else each pass would begin where this one did
+            # By the number of the epoch `datasets` would shuffle the files; 0 keeps their order.
+            self._rows.set_epoch(0 if self.resumes_exactly else self._epoch + 1)
 
     def state_dict(self) -> JsonObject:
         """The position after the last batch."""
@@ -126,6 +128,7 @@ class EndlessBatches:
         """Moves to a position, for the next iterator."""
         self._epoch = state["epoch"]
         self._rows.load_state_dict(state["rows"])
+        self._rows.set_epoch(state["rows"]["epoch"])
 
 
 class ShuffledBatches(EndlessBatches):
@@ -167,6 +170,7 @@ class ShuffledBatches(EndlessBatches):
             super().load_state_dict(state)
             return
         self._epoch = state["epoch"] + 1
+        self._rows.set_epoch(self._epoch)
         logging.getLogger("jddp").warning(
             "%s was read by %d processes and now is by %d, which divide its rows in another way: "
             "it begins with the next epoch.",

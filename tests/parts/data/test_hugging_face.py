@@ -165,6 +165,42 @@ def test_a_stream_that_resumes_has_the_batches_of_one_that_was_not_interrupted(s
         np.testing.assert_array_equal(first(9 - num_before, after), whole[num_before:])
 
 
+@pytest.fixture
+def files(tmp_path):
+    """Three files, whose order `datasets` would change from the third epoch on."""
+    for i, x in enumerate((X[:3], X[3:6], X[6:])):
+        datasets.Dataset.from_dict({"x": x}).to_parquet(str(tmp_path / "files" / f"{i}.parquet"))
+    return {"directory": None, "path": str(tmp_path / "files"), "test_split": "train"}
+
+
+def test_each_epoch_of_a_stream_has_its_files_in_their_order(files):
+    whole = np.concatenate([X] * 6)
+    np.testing.assert_array_equal(np.concatenate(first(15, streams(size=4, **files).train)), whole)
+    for num_before in (3, 5, 9):  # in the second epoch, at its end, in the fourth
+        before = streams(size=4, **files).train
+        first(num_before, before)
+        after = streams(size=4, **files).train
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        rest = np.concatenate(first(15 - num_before, after))
+        np.testing.assert_array_equal(rest, whole[4 * num_before :])
+
+
+def test_a_stream_that_was_saved_in_an_epoch_of_another_order_ends_it_in_that_order(files):
+    rows = datasets.load_dataset(files["path"], split="train", streaming=True)
+    rows = rows.with_format("numpy")
+    rows.set_epoch(3)  # as earlier versions did
+    epoch = [row["x"] for row in rows]
+    assert not np.array_equal(epoch, X)
+    iterator = iter(rows)
+    for _ in range(4):
+        next(iterator)
+    state = {"epoch": 3, "rows": json.loads(json.dumps(rows.state_dict()))}
+    after = streams(size=1, **files).train
+    after.load_state_dict(state)
+    found = np.concatenate(first(16, after))
+    np.testing.assert_array_equal(found, np.concatenate([epoch[4:], X]))
+
+
 def test_processes_read_parts_of_the_same_global_batches_and_resume_from_one_position(saved):
     whole = streams(saved, 4)
     parts = [streams(saved, 4, share=Share(i, 2)) for i in range(2)]
