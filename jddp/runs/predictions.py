@@ -2,10 +2,10 @@
 
     predict_file("runs/mine", Path("new.npz"), Path("predictions.csv"))
 
-If the outputs are logits of classes, the likeliest class and its probability come first. New rows
-are prepared like the test rows of the run: images of uint8 or uint16 are normalized, images of a
-folder are decoded like those of the run's image folder or tar files, and columns of a table are
-encoded like those of the run's table. Other arrays are used as they are.
+If the outputs are logits of classes, the likeliest class and the probability of each come first.
+New rows are prepared like the test rows of the run: images of uint8 or uint16 are normalized,
+images of a folder are decoded like those of the run's image folder or tar files, and columns of a
+table are encoded like those of the run's table. Other arrays are used as they are.
 """
 
 import csv
@@ -144,7 +144,7 @@ def _rows(path: Path, kept: JsonObject) -> ArrayExamples:
 def _classified(
     arrays: Arrays, names: Sequence[str], *, is_classifier: bool
 ) -> dict[str, np.ndarray]:
-    """The likeliest class of each row, by name if it has one, and its probability.
+    """The likeliest class of each row, by name if it has one, and the probability of each class.
 
     Empty if the outputs are not logits: the loss is not cross entropy, and the number of outputs
     is not the number of class names.
@@ -153,12 +153,11 @@ def _classified(
     is_named = logits.ndim == 2 and len(names) == logits.shape[1]
     if logits.ndim != 2 or not (is_classifier or is_named):
         return {}
-    likeliest = logits.argmax(-1)
+    classes = np.array(names) if is_named else np.arange(logits.shape[1])
     shifted = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
-    return {
-        "label": np.array(names)[likeliest] if is_named else likeliest,
-        "probability": (shifted.max(-1) / shifted.sum(-1)).astype(np.float32),
-    }
+    shares = (shifted / shifted.sum(-1, keepdims=True)).astype(np.float32)
+    probabilities = {f"probability.{name}": x for name, x in zip(classes, shares.T, strict=True)}
+    return {"label": classes[logits.argmax(-1)], **probabilities}
 
 
 def _npz(arrays: Arrays) -> bytes:

@@ -71,7 +71,8 @@ def test_the_commands_of_the_page_lead_to_predictions_and_an_export(tmp_path):
     with open(project / "predictions.csv") as file:
         rows = list(csv.DictReader(file))
     assert [x["file"] for x in rows] == sorted(x.name for x in (project / "new_images").iterdir())
-    assert list(rows[0])[:3] == ["file", "label", "probability"]
-    assert len(rows[0]) == 3 + 10
-    assert {x["label"] for x in rows} <= {x.name for x in (project / "images" / "train").iterdir()}
+    classes = sorted(x.name for x in (project / "images" / "train").iterdir())
+    assert list(rows[0])[:12] == ["file", "label", *(f"probability.{name}" for name in classes)]
+    assert len(rows[0]) == 12 + 10
+    assert {x["label"] for x in rows} <= {*classes}
     assert (project / "mine.safetensors").stat().st_size > 5000

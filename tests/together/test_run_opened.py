@@ -223,13 +223,21 @@ def test_rows_of_a_file_are_predicted_in_their_order(here, capsys):
     assert "predictions for 13 rows are in a.jsonl" in capsys.readouterr().out
     with open("a.csv") as file:
         head, *lines = csv.reader(file)
-    labels, probabilities = ([line.pop(0) for line in lines] for _ in range(2))
-    assert head == ["label", "probability", *(f"predictions.{i}" for i in range(10))]
+    labels = [line.pop(0) for line in lines]
+    probabilities = [[line.pop(0) for _ in range(10)] for line in lines]
+    names = [f"probability.{i}" for i in range(10)]
+    assert head == ["label", *names, *(f"predictions.{i}" for i in range(10))]
     assert [int(x) for x in labels] == want.argmax(-1).tolist()
-    likeliest = jax.nn.softmax(want).max(-1)
-    np.testing.assert_allclose(np.array(probabilities, np.float32), likeliest, rtol=1e-5)
-    read = [json.loads(line)["predictions"] for line in Path("a.jsonl").read_text().splitlines()]
-    found = np.load("a.npz", allow_pickle=False)["predictions"]
+    arrays = np.load("a.npz", allow_pickle=False)
+    rows = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
+    for got in (
+        np.array(probabilities, np.float32),
+        np.stack([arrays[name] for name in names], 1),
+        [[row[name] for name in names] for row in rows],
+    ):
+        np.testing.assert_allclose(got, jax.nn.softmax(want), rtol=1e-5)
+    read = [row["predictions"] for row in rows]
+    found = arrays["predictions"]
     for got in (found, np.array(lines, np.float32), np.array(read, np.float32)):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 

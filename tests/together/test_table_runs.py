@@ -59,10 +59,11 @@ def test_two_devices_train_a_table_as_one_does_and_new_rows_are_predicted_by_nam
     new.write_text("city,note,height\nRome,a,52\nOslo,b,49\n")
     command = ["predict", str(two.run_dir), "--data", str(new), "--out", str(out)]
     assert main(command) == 0
-    assert [row["label"] for row in csv.DictReader(out.read_text().splitlines())] == [
-        "warm",
-        "cold",
-    ]
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [row["label"] for row in rows] == ["warm", "cold"]
+    # One of two classes has a column of its own, by which rows are ranked.
+    assert float(rows[0]["probability.warm"]) > 0.5 > float(rows[1]["probability.warm"])
+    assert float(rows[1]["probability.cold"]) > 0.5
 
     out.unlink()
     new.write_text("city,height\nRome,52\nParis,49\n")
