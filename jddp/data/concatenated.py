@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jddp.data.examples import Examples, NumpyBatch
+from jddp.data.examples import Examples, NumpyBatch, column_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +28,11 @@ class Concatenated:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    @property
-    def num_classes(self) -> int:
-        """The largest number of classes of a part; 0 if it is unknown."""
-        return max(getattr(part, "num_classes", 0) for part in self.parts)
+    def column(self, name: str) -> np.ndarray | None:
+        """An array of all parts, if each has it at hand."""
+        columns = [column_of(part, name) for part in self.parts]
+        known = [column for column in columns if column is not None]
+        return np.concatenate(known) if len(known) == len(columns) else None
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
         """The examples at `indices`, in that order."""

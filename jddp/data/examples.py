@@ -68,16 +68,9 @@ class ArrayExamples:
     def __len__(self) -> int:
         return len(next(iter(self._arrays.values())))
 
-    @property
-    def num_classes(self) -> int:
-        """Smallest number of classes that covers the labels; 0 without whole numbers in "label"."""
-        labels = self._arrays.get("label", np.zeros(1))
-        return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
-
-    @property
-    def labels(self) -> np.ndarray | None:
-        """The array "label", if there is one."""
-        return self._arrays.get("label")
+    def column(self, name: str) -> np.ndarray | None:
+        """The array of this name, if there is one."""
+        return self._arrays.get(name)
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
         """The rows at `indices` of every array.
@@ -88,13 +81,21 @@ class ArrayExamples:
         return {name: in_32_bits(name, x[indices], indices) for name, x in self._arrays.items()}
 
 
-def labels_of(examples: Examples) -> np.ndarray:
-    """The "label" of every example: of its attribute `labels`; without one, all are read."""
-    labels = getattr(examples, "labels", None)
-    if labels is not None:
-        return np.asarray(labels)
+def column_of(examples: Examples, name: str, *, reads: bool = False) -> np.ndarray | None:
+    """An array of all examples, such as "label"; None if there is none, or none at hand.
+
+    Args:
+      examples: Examples. A method `column(name)`, or an attribute `labels`, has arrays at hand.
+      name: Name of the array.
+      reads: Whether all examples are read for an array that is not at hand.
+    """
+    column = examples.column(name) if hasattr(examples, "column") else None
+    if column is None and name == "label":
+        column = getattr(examples, "labels", None)
+    if column is not None or not reads or name not in examples.take(np.arange(1)):
+        return None if column is None else np.asarray(column)
     parts = np.array_split(np.arange(len(examples)), 1 + len(examples) // _NUM_READ)
-    return np.concatenate([examples.take(part)["label"] for part in parts])
+    return np.concatenate([examples.take(part)[name] for part in parts])
 
 
 def in_32_bits(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarray) -> np.ndarray:

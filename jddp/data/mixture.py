@@ -70,6 +70,12 @@ class MixtureOrder:
         return sum(self.sizes)
 
     @property
+    def frequencies(self) -> np.ndarray:
+        """How often an epoch takes each example, in the mean of all epochs."""
+        shares = np.array([float(share) for share in self.shares])
+        return np.repeat(shares * self.num_examples / self.sizes, self.sizes)
+
+    @property
     def settings(self) -> Settings:
         """Settings that must be equal on all processes, by name."""
         return {"seed": self.seed, "sizes": self.sizes, "weights": self.weights}

@@ -45,6 +45,10 @@ class ExampleOrder(Protocol):
         """Number of positions of one epoch."""
 
     @property
+    def frequencies(self) -> np.ndarray:
+        """How often an epoch takes each example, in the mean of all epochs."""
+
+    @property
     def settings(self) -> Settings:
         """Settings that must be equal on all processes, by name."""
 
@@ -82,6 +86,12 @@ class Order:
             raise ConfigError(f"seed {self.seed} is negative. Choose 0 or a larger whole number.")
         if self.weights is not None:
             _check_weights(self.weights, self.num_examples)
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """How often an epoch takes each example, in the mean of all epochs."""
+        weights = np.ones(self.num_examples) if self.weights is None else self.weights
+        return weights * (self.num_examples / weights.sum())
 
     @property
     def settings(self) -> Settings:

@@ -30,6 +30,10 @@ class RowExamples:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def column(self, name: str) -> np.ndarray | None:
+        """A column of all rows, if they are stored by columns."""
+        return self._rows.column(name) if hasattr(self._rows, "column") else None
+
     def take(self, indices: np.ndarray) -> NumpyBatch:
         """The rows at `indices`, stacked by name.
 

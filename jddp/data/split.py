@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jddp.data.examples import Examples, NumpyBatch, labels_of
+from jddp.data.examples import Examples, NumpyBatch, column_of
 from jddp.errors import ConfigError, DataError
 
 
@@ -29,15 +29,10 @@ class Subset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def labels(self) -> np.ndarray:
-        """The labels of the subset."""
-        return labels_of(self.examples)[self.rows]
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes of all examples; 0 if it is unknown."""
-        return getattr(self.examples, "num_classes", 0)
+    def column(self, name: str) -> np.ndarray | None:
+        """An array of the subset, if it is at hand."""
+        column = column_of(self.examples, name)
+        return None if column is None else column[self.rows]
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
         """The examples at `indices` of the subset."""

@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jddp.data.concatenated import Concatenated
-from jddp.data.examples import Examples, NumpyBatch, labels_of
+from jddp.data.examples import Examples, NumpyBatch, column_of
 from jddp.data.split import Subset
 
 DRAWS = "draws"  # the entry of a batch with the random numbers of its transforms
@@ -100,10 +100,9 @@ class Transformed:
     def __len__(self) -> int:
         return len(self.examples)
 
-    @property
-    def labels(self) -> np.ndarray:
-        """The labels of the examples."""
-        return labels_of(self.examples)
+    def column(self, name: str) -> np.ndarray | None:
+        """An array of the examples as they are stored, if it is at hand."""
+        return column_of(self.examples, name)
 
     @property
     def files(self) -> Sequence[str] | None:

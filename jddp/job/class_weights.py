@@ -1,50 +1,63 @@
-"""Class weights: rare classes count as much as frequent ones, or as much as a config gives.
+"""The labels that a run counts, and the weights that balance their classes."""
 
-The loss of each example is multiplied by the weight of its class, and the mean is divided by the
-sum of the weights, over all replicas, as in `torch.nn.CrossEntropyLoss(weight=...)`. Metrics are
-not weighted.
-"""
-
-from collections.abc import Sequence
-
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
+from jddp.data.examples import Examples, column_of
 from jddp.errors import DataError
-from jddp.modules.metrics import Mean
-from jddp.typing import LossFn
-from jddp.zoo.losses import ArrayBatch, Model
 
 
-def balanced_weights(labels: np.ndarray, num_classes: int = 0) -> list[float]:
+def counted_labels(
+    part: str, examples: Examples, frequencies: np.ndarray | None = None, *, reads: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """The labels of the examples that count, and how often an epoch takes each of them.
+
+    Examples do not count that an epoch never takes, or whose mask is 0. The arrays are empty if
+    there are no labels, or none at hand.
+
+    Args:
+      part: "train" or "test", for the error.
+      examples: Examples of that part.
+      frequencies: How often an epoch takes each; None for once.
+      reads: Whether all examples are read for labels that are not at hand.
+
+    Raises:
+      DataError: If one of these labels is negative.
+    """
+    labels = column_of(examples, "label", reads=reads)
+    if labels is None or labels.dtype.kind not in "iu" or labels.ndim != 1:
+        return np.zeros(0, int), np.zeros(0)
+    counts = np.ones(len(labels)) if frequencies is None else frequencies
+    # Where labels are at hand, so is a mask, but for the mask of images that do not decode.
+    mask = column_of(examples, "mask", reads=column_of(examples, "label") is None)
+    if mask is not None:
+        counts = counts * (mask > 0).reshape(len(mask), -1).any(1)
+    rows = np.flatnonzero(counts)
+    if len(wrong := rows[labels[rows] < 0]):
+        raise DataError(
+            f"{part}: the label of example {wrong[0]} is {labels[wrong[0]]}, one of {len(wrong):,} "
+            "negative ones. Classes count from 0: leave such examples out, or give all a 'mask', "
+            "with 0 for these."
+        )
+    return labels[rows], counts[rows]
+
+
+def balanced_weights(
+    labels: np.ndarray, num_classes: int = 0, frequencies: np.ndarray | None = None
+) -> list[float]:
     """The weights with which each class has the same sum of weights: n / (num_classes * n_class).
 
     Args:
       labels: Labels of the training examples, whole numbers `(n,)`.
       num_classes: Number of classes; 0 for the largest label and one.
+      frequencies: How often an epoch takes each example; None for once.
 
     Raises:
       DataError: If a class has no example.
     """
-    counts = np.bincount(labels, minlength=num_classes)
+    counts = np.bincount(labels, frequencies, num_classes)
     if not counts.all():
         raise DataError(
             f"loss.class_weights=balanced: class {int(counts.argmin())} has no training example. "
             "Give a list of weights."
         )
-    return (len(labels) / (len(counts) * counts)).tolist()
-
-
-def weighted(loss_fn: LossFn, class_weights: Sequence[float]) -> LossFn:
-    """A loss of `batch["label"]` whose examples weigh as much as their classes."""
-
-    def weighted_loss(
-        model: Model, batch: ArrayBatch, train: bool
-    ) -> tuple[Mean, dict[str, Array]]:
-        losses, metrics = loss_fn(model, batch, train)
-        # A label without a weight gives NaN.
-        weights = jnp.take(jnp.asarray(class_weights, losses.dtype), batch["label"], mode="fill")
-        return Mean(losses * weights, weights), metrics
-
-    return weighted_loss
+    return (counts.sum() / (len(counts) * counts)).tolist()

@@ -40,7 +40,7 @@ from jddp.job.initial_weights import initial_weights
 from jddp.job.joining import join
 from jddp.job.length import num_steps_of, periods_of
 from jddp.job.optimizers import Schedule, optimizer_of
-from jddp.job.parts import Parts, resolve_parts, with_class_weights
+from jddp.job.parts import Parts, resolve_parts, with_labels
 from jddp.job.streams import check_first, open_data
 from jddp.job.transforms import (
     OfStream,
@@ -324,6 +324,7 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     config = parts.config
     data = None
     data_error = ""
+    num_classes = 0
     try:
         data = open_data(parts.source, config)
     except DataError as error:
@@ -333,7 +334,7 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     num_steps = config.train.num_steps
     if isinstance(data, DataSet):
         agree("data set", {"sha256": data.sha256})
-        parts = with_class_weights(parts, data)
+        parts, num_classes = with_labels(parts, data, _order(config, data, folder))
         config = parts.config
         num_steps = num_steps_of(config, len(data.train), folder)
     optimizer, learning_rate = optimizer_of(config, num_steps or 1)
@@ -347,7 +348,7 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
         check_first(config, stream.peek())
     job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error, folder, stream)
     if config.loss.name in ("cross_entropy", "next_token"):
-        _check_outputs(job)
+        _check_outputs(job, num_classes)
     if job.is_writer and (note := note_on_bytes(config, _dtype_of_images(job))):
         logging.getLogger("jddp").warning(note)
     return job
@@ -361,13 +362,11 @@ def _dtype_of_images(job: Job) -> np.dtype | None:
     return batch["image"].dtype if isinstance(batch, Mapping) and "image" in batch else None
 
 
-def _check_outputs(job: Job) -> None:
+def _check_outputs(job: Job, num_classes: int) -> None:
     """Compares the model's outputs with the classes, or the vocabulary, of the data."""
     known = job.parts.source.sizes
-    data = job.data
     outputs = num_outputs(job.ddp, job.batch_spec)
-    least = max(getattr(x, "num_classes", 0) for x in (data.train, data.test)) if data else 0
-    for name, size in (known or {"num_classes": least}).items():
+    for name, size in (known or {"num_classes": num_classes}).items():
         mismatch = f"model: it has {outputs} outputs, and {name} of the data is {size}."
         if outputs is not None and outputs < size:
             raise ConfigError(f"{mismatch} Set model.kwargs.{name}={size}.")

@@ -22,13 +22,13 @@ from jddp.config.options import (
 from jddp.config.schema import Config
 from jddp.config.sections import Kwargs, NamedSection
 from jddp.data import DataSet, DataSource, make_source, source_of
-from jddp.data.examples import labels_of
+from jddp.data.order import ExampleOrder
 from jddp.data.sources.mixture import mixed_source
 from jddp.engine.strategy import FSDP, LogicalReplicas, Strategy
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
 from jddp.job.callbacks import find_callbacks
-from jddp.job.class_weights import balanced_weights, weighted
+from jddp.job.class_weights import balanced_weights, counted_labels
 from jddp.job.document_weights import weighted_by_documents
 from jddp.job.optimizers import optimizer_of
 from jddp.job.streams import is_stream, source_of_batches, stream_arguments
@@ -38,7 +38,7 @@ from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
 from jddp.trainer.reports.sinks import ChosenSink, choose_sinks
 from jddp.typing import LossFn, Settings
-from jddp.zoo.losses import LOSSES, next_token
+from jddp.zoo.losses import LOSSES, cross_entropy, next_token
 from jddp.zoo.models import MODELS, Module, make_model
 from jddp.zoo.optimizers import make_optimizer
 
@@ -184,33 +184,43 @@ def find_loss(config: Config, source: DataSource | None = None) -> LossFn:
     kwargs = dict(loss.kwargs)
     if found is next_token and source is not None and source.bytes_per_token is not None:
         kwargs = {"bytes_per_token": source.bytes_per_token, **kwargs}
-    filled = _with_arguments(found, kwargs, "loss.target", "loss.kwargs")
-    weights = loss.class_weights
-    return filled if weights is None or weights == "balanced" else weighted(filled, weights)
+    if "class_weights" in kwargs and found is cross_entropy:
+        raise ConfigError("loss.kwargs: give 'class_weights' as loss.class_weights.")
+    if isinstance(loss.class_weights, list):
+        kwargs["class_weights"] = loss.class_weights
+    return _with_arguments(found, kwargs, "loss.target", "loss.kwargs")
 
 
-def with_class_weights(parts: Parts, data: DataSet) -> Parts:
-    """The parts, with balanced class weights computed and given ones checked.
+def with_labels(parts: Parts, data: DataSet, order: ExampleOrder) -> tuple[Parts, int]:
+    """The parts with class weights, and the smallest number of classes that covers the labels.
 
     Raises:
-      ConfigError: If the data have no classes, or another number of them.
-      DataError: If a class has no training example.
+      ConfigError: If there are class weights and no classes, or another number of them.
+      DataError: If a label that counts is negative, or a class to balance has no training example.
     """
     config, spec = parts.config, parts.source.spec
-    weights = config.loss.class_weights
-    num_classes = parts.source.sizes.get("num_classes", 0)
+    weights, key = config.loss.class_weights, "loss.class_weights"
+    if config.loss.name != "cross_entropy":
+        return parts, 0
+    reads = weights == "balanced"
+    labels, frequencies = counted_labels("train", data.train, order.frequencies, reads=reads)
+    highest = labels.max(initial=-1)
+    if config.loss.eval_target is None:
+        highest = max(highest, counted_labels("test", data.test)[0].max(initial=-1))
     if weights is None:
-        return parts
+        return parts, int(highest) + 1
+    num_classes = parts.source.sizes.get("num_classes", 0)
     if "label" not in spec or spec["label"][1].kind not in "iu":
-        raise ConfigError("loss.class_weights: the data have no classes. Leave them out.")
+        raise ConfigError(f"{key}: the data have no classes. Leave them out.")
     if weights == "balanced":
-        weights = balanced_weights(labels_of(data.train), num_classes)
-        config = with_overrides(config, {"loss.class_weights": weights})
+        weights = balanced_weights(labels, num_classes, frequencies)
+        config = with_overrides(config, {key: weights})
     if num_classes not in (0, len(weights)):
         raise ConfigError(
-            f"loss.class_weights: {len(weights)} weights for {num_classes} classes. Give one each."
+            f"{key}: {len(weights)} weights for {num_classes} classes. Give one each."
         )
-    return dataclasses.replace(parts, config=config, loss_fn=find_loss(config, parts.source))
+    parts = dataclasses.replace(parts, config=config, loss_fn=find_loss(config, parts.source))
+    return parts, int(highest) + 1
 
 
 def find_eval_fn(config: Config) -> LossFn | None:

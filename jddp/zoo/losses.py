@@ -11,7 +11,7 @@ the step does, over all replicas.
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jddp.errors import ConfigError
-from jddp.modules.metrics import Metric
+from jddp.modules.metrics import Mean, Metric
 from jddp.typing import LossFn
 
 Model = Callable[..., Any]  # a bound Linen module, or an NNX module in the right mode
@@ -66,9 +66,16 @@ def call_model(
 
 
 def cross_entropy(
-    model: Model, batch: ArrayBatch, train: bool, *, label_smoothing: float = 0.0
-) -> tuple[Float[Array, "b"], dict[str, Array]]:
+    model: Model,
+    batch: ArrayBatch,
+    train: bool,
+    *,
+    label_smoothing: float = 0.0,
+    class_weights: Sequence[float] | None = None,
+) -> tuple[Float[Array, "b"] | Mean, dict[str, Array]]:
     """The softmax cross entropy of `batch["image"]` and `batch["label"]`, in nats, and "accuracy".
+
+    The loss of a label that is no class, or has no weight, is NaN.
 
     Args:
       model: Model that returns logits `(b, classes)` for images, or for the rows of a table.
@@ -76,6 +83,9 @@ def cross_entropy(
         `(b,)`; "mask" `(b,)`, if there is padding.
       train: Whether this is training.
       label_smoothing: Fraction of the target that is spread over all classes, in training.
+      class_weights: Weight of each class in the target, by which the mean is divided, as in
+        `torch.nn.CrossEntropyLoss(weight=...)`; None for equal weights. Filled in from
+        `loss.class_weights`.
 
     References:
       Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", CVPR 2016,
@@ -85,20 +95,35 @@ def cross_entropy(
     logits = call_model(model, inputs, train, batch.get("mask"), categories=batch.get("categories"))
     if logits.ndim != 2:
         raise ConfigError(f"cross_entropy: the model gives {logits.shape}. They need (b, classes).")
-    losses = _cross_entropy(logits, labels, label_smoothing if train else 0.0)
+    metrics = {"accuracy": logits.argmax(-1) == labels}
+    smoothing = label_smoothing if train else 0.0
+    losses = _cross_entropy(logits, labels, smoothing, class_weights)
+    if class_weights is not None:
+        return Mean(losses, jnp.asarray(class_weights, logits.dtype)[labels]), metrics
     if "other_label" in batch:  # data.mixup
-        others = _cross_entropy(logits, batch["other_label"], label_smoothing)
-        losses = batch["share"] * losses + (1 - batch["share"]) * others
-    return losses, {"accuracy": logits.argmax(-1) == labels}
+        share = batch["share"]
+        others = _cross_entropy(logits, batch["other_label"], smoothing)
+        losses = jnp.where(share < 1, share * losses + (1 - share) * others, losses)
+    return losses, metrics
 
 
 def _cross_entropy(
-    logits: Float[Array, "b classes"], labels: Int[Array, "b"], smoothing: float
+    logits: Float[Array, "b outputs"],
+    labels: Int[Array, "b"],
+    smoothing: float,
+    weights: Sequence[float] | None = None,
 ) -> Float[Array, "b"]:
-    if not smoothing:
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-    return optax.softmax_cross_entropy(logits, optax.smooth_labels(targets, smoothing))
+    size = logits.shape[-1]
+    if smoothing or weights is not None:
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, size, dtype=logits.dtype), smoothing)
+        if weights is not None:  # An output without a weight is no class.
+            targets *= jnp.array([*weights, *[0.0] * size][:size], logits.dtype)[None]
+        losses = optax.softmax_cross_entropy(logits, targets)
+    else:
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    num_classes = min(size, len(weights or range(size)))
+    # Negative labels would count from the last class.
+    return jnp.where((labels >= 0) & (labels < num_classes), losses, jnp.nan)
 
 
 def next_token(

@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +13,9 @@ from sweeps import swept
 
 from jddp.config.files import load_config, read_yaml, with_overrides
 from jddp.config.schema import Config
-from jddp.data import ArrayExamples, make_source
+from jddp.data import make_source
 from jddp.data.sources.tokenize import BYTES, write_tokens
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, DataError
 from jddp.inspection.outputs import num_outputs
 from jddp.job.job import build, train
 from jddp.runs.opened import open_run
@@ -130,8 +131,45 @@ def test_sources_know_their_sizes_before_they_are_read(folders):
     assert make_source("python_stdlib").sizes == {"vocab_size": 256}
 
 
-def test_labels_that_are_no_whole_numbers_count_no_classes():
-    rows = np.zeros((4, 2), np.float32)
-    assert ArrayExamples({"label": rows}).num_classes == 0
-    assert ArrayExamples({"x": rows}).num_classes == 0
-    assert ArrayExamples({"label": np.arange(4)}).num_classes == 4
+def rows_in(folder, name, *, train, test, **more):
+    """A config of rows with these labels, in the format of a source."""
+    for part, labels in (("train", train), ("test", test)):
+        rows = {"x": np.zeros((len(labels), 3), np.float32), "label": labels}
+        rows |= {key: np.asarray(x) for key, (where, x) in more.items() if where == part}
+        match name:
+            case "npz":
+                np.savez(folder / f"{part}.npz", **rows)
+            case "parquet":
+                datasets.Dataset.from_dict(rows).to_parquet(str(folder / f"{part}.parquet"))
+            case "hugging_face":
+                datasets.Dataset.from_dict(rows).save_to_disk(str(folder / part))
+    return config(folder, data={"name": name, "dir": str(folder)}, name="mlp")
+
+
+LABELS, UNLABELLED = np.arange(16) % 3, np.where(np.arange(16) < 12, np.arange(16) % 3, -1)
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.parametrize("name", ["npz", "parquet", "hugging_face"])
+def test_a_label_of_minus_one_is_refused_at_the_start_with_its_row(tmp_path, name, part):
+    made = rows_in(tmp_path, name, **{"train": LABELS, "test": LABELS, part: UNLABELLED})
+    with pytest.raises(DataError, match=f"{part}: the label of example 12 is -1, one of 4 "):
+        build(made)
+
+
+def test_negative_labels_that_no_loss_of_jddp_counts_are_fine(tmp_path):
+    mask = (np.arange(16) < 12).astype(np.float32)
+    build(rows_in(tmp_path, "npz", train=LABELS, test=UNLABELLED, mask=("test", mask)))
+    train = np.where(UNLABELLED < 0, 255, UNLABELLED)  # masked out, beyond all outputs
+    build(rows_in(tmp_path, "npz", train=train, test=LABELS, mask=("train", mask)))
+    made = rows_in(tmp_path, "npz", train=UNLABELLED, test=LABELS)
+    with pytest.raises(DataError, match="train: the label of example 12"):
+        build(made)
+    np.save(tmp_path / "weights.npy", mask)  # which never takes them
+    build(with_overrides(made, {"data.sample_weights": str(tmp_path / "weights.npy")}))
+
+
+def test_a_label_above_the_outputs_is_found_in_columns_of_files_too(tmp_path):
+    beyond = np.where(np.arange(16) == 7, 10, LABELS)
+    with pytest.raises(ConfigError, match="10 outputs, and num_classes of the data is 11"):
+        build(rows_in(tmp_path, "parquet", train=LABELS, test=beyond))

@@ -40,6 +40,12 @@ class StoredRows:
     def __getitem__(self, index: SupportsIndex) -> Row:
         return self.__getitems__([int(index)])[0]
 
+    def column(self, name: str) -> np.ndarray | None:
+        """A column of all rows, if they are stored by columns."""
+        if name not in getattr(self._rows, "column_names", ()):
+            return None
+        return np.asarray(self._rows.select_columns([name])[:][name])
+
     def __getitems__(self, indices: Sequence[int]) -> list[Row]:
         """The rows at these indices, which are read together.
 

@@ -22,7 +22,7 @@ from jddp.data import (
     make_data_set,
     make_source,
 )
-from jddp.data.examples import labels_of
+from jddp.data.examples import column_of
 from jddp.data.image_transforms import CropAndFlip
 from jddp.data.source import spec_of
 from jddp.data.sources.image_folder import FolderExamples
@@ -181,7 +181,7 @@ def test_a_share_of_images_and_labels_is_held_back_for_testing_and_both_stay_byt
     data = of_folder(0.2).load()
     is_test = rows_for_testing(50, 0.2)
     for part, rows in ((data.train, ~is_test), (data.test, is_test)):
-        np.testing.assert_array_equal(labels_of(part), labels[rows])
+        np.testing.assert_array_equal(column_of(part, "label"), labels[rows])
         stored, chain = as_stored(part)
         np.testing.assert_array_equal(take_all(stored)["image"][:, 0, 0, 0], np.flatnonzero(rows))
         assert take_all(stored)["image"].dtype == np.uint8

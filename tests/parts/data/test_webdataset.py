@@ -85,7 +85,7 @@ def test_a_tar_file_has_the_rows_of_the_same_files_in_folders(tmp_path):
     for part in ("train", "test"):
         one, other = getattr(tars.load(), part), getattr(folder.load(), part)
         check_equal(rows_of(one), rows_of(other))
-        np.testing.assert_array_equal(one.labels, other.labels)
+        np.testing.assert_array_equal(one.column("label"), other.column("label"))
 
 
 def test_samples_are_read_in_any_order_and_named(shards):

@@ -9,10 +9,10 @@ from flax import linen as nn
 import jddp
 from jddp.config.files import read_yaml, with_overrides
 from jddp.config.schema import Config
-from jddp.data.examples import ArrayExamples, labels_of
+from jddp.data.examples import ArrayExamples, column_of
 from jddp.data.row_examples import RowExamples
 from jddp.errors import ConfigError, DataError
-from jddp.job.class_weights import balanced_weights, weighted
+from jddp.job.class_weights import balanced_weights
 from jddp.job.job import build, train
 from jddp.runs.opened import open_run
 from jddp.zoo.losses import cross_entropy
@@ -31,13 +31,15 @@ def by_hand(logits, labels, weights):
     return (of_rows * losses).sum() / of_rows.sum()
 
 
+def weighted_loss(model, batch, train):
+    return cross_entropy(model, batch, train, class_weights=WEIGHTS)
+
+
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_the_loss_is_the_weighted_mean_of_pytorch_however_classes_are_spread(num_devices):
     x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
     batch = {"x": x, "label": LABELS}  # with eight devices only two of them have rare classes
-    ddp = jddp.DataParallel(
-        nn.Dense(3), optax.sgd(1.0), weighted(cross_entropy, WEIGHTS), mesh=num_devices
-    )
+    ddp = jddp.DataParallel(nn.Dense(3), optax.sgd(1.0), weighted_loss, mesh=num_devices)
     state = ddp.init(seed=0, batch=batch)
     before = jax.device_get(state.params)
     logits = x @ before["kernel"] + before["bias"]
@@ -62,10 +64,30 @@ def test_balanced_weights_give_each_class_the_same_sum():
         balanced_weights(LABELS, 4)
 
 
-def test_labels_are_an_attribute_of_examples_or_read_from_them():
-    rows = [{"x": 1.0, "label": int(label)} for label in LABELS]
-    np.testing.assert_array_equal(labels_of(RowExamples(rows)), LABELS)
-    np.testing.assert_array_equal(labels_of(ArrayExamples({"label": LABELS})), LABELS)
+def test_smoothed_targets_are_weighed_by_class_as_in_pytorch():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=(16, 3)).astype(np.float32), rng.integers(0, 3, 16)
+    batch = {"x": logits, "label": labels}
+    for smoothing in (0.0, 0.1, 0.5):
+        mean, _ = cross_entropy(
+            lambda x: x, batch, True, label_smoothing=smoothing, class_weights=WEIGHTS
+        )
+        judge = torch.nn.CrossEntropyLoss(torch.tensor(WEIGHTS), label_smoothing=smoothing)
+        want = judge(torch.tensor(logits), torch.tensor(labels)).item()
+        # Sums of sixteen terms in float32, in another order.
+        assert float(mean.total.sum() / mean.count.sum()) == pytest.approx(want, rel=1e-6)
+    wider = {"x": np.pad(logits, ((0, 0), (0, 1))), "label": labels}
+    mean, _ = cross_entropy(lambda x: x, wider, True, label_smoothing=0.1, class_weights=WEIGHTS)
+    assert np.isfinite(mean.total).all()  # an output that no class has
+
+
+def test_labels_are_at_hand_or_read_row_by_row():
+    rows = RowExamples([{"x": 1.0, "label": int(label)} for label in LABELS])
+    assert column_of(rows, "label") is None
+    np.testing.assert_array_equal(column_of(rows, "label", reads=True), LABELS)
+    assert column_of(rows, "mask", reads=True) is None
+    np.testing.assert_array_equal(column_of(ArrayExamples({"label": LABELS}), "label"), LABELS)
 
 
 @pytest.fixture
@@ -106,3 +128,59 @@ def test_a_run_keeps_its_balanced_weights_and_evaluates_with_them(config):
 def test_weights_that_do_not_fit_are_refused(config, keys, message):
     with pytest.raises(ConfigError, match=message):
         build(with_overrides(config, keys))
+
+
+def arrays_in(folder, **train):
+    """A config of train.npz and test.npz, of 100 rows of class 1 among 1,000."""
+    label = (np.arange(1000) < 100).astype(np.int32)
+    rows = {"x": np.zeros((1000, 2), np.float32), "label": label}
+    np.savez(folder / "train.npz", **(rows | train))
+    np.savez(folder / "test.npz", **rows)
+    return Config(
+        data={"name": "npz", "dir": str(folder), "global_batch_size": 1000},
+        model={"name": "mlp", "kwargs": {"num_outputs": 2}},
+        loss={"class_weights": "balanced"},
+        mesh={"num_devices": 1},
+        train={"num_steps": 1},
+    )
+
+
+def sums_of_weights(job):
+    """The sum of the weights of the rows that an epoch takes, of each class."""
+    batch = next(job.plain_batches())
+    counts = np.bincount(batch["label"], batch.get("mask"))
+    return counts * np.array(job.config.loss.class_weights)
+
+
+@pytest.mark.parametrize("rare", [1.0, 3.0, 9.0])
+def test_balanced_weights_count_the_rows_that_sample_weights_take(tmp_path, rare):
+    made = arrays_in(tmp_path)
+    np.save(tmp_path / "weights.npy", np.where(np.arange(1000) < 100, rare, 1.0))
+    job = build(with_overrides(made, {"data.sample_weights": str(tmp_path / "weights.npy")}))
+    # A class is taken as often as its weight demands, to one row.
+    one, other = sums_of_weights(job)
+    assert one == pytest.approx(other, rel=0.01)
+
+
+def test_balanced_weights_count_the_shares_of_a_mixture(tmp_path):
+    for folder, label in (("few", 1), ("many", 0)):
+        (tmp_path / folder).mkdir()
+        num_rows = {"few": 100, "many": 900}[folder]
+        rows = {"x": np.zeros((num_rows, 2), np.float32), "label": np.full(num_rows, label)}
+        for part in ("train", "test"):
+            np.savez(tmp_path / folder / f"{part}.npz", **rows)
+    parts = [{"dir": str(tmp_path / "few"), "weight": 0.5}]
+    parts += [{"dir": str(tmp_path / "many"), "weight": 0.5}]
+    made = with_overrides(arrays_in(tmp_path), {"data.dir": None, "data.mixture": parts})
+    job = build(made)
+    assert job.config.loss.class_weights == pytest.approx([1, 1])
+    one, other = sums_of_weights(job)
+    assert one == pytest.approx(other, rel=1e-12)  # 900 times 5/9, in float64
+
+
+def test_balanced_weights_leave_out_rows_whose_mask_is_0(tmp_path):
+    label = np.arange(1000) % 2
+    label[800:] = -1
+    made = arrays_in(tmp_path, label=label, mask=(np.arange(1000) % 4 != 1) & (label >= 0))
+    job = build(made)  # 400 of class 0, 200 of class 1
+    assert job.config.loss.class_weights == pytest.approx([0.75, 1.5])

@@ -54,6 +54,36 @@ def test_cross_entropy_is_per_example_smoothed_in_training_and_of_both_labels_of
     np.testing.assert_allclose(losses, share * one + (1 - share) * other, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"label_smoothing": 0.1}, {"class_weights": [1.0, 2, 3]}])
+def test_the_loss_of_a_label_that_is_no_class_is_nan_unless_it_is_masked_out(kwargs):
+    batch = {"x": LOGITS[:, :3], "label": jnp.array([-1, 3, 0])}
+
+    def loss_fn(model, batch, train):
+        return cross_entropy(model, batch, train, **kwargs)
+
+    losses, _ = loss_fn(identity, batch, True)
+    found = losses.total if kwargs.get("class_weights") else losses
+    assert np.isnan(found).tolist() == [True, True, False]
+
+    ddp = jddp.DataParallel(nn.Dense(3), optax.sgd(1.0), loss_fn, mesh=1)
+    state = ddp.init(seed=0, batch=batch)
+    one = {name: x[2:] for name, x in batch.items()}
+    batch["mask"] = jnp.array([0.0, 0.0, 1.0])
+    assert ddp.evaluate(state, [batch])["loss"] == pytest.approx(ddp.evaluate(state, [one])["loss"])
+    state, metrics = ddp.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(state.params)))
+
+
+def test_an_image_that_is_mixed_with_nothing_needs_no_other_label():
+    one = {"image": LOGITS, "label": LABELS}
+    other = {"other_label": jnp.array([-1, -1, 1]), "share": jnp.array([1.0, 1.0, 0.5])}
+    losses, _ = cross_entropy(identity, one | other, True)
+    alone, _ = cross_entropy(identity, one, True)
+    np.testing.assert_array_equal(losses[:2], alone[:2])
+    assert np.isfinite(losses[2])
+
+
 def test_a_model_that_names_a_mask_is_told_which_rows_count():
     batch = {"image": LOGITS, "label": LABELS, "mask": jnp.array([1.0, 0.0, 1.0])}
     losses, _ = cross_entropy(lambda x, mask=None: x * mask[:, None], batch, True)
