@@ -6,7 +6,9 @@
 The number of a row decides, and no seed: a row stays on its side when others are added after it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -39,6 +41,19 @@ class Subset:
         return self.examples.take(self.rows[indices])
 
 
+class Selectable(Protocol):
+    """Rows of which some can be selected."""
+
+    def __len__(self) -> int:
+        """The number of rows."""
+
+    def where(self: "Rows", is_wanted: np.ndarray) -> "Rows":
+        """The rows at which `is_wanted` holds."""
+
+
+Rows = TypeVar("Rows", bound=Selectable)
+
+
 def check_share(test_share: float) -> None:
     """Refuses a share of examples for testing that leaves none on one side.
 
@@ -54,10 +69,17 @@ def rows_for_testing(num_rows: int, test_share: float) -> np.ndarray:
 
     Raises:
       ConfigError: If the share is not between 0 and 1.
+      DataError: If all rows are on one side.
     """
     check_share(test_share)
     # numpy promises Philox's raw bits, not what `Generator` makes of them (NEP 19).
-    return np.random.Philox(key=0).random_raw(num_rows) * 2.0**-64 < test_share
+    is_test = np.random.Philox(key=0).random_raw(num_rows) * 2.0**-64 < test_share
+    if is_test.all() or not is_test.any():
+        raise DataError(
+            f"test_share={test_share} leaves one part of {num_rows} rows empty. Choose another "
+            "share, or give files for testing."
+        )
+    return is_test
 
 
 def hold_back(examples: Examples, test_share: float) -> tuple[Examples, Examples]:
@@ -68,19 +90,24 @@ def hold_back(examples: Examples, test_share: float) -> tuple[Examples, Examples
       DataError: If one of the two has no example.
     """
     is_test = rows_for_testing(len(examples), test_share)
-    refuse_empty(is_test, test_share)
     train, test = (Subset(examples, np.flatnonzero(rows)) for rows in (~is_test, is_test))
     return train, test
 
 
-def refuse_empty(is_test: np.ndarray, test_share: float) -> None:
-    """Refuses a split of so few rows that all are on one side.
+def selected_parts(read: Callable[[str], Rows], test_share: float | None) -> tuple[Rows, Rows]:
+    """The rows for training, and the rows for testing.
+
+    Args:
+      read: Function that returns the rows of the part "train" or "test"; of "", all.
+      test_share: Fraction of all rows that is for testing; None to read both parts.
 
     Raises:
-      DataError: If they are.
+      ConfigError: If the share is not between 0 and 1.
+      DataError: If one of the two has no row.
     """
-    if is_test.all() or not is_test.any():
-        raise DataError(
-            f"test_share={test_share} leaves one part of {len(is_test)} rows empty. Choose "
-            "another share, or give files for testing."
-        )
+    if test_share is None:
+        return read("train"), read("test")
+    check_share(test_share)
+    rows = read("")
+    is_test = rows_for_testing(len(rows), test_share)
+    return rows.where(~is_test), rows.where(is_test)

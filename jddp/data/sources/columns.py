@@ -15,7 +15,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,14 @@ from jddp.data.sources.mapped import refusing_damage, require_file
 from jddp.errors import DataError
 from jddp.names import did_you_mean
 
+log = logging.getLogger("jddp")
+
 ENDINGS = (".csv", ".parquet")
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null", "None")  # for numbers
 
-_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-_WHOLE = re.compile(r"-?(0|[1-9][0-9]*)(\.0*|(\.[0-9]*)?e\+[0-9]{1,2})?")  # also "1.0", "1e+15"
-_FILL = " data.kwargs.normalize=fill_missing gives missing inputs the mean of the training part."
+_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(?i:inf|infinity)$"
+_WHOLE = re.compile(r"^(-?(?:0|[1-9][0-9]*))\.0*$")  # "1.0"
+_FILL = "missing inputs can be the training mean: data.kwargs.normalize=fill_missing"
 _NUM_LISTED = 3  # rows of a column in an error
 
 
@@ -60,12 +61,12 @@ class Columns:
         return Columns(self.files, self.starts, self.rows[is_wanted], columns)
 
     def is_numeric(self, name: str) -> bool:
-        """Whether all entries of a column are numbers, but for missing ones."""
+        """Whether no entry of a column is text, or a date."""
         try:
             numbers, is_missing = self._parsed(name)
-        except DataError:  # dates, for example
+        except DataError:
             return False
-        return bool((np.isfinite(numbers) | is_missing).all())
+        return not (np.isnan(numbers) & ~is_missing).any()
 
     def numbers(
         self, names: Sequence[str], *, allows_missing: bool = False
@@ -76,18 +77,13 @@ class Columns:
           DataError: If an entry is no finite number, or is missing and this is not allowed; if a
             column has no number at all, or holds dates, for example.
         """
-        found, wrong, way_out = {}, {}, ""
-        for name in names:
-            found[name], is_missing = self._parsed(name)
-            is_wrong = ~np.isfinite(found[name])
-            if allows_missing and not is_missing.all():
-                is_wrong &= ~is_missing
-            if is_wrong.any():
-                wrong[name] = np.flatnonzero(is_wrong)
-                way_out = _FILL if (is_wrong & is_missing).any() else way_out
-        if wrong:
-            raise self._refusal(wrong, "no finite number", way_out)
-        return found
+        found = {name: self._parsed(name) for name in names}
+        wrong = {}
+        for name, (numbers, is_missing) in found.items():
+            is_allowed = is_missing & allows_missing & ~is_missing.all()
+            wrong[name] = np.flatnonzero(~np.isfinite(numbers) & ~is_allowed)
+        self._refuse(wrong, f"no finite number ({_FILL})")
+        return {name: numbers for name, (numbers, _) in found.items()}
 
     def rounding(self, name: str) -> float:
         """The relative rounding of the numbers of a column."""
@@ -104,7 +100,7 @@ class Columns:
             is_missing = compute.is_in(column, value_set=arrow.array(MISSING))
             is_number = compute.match_substring_regex(column, _NUMBER)
             column = compute.if_else(is_number, column, arrow.scalar(None, "string"))
-        return _cast(self.files, name, column, "float64").to_numpy(), is_missing.to_numpy()
+        return _cast(self.files, name, column, "double").to_numpy(), is_missing.to_numpy()
 
     def texts(self, name: str) -> Any:
         """A column as text, an Arrow array; missing entries are empty.
@@ -141,33 +137,29 @@ class Columns:
         compute = import_extra("pyarrow.compute", needed_by="table")
         found = np.array(numbers, np.int32)[compute.index_in(texts, value_set=unique).to_numpy()]
         is_unseen = found < 0
-        if unseen is None and is_unseen.any():
-            listed = f"none of the {len(categories)} categories of the training part"
-            raise self._refusal({name: np.flatnonzero(is_unseen)}, listed)
-        if is_unseen.all():
-            logging.getLogger("jddp").warning(
-                "%s: column %r has no category of the training part, such as %r: its rows have %r.",
-                self.files[0],
-                name,
-                categories[0],
-                unique[0].as_py(),
-            )
-        return found if unseen is None else np.where(is_unseen, np.int32(unseen), found)
+        if unseen is None:
+            rule = f"none of the {len(categories)} categories of the training part"
+            self._refuse({name: np.flatnonzero(is_unseen)}, rule)
+        elif is_unseen.all():
+            example = unique[0].as_py()
+            log.warning("%s: %r has no known category, but %r.", self.files[0], name, example)
+        return np.where(is_unseen, np.int32(unseen or 0), found)
 
-    def _refusal(self, wrong: Mapping[str, np.ndarray], rule: str, way_out: str = "") -> DataError:
-        """The error for the rows, by column, whose entries break a rule."""
-        (name, rows), *_ = wrong.items()
-        value = self.columns[name][int(rows[0])].as_py()
-        file, number = self._place(rows[0])
-        counts = []
-        for column, rows in wrong.items():
-            places = [self._place(row) for row in rows[:_NUM_LISTED]]
-            named = [f"{n:,}" if at == file else f"{n:,} of {at.name}" for at, n in places]
-            more = ", ..." if len(rows) > _NUM_LISTED else ""
-            counts.append(f"{len(rows):,} in {column!r} ({', '.join(named)}{more})")
-        return DataError(
-            f"{file}: row {number:,} (from 1, after the names) has {value!r} in column {name!r}: "
-            f"{rule}. Such rows: {'; '.join(counts)}. Correct or remove them.{way_out}"
+    def _refuse(self, wrong: Mapping[str, np.ndarray], rule: str) -> None:
+        """Refuses entries, given as rows of columns: one error, with their number."""
+        if not (found := {name: rows for name, rows in wrong.items() if len(rows)}):
+            return
+        name, (row, *_) = next(iter(found.items()))
+        file, number = self._place(row)
+        counts = [
+            f"{len(rows):,} in {name!r}, first "
+            + ", ".join(f"{at.name} {n:,}" for at, n in map(self._place, rows[:_NUM_LISTED]))
+            for name, rows in found.items()
+        ]
+        raise DataError(
+            f"{file}: row {number:,} (from 1, after the names) has "
+            f"{self.columns[name][int(row)].as_py()!r} in column {name!r}: {rule}. Such rows: "
+            f"{'; '.join(counts)}. Correct or remove them."
         )
 
     def _place(self, row: int) -> tuple[Path, int]:
@@ -197,12 +189,7 @@ def _canonical(text: str) -> str:
 
     CSV files of pandas have "True" where Parquet has "true", and "1.0" where a column has gaps.
     """
-    if text.lower() in ("true", "false"):
-        return text.lower()
-    if not _WHOLE.fullmatch(text):
-        return text
-    number = Decimal(text)
-    return str(int(number)) if number == int(number) else text
+    return text.lower() if text.lower() in ("true", "false") else _WHOLE.sub(r"\1", text)
 
 
 def _joined(files: Sequence[Path], name: str, parts: Sequence[Any]) -> Any:
@@ -253,17 +240,15 @@ def _refuse_missing(path: Path, there: Sequence[str], names: Sequence[str]) -> N
 
 
 def _cast(files: Sequence[Path], name: str, column: Any, kind: str) -> Any:
-    """A column in another type of Arrow, "float64" or "string"."""
+    """A column in another type of Arrow, "double" or "string"."""
     errors = _arrow().lib
     try:
         return column.cast(kind, safe=False)
     except (errors.ArrowInvalid, errors.ArrowNotImplementedError) as error:
-        wanted = {
-            "float64": "numbers. List it in data.kwargs.categorical, or leave it out.",
-            "string": "text. Leave it out.",
-        }
-        found = f"{files[0]}: column {name!r} is {column.type}"
-        raise DataError(f"{found}, not {wanted[kind]}") from error
+        raise DataError(
+            f"{files[0]}: column {name!r} is {column.type}, which becomes no {kind}. Leave it out; "
+            "text and dates can be listed in data.kwargs.categorical."
+        ) from error
 
 
 def _arrow() -> Any:

@@ -1,6 +1,6 @@
 """How the columns of a table become arrays of numbers: decided by the training part, then kept.
 
-encoding = encoding_of(train, inputs, categorical, normalize=True, reserves_unseen=False)
+encoding = encoding_of(train, inputs, categorical, normalize=True, unseen="error")
 arrays = encoding.arrays(test)                        # {"x": ..., "categories": ...}
 encoding = Encoding(**json.loads(...))                # as the manifest of a run has it
 """
@@ -13,6 +13,8 @@ import numpy as np
 from jddp.data.examples import NumpyBatch
 from jddp.data.sources.columns import Columns
 from jddp.typing import JsonObject
+
+FILL = "fill_missing"
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,12 @@ class Encoding:
         numbers = [
             np.nan_to_num((x - self.means[name]) / self.stds[name]) for name, x in columns.items()
         ]
-        found = {"x": _side_by_side(numbers, len(table), np.dtype("float32"))}
-        if self.categories:
-            categories = [self._numbers_of(table, name) for name in self.categories]
-            found["categories"] = _side_by_side(categories, len(table), np.dtype("int32"))
-        return found
+        categories = [self._numbers_of(table, name) for name in self.categories]
+        found = {"x": np.array(numbers, np.float32)}
+        if categories:
+            found["categories"] = np.array(categories, np.int32)
+        # Without columns too, there are as many rows as in the table.
+        return {n: np.ascontiguousarray(x.T.reshape(len(table), -1)) for n, x in found.items()}
 
     def _numbers_of(self, table: Columns, name: str) -> np.ndarray:
         known = self.categories[name]
@@ -67,10 +70,7 @@ class Encoding:
 
     def to_json(self) -> JsonObject:
         """The arguments that make it again; without those that the manifests of old runs lack."""
-        arguments = asdict(self)
-        if not self.fills_missing:
-            del arguments["fills_missing"]
-        return arguments
+        return {name: x for name, x in asdict(self).items() if x or name != "fills_missing"}
 
 
 def encoding_of(
@@ -78,9 +78,8 @@ def encoding_of(
     inputs: Sequence[str],
     categorical: Sequence[str],
     *,
-    normalize: bool,
-    reserves_unseen: bool,
-    fills_missing: bool,
+    normalize: bool | str,
+    unseen: str,
 ) -> Encoding:
     """The encoding of these inputs, with the statistics and the categories of the training part.
 
@@ -88,14 +87,15 @@ def encoding_of(
       train: The training part.
       inputs: Names of the columns that the model gets.
       categorical: The inputs that are categories; the others are numbers.
-      normalize: Whether numbers get mean 0 and standard deviation 1. A column of one number, or of
-        numbers that differ by rounding alone, gets mean 0 and keeps its scale.
-      reserves_unseen: Whether categories that the training part lacks get a number.
-      fills_missing: Whether missing numbers get the mean of their column.
+      normalize: Whether numbers get mean 0 and standard deviation 1; "fill_missing" if in addition
+        missing ones get the mean. A column of one number, or of numbers that differ by rounding
+        alone, gets mean 0 and keeps its scale.
+      unseen: "reserve" if categories that the training part lacks get a number.
 
     Raises:
       DataError: If an entry is no number, or a column has none.
     """
+    fills_missing = normalize == FILL
     names = [name for name in inputs if name not in categorical]
     numbers = train.numbers(names, allows_missing=fills_missing)
     scales = {name: _scale(x, train.rounding(name)) for name, x in numbers.items()}
@@ -105,7 +105,7 @@ def encoding_of(
         {name: mean for name, (mean, _) in scales.items()},
         {name: std for name, (_, std) in scales.items()},
         {name: train.categories(name) for name in inputs if name in categorical},
-        reserves_unseen,
+        unseen == "reserve",
         fills_missing,
     )
 
@@ -118,11 +118,3 @@ def _scale(column: np.ndarray, rounding: float) -> tuple[float, float]:
         return lowest, 1.0
     std = float(numbers.std())
     return float(numbers.mean()), std if std > rounding * max(-lowest, highest) else 1.0
-
-
-def _side_by_side(columns: Sequence[np.ndarray], num_rows: int, dtype: np.dtype) -> np.ndarray:
-    """Columns as one array `(num_rows, columns)`, which may have no column."""
-    out = np.empty((num_rows, len(columns)), dtype)
-    for index, column in enumerate(columns):
-        out[:, index] = column
-    return out

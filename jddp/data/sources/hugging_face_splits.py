@@ -94,7 +94,9 @@ class _NamedSplits:
 
     def _load(self, split: str, *, streaming: bool) -> Any:
         options = {"split": split, "revision": self.revision, "streaming": streaming}
-        with quiet_datasets() as datasets, self._finding(self.where(split)):
+        where = self.where(split)
+        refusing = refusing_damage(where, "data set of datasets")
+        with quiet_datasets() as datasets, refusing, caching(where), self._reaching(where):
             return datasets.load_dataset(self.path, self.config, **options)
 
     @property
@@ -105,13 +107,8 @@ class _NamedSplits:
         return ", ".join([*map(repr, names), *revision])
 
     @contextlib.contextmanager
-    def _finding(self, where: str) -> Iterator[None]:
-        """While open, an error names the split and the way to get it."""
-        with refusing_damage(where, "data set of datasets"), caching(where), self._reaching(where):
-            yield
-
-    @contextlib.contextmanager
     def _reaching(self, where: str) -> Iterator[None]:
+        """While open, an error names the split and the way to get it."""
         try:
             yield
         except ConnectionError as error:

@@ -8,15 +8,14 @@ References:
 """
 
 import gzip
-import zlib
 from hashlib import sha256
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from jddp.data.sources.mapped import require_file
-from jddp.errors import DataError, words_of
+from jddp.data.sources.mapped import refusing_damage, require_file
+from jddp.errors import DataError
 
 
 def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
@@ -31,17 +30,9 @@ def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
       DataError: If the file is missing, incomplete, or holds anything else.
     """
     require_file(path)
-    try:
-        packed = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: {words_of(error)}. This data file is needed.") from error
-    try:
-        plain = gzip.decompress(packed) if path.suffix == ".gz" else packed
-    except (EOFError, OSError, zlib.error) as error:
-        raise DataError(
-            f"{path}: truncated or altered: {len(packed):,} bytes that are not a whole gzip file. "
-            "Put the original in its place."
-        ) from error
+    with refusing_damage(path, "gzip file" if path.suffix == ".gz" else "IDX file"):
+        content = path.read_bytes()
+        plain = gzip.decompress(content) if path.suffix == ".gz" else content
     found = sha256(plain).hexdigest()
     if sha256_hex is not None and found != sha256_hex:
         raise DataError(

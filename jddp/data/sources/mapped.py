@@ -62,6 +62,24 @@ def require_file(path: Path) -> None:
         raise DataError(f"{path}: not a file, but a folder, a named pipe or a device. Replace it.")
 
 
+def files_of(directory: Path, part: str, *endings: str) -> list[Path]:
+    """The files of a part, "train" or "test", in the order of their names; of "", all.
+
+    Raises:
+      DataError: If there are none, or one is no file.
+    """
+    files = [path for end in endings for path in sorted(directory.glob(f"{part}*{end}"))]
+    if not files:
+        names = " or ".join(f"{part}*{end}" for end in endings)
+        raise DataError(
+            f"{directory}: no files {names}. Add them; without files for testing, give "
+            "data.kwargs.test_share."
+        )
+    for path in files:
+        require_file(path)
+    return files
+
+
 @contextlib.contextmanager
 def refusing_damage(where: object, kind: str) -> Iterator[None]:
     """While open, errors from reading a missing or damaged file become a `DataError`."""

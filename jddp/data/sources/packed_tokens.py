@@ -7,7 +7,7 @@ A document that is longer than a row is cut into pieces. A piece begins with the
 piece before it, so each token but a document's first is predicted once per epoch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,14 +97,16 @@ class PackedExamples:
         places = self._places(pieces.sizes, counts)
         numbers = np.repeat(_ranges(np.ones_like(counts), counts), pieces.sizes)
         segments = self._laid_out(numbers.astype(np.int32), places, len(indices))
+        tokens = self._read(pieces, self._tokens.read, "int32")
         is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
         batch = {
-            "tokens": self._laid_out(self._read(pieces), places, len(indices)),
+            "tokens": self._laid_out(tokens, places, len(indices)),
             "segments": segments[:, :-1],
             "mask": is_inside.astype(np.float32),
         }
         if self._weights is not None:
-            weights = np.repeat(self._weights_of(pieces), pieces.sizes)
+            of_shards = self._weights
+            weights = self._read(pieces, lambda shard, at: of_shards[shard].at(at), "float32")
             batch["weight"] = self._laid_out(weights, places, len(indices))[:, 1:]
         return batch
 
@@ -121,24 +123,17 @@ class PackedExamples:
         rows.reshape(-1)[places] = values
         return rows
 
-    def _weights_of(self, pieces: _Pieces) -> np.ndarray:
-        """The weights of pieces, one for each."""
-        assert self._weights is not None
-        found = np.empty(len(pieces.begins), np.float32)
-        for shard in np.unique(pieces.shards):
-            is_here = pieces.shards == shard
-            found[is_here] = self._weights[shard].at(pieces.begins[is_here])
-        return found
-
-    def _read(self, pieces: _Pieces) -> np.ndarray:
-        """The tokens of pieces, one after the other."""
-        tokens = np.empty(pieces.sizes.sum(), np.int32)
+    def _read(
+        self, pieces: _Pieces, read: Callable[[int, np.ndarray], np.ndarray], dtype: str
+    ) -> np.ndarray:
+        """What `read` returns for the places of pieces in a sequence, one after the other."""
+        values = np.empty(pieces.sizes.sum(), dtype)
         for shard in np.unique(pieces.shards):
             is_here = pieces.shards == shard
             here = pieces[is_here]
             places = _ranges(here.begins, here.sizes)
-            tokens[np.repeat(is_here, pieces.sizes)] = self._tokens.read(shard, places)
-        return tokens
+            values[np.repeat(is_here, pieces.sizes)] = read(shard, places)
+        return values
 
 
 def _cut(

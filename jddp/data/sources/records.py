@@ -16,7 +16,7 @@ from jddp.data.extras import import_extra
 from jddp.data.source import DataSource, source_of_parts
 from jddp.data.sources.datasets_library import caching, quiet_datasets
 from jddp.data.sources.decoded_rows import StoredRows, decoded_rows
-from jddp.data.sources.mapped import refusing_damage, require_file
+from jddp.data.sources.mapped import files_of, refusing_damage
 from jddp.errors import DataError, Error
 from jddp.names import resolve_target
 
@@ -27,7 +27,7 @@ def parquet(
     """The source of Parquet files in a directory, with these columns (None for all)."""
 
     def read(part: str) -> StoredRows:
-        files = _files(directory, part, "parquet")
+        files = [str(path) for path in files_of(directory, part, ".parquet")]
         where = f"{directory}/{part}*.parquet"
         try:
             with quiet_datasets() as datasets, caching(directory):
@@ -35,7 +35,11 @@ def parquet(
         except Error:
             raise
         except Exception:  # damaged files can raise anything
-            with refusing_damage(_first_damaged(files) or where, "Parquet file"):
+            arrow = import_extra("pyarrow.parquet", needed_by="parquet")
+            for path in files:  # the first that is incomplete
+                with refusing_damage(path, "Parquet file"):
+                    arrow.read_table(path)
+            with refusing_damage(where, "Parquet file"):
                 raise
         return decoded_rows(rows, where)
 
@@ -47,7 +51,7 @@ def array_record(*, directory: Path, decode: str, test_share: float | None = Non
 
     def read(part: str) -> StoredRows:
         grain = import_extra("grain", needed_by="array_record")
-        files = _files(directory, part, "array_record")
+        files = [str(path) for path in files_of(directory, part, ".array_record")]
         where = f"{directory}/{part}*.array_record"
         function = resolve_target(decode, key="data.kwargs.decode")
         with refusing_damage(where, "ArrayRecord file"):
@@ -58,22 +62,3 @@ def array_record(*, directory: Path, decode: str, test_share: float | None = Non
         return StoredRows(records, where, function)
 
     return source_of_parts(f"array_record {directory}", read, test_share)
-
-
-def _files(root: Path, part: str, ending: str) -> list[str]:
-    if not (files := sorted(root.glob(f"{part}*.{ending}"))):
-        raise DataError(f"{root}: no files {part}*.{ending}. They are needed; see data.dir.")
-    for path in files:
-        require_file(path)
-    return [str(path) for path in files]
-
-
-def _first_damaged(files: Sequence[str]) -> str | None:
-    """The first of these Parquet files that is incomplete."""
-    parquet = import_extra("pyarrow.parquet", needed_by="parquet")
-    for path in files:
-        try:
-            parquet.read_table(path)
-        except Exception:
-            return path
-    return None

@@ -18,14 +18,13 @@ import numpy as np
 
 from jddp.data.examples import ArrayExamples, NumpyBatch
 from jddp.data.extras import import_extra
-from jddp.data.source import DataSet, DataSource, make_data_set, spec_of
+from jddp.data.source import DataSource, make_data_set, spec_of
 from jddp.data.sources.columns import ENDINGS, MISSING, Columns, read_columns
-from jddp.data.sources.encoding import Encoding, encoding_of
-from jddp.data.split import check_share, refuse_empty, rows_for_testing
-from jddp.errors import ConfigError, DataError
+from jddp.data.sources.encoding import FILL, Encoding, encoding_of
+from jddp.data.sources.mapped import files_of
+from jddp.data.split import selected_parts
+from jddp.errors import ConfigError, check_choice
 
-TASKS = ("classification", "regression")
-FILL = "fill_missing"
 _NUM_NAMED = 10  # classes in the description
 
 
@@ -61,24 +60,33 @@ def table_in_files(
       DataError: If a file is missing or damaged, lacks a column, has text where numbers are
         needed, or a category or class that only the test part has.
     """
-    _check(inputs, categorical, target, normalize=normalize, task=task, unseen=unseen)
+    _check(inputs, categorical, target)
+    check_choice("data.kwargs.normalize", normalize, (True, False, FILL))
+    check_choice("data.kwargs.task", task, (None, "classification", "regression"))
+    check_choice("data.kwargs.unseen", unseen, ("error", "reserve"))
     import_extra("pyarrow", needed_by="table")
     names = [*inputs, target]
-    training, testing = _parts(directory, names, test_share)
-    encoding = encoding_of(
-        training,
-        inputs,
-        categorical,
-        normalize=bool(normalize),
-        reserves_unseen=unseen == "reserve",
-        fills_missing=normalize == FILL,
+    training, testing = selected_parts(
+        lambda part: read_columns(files_of(directory, part, *ENDINGS), names), test_share
     )
+    encoding = encoding_of(training, inputs, categorical, normalize=normalize, unseen=unseen)
     classes = _classes(training, target, task)
     parts = [
         encoding.arrays(part) | _targets(part, target, classes) for part in (training, testing)
     ]
     counts = _counts(parts[0]["label"], classes) if classes else ""
-    data = _data_set(f"table {directory}{counts}", parts, encoding, classes)
+    kept = encoding.to_json()
+    digest = sha256(repr((kept, classes)).encode())
+    for part in parts:
+        for array in part.values():
+            digest.update(array.tobytes())
+    data = make_data_set(
+        f"table {directory}{counts}",
+        *parts,
+        sha256_hex=digest.hexdigest(),
+        classes=classes,
+        encoding=kept,
+    )
     return DataSource(
         spec_of(data.train),
         lambda: data,
@@ -96,15 +104,7 @@ def rows_in(path: Path, encoding: Encoding) -> ArrayExamples:
     return ArrayExamples(encoding.arrays(read_columns([path], encoding.columns)))
 
 
-def _check(
-    inputs: Sequence[str],
-    categorical: Sequence[str],
-    target: str,
-    *,
-    normalize: bool | str,
-    task: str | None,
-    unseen: str,
-) -> None:
+def _check(inputs: Sequence[str], categorical: Sequence[str], target: str) -> None:
     if not inputs or len({*inputs, target}) != len(inputs) + 1:
         raise ConfigError(
             f"data.kwargs.inputs: {[*inputs]} with target {target!r}. Name at least one column, "
@@ -112,37 +112,6 @@ def _check(
         )
     if others := sorted({*categorical} - {*inputs}):
         raise ConfigError(f"data.kwargs.categorical: {others[0]!r} is no input. Add it to inputs.")
-    if normalize not in (True, False, FILL):
-        raise ConfigError(f"data.kwargs.normalize: {normalize!r}. Choose true, false or {FILL}.")
-    if task not in (None, *TASKS):
-        raise ConfigError(f"data.kwargs.task: {task!r}. Choose one of {', '.join(TASKS)}.")
-    if unseen not in ("error", "reserve"):
-        raise ConfigError(f"data.kwargs.unseen: {unseen!r}. Choose 'error' or 'reserve'.")
-
-
-def _parts(
-    directory: Path, names: Sequence[str], test_share: float | None
-) -> tuple[Columns, Columns]:
-    """The rows for training, and the rows for testing."""
-    if test_share is None:
-        train, test = (read_columns(_files(directory, part), names) for part in ("train", "test"))
-        return train, test
-    check_share(test_share)
-    rows = read_columns(_files(directory, ""), names)
-    is_test = rows_for_testing(len(rows), test_share)
-    refuse_empty(is_test, test_share)
-    return rows.where(~is_test), rows.where(is_test)
-
-
-def _files(directory: Path, part: str) -> list[Path]:
-    """The files of a part, in the order of their names."""
-    found = [path for ending in ENDINGS for path in sorted(directory.glob(f"{part}*{ending}"))]
-    if not found:
-        raise DataError(
-            f"{directory}: no files {part}*.csv or {part}*.parquet. Add them; or give "
-            "data.kwargs.test_share, which splits any files."
-        )
-    return found
 
 
 def _classes(training: Columns, target: str, task: str | None) -> list[str]:
@@ -150,12 +119,13 @@ def _classes(training: Columns, target: str, task: str | None) -> list[str]:
 
     A missing entry is no class: it is refused where the entries are numbered.
     """
+    if task == "regression":
+        return []
     is_numeric = training.is_numeric(target)
     if task is None and is_numeric:
         numbers = training.numbers([target], allows_missing=True)[target]
-        task = "regression" if (numbers != np.round(numbers)).any() else None
-    if task == "regression":
-        return []
+        if (np.nan_to_num(numbers) % 1).any():
+            return []
     missing = MISSING if is_numeric else ("",)
     return [name for name in training.categories(target) if name not in missing]
 
@@ -167,21 +137,8 @@ def _targets(part: Columns, target: str, classes: Sequence[str]) -> NumpyBatch:
 
 
 def _counts(labels: np.ndarray, classes: Sequence[str]) -> str:
-    """Words on the number of training rows of each class, the rarest first."""
+    """Words on the number of training rows of the rarest classes."""
     counts = np.bincount(labels, minlength=len(classes))
-    order = np.argsort(counts, kind="stable")[:_NUM_NAMED]
-    named = ", ".join(f"{classes[i]!r} {counts[i]:,}" for i in order)
-    more = f" and {len(classes) - _NUM_NAMED:,} more" if len(classes) > _NUM_NAMED else ""
-    return f", classes {named}{more}"
-
-
-def _data_set(
-    name: str, parts: Sequence[NumpyBatch], encoding: Encoding, classes: Sequence[str]
-) -> DataSet:
-    digest = sha256(repr((encoding.to_json(), [*classes])).encode())
-    for part in parts:
-        for array in part.values():
-            digest.update(array.tobytes())
-    return make_data_set(
-        name, *parts, sha256_hex=digest.hexdigest(), classes=classes, encoding=encoding.to_json()
-    )
+    rarest = np.argsort(counts, kind="stable")[:_NUM_NAMED]
+    named = ", ".join(f"{classes[i]!r} {counts[i]:,}" for i in rarest)
+    return f", {len(classes)} classes, of which {named}"

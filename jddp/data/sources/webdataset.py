@@ -37,9 +37,9 @@ from jddp.data.sources.images import (
     decode_image,
     decode_images,
 )
-from jddp.data.sources.mapped import refusing_damage
+from jddp.data.sources.mapped import files_of, refusing_damage
 from jddp.data.sources.tar_samples import Samples, find_samples
-from jddp.data.split import refuse_empty, rows_for_testing
+from jddp.data.split import selected_parts
 from jddp.data.transforms import Transformed
 from jddp.errors import ConfigError, DataError
 
@@ -269,7 +269,10 @@ def webdataset(
     def scaled(part: WebDatasetExamples) -> Examples:
         return Transformed(part, normalize(mean, std)) if is_of_images else part
 
-    training, testing = _parts(directory, [member.endings for member in found], test_share)
+    endings = [member.endings for member in found]
+    training, testing = selected_parts(
+        lambda part: find_samples(_shards(directory, part), endings), test_share
+    )
     train, test = examples(training, 0.0), examples(testing, TEST_MARGIN)
     digest = sha256((train.fingerprint() + test.fingerprint()).encode())
     sizes = _sizes(directory, train.labels, test.labels, num_classes)
@@ -280,19 +283,6 @@ def webdataset(
     return DataSource(spec_of(data.train), lambda: data, augment, sizes)
 
 
-def _parts(
-    directory: Path, endings: Sequence[Sequence[str]], test_share: float | None
-) -> tuple[Samples, Samples]:
-    """The samples for training, and the samples for testing."""
-    if test_share is None:
-        train, test = (find_samples(_shards(directory, x), endings) for x in ("train", "test"))
-        return train, test
-    samples = find_samples(_shards(directory, ""), endings)
-    is_test = rows_for_testing(len(samples), test_share)
-    refuse_empty(is_test, test_share)
-    return samples.where(~is_test), samples.where(is_test)
-
-
 def _shards(directory: Path, part: str) -> list[Path]:
     """The tar files of a part, in the order of their names."""
     for ending in PACKED:
@@ -301,12 +291,7 @@ def _shards(directory: Path, part: str) -> list[Path]:
                 f"{packed[0]}: a packed tar file can only be read from its start. Unpack it into "
                 "a .tar file."
             )
-    if not (found := sorted(directory.glob(f"{part}*.tar"))):
-        raise DataError(
-            f"{directory}: no files {part}*.tar. Add them; or give data.kwargs.test_share, which "
-            "splits any tar files."
-        )
-    return found
+    return files_of(directory, part, ".tar")
 
 
 def _sizes(

@@ -498,7 +498,7 @@ def test_a_file_that_is_missing_truncated_or_altered_is_named_and_nothing_takes_
 ):
     for directory, message in (
         (tmp_path / "absent", r"absent: no such directory, .* dataset-fashion-mnist"),
-        (tmp_path, r"t10k-images-idx3-ubyte\.gz: No such file"),
+        (tmp_path, r"t10k-images-idx3-ubyte\.gz: no such file"),
     ):
         with pytest.raises(DataError, match=message):
             make_source("fashion_mnist", source="full", directory=str(directory)).load()
@@ -510,8 +510,8 @@ def test_a_file_that_is_missing_truncated_or_altered_is_named_and_nothing_takes_
     altered = parse_idx(gzip.decompress(sound[labels])).copy()
     altered[17] += 1
     for name, damaged, message in (
-        (labels, None, r"t10k-labels-idx1-ubyte\.gz: No such file"),
-        (images, sound[images][:-1000], r"truncated or altered: .* not a whole gzip file"),
+        (labels, None, r"t10k-labels-idx1-ubyte\.gz: no such file"),
+        (images, sound[images][:-1000], r"images-idx3-ubyte\.gz: not a whole gzip file"),
         (labels, script.pack(altered), r"labels-idx1-ubyte\.gz: altered: unpacked, its sha256 is"),
     ):
         path = tmp_path / name
