@@ -11,7 +11,7 @@ import numpy as np
 
 from jddp.data.examples import Examples, NumpyBatch
 from jddp.data.transforms import Transform, as_stored, namespace_of
-from jddp.errors import DataError
+from jddp.errors import ConfigError, DataError
 from jddp.typing import JsonObject
 
 IMAGES = ("image", "other_image")
@@ -102,7 +102,13 @@ class CropAndFlip:
 
 
 def normalize(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Transform:
-    """The normalization with these numbers, of which each may be a list."""
+    """The normalization with these numbers, of which each may be a list.
+
+    Raises:
+      ConfigError: If a standard deviation is not positive.
+    """
+    if not (np.asarray(std) > 0).all():
+        raise ConfigError(f"normalize: std {std} divides pixels. Give positive numbers.")
     return Normalize(*(tuple(x) if isinstance(x, Sequence) else x for x in (mean, std)))
 
 

@@ -8,7 +8,7 @@ The number of a row decides, and no seed: a row stays on its side when others ar
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -41,17 +41,7 @@ class Subset:
         return self.examples.take(self.rows[indices])
 
 
-class Selectable(Protocol):
-    """Rows of which some can be selected."""
-
-    def __len__(self) -> int:
-        """The number of rows."""
-
-    def where(self: "Rows", is_wanted: np.ndarray) -> "Rows":
-        """The rows at which `is_wanted` holds."""
-
-
-Rows = TypeVar("Rows", bound=Selectable)
+_Rows = TypeVar("_Rows", bound=Any)  # with `__len__` and `where(is_wanted)`
 
 
 def check_share(test_share: float) -> None:
@@ -94,7 +84,7 @@ def hold_back(examples: Examples, test_share: float) -> tuple[Examples, Examples
     return train, test
 
 
-def selected_parts(read: Callable[[str], Rows], test_share: float | None) -> tuple[Rows, Rows]:
+def selected_parts(read: Callable[[str], _Rows], test_share: float | None) -> tuple[_Rows, _Rows]:
     """The rows for training, and the rows for testing.
 
     Args:

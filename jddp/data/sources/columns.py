@@ -33,7 +33,6 @@ MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null", "None")
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(?i:inf|infinity)$"
 _WHOLE = re.compile(r"^(-?(?:0|[1-9][0-9]*))\.0*$")  # "1.0"
 _FILL = "missing inputs can be the training mean: data.kwargs.normalize=fill_missing"
-_NUM_LISTED = 3  # rows of a column in an error
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Columns:
 
     def where(self, is_wanted: np.ndarray) -> "Columns":
         """The rows at which `is_wanted` holds."""
-        columns = self.columns.filter(import_extra("pyarrow", needed_by="table").array(is_wanted))
+        columns = self.columns.filter(_arrow().array(is_wanted))
         return Columns(self.files, self.starts, self.rows[is_wanted], columns)
 
     def is_numeric(self, name: str) -> bool:
@@ -114,7 +113,8 @@ class Columns:
         """The different entries of a column: in the order of numbers if all are whole numbers."""
         unique = sorted(self.texts(name).unique().to_pylist(), reverse=True)
         names = {_canonical(text): text for text in unique}.values()
-        return sorted(names, key=int) if all(map(_is_whole, names)) else sorted(names)
+        are_whole = all(re.fullmatch("-?[0-9]+", name) for name in names)
+        return sorted(names, key=int if are_whole else None)
 
     def numbers_of(
         self, name: str, categories: Sequence[str], *, unseen: int | None = None
@@ -141,8 +141,7 @@ class Columns:
             rule = f"none of the {len(categories)} categories of the training part"
             self._refuse({name: np.flatnonzero(is_unseen)}, rule)
         elif is_unseen.all():
-            example = unique[0].as_py()
-            log.warning("%s: %r has no known category, but %r.", self.files[0], name, example)
+            log.warning("%s: column %r has no category of the training part.", self.files[0], name)
         return np.where(is_unseen, np.int32(unseen or 0), found)
 
     def _refuse(self, wrong: Mapping[str, np.ndarray], rule: str) -> None:
@@ -153,7 +152,7 @@ class Columns:
         file, number = self._place(row)
         counts = [
             f"{len(rows):,} in {name!r}, first "
-            + ", ".join(f"{at.name} {n:,}" for at, n in map(self._place, rows[:_NUM_LISTED]))
+            + ", ".join(f"{at.name} {n:,}" for at, n in map(self._place, rows[:3]))
             for name, rows in found.items()
         ]
         raise DataError(
@@ -253,7 +252,3 @@ def _cast(files: Sequence[Path], name: str, column: Any, kind: str) -> Any:
 
 def _arrow() -> Any:
     return import_extra("pyarrow", needed_by="table")
-
-
-def _is_whole(text: str) -> bool:
-    return text.removeprefix("-").isdecimal() and text.isascii()

@@ -25,8 +25,6 @@ from jddp.data.sources.mapped import files_of
 from jddp.data.split import selected_parts
 from jddp.errors import ConfigError, check_choice
 
-_NUM_NAMED = 10  # classes in the description
-
 
 def table_in_files(
     *,
@@ -139,6 +137,6 @@ def _targets(part: Columns, target: str, classes: Sequence[str]) -> NumpyBatch:
 def _counts(labels: np.ndarray, classes: Sequence[str]) -> str:
     """Words on the number of training rows of the rarest classes."""
     counts = np.bincount(labels, minlength=len(classes))
-    rarest = np.argsort(counts, kind="stable")[:_NUM_NAMED]
+    rarest = np.argsort(counts, kind="stable")[:10]
     named = ", ".join(f"{classes[i]!r} {counts[i]:,}" for i in rarest)
     return f", {len(classes)} classes, of which {named}"

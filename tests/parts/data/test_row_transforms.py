@@ -11,7 +11,7 @@ from jddp.data.image_arrays import image_examples
 from jddp.data.image_transforms import CropAndFlip, FlipAndShift, Normalize, normalize
 from jddp.data.split import Subset
 from jddp.data.transforms import Chain, Transformed, as_stored
-from jddp.errors import DataError
+from jddp.errors import ConfigError, DataError
 from jddp.typing import TRANSFORM
 
 SIZE = 12
@@ -184,6 +184,12 @@ def test_half_of_the_examples_are_cut_if_both_are_asked_for():
     batch = next(batches_of(on_device=True, mix=Mix(mixup=0.2, cutmix=1.0)))
     assert 8 <= batch["mix"][:, 0].sum() <= 24  # three standard deviations of 32 draws
     assert set(batch["mix"][:, 0]) == {0, 1}
+
+
+@pytest.mark.parametrize("std", [0, -0.5, float("nan"), [0.2, 0.0, 0.2]])
+def test_a_standard_deviation_that_is_not_positive_is_refused(std):
+    with pytest.raises(ConfigError, match="normalize: std"):
+        normalize(0.5, std)
 
 
 def test_lists_of_means_are_kept_as_values_that_can_be_compared():

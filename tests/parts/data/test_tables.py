@@ -247,7 +247,7 @@ def test_booleans_and_whole_numbers_are_the_same_categories_in_each_format(tmp_p
     )
     found = rows_of(rows_in(tmp_path / "new.csv", Encoding(**data.encoding)))["categories"]
     assert found.tolist() == [[2, 4, 0], [2, 4, 1]]
-    assert ["'floor' has no known" in message for message in caplog.messages] == [False, True]
+    assert ["'floor' has no category" in message for message in caplog.messages] == [False, True]
 
 
 def test_a_run_whose_categories_were_written_otherwise_finds_them(folder):
