@@ -97,7 +97,6 @@ def selected_parts(read: Callable[[str], _Rows], test_share: float | None) -> tu
     """
     if test_share is None:
         return read("train"), read("test")
-    check_share(test_share)
     rows = read("")
     is_test = rows_for_testing(len(rows), test_share)
     return rows.where(~is_test), rows.where(is_test)

@@ -168,9 +168,10 @@ class Numerics:
         outputs = num_outputs(self._ddp, batch) or 1
         for name in LABELS if outputs > 1 and isinstance(batch, Mapping) else ():
             x = batch.get(name, np.zeros(1))
-            if x.dtype.kind in "iu" and (highest := int(x.max())) >= outputs:
+            lowest, highest = x.min(), x.max()
+            if x.dtype.kind in "iu" and not 0 <= lowest <= highest < outputs:
                 return (
-                    f"{name!r} goes up to {highest} there, but the model has {outputs} outputs, "
+                    f"{name!r} is {lowest} to {highest} there; the model has {outputs} outputs, "
                     f"for 0 to {outputs - 1}: raise num_classes or vocab_size, or fix the data"
                 )
         return ""

@@ -21,6 +21,7 @@ from jddp.errors import NumericsError
 from jddp.files import SameFolder
 from jddp.trainer.numerics import Numerics, Sent, write_evidence
 from jddp.trainer.spikes import Spikes
+from jddp.zoo.losses import cross_entropy
 
 
 def wrapped(model=None, loss=loss_fn, **options):
@@ -243,15 +244,12 @@ def test_the_evidence_names_examples_where_batches_know_them(tmp_path, skip, rep
         np.testing.assert_array_equal(rows["y"], make_batch(40)["y"][report["examples"]])
 
 
+@pytest.mark.parametrize("wrong", [4, -1])
 @pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True, "mesh": 4}])
-def test_labels_beyond_the_outputs_are_named_before_the_learning_rate(options):
-    def cross_entropy(model, batch, train):
-        logits = model(batch["x"], train=train)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-
-    batch = {"x": make_batch(8)["x"], "label": np.array([0, 1, 2, 3, 4, 0, 0, 0], np.int32)}
+def test_labels_beyond_the_outputs_are_named_before_the_learning_rate(options, wrong):
+    batch = {"x": make_batch(8)["x"], "label": np.array([0, 1, 2, 3, wrong, 0, 0, 0], np.int32)}
     ddp = wrapped(loss=cross_entropy, **{"skip_nonfinite": False, **options})
-    message = "'label' goes up to 4 there.*4 outputs, for 0 to 3"
+    message = f"'label' is {min(0, wrong)} to {max(3, wrong)} there.*4 outputs, for 0 to 3"
     with pytest.raises(NumericsError, match=message) as caught:
         jddp.fit(ddp, [batch] * 3, num_steps=3, checks=skips(2))
     assert "learning rate" not in str(caught.value)
