@@ -38,7 +38,7 @@ def counted_labels(
             "negative ones. Classes count from 0: leave such examples out, or give all a 'mask', "
             "with 0 for these."
         )
-    return labels[rows], counts[rows]
+    return labels[rows].astype(np.int64), counts[rows]
 
 
 def balanced_weights(

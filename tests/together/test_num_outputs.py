@@ -157,6 +157,14 @@ def test_a_label_of_minus_one_is_refused_at_the_start_with_its_row(tmp_path, nam
         build(made)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int8", "int64"])
+def test_labels_of_any_whole_numbers_are_counted(tmp_path, dtype):
+    labels = LABELS.astype(dtype)
+    made = rows_in(tmp_path, "npz", train=labels, test=labels + labels.dtype.type(8))
+    with pytest.raises(ConfigError, match="10 outputs, and num_classes of the data is 11"):
+        build(made)
+
+
 def test_negative_labels_that_no_loss_of_jddp_counts_are_fine(tmp_path):
     mask = (np.arange(16) < 12).astype(np.float32)
     build(rows_in(tmp_path, "npz", train=LABELS, test=UNLABELLED, mask=("test", mask)))

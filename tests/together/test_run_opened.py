@@ -228,7 +228,7 @@ def test_rows_of_a_file_are_predicted_in_their_order(here, capsys):
     names = [f"probability.{i}" for i in range(10)]
     assert head == ["label", *names, *(f"predictions.{i}" for i in range(10))]
     assert [int(x) for x in labels] == want.argmax(-1).tolist()
-    arrays = np.load("a.npz", allow_pickle=False)
+    arrays = dict(np.load("a.npz", allow_pickle=False))
     rows = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
     for got in (
         np.array(probabilities, np.float32),
