@@ -31,14 +31,14 @@ def counted_labels(
     mask = column_of(examples, "mask", reads=column_of(examples, "label") is None)
     if mask is not None:
         counts = counts * (mask > 0).reshape(len(mask), -1).any(1)
-    rows = np.flatnonzero(counts)
-    if len(wrong := rows[labels[rows] < 0]):
+    is_counted = counts > 0
+    if len(wrong := np.flatnonzero(is_counted & (labels < 0))):
         raise DataError(
             f"{part}: the label of example {wrong[0]} is {labels[wrong[0]]}, one of {len(wrong):,} "
             "negative ones. Classes count from 0: leave such examples out, or give all a 'mask', "
             "with 0 for these."
         )
-    return labels[rows].astype(np.int64), counts[rows]
+    return labels[is_counted].astype(np.int64), counts[is_counted]
 
 
 def balanced_weights(
@@ -54,7 +54,7 @@ def balanced_weights(
     Raises:
       DataError: If a class has no example.
     """
-    counts = np.bincount(labels, frequencies, num_classes)
+    counts = np.bincount(labels, frequencies, max(1, num_classes))
     if not counts.all():
         raise DataError(
             f"loss.class_weights=balanced: class {int(counts.argmin())} has no training example. "

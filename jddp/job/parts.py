@@ -210,7 +210,7 @@ def with_labels(parts: Parts, data: DataSet, order: ExampleOrder) -> tuple[Parts
     if weights is None:
         return parts, int(highest) + 1
     num_classes = parts.source.sizes.get("num_classes", 0)
-    if "label" not in spec or spec["label"][1].kind not in "iu":
+    if "label" not in spec or spec["label"][0] != () or spec["label"][1].kind not in "iu":
         raise ConfigError(f"{key}: the data have no classes. Leave them out.")
     if weights == "balanced":
         weights = balanced_weights(labels, num_classes, frequencies)

@@ -121,7 +121,7 @@ def _cross_entropy(
         losses = optax.softmax_cross_entropy(logits, targets)
     else:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    num_classes = min(size, len(weights or range(size)))
+    num_classes = size if weights is None else min(size, len(weights))
     # Negative labels would count from the last class.
     return jnp.where((labels >= 0) & (labels < num_classes), losses, jnp.nan)
 

@@ -116,9 +116,17 @@ def test_a_run_keeps_its_balanced_weights_and_evaluates_with_them(config):
     assert train(config).step == 1  # the same config again resumes
 
 
+def test_balanced_weights_of_rows_without_a_class_or_all_masked_out_are_refused(tmp_path):
+    with pytest.raises(DataError, match="class 0 has no training example"):
+        build(arrays_in(tmp_path, mask=np.zeros(1000)))
+    with pytest.raises(ConfigError, match="have no classes"):
+        build(arrays_in(tmp_path, label=np.zeros((1000, 2), int)))
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"loss.kwargs": {"class_weights": [1, 2, 3]}}, "as loss.class_weights"),
         ({"loss.class_weights": [1, 2]}, "2 weights for 3 classes"),
         ({"loss.class_weights": [1, 2, -1]}, "loss.class_weights"),
         ({"loss.name": "mean_squared_error", "loss.class_weights": "balanced"}, "cross_entropy"),
