@@ -66,9 +66,9 @@ class Metric:
     A loss returns it in the place of an array. In training it is left out.
 
     Attributes:
-      values: A tree of arrays that begin with the dims of the losses, `(b, ...)`. They are summed
-        over those dims, where the mask is not 0, over replicas and over batches: on the host in
-        int64 and float64.
+      values: A tree of arrays that begin with the dims of the losses, `(b, ...)`, or have fewer.
+        They are summed over those dims, where the mask is not 0, over replicas and over batches:
+        whole numbers in int64, others in float32 on a device and in float64 on the host.
       compute: Function `compute(sums, count)`, called on the host with the tree of sums, as numpy
         arrays without those dims, and the number of valid entries (of the tree's first array). It
         returns a number or an array.
@@ -84,7 +84,7 @@ class Sum:
     """A weighted sum and the sum of its weights; their quotient is the mean.
 
     Attributes:
-      total: Scalar, or the tree of arrays of a `Metric`.
+      total: Scalar, or the tree of a `Metric`, of arrays and `_Whole`.
       count: Scalar.
       is_scalar: Whether replicas gave one mean each, and so are weighted equally.
       is_maskable: Whether rows of padding can be left out of it.
@@ -134,7 +134,7 @@ def weigh(
             f"Metric name {taken[0]!r} is jddp's own, as are {', '.join(RESERVED)}. Rename the "
             "metric."
         )
-    num_dims = max(1, *(jnp.ndim(x) for x in jax.tree.leaves(losses)))
+    leading = max(map(jnp.shape, jax.tree.leaves(losses)), key=len)
     sums = {}
     for name, x in {"loss": losses, **metrics}.items():
         if isinstance(x, Mean):
@@ -142,7 +142,7 @@ def weigh(
         elif not isinstance(x, Metric):
             sums[name] = _sum(name, x, mask, 1.0 if train else float(num_rows))
         elif not train:
-            sums[name] = _sum_tree(name, x, mask, num_dims)
+            sums[name] = _sum_tree(name, x, mask, leading)
     return sums
 
 
@@ -178,23 +178,62 @@ def _sum(name: str, values: Array, mask: Array | None, scalar_count: float) -> S
     return Sum(total, weights.sum(), num_entries=values.size)
 
 
-def _sum_tree(name: str, metric: Metric, mask: Array | None, num_dims: int) -> Sum:
-    """Sums of a metric over the dims of the losses; whole numbers stay whole."""
+def _sum_tree(name: str, metric: Metric, mask: Array | None, leading: tuple[int, ...]) -> Sum:
+    """Sums of a metric over the dims of the losses, or over rows; whole numbers stay whole."""
 
-    def add_up(x: Array) -> tuple[Array, Array]:
-        shape = x.shape[:num_dims]
+    def add_up(x: Array) -> tuple[Any, Array]:
+        shape = x.shape[: len(leading) or 1]
+        if leading and shape != leading[: len(shape)]:
+            raise ConfigError(
+                f"{name!r} has shape {x.shape}, and the losses have {leading}: a jddp.Metric is "
+                "summed over the dims of the losses. Begin with them; or return a jddp.Mean of "
+                "sums and counts per row as the losses."
+            )
         weights = jnp.ones(shape) if mask is None else _align(name, shape, mask)
-        dims = tuple(range(len(shape)))
-        # int32, or int64 where JAX has it.
-        x = x.astype(int) if x.dtype.kind in "biu" else _widened(x)
         counts = jnp.expand_dims(weights > 0, tuple(range(len(shape), x.ndim)))
-        return jnp.where(counts, x, 0).sum(dims), weights.sum()
+        is_whole, dims = x.dtype.kind in "biu", tuple(range(len(shape)))
+        x = jnp.where(counts, x if is_whole else _widened(x), 0)
+        return _sum_whole(x, dims) if is_whole else x.sum(dims), weights.sum()
 
     leaves, treedef = jax.tree.flatten(metric.values)
     if not leaves or any(jnp.ndim(x) == 0 for x in leaves):
         raise ConfigError(f"{name!r} holds a scalar, or nothing. Its values need a dim for rows.")
     totals, counts = zip(*map(add_up, map(jnp.asarray, leaves)), strict=True)
     return Sum(jax.tree.unflatten(treedef, totals), counts[0], compute=metric.compute)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """Whole numbers of 64 bits, which JAX lacks by default; sums of up to 2^16 arrays are exact.
+
+    Attributes:
+      digits: Digits of each to the base 2^16 in its last dim, the lowest first, in uint32. A number
+        below zero has those of its two's complement.
+    """
+
+    digits: Any
+
+    def on_host(self) -> np.ndarray:
+        """The numbers in int64."""
+        places = np.arange(0, 64, 16, dtype=np.uint64)
+        return (self.digits.astype(np.uint64) << places).sum(-1, dtype=np.uint64).astype(np.int64)
+
+
+def _sum_whole(x: Array, dims: tuple[int, ...]) -> Any:
+    """Sums whole numbers exactly: in int64 where JAX has it, else in two words of 32 bits."""
+    if jax.dtypes.canonicalize_dtype(int).itemsize == 8:
+        return x.astype(int).sum(dims)
+
+    def add(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        low = a[0] + b[0]
+        return low, a[1] + b[1] + (low < a[0]).astype(low.dtype)
+
+    zero = jnp.uint32(0)
+    words = x.astype(jnp.uint32), jnp.where(x < 0, ~zero, zero)
+    low, high = lax.reduce(words, (zero, zero), add, dims)
+    halves = [half for x in (low, high) for half in (x & 0xFFFF, x >> 16)]
+    return _Whole(jnp.stack(halves, axis=-1))
 
 
 def _widened(x: Array) -> Array:
@@ -293,7 +332,8 @@ class Totals:
                 f"Metric {differ[0]!r} is returned for some batches and not for others. Return the "
                 "same metrics for each."
             )
-        for name, x in jax.tree.map(_widen, jax.device_get(sums)).items():
+        sums = jax.tree.map(_widen, jax.device_get(sums), is_leaf=lambda x: isinstance(x, _Whole))
+        for name, x in sums.items():
             if before := self._sums.get(name):
                 total = jax.tree.map(np.add, before.total, x.total)
                 x = dataclasses.replace(x, total=total, count=before.count + x.count)
@@ -310,7 +350,9 @@ class Totals:
         return values
 
 
-def _widen(x: np.ndarray) -> np.ndarray:
+def _widen(x: Any) -> np.ndarray:
+    if isinstance(x, _Whole):
+        return x.on_host()
     return np.asarray(x, np.float64 if x.dtype.kind == "f" else np.int64)
 
 

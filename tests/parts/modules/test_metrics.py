@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jddp
 from jddp.errors import ConfigError
 from jddp.modules.metrics import (
     Metric,
@@ -148,6 +149,51 @@ def test_whole_numbers_are_added_over_replicas_as_whole_numbers():
     totals = Totals()
     totals.add(jax.tree.map(lambda x: x[0], jax.vmap(replica, axis_name="data")(values[:, None])))
     assert totals.values()["n"] == 8 * (2**24 + 1)
+
+
+WHOLE = {
+    "each fits and their sum does not": np.full(64, 1_500_000_000, np.int32),
+    "above the largest int32": np.full(64, 3_000_000_000, np.uint32),
+    "the largest and the smallest": np.array([2**31 - 1, -(2**31), -(2**31)] * 50, np.int32),
+    "carries at every row": np.random.default_rng(0).integers(-(2**31), 2**31, 4096, np.int32),
+    "bytes": np.full(64, -128, np.int8),
+    "unsigned bytes": np.full(64, 255, np.uint8),
+    "bools": np.arange(64) % 3 == 0,
+}
+
+
+@pytest.mark.parametrize("values", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_whole_numbers_of_any_dtype_are_summed_as_numpy_sums_them_in_int64(values, num_replicas):
+    mask = np.arange(len(values)) % 5 > 0
+
+    def replica(x, mask):
+        whole = {"n": Metric(x[:, None, None], lambda total, count: total)}
+        masked = weigh(jnp.ones(len(x)), whole, mask=mask, train=False)["n"]
+        sums = {"masked": masked, "all": weigh(jnp.float32(1), whole, train=False)["n"]}
+        return sum_over_replicas(sums, axis="data")
+
+    rows = jax.tree.map(lambda x: x.reshape(num_replicas, -1), (values, mask))
+    sums = jax.jit(jax.vmap(replica, axis_name="data"))(*rows)
+    totals = Totals()
+    for _ in range(3):
+        totals.add(jax.tree.map(lambda x: x[0], sums))
+    want = {"masked": values[mask], "all": values}
+    found = totals.values()
+    assert found == {name: [[3 * x.sum(dtype=np.int64)]] for name, x in want.items()}
+
+
+def test_values_of_a_metric_begin_with_the_dims_of_the_losses_or_have_fewer():
+    """Confusions of rows, beside losses of tokens, were summed over their first class."""
+    losses, values = jnp.ones((8, 3)), {"pairs": jnp.ones((8, 4, 4), int)}
+    metric = Metric(values, lambda sums, count: sums["pairs"])
+    for found in (jnp.ones(8), jddp.Mean(losses.sum(1), losses.sum(1)), jnp.float32(1)):
+        assert reported([(found, metric, None)]) == np.full((4, 4), 8).tolist()
+    for wrong in (values, jnp.ones((8, 4)), [losses, values["pairs"]], jnp.ones((8, 4, 3))):
+        with pytest.raises(ConfigError, match="'metric' has shape .*the losses have"):
+            reported([(losses, Metric(wrong, lambda total, count: total), None)])
+    for right, want in ((jnp.ones(8), 8), (losses, 24), (jnp.ones((8, 3, 2)), [24, 24])):
+        assert reported([(losses, Metric(right, lambda total, count: total), None)]) == want
 
 
 @pytest.mark.parametrize("values", [jnp.float32(1), {}, {"a": jnp.ones(2), "b": 3.0}])
