@@ -127,9 +127,14 @@ def dtypes(jaxpr: Jaxpr) -> set[object]:
     return {v.aval.dtype for v in variables if hasattr(v.aval, "dtype")}
 
 
+def products(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """All products and convolutions, in their order."""
+    return [eqn for eqn in equations(jaxpr) if eqn.primitive.name in PRODUCTS]
+
+
 def coarse_products(jaxpr: Jaxpr) -> bool:
     """Whether a float32 product or convolution allows hardware to round its factors."""
-    return any(x.primitive.name in PRODUCTS and may_round(x) for x in equations(jaxpr))
+    return any(map(may_round, products(jaxpr)))
 
 
 def may_round(product: JaxprEqn) -> bool:

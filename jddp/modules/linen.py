@@ -18,7 +18,7 @@ from jddp.modules.all_rows import check_all_rows
 from jddp.modules.base import FlaxModel, is_saved, stream, takes_train
 from jddp.modules.batch_norm import Sync
 from jddp.modules.mesh_axes import MeshAxes
-from jddp.modules.precision import Casts
+from jddp.modules.precision import CASTS, with_casts
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 
@@ -40,6 +40,7 @@ class LinenModel(FlaxModel):
             params, model_state = self.split(run(self._streams(key), batch))
         return params, model_state or {}
 
+    @with_casts
     def train(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
     ) -> tuple[Any, ModelState]:
@@ -47,7 +48,7 @@ class LinenModel(FlaxModel):
         loss = functools.partial(self.call, loss_fn, train=True)
         run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *self._OFF)))
         is_synced = self.batch_norm == "sync"
-        casts = Casts(self.compute_dtype)
+        casts = CASTS.get()
         with casts.of_linen(), synced_linen(self.sync, is_synced=is_synced):
             variables = {"params": casts.narrow(params), **model_state}
             outputs, written = run(variables, batch, rngs=self._streams(key))
@@ -55,6 +56,7 @@ class LinenModel(FlaxModel):
             raise _lacks_statistics("the model")
         return outputs, {name: written.get(name, old) for name, old in model_state.items()}
 
+    @with_casts
     def evaluate(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
     ) -> Any:
@@ -68,7 +70,7 @@ class LinenModel(FlaxModel):
         loss = functools.partial(self.call, loss_fn, train=False)
         # Written values, such as a cache, are dropped.
         run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *kept)))
-        casts = Casts(self.compute_dtype)
+        casts = CASTS.get()
         try:
             with casts.of_linen():
                 return run({"params": casts.narrow(params), **model_state}, batch, rngs=streams)[0]

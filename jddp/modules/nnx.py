@@ -15,7 +15,7 @@ from jddp.modules.all_rows import check_all_rows
 from jddp.modules.base import FlaxModel, is_saved
 from jddp.modules.batch_norm import Sync
 from jddp.modules.mesh_axes import MeshAxes
-from jddp.modules.precision import Casts
+from jddp.modules.precision import CASTS, with_casts
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 
@@ -33,17 +33,16 @@ class NnxModel(FlaxModel):
         self._own = {"rngs": rngs, "rest": rest}
         self.values = params, self._own
 
+    @with_casts
     def train(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
     ) -> tuple[Any, ModelState]:
         """Runs the loss with a module of these values, in train mode."""
-        rngs = jax.tree.map(lambda leaf: _fold(leaf, key), model_state["rngs"])
-        casts = Casts(self.compute_dtype)
-        module = nnx.merge(self._graph, casts.narrow(params), rngs, model_state["rest"])
+        module = self._merge(params, model_state, key)
         module.train()
         sync_nnx(module, self.sync, is_synced=self.batch_norm == "sync")
-        with casts.of_nnx(module):
-            outputs = self.call(loss_fn, module, batch, train=True)
+        CASTS.get().of_nnx(module)
+        outputs = self.call(loss_fn, module, batch, train=True)
         parts: Any = nnx.split(module, nnx.Param, nnx.RngState, ...)
         _, own, _, left = parts
         if _paths(nnx.to_pure_dict(own)) != _paths(params):
@@ -55,16 +54,19 @@ class NnxModel(FlaxModel):
         rest = _like(model_state["rest"], nnx.to_pure_dict(left))
         return outputs, {"rngs": model_state["rngs"], "rest": rest}
 
+    @with_casts
     def evaluate(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
     ) -> Any:
         """Runs the loss with a module of these values, in eval mode."""
+        module = self._merge(params, model_state, key)
+        module.eval()
+        CASTS.get().of_nnx(module)
+        return self.call(loss_fn, module, batch, train=False)
+
+    def _merge(self, params: Params, model_state: ModelState, key: jax.Array) -> Any:
         rngs = jax.tree.map(lambda leaf: _fold(leaf, key), model_state["rngs"])
-        casts = Casts(self.compute_dtype)
-        state = {"rngs": rngs, "rest": model_state["rest"]}
-        module = self.rebuild(casts.narrow(params), state)
-        with casts.of_nnx(module):
-            return self.call(loss_fn, module, batch, train=False)
+        return nnx.merge(self._graph, CASTS.get().narrow(params), rngs, model_state["rest"])
 
     def split(self, values: PyTree) -> tuple[Params, ModelState]:
         """Splits a state by kinds of variables, or takes bare parameters."""

@@ -1,25 +1,32 @@
 """Mixed precision: parameters and state in float32, the arithmetic of a model in a narrower dtype.
 
-    casts = Casts(jnp.dtype("bfloat16"))
+    casts = CASTS.get()                               # in a method `with_casts`
     params = casts.narrow(params)                     # where the loss begins
     outputs = casts.call(model.__call__, *inputs)     # and where it calls the model
 
 What a loss calls of a model is traced in the scope "model", whether anything is cast or not.
 
-Inputs of the model are cast, and its outputs cast back, so that the loss, like batch
-statistics and the gradients of parameters, is in float32. Layers take the dtype of their inputs
-and parameters; a layer that names another dtype is refused. The policy is that of Micikevicius et
-al., "Mixed Precision Training", ICLR 2018, https://arxiv.org/abs/1710.03740.
+Layers with products cast what they get, and the model's outputs are cast back, so that the loss,
+like batch statistics and the gradients of parameters, is in float32. Inputs stay as they are until
+a layer casts them: arithmetic on coordinates or times would be wrong after it. A layer that names
+another dtype is refused. The policy is that of Micikevicius et al., "Mixed Precision Training",
+ICLR 2018, https://arxiv.org/abs/1710.03740.
+
+A product of the model's own takes the dtype of its factors. So an input that would make one wide,
+or an equation fail, is cast where the loss calls the model; `with_casts` finds out by tracing.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import itertools
+import operator
+import sys
+from collections.abc import Callable, Container
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +35,14 @@ from flax import linen as nn
 from flax import nnx
 
 from jddp.errors import ConfigError
+from jddp.jaxprs import dtype_of, products
 from jddp.typing import PyTree
 
 MODEL = "model"  # the scope of the equations of a model, inside those of its loss
+ALL = range(sys.maxsize)  # inputs, by number
+# Linen's layers with products; those of NNX are given the dtype.
+_LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.ConvLocal, nn.ConvTranspose, nn.Embed)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Casts:
@@ -38,11 +50,18 @@ class Casts:
 
     Args:
       dtype: Dtype of the arithmetic; None casts nothing.
+      kept: Numbers of floating inputs of the model that are not cast, in the order of its calls.
+        If there are none, layers of Linen take the dtype of what they get.
+
+    Attributes:
+      numbers: Numbers of the inputs to come.
     """
 
-    def __init__(self, dtype: np.dtype | None) -> None:
+    def __init__(self, dtype: np.dtype | None, kept: Container[int] = ALL) -> None:
         self._dtype = dtype
+        self._kept = kept
         self._is_inside = False
+        self.numbers = itertools.count()
 
     def narrow(self, tree: PyTree) -> PyTree:
         """The tree with floating arrays in the dtype of the arithmetic."""
@@ -55,10 +74,18 @@ class Casts:
         self._is_inside = True
         try:
             with jax.named_scope(MODEL):
-                outputs = method(*self.narrow(args), **self.narrow(kwargs))
-                return outputs if self._dtype is None else _cast(outputs, "float32")
+                if self._dtype is None:
+                    return method(*args, **kwargs)
+                args, kwargs = jax.tree.map(self._input, (args, kwargs))
+                return _cast(method(*args, **kwargs), "float32")
         finally:
             self._is_inside = False
+
+    def _input(self, x: Any) -> Any:
+        return x if not _is_floating(x) or next(self.numbers) in self._kept else self.narrow(x)
+
+    def _narrowed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return call(*self.narrow(args), **self.narrow(kwargs))
 
     def check(self, layer: Any, name: str) -> None:
         """Refuses a layer that has a dtype of its own.
@@ -85,13 +112,14 @@ class Casts:
                 self.check(layer, "/".join(layer.path))
             if self._dtype and isinstance(layer, nn.Embed) and context.method_name == "__call__":
                 call = partial(_cast_rows, layer, call, self._dtype)
+            if self._kept and isinstance(layer, _LAYERS):
+                call = partial(self._narrowed, call)
             return self.call(call, *args, **kwargs)
 
         return nn.intercept_methods(intercept)
 
-    @contextmanager
-    def of_nnx(self, module: nnx.Module) -> Iterator[None]:
-        """While open, the outermost methods of an NNX module cast; it is the step's own copy."""
+    def of_nnx(self, module: nnx.Module) -> None:
+        """Lets the outermost methods of an NNX module cast; it is the step's own copy."""
         for path, layer in nnx.iter_modules(module) if self._dtype is not None else ():
             given = getattr(layer, "dtype", self._dtype)
             # An Embed without a dtype takes that of its parameters; a BatchNorm's output would have
@@ -102,14 +130,57 @@ class Casts:
             if isinstance(layer, nnx.Embed):
                 layer.__class__ = _embedding_class(type(layer))
         module.__class__ = _casting_class(type(module))
-        token = _CASTS_HERE.set(self)
+
+
+CASTS: ContextVar[Casts] = ContextVar("casts")  # of the loss that runs
+
+
+def with_casts(method: _Method) -> _Method:
+    """Decorates a method of a model that runs a loss: `CASTS` are those of `compute_dtype`."""
+
+    @functools.wraps(method)
+    def run(model: Any, *given: Any) -> Any:
+        def once(casts: Casts) -> Any:
+            token = CASTS.set(casts)
+            try:
+                return method(model, *given)
+            finally:
+                CASTS.reset(token)
+
+        dtype = model.compute_dtype
+        return once(Casts(dtype) if dtype is None else Casts(dtype, _inputs_to_keep(once, dtype)))
+
+    return cast(_Method, run)
+
+
+def _inputs_to_keep(run: Callable[[Casts], Any], dtype: np.dtype) -> Container[int]:
+    """Finds inputs of a model that need not be cast where the loss calls it.
+
+    An input is cast if a product would be wider without, or the model could not be traced: some
+    equations, such as `lax.conv_general_dilated`, need factors of one dtype.
+    """
+
+    def wide_products(casts: Casts) -> list[bool]:
+        def traced() -> None:  # The outputs may be anything, and are checked later.
+            run(casts)
+
+        found = products(jax.make_jaxpr(traced)().jaxpr)
+        return [{*map(dtype_of, x.invars[:2])} != {dtype} for x in found]
+
+    all_cast = Casts(dtype, kept=())
+    fewest = wide_products(all_cast)
+
+    def fits(kept: Container[int]) -> bool:
         try:
-            yield
-        finally:
-            _CASTS_HERE.reset(token)
+            wide = wide_products(Casts(dtype, kept))
+        except Exception:  # An error of the model itself was raised by the trace before.
+            return False
+        return len(wide) == len(fewest) and all(map(operator.le, wide, fewest))
 
-
-_CASTS_HERE: ContextVar[Casts] = ContextVar("casts")
+    if fits(ALL):
+        return ALL
+    each = {i for i in range(next(all_cast.numbers)) if fits({i})}
+    return each if fits(each) else ()
 
 
 @functools.cache
@@ -119,7 +190,7 @@ def _casting_class(cls: Any) -> Any:
     def casting(function: Callable[..., Any]) -> Callable[..., Any]:
         def method(module: Any, *args: Any, **kwargs: Any) -> Any:
             # The module is a tree of arrays too, and stays as it is.
-            return _CASTS_HERE.get().call(partial(function, module), *args, **kwargs)
+            return CASTS.get().call(partial(function, module), *args, **kwargs)
 
         return functools.wraps(function)(method)
 
@@ -164,7 +235,8 @@ def _is_own(name: str) -> bool:
 
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:
-    def one(x: Any) -> Any:
-        return x.astype(dtype) if jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating) else x
+    return jax.tree.map(lambda x: x.astype(dtype) if _is_floating(x) else x, tree)
 
-    return jax.tree.map(one, tree)
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)

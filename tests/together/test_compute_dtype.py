@@ -4,10 +4,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax import lax
 from states import equal
 from sweeps import swept
 from tiny import MODELS, Of, loss_fn, make_batch, take_steps
@@ -26,6 +28,121 @@ def wrapped(model, loss=loss_fn, **options):
     return jddp.DataParallel(model, optax.sgd(0.1), loss, mesh=2, **options)
 
 
+TIMES = np.linspace(990, 999.9, 16).astype(np.float32)  # three different ones in bfloat16
+
+
+def sines(t):
+    return jnp.sin(t[:, None] * jnp.exp(-jnp.arange(8) / 2)[None])
+
+
+def multiples(t):
+    return jnp.stack([jnp.sin(t * 2.0**-k) for k in range(8)], axis=-1)
+
+
+def weight(module, *shape):
+    return module.param("w", nn.initializers.normal(), shape)
+
+
+def own_arithmetic(module, t, x):
+    return sines(t), sines(t) * weight(module, 1, 8) + nn.Dense(8)(x).mean(1)
+
+
+def layers(module, t, x):
+    seen = sines(t)
+    h = nn.Conv(8, (3,))(x) + nn.Dense(8)(seen)[:, None]
+    return seen, nn.Dense(3)(nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(h)).mean(1))
+
+
+def a_parameter_then_remat(module, t, x):
+    seen = jnp.sin(t[:, None] * weight(module, 1, 8))
+    return seen, nn.Dense(3)(nn.remat(nn.Dense)(8)(seen))
+
+
+def own_product_of_a_cast(module, t, x):
+    w = weight(module, 8, 3)
+    return multiples(t), multiples(t).astype(w.dtype) @ w
+
+
+def beside_an_own_convolution(module, t, x):
+    dims = ("NWC", "WIO", "NWC")
+    h = lax.conv_general_dilated(x, weight(module, 3, 4, 8), (1,), "SAME", dimension_numbers=dims)
+    return multiples(t), nn.Dense(3)(h.mean(1)) + nn.Dense(3)(multiples(t))
+
+
+def a_norm(module, t, x):
+    seen = nn.LayerNorm(epsilon=1e-9)(jnp.stack([t, t**2], -1))
+    return jnp.concatenate([t[:, None], seen], -1), nn.Dense(3)(seen)
+
+
+def a_recurrent_layer(module, t, x):
+    return sines(t), nn.RNN(nn.LSTMCell(8))(x)[:, -1] + nn.Dense(8)(sines(t))
+
+
+class Rates(nnx.Module):
+    def __init__(self):
+        self.rates = nnx.Param(jnp.linspace(0.1, 1, 8)[None])
+        self.first = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+        self.other = nnx.Conv(4, 3, (3,), rngs=nnx.Rngs(1))
+
+    def __call__(self, t, x):
+        seen = jnp.sin(t[:, None] * self.rates[...])
+        return seen, self.first(seen) + self.other(x).mean(1)
+
+
+BODIES = [own_arithmetic, layers, a_parameter_then_remat, own_product_of_a_cast]
+BODIES += [beside_an_own_convolution, a_norm, a_recurrent_layer]
+SEEING = {body.__name__: lambda body=body: Of(body) for body in BODIES} | {"nnx": Rates}
+
+
+def squares(model, batch):
+    return model(batch["t"], batch["x"])[1].sum(-1) ** 2
+
+
+def run_seeing(ddp):
+    """The program of a step, and the values that a model's arithmetic makes of times."""
+    batch = {"t": TIMES, "x": np.ones((16, 6, 4), np.float32)}
+    state = ddp.init(0, batch)
+    seen = ddp.predict(state, [batch], lambda model, batch: model(batch["t"], batch["x"])[0])
+    return ddp.steps.lower(batch).as_text(), seen
+
+
+@pytest.mark.parametrize("make", swept(SEEING, every=4))
+@pytest.mark.parametrize("precision", swept(["bfloat16", "float16"], every=2))
+def test_inputs_are_float32_until_a_product_and_all_products_are_narrow(make, precision):
+    """As under `torch.autocast`. Sixteen times of a diffusion model became three."""
+    ddp = wrapped(make(), squares, precision=precision)
+    with jax.numpy_dtype_promotion("standard"):  # Strict, no float32 meets a narrow parameter.
+        text, seen = run_seeing(ddp)
+    assert len(np.unique(seen, axis=0)) == len(TIMES)
+    products = r"stablehlo\.(?:dot_general|convolution)[^\n]*: \(tensor<([^>]*)>, tensor<([^>]*)>\)"
+    found = re.findall(products, text)
+    kinds = {shape.split("x")[-1] for pair in found for shape in pair}
+    assert kinds == {{"bfloat16": "bf16", "float16": "f16"}[precision]}
+
+
+def own_product(module, t, x):
+    return multiples(t), multiples(t) @ weight(module, 8, 3)
+
+
+class Cell(nn.Module):
+    @nn.compact
+    def __call__(self, h, x):
+        h = nn.tanh(nn.Dense(8)(x) + nn.Dense(8)(h))
+        return h, h
+
+
+def float32_carry(module, t, x):
+    layers = nn.scan(Cell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1)
+    return multiples(t), layers()(jnp.zeros((len(x), 8)), x)[0]
+
+
+@pytest.mark.parametrize("body", swept([own_product, float32_carry], every=2))
+def test_inputs_are_cast_before_a_model_that_could_not_be_traced_or_would_be_wide_without(body):
+    text, seen = run_seeing(wrapped(Of(body), squares, precision="bfloat16"))
+    assert len(np.unique(seen, axis=0)) == 3
+    assert "bf16" in text
+
+
 def cast_by_hand(model, batch, train):
     if model.is_initializing():
         return loss_fn(model, batch, train)
@@ -40,8 +157,12 @@ def cast_by_hand(model, batch, train):
 @pytest.mark.parametrize("name", swept(["mlp", "recurrent", "transformer"], every=3))
 def test_it_is_bitwise_the_model_cast_by_hand(name):
     results = []
-    for loss, options in ((cast_by_hand, {}), (loss_fn, {"precision": "bfloat16"})):
-        ddp = wrapped(MODELS[name](dtype=None), loss, **options)
+    by_hand = MODELS[name](dtype=jnp.bfloat16), cast_by_hand
+    for (model, loss), precision in (
+        (by_hand, None),
+        ((MODELS[name](dtype=None), loss_fn), "bfloat16"),
+    ):
+        ddp = wrapped(model, loss, precision=precision)
         state, _ = take_steps(ddp, BATCHES)
         assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
         results.append((state.params, ddp.evaluate(state, BATCHES)))
