@@ -47,9 +47,8 @@ class LinenModel(FlaxModel):
         """Runs the loss with all but the parameters mutable."""
         loss = functools.partial(self.call, loss_fn, train=True)
         run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *self._OFF)))
-        is_synced = self.batch_norm == "sync"
         casts = CASTS.get()
-        with casts.of_linen(), synced_linen(self.sync, is_synced=is_synced):
+        with casts.of_linen(), synced_linen(self.sync, is_synced=self.batch_norm == "sync"):
             variables = {"params": casts.narrow(params), **model_state}
             outputs, written = run(variables, batch, rngs=self._streams(key))
         if "batch_stats" in written and "batch_stats" not in model_state:

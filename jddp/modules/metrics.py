@@ -84,7 +84,7 @@ class Sum:
     """A weighted sum and the sum of its weights; their quotient is the mean.
 
     Attributes:
-      total: Scalar, or the tree of a `Metric`, of arrays and `_Whole`.
+      total: Scalar, or the tree of arrays of a `Metric`, whole numbers as `_sum_whole` has them.
       count: Scalar.
       is_scalar: Whether replicas gave one mean each, and so are weighted equally.
       is_maskable: Whether rows of padding can be left out of it.
@@ -181,13 +181,12 @@ def _sum(name: str, values: Array, mask: Array | None, scalar_count: float) -> S
 def _sum_tree(name: str, metric: Metric, mask: Array | None, leading: tuple[int, ...]) -> Sum:
     """Sums of a metric over the dims of the losses, or over rows; whole numbers stay whole."""
 
-    def add_up(x: Array) -> tuple[Any, Array]:
+    def add_up(x: Array) -> tuple[Array, Array]:
         shape = x.shape[: len(leading) or 1]
         if leading and shape != leading[: len(shape)]:
             raise ConfigError(
-                f"{name!r} has shape {x.shape}, and the losses have {leading}: a jddp.Metric is "
-                "summed over the dims of the losses. Begin with them; or return a jddp.Mean of "
-                "sums and counts per row as the losses."
+                f"{name!r} has shape {x.shape}, and the losses have {leading}, over which it is "
+                "summed. Begin with these dims, or return losses per row (jddp.Mean)."
             )
         weights = jnp.ones(shape) if mask is None else _align(name, shape, mask)
         counts = jnp.expand_dims(weights > 0, tuple(range(len(shape), x.ndim)))
@@ -202,26 +201,12 @@ def _sum_tree(name: str, metric: Metric, mask: Array | None, leading: tuple[int,
     return Sum(jax.tree.unflatten(treedef, totals), counts[0], compute=metric.compute)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Whole:
-    """Whole numbers of 64 bits, which JAX lacks by default; sums of up to 2^16 arrays are exact.
+def _sum_whole(x: Array, dims: tuple[int, ...]) -> Array:
+    """Sums whole numbers exactly: in int64 where JAX has it, else in two words of 32 bits.
 
-    Attributes:
-      digits: Digits of each to the base 2^16 in its last dim, the lowest first, in uint32. A number
-        below zero has those of its two's complement.
+    Of these it returns the digits to the base 2^16 in uint32, in a last dim, the lowest first: so
+    up to 2^16 replicas can be added. A number below zero has the digits of its two's complement.
     """
-
-    digits: Any
-
-    def on_host(self) -> np.ndarray:
-        """The numbers in int64."""
-        places = np.arange(0, 64, 16, dtype=np.uint64)
-        return (self.digits.astype(np.uint64) << places).sum(-1, dtype=np.uint64).astype(np.int64)
-
-
-def _sum_whole(x: Array, dims: tuple[int, ...]) -> Any:
-    """Sums whole numbers exactly: in int64 where JAX has it, else in two words of 32 bits."""
     if jax.dtypes.canonicalize_dtype(int).itemsize == 8:
         return x.astype(int).sum(dims)
 
@@ -232,8 +217,7 @@ def _sum_whole(x: Array, dims: tuple[int, ...]) -> Any:
     zero = jnp.uint32(0)
     words = x.astype(jnp.uint32), jnp.where(x < 0, ~zero, zero)
     low, high = lax.reduce(words, (zero, zero), add, dims)
-    halves = [half for x in (low, high) for half in (x & 0xFFFF, x >> 16)]
-    return _Whole(jnp.stack(halves, axis=-1))
+    return jnp.stack([low & 0xFFFF, low >> 16, high & 0xFFFF, high >> 16], axis=-1)
 
 
 def _widened(x: Array) -> Array:
@@ -332,8 +316,7 @@ class Totals:
                 f"Metric {differ[0]!r} is returned for some batches and not for others. Return the "
                 "same metrics for each."
             )
-        sums = jax.tree.map(_widen, jax.device_get(sums), is_leaf=lambda x: isinstance(x, _Whole))
-        for name, x in sums.items():
+        for name, x in jax.tree.map(_widen, jax.device_get(sums)).items():
             if before := self._sums.get(name):
                 total = jax.tree.map(np.add, before.total, x.total)
                 x = dataclasses.replace(x, total=total, count=before.count + x.count)
@@ -350,9 +333,10 @@ class Totals:
         return values
 
 
-def _widen(x: Any) -> np.ndarray:
-    if isinstance(x, _Whole):
-        return x.on_host()
+def _widen(x: np.ndarray) -> np.ndarray:
+    if x.dtype == np.uint32:  # digits of `_sum_whole`
+        places = np.arange(0, 64, 16, dtype=np.uint64)
+        return (x.astype(np.uint64) << places).sum(-1, dtype=np.uint64).astype(np.int64)
     return np.asarray(x, np.float64 if x.dtype.kind == "f" else np.int64)
 
 
@@ -369,12 +353,7 @@ def _value(name: str, x: Sum) -> Any:
     is_real = jnp.issubdtype(found.dtype, np.bool_) or jnp.issubdtype(found.dtype, np.number)
     if not is_real or jnp.issubdtype(found.dtype, np.complexfloating):
         raise ConfigError(
-            f"Metric {name!r}: compute returned {_short(computed)}. Return a number or an array of "
-            "numbers; a jddp.Metric of its own for each value of a dict."
+            f"Metric {name!r}: compute returned {repr(computed)[:60]}. Return a number or an "
+            "array of numbers; a jddp.Metric of its own for each value of a dict."
         )
     return found.tolist()
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

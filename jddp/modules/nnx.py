@@ -146,27 +146,23 @@ def sync_nnx(module: nnx.Module, sync: Sync, *, is_synced: bool = True) -> None:
 
 
 @functools.cache
-def _synced_class(cls: type[nnx.BatchNorm], sync: Sync, is_synced: bool) -> type[nnx.BatchNorm]:
-    class Synced(cls):  # type: ignore[misc,valid-type]  # a base known only at run time
-        def __call__(
-            self, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None
-        ) -> Array:
-            average = use_running_average
-            if average is None:
-                average = self.use_running_average
-            # Here and not before, since a model may map axes of its own.
-            named = self.axis_name
-            batch_norm.name_axis(self, cls.__name__, sync, is_synced=is_synced)
-            if average or not is_synced or self.axis_index_groups is not None:
-                y = super().__call__(x, use_running_average=average, mask=mask)
-            else:
-                y = _normalize(self, super().__call__, x, mask, sync)
-            object.__setattr__(self, "axis_name", named)
-            return y
+def _synced_class(cls: Any, sync: Sync, is_synced: bool) -> type:
+    def call(
+        self: Any, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None
+    ) -> Array:
+        chosen = self.use_running_average
+        average = chosen if use_running_average is None else use_running_average
+        # Here and not before, since a model may map axes of its own.
+        named = self.axis_name
+        batch_norm.name_axis(self, cls.__name__, sync, is_synced=is_synced)
+        if average or not is_synced or self.axis_index_groups is not None:
+            y = cls.__call__(self, x, use_running_average=average, mask=mask)
+        else:
+            y = _normalize(self, functools.partial(cls.__call__, self), x, mask, sync)
+        object.__setattr__(self, "axis_name", named)
+        return y
 
-    Synced.__name__ = cls.__name__
-    Synced.__qualname__ = cls.__qualname__
-    return Synced
+    return type(cls.__name__, (cls,), {"__call__": call})
 
 
 @functools.cache

@@ -19,14 +19,13 @@ or an equation fail, is cast where the loss calls the model; `with_casts` finds 
 import functools
 import inspect
 import itertools
-import operator
 import sys
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,6 @@ MODEL = "model"  # the scope of the equations of a model, inside those of its lo
 ALL = range(sys.maxsize)  # inputs, by number
 # Linen's layers with products; those of NNX are given the dtype.
 _LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.ConvLocal, nn.ConvTranspose, nn.Embed)
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Casts:
@@ -50,8 +48,8 @@ class Casts:
 
     Args:
       dtype: Dtype of the arithmetic; None casts nothing.
-      kept: Numbers of floating inputs of the model that are not cast, in the order of its calls.
-        If there are none, layers of Linen take the dtype of what they get.
+      kept: Numbers of inputs of the model that are not cast, in the order of its calls. If there
+        are none, layers of Linen take the dtype of what they get.
 
     Attributes:
       numbers: Numbers of the inputs to come.
@@ -82,10 +80,7 @@ class Casts:
             self._is_inside = False
 
     def _input(self, x: Any) -> Any:
-        return x if not _is_floating(x) or next(self.numbers) in self._kept else self.narrow(x)
-
-    def _narrowed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return call(*self.narrow(args), **self.narrow(kwargs))
+        return x if next(self.numbers) in self._kept else self.narrow(x)
 
     def check(self, layer: Any, name: str) -> None:
         """Refuses a layer that has a dtype of its own.
@@ -112,8 +107,8 @@ class Casts:
                 self.check(layer, "/".join(layer.path))
             if self._dtype and isinstance(layer, nn.Embed) and context.method_name == "__call__":
                 call = partial(_cast_rows, layer, call, self._dtype)
-            if self._kept and isinstance(layer, _LAYERS):
-                call = partial(self._narrowed, call)
+            if self._kept and self._is_inside and isinstance(layer, _LAYERS):
+                args, kwargs = self.narrow((args, kwargs))
             return self.call(call, *args, **kwargs)
 
         return nn.intercept_methods(intercept)
@@ -135,7 +130,7 @@ class Casts:
 CASTS: ContextVar[Casts] = ContextVar("casts")  # of the loss that runs
 
 
-def with_casts(method: _Method) -> _Method:
+def with_casts(method: Any) -> Any:
     """Decorates a method of a model that runs a loss: `CASTS` are those of `compute_dtype`."""
 
     @functools.wraps(method)
@@ -150,7 +145,7 @@ def with_casts(method: _Method) -> _Method:
         dtype = model.compute_dtype
         return once(Casts(dtype) if dtype is None else Casts(dtype, _inputs_to_keep(once, dtype)))
 
-    return cast(_Method, run)
+    return run
 
 
 def _inputs_to_keep(run: Callable[[Casts], Any], dtype: np.dtype) -> Container[int]:
@@ -160,22 +155,20 @@ def _inputs_to_keep(run: Callable[[Casts], Any], dtype: np.dtype) -> Container[i
     equations, such as `lax.conv_general_dilated`, need factors of one dtype.
     """
 
-    def wide_products(casts: Casts) -> list[bool]:
-        def traced() -> None:  # The outputs may be anything, and are checked later.
-            run(casts)
-
-        found = products(jax.make_jaxpr(traced)().jaxpr)
-        return [{*map(dtype_of, x.invars[:2])} != {dtype} for x in found]
+    def wide(casts: Casts) -> list[bool]:
+        # The outputs are left out: they may be anything, and are checked later.
+        traced = jax.make_jaxpr(lambda: (run(casts), ())[1])()
+        return [{*map(dtype_of, x.invars[:2])} != {dtype} for x in products(traced.jaxpr)]
 
     all_cast = Casts(dtype, kept=())
-    fewest = wide_products(all_cast)
+    fewest = wide(all_cast)
 
     def fits(kept: Container[int]) -> bool:
         try:
-            wide = wide_products(Casts(dtype, kept))
+            pairs = zip(wide(Casts(dtype, kept)), fewest, strict=True)
+            return all(is_wide <= before for is_wide, before in pairs)
         except Exception:  # An error of the model itself was raised by the trace before.
             return False
-        return len(wide) == len(fewest) and all(map(operator.le, wide, fewest))
 
     if fits(ALL):
         return ALL
@@ -235,8 +228,7 @@ def _is_own(name: str) -> bool:
 
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:
-    return jax.tree.map(lambda x: x.astype(dtype) if _is_floating(x) else x, tree)
+    def one(x: Any) -> Any:
+        return x.astype(dtype) if jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating) else x
 
-
-def _is_floating(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)
+    return jax.tree.map(one, tree)
