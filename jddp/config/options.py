@@ -187,10 +187,12 @@ class Precision(ObjectSection, PrecisionConfig):
         jddp.Precision(compute_dtype="float16", loss_scale=1024)     # "float16" scales dynamically
 
     Attributes:
-      compute_dtype: "bfloat16" or "float16": dtype to which parameters and inputs of the model are
-        cast where the loss calls it. Its outputs are cast back: the loss, batch statistics,
-        gradients and the optimizer are in float32. A layer with another dtype is refused. In NNX a
-        submodule that the loss itself calls returns this dtype: cast what it returns.
+      compute_dtype: "bfloat16" or "float16": dtype to which parameters are cast where the loss
+        calls the model, and inputs where they reach a product of one of its layers, or before the
+        model, if they reach a product of its own code. Its outputs are cast back: the loss, batch
+        statistics, gradients and the optimizer are in float32. A layer with another dtype is
+        refused. In NNX a submodule that the loss itself calls returns this dtype: cast what it
+        returns.
       loss_scale: A power of two by which each replica's mean loss is multiplied in the backward
         pass, for models that compute in float16, so that small gradients do not become zero.
         Averaged gradients are divided by it. "dynamic" adapts it as PyTorch's GradScaler does, and
