@@ -59,13 +59,13 @@ class StopConfig(Section):
     """Early stopping: the end of a run whose evaluations have stopped improving."""
 
     metric: str | None = option(
-        None, "Metric of the evaluation to watch; null never stops.", "none"
+        None, "Metric of the evaluation to watch; null never stops.", "result"
     )
-    patience: int = option(3, "Evaluations without improvement that end the run.", "none", ge=1)
+    patience: int = option(3, "Evaluations without improvement that end the run.", "result", ge=1)
     mode: Literal["auto", "min", "max"] = option(
-        "auto", "Whether smaller or larger is better; auto: by the metric's name.", "none"
+        "auto", "Whether smaller or larger is better; auto: by the metric's name.", "result"
     )
-    min_delta: float = option(0.0, "Smallest change that is an improvement.", "none", ge=0)
+    min_delta: float = option(0.0, "Smallest change that is an improvement.", "result", ge=0)
 
     @model_validator(mode="after")
     def _metric_is_given(self) -> "StopConfig":
@@ -79,13 +79,13 @@ class StopConfig(Section):
 class TrainConfig(Section):
     """The length of training, and the intervals of reports."""
 
-    num_steps: int | None = option(None, "Optimizer steps in all; or num_epochs.", "none", ge=1)
-    num_epochs: float | None = option(None, "Passes over the data; or num_steps.", "none", gt=0)
+    num_steps: int | None = option(None, "Optimizer steps in all; or num_epochs.", "result", ge=1)
+    num_epochs: float | None = option(None, "Passes over the data; or num_steps.", "result", gt=0)
     eval_every_steps: int | None = option(
-        None, "Steps between evaluations; the end is always evaluated.", "none", ge=1
+        None, "Steps between evaluations; the end is always evaluated.", "result", ge=1
     )
     eval_every_epochs: float | None = option(
-        None, "Epochs between evaluations, such as 1 or 0.5; or eval_every_steps.", "none", gt=0
+        None, "Epochs between evaluations, such as 1 or 0.5; or eval_every_steps.", "result", gt=0
     )
     eval_params: Literal["params", "ema"] = option(
         "params", "Evaluate the parameters, or their moving average."
@@ -181,7 +181,7 @@ class DataConfig(NamedSection):
     target: str | None = option(None, "Your own callable that returns (train, test).")
     source: str = option("embedded", "Fashion-MNIST: 'embedded' (15,000) or 'full'.")
     dir: ExpandedPath | None = option(
-        None, "Folder of the files, for data sets that have one.", "none"
+        None, "Folder of the files, for data sets that have one.", "result"
     )
     mixture: list[MixtureConfig] = option(
         [], "Or several: a list of dir and weight, of exact shares in training."
@@ -420,7 +420,7 @@ class Config(Section):
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
     report: ReportConfig = Field(default_factory=ReportConfig)
     callbacks: list[CallbackConfig] = option(
-        [], "Callbacks, each with name or target, and kwargs.", "none"
+        [], "Callbacks, each with name or target, and kwargs.", "result"
     )
 
     def __init__(self, **values: Any) -> None:

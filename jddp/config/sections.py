@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from jddp.config.mistakes import ConfigMistakes, describe_mistakes
 
 Kwargs = dict[str, Any]
-Effect = Literal["none", "rounding", "numbers"]
+Effect = Literal["none", "result", "rounding", "numbers"]
 Chosen = TypeVar("Chosen", bound="WordedSection")
 
 
@@ -33,9 +33,11 @@ def option(
       default: Value where the key is not given.
       description: One line on its meaning.
       effect: What another value does to the numbers of a run. "none": all steps are bitwise the
-        same, though there may be more of them. "rounding": they are the same up to rounding, but
-        for random numbers, statistics and hooks of each replica, micro-batch or bucket. "numbers":
-        steps, evaluations or the state kept as best are others, so it is another run.
+        same. "result": so are all steps that both runs take, but one may take more of them, or be
+        evaluated after others, so that its best evaluation is another. "rounding": they are the
+        same up to rounding, but for random numbers, statistics and hooks of each replica,
+        micro-batch or bucket. "numbers": steps, evaluations or the state kept as best are others,
+        so it is another run.
       alike: Values of which one in the place of another has the effect "rounding" alone.
       **rules: Bounds of its values, as `pydantic.Field` takes them.
     """

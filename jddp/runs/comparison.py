@@ -2,7 +2,8 @@
 
     print(compare_runs(read_runs([Path("runs/a"), Path("runs/b")])))
 
-Runs whose settings differ by the seed alone are a group, with a mean and a spread.
+Runs that differ by the seed alone are a group, with a mean and a spread: their settings are the
+same, and their data by a digest. Of several runs of one seed the last one counts.
 """
 
 import dataclasses
@@ -35,14 +36,16 @@ class Seeds:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The metric of their best evaluations, of those that have a number."""
-        return tuple(x.best for x in self.results if x.best is not None)
+        """For each seed the metric of the best evaluation of its last run that has a number."""
+        found = {x.settings.get("seed"): x.best for x in self.results if x.best is not None}
+        return tuple(found.values())
 
     @property
     def name(self) -> str:
-        """The name of the run; or what the names have in common, and the number of runs."""
+        """The name of the run; or what the names have in common, and the number of seeds."""
         names = [x.name for x in self.results]
-        return names[0] if len(names) == 1 else f"{_pattern(names)} ({len(names)} seeds)"
+        num = len({x.settings.get("seed") for x in self.results})
+        return names[0] if len(names) == 1 else f"{_pattern(names)} ({num} seed{'s' * (num > 1)})"
 
     @property
     def mean(self) -> float:
@@ -86,7 +89,9 @@ class ComparedRuns:
             return f"{self.metric} is {with_error(first.mean, first.variance)}: {first.name}."
         second = others[0]
         difference = abs(first.mean - second.mean)
-        if first.variance is None or second.variance is None:
+        if first.mean == second.mean:
+            said = f"{first.name} and {second.name} are equal: {self.metric} is {first.mean:.4g}"
+        elif first.variance is None or second.variance is None:
             said = f"{first.name} is better than {second.name} by {difference:.2g} {self.metric}; "
             said += "one seed does not show how much of that is chance"
         else:
@@ -161,7 +166,7 @@ def compare_runs(
     mode = choose_mode(metric, mode, key="--mode")
     groups = dict[str, list[RunResult]]()
     for number, run in enumerate(runs):
-        same = {key: value for key, value in in_effect(run.settings).items() if _counts(key)}
+        same = _identity(run.settings)
         key = str(sorted(same.items())) if same else f"run {number}"
         groups.setdefault(key, []).append(result_of(run, metric, mode))
     made = [Seeds(tuple(x)) for x in groups.values()]
@@ -171,15 +176,20 @@ def compare_runs(
 
 
 def differing(results: Sequence[RunResult]) -> list[str]:
-    """The keys, other than the seed, of which not all configs have the same value."""
-    configs = [in_effect(x.settings) for x in results if x.settings]
-    keys = dict.fromkeys(itertools.chain(*configs))
-    return [k for k in keys if _counts(k) and any(x.get(k) != configs[0].get(k) for x in configs)]
+    """The keys, other than the seed, of which not all runs have the same value."""
+    known = [_identity(x.settings) for x in results if x.settings]
+    keys = dict.fromkeys(itertools.chain(*known))
+    return [k for k in keys if any(x.get(k) != known[0].get(k) for x in known)]
 
 
-def _counts(key: str) -> bool:
-    """Whether runs with other values of a key are other runs."""
-    return key not in NO_SETTINGS and effect_of(key) != "none"
+def _identity(settings: JsonObject) -> JsonObject:
+    """The settings without those that make no other run; the data by their digest, if it is known.
+
+    The same files may lie in another folder on another machine.
+    """
+    others = NO_SETTINGS | ({"data.dir"} if "data.sha256" in settings else set())
+    known = in_effect(settings)
+    return {k: x for k, x in known.items() if k not in others and effect_of(k) != "none"}
 
 
 def _pattern(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@
 
 import dataclasses
 import itertools
+import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ class RecordedRun:
     Attributes:
       name: The directory, without the folders that all runs have in common.
       path: The whole directory.
-      settings: The config by dotted keys; {} for a run of `jddp.fit`.
+      settings: The config by dotted keys, and the beginning of the digest of the data, if it is
+        known; {} for a run of `jddp.fit`.
       records: The records of training and evaluation, in order.
     """
 
@@ -84,9 +86,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         inside = [path] if is_run(path) else sorted(filter(is_run, path.glob("*")))
         if not inside:
-            raise UsageError(
-                f"{path} holds no metrics.jsonl, and no run. Give the run.dir of runs."
-            )
+            raise UsageError(f"{path} holds no metrics.jsonl, and no run. Give a run.dir.")
         found += inside
     return found
 
@@ -111,7 +111,18 @@ def _read_run(name: str, path: Path) -> RecordedRun:
     records = MetricsFile(path / "metrics.jsonl", is_writer=False).read()
     config = path / "config.yaml"
     settings = flatten(read_yaml(config)) if config.exists() else {}
+    if settings and (digest := kept_of_data(path).get("sha256")):
+        settings["data.sha256"] = digest[:12]
     return RecordedRun(name, str(path), settings, tuple(records))
+
+
+def kept_of_data(run_dir: Path | None) -> JsonObject:
+    """The data of a run's newest start, with classes and encoding; empty if it kept none."""
+    try:
+        first = json.loads((Path(run_dir or "") / "manifest.json").read_bytes())
+        return dict(first.get("later_starts", [first])[-1]["data"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # of an earlier run
+        return {}
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
@@ -126,7 +137,8 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 def choose_metric(runs: Sequence[RecordedRun], metric: str | None = None) -> str:
     """The metric by which runs are compared: the given one, or that of `checkpoint.best_metric`.
 
-    Without either it is accuracy or loss: one that all runs have which have evaluations.
+    Without either it is accuracy or loss, of language models loss: one that all runs have that have
+    evaluations.
 
     Raises:
       UsageError: If there is none.
@@ -139,7 +151,8 @@ def choose_metric(runs: Sequence[RecordedRun], metric: str | None = None) -> str
             f"{', '.join(sorted(names)) or 'no evaluations'}."
         )
     common = names.intersection(*(run.metrics for run in known))
-    preferred = [runs[0].settings.get("checkpoint.best_metric"), *METRICS]
+    first = METRICS[::-1] if "perplexity" in common else METRICS  # of language models
+    preferred = [runs[0].settings.get("checkpoint.best_metric"), *first]
     chosen = metric or next((name for name in preferred if name in common), None)
     if chosen is None:
         each = few([f"{run.name} ({', '.join(sorted(run.metrics))})" for run in known])

@@ -4,7 +4,6 @@ rows = rows_of_step("runs/one", 1200)
 rows.examples                    # their numbers in the training data, in the order of the batch
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from jddp.errors import ConfigError, DataError, UsageError, printable
 from jddp.job.job import batches_in_order
 from jddp.job.parts import find_source
 from jddp.job.trust import check_trust, is_trusted, refusal
-from jddp.runs.saved import config_in
+from jddp.runs.saved import config_in, kept_of_data
 from jddp.typing import JsonObject
 
 
@@ -125,12 +124,9 @@ def _newest(run_dir: Path) -> tuple[int, int]:
 
 
 def _refuse_other_data(run_dir: Path, data: DataSet) -> None:
-    path = run_dir / "manifest.json"
-    first = json.loads(path.read_bytes()) if path.exists() else {}
-    starts = [first, *first.get("later_starts", [])]
-    known = [x["data"]["sha256"] for x in starts if x.get("data", {}).get("sha256")]
-    if known and data.sha256 and data.sha256 != known[-1]:
+    known = kept_of_data(run_dir).get("sha256")
+    if known and data.sha256 and data.sha256 != known:
         raise DataError(
-            f"The data have changed since the run began (sha256 {known[-1][:12]}, now "
+            f"The data have changed since the run began (sha256 {known[:12]}, now "
             f"{data.sha256[:12]}), and with them the examples of its steps. Restore the data."
         )

@@ -3,7 +3,6 @@
 A run directory is data; `trust` decides which code that it names may be imported.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from jddp.engine.moving_average import with_average
 from jddp.engine.state import Values
 from jddp.errors import FileSystemError, UsageError
 from jddp.job.trust import check_trust, resolve_model
+from jddp.runs.results import kept_of_data as kept_of_data
 from jddp.trainer.saving import BEST
 from jddp.typing import JsonObject, PyTree
 from jddp.zoo.models import Module, make_model
@@ -134,11 +134,3 @@ def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Module:
     section = config.model
     found = section.name if section.target is None else resolve_model(config, trust, run_dir)
     return make_model(found, kwargs=section.kwargs)
-
-
-def kept_of_data(run_dir: Path | None) -> JsonObject:
-    """The data of a run's manifest, with classes and encoding; empty if it has none."""
-    try:
-        return dict(json.loads((Path(run_dir or "") / "manifest.json").read_bytes())["data"])
-    except (OSError, ValueError, LookupError, TypeError):  # of an earlier run
-        return {}

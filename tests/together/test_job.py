@@ -763,7 +763,7 @@ def test_a_best_metric_of_unknown_direction_is_refused_with_the_key_that_tells_i
 def test_what_may_change_is_what_the_docs_say():
     text = (ROOT / "docs" / "reliability.md").read_text()
     keys = {".".join(path) for path in keys_of(Config)}
-    for effect in ("none", "rounding"):
+    for effect in ("none", "result", "rounding"):
         (row,) = re.findall(rf"^\| {effect}: .*", text, re.M)
         listed = re.findall(r"`([\w.*]+)`", row)
         reported = {key for key in keys if any(fnmatch(key, pattern) for pattern in listed)}

@@ -22,7 +22,7 @@ RATES = {"a": 0.001, "b": 0.003}
 def make(tmp_path):
     """Makes a run: its evaluations by step, the time of a step, and its config."""
 
-    def make(name, values, seconds=0.1, metric="accuracy", rate=None, seed=0):
+    def make(name, values, seconds=0.1, metric="accuracy", rate=None, seed=0, **others):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         lines = [{"step": 1, "split": "train", "loss": 1.0, "step_seconds": seconds}]
@@ -34,10 +34,18 @@ def make(tmp_path):
         (folder / "metrics.jsonl").write_text(text + '{"step": 9, "split": "ev')
         if rate is not None:
             about = {"run": {"dir": str(folder)}, "optimizer": {"learning_rate": rate}}
-            (folder / "config.yaml").write_text(json.dumps({"seed": seed, **about}))
+            (folder / "config.yaml").write_text(json.dumps({"seed": seed, **about, **others}))
         return folder
 
     return make
+
+
+def keep_digest(run, *starts):
+    """Writes the digest of the data at each start of a run."""
+    first, *later = [{"data": {"sha256": digest}} for digest in starts]
+    (run / "manifest.json").write_text(
+        json.dumps(first | ({"later_starts": later} if later else {}))
+    )
 
 
 def of_seeds(make, name, values, **options):
@@ -71,6 +79,63 @@ def test_what_chance_may_have_made_is_not_called_better(make):
     )
     one_of_each = compare([runs[0], runs[2]]).verdict
     assert "one seed does not show how much of that is chance" in one_of_each
+
+
+@pytest.mark.parametrize(
+    "one, other, key",
+    [
+        ({"train": {"num_steps": 5}}, {"train": {"num_steps": 60}}, "train.num_steps"),
+        ({"train": {"num_epochs": 1}}, {"train": {"num_epochs": 2}}, "train.num_epochs"),
+        ({"train": {"eval_every_steps": 1}}, {}, "train.eval_every_steps"),
+        ({"train": {"stop": {"patience": 1}}}, {}, "train.stop.patience"),
+        ({"data": {"dir": "a"}}, {"data": {"dir": "b"}}, "data.dir"),
+        ({"callbacks": [{"name": "early_stopping"}]}, {}, "callbacks"),
+    ],
+)
+def test_runs_of_other_lengths_or_data_are_no_seeds_of_one_setting(make, one, other, key):
+    a, b = make("a", [0.9], rate=0.1, **one), make("b", [0.8], rate=0.1, seed=1, **other)
+    found = compare([a, b])
+    assert [len(x.results) for x in found.groups] == [1, 1]
+    assert f"They differ in {key}." in found.verdict
+    same = make("c", [0.8], rate=0.1, seed=1, report={"sinks": ["wandb"]}, **one)
+    assert len(compare([a, same]).groups) == 1
+
+
+def test_data_are_told_apart_by_their_digest_and_not_by_their_folder(make):
+    places = [{"dir": "a"}, {"dir": "moved"}, {"dir": "a"}]
+    runs = [make(f"r{i}", [0.9], rate=0.1, seed=i, data=x) for i, x in enumerate(places)]
+    for run, starts in zip(runs, (["one"], ["old", "one"], ["another"]), strict=True):
+        keep_digest(run, *starts)
+    found = compare(runs)
+    assert [len(x.results) for x in found.groups] == [2, 1]
+    assert found.as_json()["differing"] == ["data.sha256"]
+    (runs[0] / "manifest.json").write_text("{")  # damaged: as if it had none
+    assert len(compare(runs[:2]).groups) == 2
+
+
+def test_one_seed_twice_is_one_value(make):
+    runs = [make(f"a{i}", [0.9], rate=0.1, seed=7) for i in range(2)]
+    (group,) = compare(runs).groups
+    assert (group.values, group.variance) == ((0.9,), None)
+    assert group.name == "a* (1 seed)"
+    runs.append(make("a2", [0.8], rate=0.1, seed=8))
+    (group,) = compare(runs).groups
+    assert (group.mean, group.name) == (pytest.approx(0.85), "a* (2 seeds)")
+
+
+def test_equal_values_are_called_equal(make):
+    runs = [make("a", [0.9], rate=0.1), make("b", [0.9], rate=0.2)]
+    assert compare(runs).verdict.startswith("a and b are equal: accuracy is 0.9. ")
+
+
+def test_language_models_are_compared_by_their_loss(make):
+    runs = [make(name, [0.5], metric="accuracy") for name in ("a", "b")]
+    for run, loss in zip(runs, (3.1, 2.9), strict=True):
+        line = {"step": 2, "split": "eval", "loss": loss, "accuracy": 0.5, "perplexity": 20.0}
+        (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    found = compare(runs)
+    assert (found.metric, found.mode, found.groups[0].name) == ("loss", "min", "b")
+    assert compare(runs, "accuracy").verdict.startswith("a and b are equal")
 
 
 def test_a_smaller_loss_is_better_and_numbers_that_are_none_are_left_out(make):

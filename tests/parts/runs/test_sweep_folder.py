@@ -54,7 +54,7 @@ def test_each_point_is_a_run_of_its_own_and_the_runs_are_compared(trained, sweep
     ]
     told = capsys.readouterr()
     assert "jddp: run 2 of 4: seed=0,learning_rate=0.003" in told.err.splitlines()
-    assert told.out.startswith("\nseed=0,learning_rate=0.003 is better than ")
+    assert told.out.startswith("\nseed=0,learning_rate=0.003 and seed=1,learning_rate=0.003 are ")
 
 
 def test_runs_that_have_finished_are_left_out_unless_their_config_has_changed(trained, sweep):
