@@ -89,7 +89,7 @@ def load_config(
     Raises:
       ConfigError: With every mistake, one line each, and the source in which it stands.
     """
-    given = _parse(overrides)
+    given = nested(overrides)
     targets = [target for section in OWN if (target := _at(given, (section, "target")))]
     if targets and not files:  # your own job, for which no preset was tuned
         layers = [Layer("the schema's defaults", {"train": {"num_epochs": 1}})]
@@ -110,7 +110,7 @@ def with_overrides(config: Config, overrides: Sequence[str] | Settings) -> Confi
     Raises:
       ConfigError: As `load_config`.
     """
-    return _merge([Layer("config", config.model_dump()), Layer("overrides", _parse(overrides))])
+    return _merge([Layer("config", config.model_dump()), Layer("overrides", nested(overrides))])
 
 
 def dump_values(values: Settings) -> str:
@@ -208,7 +208,12 @@ def _no_override(word: str) -> str:
     return NO_OVERRIDE
 
 
-def _parse(overrides: Sequence[str] | Settings) -> JsonObject:
+def nested(overrides: Sequence[str] | Settings) -> JsonObject:
+    """Returns values by dotted keys, or words `key.path=value`, as nested values.
+
+    Raises:
+      ConfigError: If a word or a value cannot be read, all of them at once.
+    """
     values = OmegaConf.create()
     mistakes = []
     for override in overrides:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import jax
 
-from jddp.config.files import dump_values, with_overrides
+from jddp.config.files import dump_values, nested, with_overrides
 from jddp.config.schema import Config
 from jddp.errors import Error
 from jddp.html import Shown
@@ -89,14 +89,7 @@ class Tuned(Shown):
     @property
     def fragment(self) -> str:
         """The keys of the best as YAML, to be given as one more `--config`."""
-        nested: JsonObject = {}
-        for key, value in self.best.keys.items():
-            *sections, name = key.split(".")
-            inner = nested
-            for section in sections:
-                inner = inner.setdefault(section, {})
-            inner[name] = value
-        return dump_values(nested) if nested else ""
+        return dump_values(nested(self.best.keys)) if self.best.keys else ""
 
     def as_json(self) -> JsonObject:
         """The same as values of JSON, in seconds and bytes."""

@@ -1,6 +1,7 @@
 """Candidates are scored one key after another, and the largest batch is found by its memory."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -9,11 +10,11 @@ import pytest
 import yaml
 
 from jddp.commands.tune import main
-from jddp.config.files import load_config
+from jddp.config.files import load_config, with_overrides
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, DataError, ExitCode
 from jddp.job.kept_searches import KeptSearch
-from jddp.job.step_scores import Score, largest_batch, measured
+from jddp.job.step_scores import Score, TimedStep, largest_batch, measured
 from jddp.job.tuning import AS_IT_IS, BUCKETS, tune
 
 pytestmark = pytest.mark.usefixtures("started_devices")
@@ -137,6 +138,28 @@ def test_steps_are_measured_in_turn_with_those_of_the_config_as_it_is():
         assert found.bytes > 0
         assert found.exposed_share is None
     assert again.bytes == first.bytes
+
+
+def test_one_program_has_one_time_whatever_its_config_says():
+    score = measured()
+    config = load_config([], [*JOB, "ddp.reduction.bucket_mb=[50]"])[0]
+    first = score(config)
+    # The gradients of the model are one bucket of either size.
+    assert score(with_overrides(config, {"ddp.reduction.bucket_mb": [100.0]})) is first
+    assert score(with_overrides(config, {"ddp.reduction.layout": "flat"})) is not first
+
+
+@pytest.mark.parametrize("factors, is_same", [([0.9, 1.2], True), ([0.8, 0.9], False)])
+def test_a_step_that_is_faster_in_some_rounds_alone_is_no_faster(monkeypatch, factors, is_same):
+    times = itertools.repeat(1.0)
+    monkeypatch.setattr(TimedStep, "seconds", lambda step: next(times))
+    score = measured()
+    config = load_config([], JOB)[0]
+    first = score(config)
+    rounds = [(1.0, factor) for factor in factors] * 3
+    times = iter([1.0, *itertools.chain.from_iterable(rounds)])  # one before the rounds
+    other = score(with_overrides(config, {"ddp.reduction.layout": "flat"}))
+    assert (other.seconds == first.seconds) == is_same
 
 
 @pytest.fixture(autouse=True)
