@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jddp.config.files import load_config, with_overrides
+from jddp.checkpoint.storage import local_copy
+from jddp.config.files import load_config, read_yaml, with_overrides
 from jddp.config.schema import Config
 from jddp.distributed.coordination import from_first, num_processes, process_index
 from jddp.distributed.resolve import resolve_identity
-from jddp.errors import NumericsError, UsageError
+from jddp.errors import ConfigError, NumericsError, UsageError
 from jddp.job.job import train
 from jddp.job.joining import join
 from jddp.names.directions import direction_of
+from jddp.trainer.reports.run_directory import compare_keys
 from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching
 from jddp.typing import JsonObject, Settings
@@ -96,6 +98,7 @@ class Objective:
 
         Raises:
           UsageError: If this is one of several processes, or the study optimizes otherwise.
+          ConfigError: If the folder of the trial holds a run with other values.
           KeyboardInterrupt: If a signal stops the run, which is saved.
           optuna.TrialPruned: If the study prunes the trial.
         """
@@ -150,6 +153,11 @@ class Objective:
             study = re.sub(r"[^\w.+-]+", "_", trial.study.study_name)
             run_dir = f"{run_dir}/{study}/trial-{trial.number}"
             trial.set_user_attr("run_dir", run_dir)
+            path = local_copy(run_dir) / "config.yaml"
+            now = with_overrides(self.config, keys).model_dump()
+            # The run refuses keys with which it could not resume, and knows those of the data.
+            if path.exists() and (others := compare_keys(read_yaml(path), now)[1]):
+                raise ConfigError(f"{run_dir} has another trial: {others[0]}. Rename the study.")
         return _Values(keys, run_dir, self._mode(trial.study))
 
     def _mode(self, study: "Study") -> str:

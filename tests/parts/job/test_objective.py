@@ -67,6 +67,23 @@ def test_other_keys_are_those_of_all_trials_and_a_config_without_a_directory_lea
     assert not [*tmp_path.iterdir()]
 
 
+def test_the_folder_of_a_trial_with_other_values_is_refused(tmp_path):
+    def search(num_steps, **others):
+        study = optuna.create_study(study_name="anew")  # in memory, so its trials begin at 0
+        study.enqueue_trial({"rate": 0.1})
+        options = {"train.num_steps": num_steps, **others}
+        study.optimize(objective(tmp_path, **options), n_trials=1)
+        return study.trials[0]
+
+    first = search(4)
+    assert search(4).value == first.value
+    with pytest.raises(ConfigError, match=r"trial-0 has .*train.num_steps 4 -> 2"):
+        search(2)
+    with pytest.raises(ConfigError, match=r"another config: .*seed is 0 there, 1 here"):
+        search(4, seed=1)
+    assert [x["step"] for x in records(tmp_path / "anew" / "trial-0")][-1] == 4
+
+
 def test_mistakes_are_reported_before_a_step(tmp_path):
     with pytest.raises(ConfigError, match="unknown key 'seeed'. Did you mean 'seed'"):
         objective(tmp_path, seeed=1)
