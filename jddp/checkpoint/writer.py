@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -92,7 +93,7 @@ class Writer:
           layouts: Layouts by path.
         """
         self.wait()
-        text = json.dumps({**beside, "step": step}) + "\n"
+        text = json.dumps({**beside, "step": step}, default=_number_or_text) + "\n"
         reason = ""
         parts = []
         saved = jax.tree.map(_shape, arrays), digests(arrays), layouts
@@ -264,6 +265,11 @@ def _replicated(arrays: DeviceArrays) -> DeviceArrays:
     with computing(arrays):
         replicated: DeviceArrays = jax.jit(lambda x: x, out_shardings=everywhere)(arrays)
     return replicated
+
+
+def _number_or_text(x: object) -> object:
+    """A number of NumPy, as an argument of `fit` may be, or another value of your settings."""
+    return x.item() if isinstance(x, np.generic) else str(x)
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from jddp.checkpoint.plain import to_plain
 from jddp.data.periods import Period
 from jddp.distributed import early
 from jddp.distributed.coordination import num_processes
@@ -45,6 +46,8 @@ from jddp.trainer.spikes import Spikes
 from jddp.trainer.throughput import measure
 from jddp.trainer.watching import best_steps, settings_of, watching
 from jddp.typing import Batch, JsonObject
+
+POSITION = "The position of the training batches"
 
 
 class Interrupted(Exception):
@@ -319,7 +322,7 @@ class Loop:
         run = self.run
         self.watchdog.enter("save", run.step)
         beside = {
-            "position": self.position,
+            "position": to_plain(self.position, POSITION),
             "before": self.before,
             "metrics": as_json(run.metrics),
             "evaluations": as_json(run.evaluations[-1:]),  # those before are in the file of metrics

@@ -242,7 +242,8 @@ def write_evidence(
         with open(rows_file, "wb", opener=opener) as file:
             np.savez(file, **plain)
         if jax.process_index() == 0:
-            worded = json.loads(json.dumps(report), parse_constant=lambda x: str(float(x)))
+            given = json.dumps(report, default=str)  # the state of an iterator may hold anything
+            worded = json.loads(given, parse_constant=lambda x: str(float(x)))
             text = json.dumps(worded, indent=2, allow_nan=False)
             replace_file(folder / "report.json", f"{text}\n".encode())
     except OSError as error:

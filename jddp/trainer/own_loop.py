@@ -21,6 +21,7 @@ from typing import Any
 
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import finished
+from jddp.checkpoint.plain import from_plain, to_plain
 from jddp.checkpoint.writer import SECONDS
 from jddp.config.permissions import absolute
 from jddp.distributed.coordination import from_first
@@ -67,12 +68,13 @@ class Checkpoints:
         Args:
           ddp: The `jddp.DataParallel` that has made the state.
           state: State from `init`, `step` or `restore`; the next step may take it.
-          extra: Values that `restore` returns beside the state, as JSON: a position in the data,
-            metrics, None. Tuples come back as lists, keys of dicts as strings.
+          extra: Values that `restore` returns beside the state: a position in the data, metrics,
+            None. They may be numbers, text, bytes, and lists, tuples and dicts of them, and come
+            back as they are.
 
         Raises:
-          ConfigError: If `extra` is not JSON; if the directory belongs to a run of `fit`, or holds
-            checkpoints that were not restored first, or of later steps.
+          ConfigError: If `extra` holds anything else; if the directory belongs to a run of `fit`,
+            or holds checkpoints that were not restored first, or of later steps.
           FileSystemError: If the directory cannot be made or written.
           NumericsError: If the state is not finite.
           ReplicaMismatchError: At the next call, if replicas that must be identical differ.
@@ -80,10 +82,8 @@ class Checkpoints:
         """
         ddp.check(state)
         step, folder = int(state.step), self._directory
-        try:
-            now = step, weakref.ref(state), json.dumps(extra)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"extra= is not JSON: {error}. Give numbers, text, dicts.") from error
+        plain = to_plain(extra, "extra=")
+        now = step, weakref.ref(state), json.dumps(plain)
         self._refuse_directory(folder, step)
         refuse_unsound(step, state)
         if folder not in _written:
@@ -91,7 +91,7 @@ class Checkpoints:
             _written[folder] = CheckpointFolder(folder, keep=self._keep)
         _written[folder].keep(self._keep)
         if self._last.get(folder) != now:
-            beside = {"extra": extra, "world": dict(ddp.steps.topology)}
+            beside = {"extra": plain, "world": dict(ddp.steps.topology)}
             _written[folder].save(step, state, beside, ddp.steps.layouts(state))
             self._last[folder] = now
 
@@ -138,10 +138,10 @@ class Checkpoints:
         with contextlib.closing(CheckpointFolder(folder, keep=1, is_written=False)) as checkpoints:
             found = checkpoints.restore(like, ddp.steps.layouts(like))
         assert found is not None  # of none that is undamaged it raises
-        extra = found.beside.get("extra", found.beside)
-        self._last[folder] = found.step, weakref.ref(found.state), json.dumps(extra)
+        plain = found.beside.get("extra", found.beside)
+        self._last[folder] = found.step, weakref.ref(found.state), json.dumps(plain)
         ddp.latest = found.state
-        return found.state, extra
+        return found.state, from_plain(plain)
 
     def wait(self) -> None:
         """Waits until all is written. Call it after the last save.

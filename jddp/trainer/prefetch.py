@@ -49,6 +49,7 @@ class Source:
         change: Callable[[Batch], Batch] | None = None,
     ) -> None:
         self._batches = batches
+        self._train = batches if isinstance(batches, TrainBatches) else None
         self._iterator = iter(batches)
         self._put = put
         self._change = change
@@ -63,9 +64,9 @@ class Source:
 
     def peek(self) -> Batch:
         """The first batch, as arrays on the host, without taking it."""
-        if isinstance(self._batches, TrainBatches):
+        if self._train is not None:
             if self._first is None:
-                self._first = as_arrays(self._batches.batch(0))  # which starts no workers
+                self._first = as_arrays(self._train.batch(0))  # which starts no workers
             return self._first
         if not self._peeked:
             self._peeked.append(self._read_next())
@@ -79,15 +80,13 @@ class Source:
     @property
     def begins_at(self) -> int:
         """Number of examples that `TrainBatches` had already delivered; 0 for other batches."""
-        is_known = isinstance(self._batches, TrainBatches)
-        return self._batches.get_state()["position"] if is_known else 0
+        return 0 if self._train is None else self._train.get_state()["position"]
 
     @property
     def steps_per_epoch(self) -> float | None:
         """Number of steps in a pass over `TrainBatches`; None for other batches."""
-        found = self._batches
-        is_known = isinstance(found, TrainBatches)
-        return found.num_examples / found.global_batch_size if is_known else None
+        own = self._train
+        return None if own is None else own.num_examples / own.global_batch_size
 
     @property
     def num_left(self) -> int:
@@ -97,20 +96,19 @@ class Source:
     @property
     def num_masked(self) -> int:
         """Number of examples that `TrainBatches` read here and masked out; 0 for other batches."""
-        found = self._batches
-        return found.num_masked if isinstance(found, TrainBatches) else 0
+        return 0 if self._train is None else self._train.num_masked
 
     def reached(self, step: int, position: JsonObject) -> Reached:
         """How far a run has come with a step, after which it is at a position."""
-        if not isinstance(self._batches, TrainBatches):
+        if self._train is None:
             return Reached(step)
         state = position["state"]
-        return Reached(step, state.get("end", state["position"]), self._batches.num_examples)
+        return Reached(step, state.get("end", state["position"]), self._train.num_examples)
 
     def examples_before(self, position: JsonObject) -> list[int] | None:
         """Numbers of the examples in the global batch that ends there; None if unknown."""
-        is_known = isinstance(self._batches, TrainBatches)
-        return self._batches.examples_before(position["state"]).tolist() if is_known else None
+        own = self._train
+        return None if own is None else own.examples_before(position["state"]).tolist()
 
     def move_to(self, position: JsonObject) -> None:
         """Moves to a saved position; batches without a state are replayed up to it."""

@@ -4,11 +4,12 @@ import json
 
 import jax
 
+from jddp.checkpoint.plain import from_plain, to_plain
 from jddp.data.periods import Reached
 from jddp.distributed.coordination import from_first
 from jddp.engine.state import is_float
 from jddp.errors import FileSystemError
-from jddp.trainer.loop import Loop
+from jddp.trainer.loop import POSITION, Loop
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.resume_notes import (
     changed_decoders,
@@ -30,6 +31,7 @@ def resume(loop: Loop) -> None:
     run = loop.run
     restored = None
     if loop.files is not None:
+        to_plain(loop.position, POSITION)  # Refused now, and not when a checkpoint is due.
         restored = loop.saving.restore(run.state)
         loop.program = SameProgram(loop.ddp, run.state, loop.source.peek(), loop.about)
     if restored is None:
@@ -65,7 +67,7 @@ def _restore_from(loop: Loop, beside: JsonObject) -> None:
     run.metrics = dict(beside["metrics"])
     run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
     in_another_world = _compare_worlds(loop, beside["world"])  # while the first batch is there
-    loop.position = beside["position"]
+    loop.position = from_plain(beside["position"])
     loop.reached = loop.source.reached(run.step, loop.position)
     loop.before = Reached(*beside.get("before", [run.step - 1]))  # none of an earlier version
     loop.source.move_to(loop.position)

@@ -1003,6 +1003,15 @@ def test_the_three_best_checkpoints_stay_and_the_listing_shows_their_metrics(
         jddp.KeepBest(keep=0)
 
 
+def test_numbers_of_numpy_and_paths_among_the_settings_are_saved(plain, tmp_path):
+    two, one = np.int64(2), np.int64(1)
+    given = {"save_every_steps": one, "eval_every_steps": one, "config": {"at": tmp_path, 1: (2,)}}
+    for num_steps in (two, two + 1):
+        stop = jddp.EarlyStopping(patience=np.int64(9), min_delta=np.float32(0.5))
+        run = fit(plain, batches(), tmp_path, num_steps=num_steps, callbacks=[stop], **given)
+    assert (run.step, run.stopped) == (3, None)
+
+
 class Hooks(jddp.Callback):
     """Notes the hooks around steps, with their steps."""
 
