@@ -179,6 +179,19 @@ def test_arrays_are_a_histogram_and_a_table_in_tensorboard(tmp_path):
     assert texts["recall/eval"].split() == b"0 1 2 0.5 nan 1".split()
 
 
+def test_an_array_without_a_finite_number_costs_no_other_value_in_tensorboard(tmp_path):
+    from jddp.trainer.reports.tensorboard import TensorBoard
+
+    sink = TensorBoard(Start(tmp_path, {}, 0))
+    arrays = {"nan": np.full(3, np.nan), "empty": np.zeros((0, 2)), "good": np.arange(3.0)}
+    sink.log({"step": 2, "split": "callback", **arrays, "huge": np.array([-3e38, 3e38])})
+    sink.close()
+    values = {value.tag: value for x in events(tmp_path) for value in x.summary.value}
+    assert {tag for tag, x in values.items() if x.HasField("histo")} == {"good"}
+    for name in ("nan", "empty", "huge"):
+        assert b"no histogram" in values[f"{name}/text_summary"].tensor.string_val[0]
+
+
 class Sampling(jddp.Callback):
     """Logs a value of each kind at evaluations."""
 

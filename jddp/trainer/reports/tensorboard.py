@@ -53,7 +53,7 @@ class TensorBoard:
         for chart, pixels in charts.images(record).items():
             self._writer.add_images(chart, pixels, step, dataformats="NHWC")
         for chart, numbers in charts.distributions(record).items():
-            self._writer.add_histogram(chart, numbers, step)
+            self._add_histogram(chart, numbers, step)
         self._writer.flush()  # A page shows it now, and a process that is killed keeps it.
 
     def close(self) -> None:
@@ -62,8 +62,14 @@ class TensorBoard:
 
     def _add_array(self, chart: str, values: list[object], step: int) -> None:
         if numbers := charts.finite_numbers(values):
-            self._writer.add_histogram(chart, np.array(numbers), step)
+            self._add_histogram(chart, np.array(numbers), step)
         self._writer.add_text(chart, _as_typed(table_of("", values, COLUMNS)), step)
+
+    def _add_histogram(self, chart: str, numbers: np.ndarray, step: int) -> None:
+        try:
+            self._writer.add_histogram(chart, numbers, step)
+        except ValueError as error:  # None is finite, or all are beyond 1e20.
+            self._writer.add_text(chart, f"no histogram: {error}", step)
 
     def _add_config(self, config: Settings) -> None:
         from tensorboardX.summary import hparams
