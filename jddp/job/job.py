@@ -190,11 +190,22 @@ class Job:
 
         The batches are moved to the position of the run that it starts from.
         """
+        self.check_weights()
         state = self._state_of_another(batches)
         if state is None and self.config.model.init_from is not None:
             path = absolute(self.config.model.init_from, folder=self.folder)
             return functools.partial(self._init_from_weights, path)
         return state
+
+    def check_weights(self) -> None:
+        """Refuses initial weights that do not exist.
+
+        Raises:
+          ConfigError: If they do not.
+        """
+        named = self.config.model.init_from
+        if named is not None and not absolute(named, folder=self.folder).exists():
+            raise ConfigError(f"model.init_from: {named} does not exist. Name a file or folder.")
 
     def _init_from_weights(self, path: Path, batch: Batch) -> TrainState:
         """The first state, whose parameters are read from a file or a run."""
@@ -221,7 +232,8 @@ class Job:
 
         None if the config names no run to start from, or the run has its own checkpoints.
         """
-        start = self._place(self.config.checkpoint.start_from)
+        named = self.config.checkpoint.start_from
+        start = self._place(named)
         directory = self._place(self.config.run.dir)
         if start is None:
             return None
@@ -231,12 +243,10 @@ class Job:
         self.ddp.init(self.config.seed, batches.batch(0))
         found = Checkpoints(local_copy(start)).restore(self.ddp)
         if found is None or "position" not in found[1]:
-            named = self.config.checkpoint.start_from
             raise ConfigError(f"checkpoint.start_from: {named} holds no run with a checkpoint.")
         state, beside = found
         batches.set_state(beside["position"]["state"])
         if self.is_writer:
-            named = self.config.checkpoint.start_from
             report(f"started from step {int(state.step)} of {named}")
         return lambda batch: state
 

@@ -182,6 +182,8 @@ MISTAKES = [
     (["--config"], 2, "expected one argument"),
     (["--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file or preset."),
     (["data.global_batch_size=1000"], 65, "examples, but one global batch needs 1000"),
+    (["model.init_from=no.safetensors"], 2, "model.init_from: no.safetensors does not exist"),
+    (["model.init_from=nowhere", "--dry-run"], 2, "model.init_from: nowhere does not exist"),
     (["model.target=mine:Lien"], 2, "module 'mine' has no 'Lien'. Did you mean 'Line'?"),
     (["data.kwargs.num_broken_rows=1"], 65, "array 'y' holds NaN or infinity"),
     (["optimizer.learning_rate=1e30", "run.dir=runs/nan"], 80, "The loss is "),
