@@ -20,6 +20,7 @@ from jddp.trainer.resume_notes import (
 )
 from jddp.trainer.run import Run
 from jddp.trainer.same_program import SameProgram
+from jddp.trainer.saving import BEST
 from jddp.trainer.watching import EarlyStopping, judge_again
 from jddp.typing import JsonObject
 
@@ -52,6 +53,9 @@ def resume(loop: Loop) -> None:
         # Records may have been lost; and the checkpoint came before the evaluation of its step.
         last = recorded[-1]["step"] if recorded else -1
         run.evaluations = recorded + [x for x in run.evaluations if x["step"] > last]
+        # A checkpoint knows the best ones; that of its own step, which came later, may be there.
+        best = {*run.checkpoints, *(f"{BEST}/{x}" for x in restored.beside.get("best", []))}
+        run.lost = {x["step"] for x in run.evaluations if f"{BEST}/{x['step']}" not in best}
         loop.notes.insert(0, f"resumed from step {run.step} of {loop.plan.num_steps}")
         if judge_again(run, loop.plan.callbacks, before):
             loop.notes.append("early stopping has changed: the run it had stopped continues")

@@ -61,6 +61,7 @@ class Run(Shown):
         self.evaluations: list[JsonObject] = []
         self.records: list[JsonObject] = []  # since it began or resumed
         self.read_earlier: Callable[[], list[JsonObject]] | None = None  # for `history`
+        self.lost: set[int] = set()  # steps of evaluations before a resume that no checkpoint has
         self.run_dir = run_dir
         self.config = config
         self.stopped: str | None = None

@@ -71,8 +71,8 @@ class Watching(Callback):
 
     def conclusion(self, run: Run) -> str:
         """A line about the best evaluation of a run that has ended."""
-        none = f"best {self.metric}: none, because no evaluation returned a number"
-        return self.best_so_far(run) or none
+        reason = "the states are not kept" if run.lost else "no evaluation returned a number"
+        return self.best_so_far(run) or f"best {self.metric}: none, because {reason}"
 
     def _goodness(self, metrics: Record) -> float:
         """The value, signed so that larger is better; minus infinity if it is not a number."""
@@ -183,8 +183,15 @@ class KeepBest(Watching):
         if plan.run_dir is None:
             raise ConfigError(f"{self.called} needs run_dir=, to keep the best checkpoint there.")
 
+    def on_begin(self, run: Run) -> None:
+        """Saves the state from which the run resumes, if it is among the best and was not kept."""
+        run.lost.discard(run.step)
+        if run.step in self.steps(run) and f"{BEST}/{run.step}" not in run.checkpoints:
+            run.save(BEST)
+
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Saves the state if it is among the best so far, those before a resume included."""
+        run.lost.discard(run.step)  # of a run that has gone back
         if (best := self.best_of(run)) is not None:
             self.step, self.best = best["step"], best[self.metric]
         if run.evaluations[-1]["step"] in self.steps(run):
@@ -192,9 +199,14 @@ class KeepBest(Watching):
 
     def steps(self, run: Run) -> list[int]:
         """The steps of the checkpoints that are kept, the best first; of equal ones the earlier."""
-        numbers = [x for x in run.evaluations if self._goodness(x) > -math.inf]
-        ranked = sorted(numbers, key=self._goodness, reverse=True)
-        return [record["step"] for record in ranked[: self._keep]]
+        there = [x for x in run.evaluations if x["step"] not in run.lost]
+        ranked = sorted(there, key=self._goodness, reverse=True)[: self._keep]
+        return [record["step"] for record in ranked if self._goodness(record) > -math.inf]
+
+    def best_of(self, run: Run) -> Record | None:
+        """The record of the best evaluation whose state is kept; None without any."""
+        first = self.steps(run)[:1]
+        return next((x for x in run.evaluations if x["step"] in first), None)
 
     def conclusion(self, run: Run) -> str:
         """A line about the best evaluation, and the place of its checkpoint."""

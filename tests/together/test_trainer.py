@@ -1012,6 +1012,58 @@ def test_numbers_of_numpy_and_paths_among_the_settings_are_saved(plain, tmp_path
     assert (run.step, run.stopped) == (3, None)
 
 
+class Scores:
+    """Evaluation batches whose score follows a list."""
+
+    def __init__(self, *values):
+        self.values = [values[0], *values]  # one more for the check before the first step
+
+    def __iter__(self):
+        score = self.values.pop(0) if len(self.values) > 1 else self.values[0]
+        yield {**make_batch(8), "score": np.full(8, score, np.float32)}
+
+
+def scored(model, batch, train):
+    losses, _ = loss_fn(model, batch, train)
+    return losses if train else (losses, {"score": batch["score"]})
+
+
+@pytest.mark.parametrize(
+    "keep, mode, kept",
+    [(1, "max", [4]), (2, "max", [4, 7]), (3, "max", [4, 6, 7]), (1, "min", [5])],
+)
+def test_a_best_checkpoint_that_is_asked_for_later_is_one_that_can_be_kept(
+    tmp_path, capsys, keep, mode, kept
+):
+    def train(num_steps, scores, callbacks):
+        options = {"evaluate": Scores(*scores), "eval_every_steps": 1, "run_dir": tmp_path}
+        wrap = wrapped(loss=scored)
+        return jddp.fit(wrap, batches(8), num_steps=num_steps, callbacks=callbacks, **options)
+
+    train(4, [1, 3, 2, 2], [])  # the best state, of step 2, is not kept
+    train(4, [1], [jddp.KeepBest("score", mode=mode, keep=keep)])  # has nothing to do
+    assert "/best/" not in printed(capsys)
+    best = jddp.KeepBest("score", mode=mode, keep=keep)
+    run = train(7, [0, 1, 2], [best])
+    assert [x for x in run.checkpoints if "best" in x] == [f"best/{step}" for step in kept]
+    value = {4: 2, 5: 0}[kept[0]]
+    assert f"best score {value} at step {kept[0]}, in {tmp_path}/best/{kept[0]}" in printed(capsys)
+    again = train(8, [0.5], [jddp.KeepBest("score", mode=mode, keep=keep)])
+    assert [x for x in again.checkpoints if "best" in x] == [f"best/{step}" for step in kept]
+
+
+def test_a_best_checkpoint_of_the_step_that_is_resumed_from_stays(forth_and_back, tmp_path):
+    options = {"callbacks": [jddp.KeepBest(), At(3, break_off)], "save_every_steps": 2, **EACH}
+    with pytest.raises(Broken):
+        fit(forth_and_back, SAME, tmp_path, **options)
+    shutil.rmtree(tmp_path / "checkpoints" / "3", ignore_errors=True)  # as after a kill
+    before = (tmp_path / "best" / "2").stat().st_ino
+    best = jddp.KeepBest()
+    fit(forth_and_back, SAME, tmp_path, callbacks=[best], **EACH)
+    assert best.step == 2
+    assert (tmp_path / "best" / "2").stat().st_ino == before
+
+
 class Hooks(jddp.Callback):
     """Notes the hooks around steps, with their steps."""
 
