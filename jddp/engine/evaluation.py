@@ -10,7 +10,7 @@ the devices; they are added up on the host in float64, so that counts stay whole
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -134,13 +134,10 @@ def evaluate_exactly(
     Raises:
       UsageError: If rows of padding would count in a scalar, or there is no batch.
     """
-    totals, waiting = Totals(), None
+    totals, waiting = Totals(), Sums()
     for sums in sums_of(run, batches, mesh, num_shares):
-        if waiting is not None:
-            totals.add(waiting)  # one batch late, so that the devices never wait
+        totals.add(waiting)  # one batch late, so that the devices never wait
         waiting = sums
-    if waiting is None:
-        raise UsageError("evaluate was given no batches. Was the iterator used up before?")
     totals.add(waiting)
     return totals.values()
 
@@ -176,8 +173,6 @@ def predict_rows(run: Callable[[Batch, Array], PyTree], batches: Batches, mesh: 
         jax.tree.map(lambda x, n=placed.num_rows: own_rows(x)[:n], run(placed.rows, placed.valid))
         for placed in _place(batches, mesh, len(mesh.local_devices))
     ]
-    if not found:
-        raise UsageError("predict was given no batches. Was the iterator used up before?")
     return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
 
@@ -185,6 +180,18 @@ def own_rows(x: jax.Array) -> np.ndarray:
     """The rows of an array that lie on this process's devices."""
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return np.concatenate([np.asarray(shard.data) for shard in shards])
+
+
+def check_batches(batches: object, called: str) -> None:
+    """Refuses an object that is no batches, such as a dict of arrays, over whose keys one iterates.
+
+    Raises:
+      ConfigError: If it is one.
+    """
+    is_rows = isinstance(batches, Mapping) or hasattr(batches, "dtype")
+    if is_rows or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        name = type(batches).__name__
+        raise ConfigError(f"{called} batches, such as jddp.data.eval_batches(...), not {name}.")
 
 
 class _Placed(NamedTuple):
@@ -206,6 +213,7 @@ class _Placed(NamedTuple):
 
 
 def _place(batches: Batches, mesh: Mesh, num_shares: int) -> Iterator[_Placed]:
+    check_batches(batches, "evaluate and predict take")
     room = 0
     for batch in map(as_arrays, batches):
         num_rows = count_rows(batch)
@@ -218,3 +226,5 @@ def _place(batches: Batches, mesh: Mesh, num_shares: int) -> Iterator[_Placed]:
         room = fitting if (rows == fitting).all() else max(room, fitting)
         placed, valid = put_rows(pad_rows(batch, room), mesh)
         yield _Placed(placed, valid, num_rows, int(rows.min()), room)
+    if room == 0:
+        raise UsageError("evaluate or predict got no batches. Was the iterator used up before?")

@@ -19,7 +19,7 @@ from jddp.trainer.arguments import epochs_of, steps_left
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.plan import CHECKS, LOG_EVERY, Checks, Evaluation, Keep, Plan, as_period
 from jddp.trainer.reports.sinks import GivenSink, choose_sinks
-from jddp.trainer.run import Run
+from jddp.trainer.run import EVAL_BATCH_SIZE, Run
 from jddp.trainer.start import start
 from jddp.typing import Batch, Batches, Settings
 
@@ -110,7 +110,7 @@ def fit(
     evaluation = evaluate if isinstance(evaluate, Evaluation) else Evaluation(evaluate)
     tests = evaluation.batches
     if isinstance(tests, Mapping):
-        tests = eval_batches(tests, global_batch_size=global_batch_size or 1024)
+        tests = eval_batches(tests, global_batch_size=global_batch_size or EVAL_BATCH_SIZE)
     if state is not None and not callable(state):
         ddp.check(state)
     plan = Plan(

@@ -1,6 +1,6 @@
 """The settings of a run: its length, its periods, its checkpoints, evaluations and checks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from jddp.config.versions import commit_of, versions
 from jddp.data.periods import Epochs, OptimizerSteps, Period
 from jddp.distributed.watchdog import Limits
+from jddp.engine.evaluation import check_batches
 from jddp.errors import ConfigError, check_choice
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.reports.sinks import ChosenSink
@@ -224,6 +225,9 @@ class Plan:
         """Refuses wrong settings, before anything is compiled or written."""
         check_counts(num_steps=self.num_steps, limit_eval_batches=self.limit_eval_batches)
         check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
+        check_batches(() if self.evaluation is None else self.evaluation, "evaluate= takes")
+        if self.eval_every is not None and isinstance(self.evaluation, Iterator):
+            raise ConfigError("evaluate= is an iterator, read only once. Give a list of batches.")
         if self.profile_steps is not None and self.run_dir is None:
             raise ConfigError("train.profile_steps needs run.dir, where the trace is written.")
         if self.run_dir is None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jddp.checkpoint.folders import finished
+from jddp.data import eval_batches
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, UsageError
@@ -25,6 +26,7 @@ from jddp.trainer.reports.tables import shape_of
 from jddp.typing import Batches, JsonObject, LossFn, Metrics, PyTree, Record, Settings
 from jddp.zoo.losses import outputs
 
+EVAL_BATCH_SIZE = 1024  # examples in a batch of a dict of arrays by default
 _NAME = re.compile(r"\w[\w-]*", re.ASCII)
 
 
@@ -160,7 +162,8 @@ class Run(Shown):
         """Evaluates the most recent state, as `jddp.DataParallel.evaluate` does.
 
         Args:
-          batches: This process's batches; by default the evaluation batches of the run.
+          batches: This process's batches, or a dict of arrays, the same on every process; by
+            default the evaluation batches of the run.
         """
         return dict(self._ddp.evaluate(self.state, self._given(batches), self._eval_params))
 
@@ -173,7 +176,8 @@ class Run(Shown):
         """The outputs of the most recent model for each row, as `jddp.DataParallel.predict` does.
 
         Args:
-          batches: This process's batches; by default the evaluation batches of the run.
+          batches: This process's batches, or a dict of arrays, the same on every process; by
+            default the evaluation batches of the run.
           function: Function of (model, batch) that returns an array with a row for each.
         """
         return self._ddp.predict(self.state, self._given(batches), function, self._eval_params)
@@ -182,6 +186,8 @@ class Run(Shown):
         given = self._evaluation if batches is None else batches
         if given is None:
             raise UsageError("The run has no evaluation batches (evaluate=): pass batches.")
+        if isinstance(given, Mapping):
+            return eval_batches(given, global_batch_size=EVAL_BATCH_SIZE)
         return given
 
     def plot(self) -> Any:
@@ -202,23 +208,23 @@ class Run(Shown):
             (split, f"{records[split]['step']:,}", *(metrics.get(name, "") for name in names))
             for split, metrics in shown.items()
         ]
-        ends = {"stopped": self.stopped, "interrupted by": self.interrupted}
-        facts = [f"{name}: {text}" for name, text in ends.items() if text is not None]
-        facts.append(f"in {self.run_dir or 'no directory'}")
-        yield TextTable(f"Run at step {self.step:,}", rows, ("", "step", *names), facts)
+        yield TextTable(f"Run at step {self.step:,}", rows, ("", "step", *names), self._facts())
+
+    def _facts(self) -> list[str]:
+        """How the run has ended, and where it is."""
+        ends = {"stopped:": self.stopped, "interrupted by": self.interrupted}
+        found = [f"{name} {text}" for name, text in ends.items() if text is not None]
+        return [*found, f"in {self.run_dir or 'no directory'}"]
 
     def __repr__(self) -> str:
         """The step, the newest metrics and the directory, one line each."""
-        lines = [f"Run at step {self.step:,}"]
-        if self.stopped is not None:
-            lines.append(f"  stopped: {self.stopped}")
-        if self.interrupted is not None:
-            lines.append(f"  interrupted by {self.interrupted}")
+        *ends, place = self._facts()
+        lines = [f"Run at step {self.step:,}", *(f"  {text}" for text in ends)]
         for split, record in (("train", self.metrics), ("eval", self.eval_metrics)):
             if shown := _shown(record):
                 text = ", ".join(f"{name} {x}" for name, x in shown.items())
                 lines.append(f"  {split:<6} {text}")
-        return "\n".join([*lines, f"  in {self.run_dir or 'no directory'}"])
+        return "\n".join([*lines, f"  {place}"])
 
 
 def _shown(record: Record) -> dict[str, str]:

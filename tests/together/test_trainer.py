@@ -151,6 +151,20 @@ def test_fit_takes_bitwise_the_steps_of_a_bare_loop_on_whatever_can_become_array
     assert run.metrics.items() >= want[-1].items()
 
 
+def test_a_dict_of_arrays_is_evaluated_and_predicted_as_fit_takes_it(plain):
+    examples = make_batch(24, seed=10)
+    run = jddp.fit(plain, batches(), num_steps=2, evaluate=examples, seed=1)
+    want = plain.evaluate(run.state, [examples])
+    assert run.evaluate(examples) == run.evaluate() == want
+    np.testing.assert_array_equal(run.predict(examples), run.predict([examples]))
+    for call in (plain.evaluate, plain.predict):
+        for wrong in (examples, examples["x"], lambda: [examples]):
+            with pytest.raises(ConfigError, match=r"takes? batches, .*jddp.data.eval_batches"):
+                call(run.state, wrong)
+    with pytest.raises(ConfigError, match="takes? batches"):
+        run.predict(examples["x"])
+
+
 def test_evaluation_comes_at_the_end_from_batches_that_can_be_read_but_once(plain):
     run = jddp.fit(plain, batches(), num_steps=3, evaluate=iter(EVALUATION))
     want = plain.evaluate(run.state, EVALUATION)
@@ -563,6 +577,9 @@ OUT_OF_RANGE = [
     ({"resume": "sometimes"}, "resume 'sometimes' is unknown"),
     ({"run_dir": None, "evaluate": jddp.Evaluation(EVALUATION, "ema")}, "eval_params='ema' needs"),
     ({"run_dir": None, "resume": "must"}, "resume='must' needs run_dir"),
+    ({"evaluate": lambda: EVALUATION}, "evaluate= takes batches, .*not function"),
+    ({"evaluate": np.ones((8, 16))}, "evaluate= takes batches, .*not ndarray"),
+    ({"evaluate": iter(EVALUATION), "eval_every_steps": 1}, "evaluate= is an iterator, .*once"),
     ({"run_dir": None, "callbacks": [jddp.KeepBest()]}, "KeepBest .* needs run_dir="),
 ]
 

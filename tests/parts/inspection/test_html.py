@@ -152,7 +152,7 @@ def test_a_run_shows_its_last_records_and_its_lowest_loss_and_a_data_set_its_arr
         ["eval", "1,200", "0.41", "0.9"],
         ["lowest eval loss", "400", "0.3", "0.9"],
     ]
-    assert "interrupted by: SIGINT" in run._repr_html_()
+    assert "interrupted by SIGINT" in run._repr_html_()
     arrays = {"x": np.ones((20, 3, 2), np.float32), "y": np.zeros(20, np.int32)}
     data = make_data_set("mine", arrays, arrays, classes=["cat", ODD])
     assert rows_of(data)[1:] == [["x", "3 x 2", "float32"], ["y", "a number", "int32"]]
