@@ -267,7 +267,7 @@ def config_keys() -> str:
     from jddp.config.keys import keys_of
     from jddp.config.schema import Config
 
-    may = {"none": "yes", "rounding": "yes, up to rounding", "numbers": "no"}
+    may = {"none": "yes", "result": "yes", "rounding": "yes, up to rounding", "numbers": "no"}
     parts, last = [], ""
     for path, field in keys_of(Config).items():
         if path[:-1] and path[0] != last:
