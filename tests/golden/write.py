@@ -1,18 +1,21 @@
-"""Writes the files of `stored/` from the checkout that is imported: python -m golden.write NAME...
+"""Writes the files of `stored/` from the checkout that is imported.
 
-cd tests && PYTHONPATH=..:. python -m golden.write programs orders surface runs
+cd tests
+PYTHONPATH=..:. python -m golden.write programs orders surface
+unshare --uts sh -c "hostname host; PYTHONPATH=..:. python -m golden.write runs"
 """
 
 import json
+import runpy
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-import conftest  # noqa: F401  # devices and settings as the tests have them
+runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # devices as the tests have them
 
-from golden import orders, programs, resumed
-from golden.test_golden import STORED, surface
+from golden import orders, programs, resumed  # noqa: E402
+from golden.test_golden import STORED, surface  # noqa: E402
 
 # Not what a run resumes from: earlier checkpoints, and what people read.
 LEFT_OUT = {"3", "events", "lock", "logs", "report.html"}
