@@ -75,7 +75,7 @@ def peak_memory(machine: Machine) -> PartResult:
     ddp = job.replicate()
     predicted = memory(ddp, job.batch)
     step_seconds(ddp, job.batch, 2)
-    finding = judge_memory(predicted.total, peak_bytes(jax.devices()))
+    finding = judge_memory(predicted.peak, peak_bytes(jax.devices()))
     return PartResult(*finding, details=f"```text\n{predicted}\n```")
 
 

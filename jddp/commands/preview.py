@@ -50,7 +50,7 @@ def memory_table(job: Job, memory: Memory) -> list[str]:
     if memory.limit == math.inf:
         return [table, "the device does not report its memory: whether it fits is unknown"]
     if memory.fits:
-        return [table, f"fits: {memory.total / memory.limit:.1%} of the device"]
+        return [table, f"fits: {memory.peak / memory.limit:.1%} of the device"]
     return [table, "does not fit; these settings would make it smaller", *_ways_out(job, memory)]
 
 
@@ -58,9 +58,9 @@ def _ways_out(job: Job, memory: Memory) -> list[str]:
     """Returns the settings that would make it fit, with the memory that they would need."""
     ways = list(ways_out(job.ddp, job.batch_spec, memory))
     half = memory.fixed + (memory.batch + memory.temporaries) // 2
-    if _takes(job, "dtype") and half <= memory.limit:
+    if _takes(job, "dtype") and max(half, memory.start) <= memory.limit:
         ways.append(f"model.kwargs.dtype=bfloat16 (about {in_words(half)})")
-    if _takes(job, "remat") and memory.fixed < memory.limit:
+    if _takes(job, "remat") and max(memory.fixed, memory.start) < memory.limit:
         ways.append("model.kwargs.remat=true: activations are computed twice, not kept")
     return [f"  {line}" for line in ways or textwrap.wrap(NOTHING_FITS, 78)]
 

@@ -163,10 +163,12 @@ class CompiledSteps:
 
     def _first(self, inputs: Inputs) -> TrainState:
         """Shapes of the first state of one replica, but for the state of a hook."""
-        values = self.spec.model.values or (None, None)
-        example = inputs._replace(rows=self.example(inputs.rows, values))
-        state: TrainState = call(jax.eval_shape, self.init, np.uint32(0), example, *values)
+        state: TrainState = call(jax.eval_shape, self.init, *self._for_init(inputs))
         return state
+
+    def _for_init(self, inputs: Inputs) -> tuple[PyTree, ...]:
+        values = self.spec.model.values or (None, None)
+        return np.uint32(0), inputs._replace(rows=self.example(inputs.rows, values)), *values
 
     def example(self, batch: Batch, values: Values) -> Batch:
         """The rows with which a model makes its values, or their shapes.
@@ -300,6 +302,14 @@ class CompiledSteps:
             spec = dataclasses.replace(self.spec, backward=backward)
             run = self._make_step(spec, step.planned.plan, self.mesh, self.layouts(state))
         return call(run.lower, state, self._global(inputs))
+
+    def lower_init(self, batch: Batch) -> jax.stages.Lowered:
+        """Lowers the program that makes a first state from a seed, with nothing allocated or run.
+
+        Args:
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+        """
+        return call(self.init.lower, *self._for_init(self.inputs(batch)))
 
     def _global(self, inputs: Inputs) -> Inputs:
         """The shapes of the rows of all processes together."""

@@ -5,16 +5,26 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import P
+from jax import P, lax
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array
 
-from jddp.engine.mesh import over_replicas, put, replicate, sharding_of, shardings
+from jddp.engine.mesh import (
+    AXIS_HERE,
+    over_replicas,
+    platform,
+    put,
+    replicate,
+    sharding_of,
+    shardings,
+)
 from jddp.engine.spec import Step
 from jddp.engine.state import CommState, Inputs, Layout, Replicated, TrainState, Values
 from jddp.modules.frozen import freeze, thaw
 from jddp.modules.functional import name_constants, name_key
+from jddp.reduce.average import unless_set
+from jddp.reduce.shards import Division
 from jddp.typing import Leaf, ModelState, Params, PyTree
 
 
@@ -57,21 +67,40 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         state = over_replicas(replica, mesh, enter, leave)(seed, inputs, params, model_state)
         step.optimizer.check(state.params)
         layout = shardings(step.optimizer.layouts(state.params), mesh)
-        placed = shardings(
-            jax.tree.map(lambda x: step.placement.layout(x.shape), state.params), mesh
-        )
-        # Those that a model makes are whole on each device for a moment, and divided there: nothing
-        # is sent. Given ones are divided already.
-        params = step.placement.place(state.params, mesh)
-        state = step.average.init(state.replace(params=params))
+        divided = jax.tree.map(lambda x: step.placement.layout(x.shape), state.params)
+        placed = shardings(divided, mesh)
         # Mapped by itself, since a sharded optimizer's state leaves with another spec, which needs
         # the shapes of the parameters.
         shapes = jax.eval_shape(lambda x: x, state.params)
+        if params is None and step.placement.division is not None:
+            own = functools.partial(own_parts, step.placement.division, platform(mesh) == "cpu")
+            state = state.replace(params=over_replicas(own, mesh, (P(),), placed)(state.params))
+        state = step.average.init(state)
         made = functools.partial(step.optimizer.init, shapes=shapes)
         optimizer = over_replicas(made, mesh, (placed,), layout)
         return state.replace(opt_state=optimizer(state.params))
 
-    return step.replicas.jit(init)
+    # Where it keeps many threads busy, XLA:CPU begins all parameters before it divides the first,
+    # and needs four times the memory of all.
+    one_by_one = unless_set({"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})
+    return step.replicas.jit(init, one_by_one if platform(mesh) == "cpu" else None)
+
+
+def own_parts(division: Division, is_on_cpu: bool, params: Params) -> Params:
+    """A replica's parts of parameters that a model has made.
+
+    They are whole for a moment, one after another, and divided on each device: nothing is sent.
+    """
+
+    def own(x: jax.Array) -> jax.Array:
+        if not is_on_cpu:
+            return division.own(x)
+        # XLA:CPU would fuse the slice with what makes the values, and round these in another way
+        # than where they stay whole. It cannot know that this branch is always taken.
+        is_replica = lax.axis_index(AXIS_HERE.get()) >= 0
+        return lax.cond(is_replica, division.own, lambda x: jnp.zeros_like(division.own(x)), x)
+
+    return jax.tree.map(own, params)
 
 
 def given_layouts(step: Step, params: Params) -> PyTree:

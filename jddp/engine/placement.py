@@ -23,7 +23,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from jddp.engine.mesh import platform, sharding_of
+from jddp.engine.mesh import platform
 from jddp.engine.parameters import WHOLE, Dims, Loss, ParameterSource, Pullback
 from jddp.engine.protocols import Placement, TraceLoss
 from jddp.engine.state import Divided, Layout, Replicated, name_of
@@ -53,10 +53,6 @@ class Everywhere:
     def source(self, layouts: PyTree) -> ParameterSource:
         """Returns the source of whole parameters."""
         return WHOLE
-
-    def place(self, params: Params, mesh: Mesh) -> Params:
-        """Returns the parameters as they are."""
-        return params
 
     def note(self, plan: BucketPlan, params: Params, program: TraceLoss) -> BucketPlan:
         """Notes nothing."""
@@ -91,14 +87,6 @@ class FullySharded:
         found = jax.tree.leaves(layouts)
         dims = tuple(x.dim if isinstance(x, Divided) else None for x in found)
         return DividedParameters(dims, self.groups, self.lazy)
-
-    def place(self, params: Params, mesh: Mesh) -> Params:
-        """Divides whole parameters, in a program over the mesh."""
-
-        def put(x: Leaf) -> Leaf:
-            return lax.with_sharding_constraint(x, sharding_of(self.layout(x.shape), mesh))
-
-        return jax.tree.map(put, params)
 
     def note(self, plan: BucketPlan, params: Params, program: TraceLoss) -> BucketPlan:
         """Notes the units of divided parameters, and which parameters stay whole."""

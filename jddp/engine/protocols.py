@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
@@ -311,9 +310,6 @@ class Placement(Protocol):
 
     def source(self, layouts: PyTree) -> ParameterSource:
         """Returns the source of parameters of these layouts."""
-
-    def place(self, params: Params, mesh: Mesh) -> Params:
-        """Places whole parameters, in a program over the mesh."""
 
     def note(self, plan: BucketPlan, params: Params, program: TraceLoss) -> BucketPlan:
         """Returns the plan with units and notes of parameters that are in no bucket.

@@ -318,7 +318,7 @@ def is_float(x: Leaf) -> bool:
 
 
 def stack_rows(tree: PyTree, layouts: PyTree, rows: NamedSharding, num: int) -> PyTree:
-    """Gives each of `num` replicas its row of every per-replica leaf of a replicated tree."""
+    """Gives each of `num` replicas its row of every per-replica leaf; the tree is donated."""
     if not any(layout.is_per_replica for layout in jax.tree.leaves(layouts)):
         return tree
 
@@ -327,8 +327,9 @@ def stack_rows(tree: PyTree, layouts: PyTree, rows: NamedSharding, num: int) -> 
             return x
         return jax.lax.with_sharding_constraint(jax.numpy.broadcast_to(x, (num, *x.shape)), rows)
 
-    # Jitted, so that each device makes its row alone, and none holds all of them.
-    return jax.jit(lambda tree: jax.tree.map(stack, tree, layouts))(tree)
+    # Jitted, so that each device makes its row alone, and none holds all of them; and in the place
+    # of the tree, which would be there twice.
+    return jax.jit(lambda tree: jax.tree.map(stack, tree, layouts), donate_argnums=0)(tree)
 
 
 def merge_rows(tree: PyTree, layouts: PyTree, everywhere: NamedSharding) -> PyTree:

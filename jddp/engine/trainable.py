@@ -59,6 +59,9 @@ class Steps(Protocol):
     def lower(self, batch: Batch, accumulate_steps: int | None = None) -> jax.stages.Lowered:
         """The lowered step, or that of another number of micro-batches; runs nothing."""
 
+    def lower_init(self, batch: Batch) -> jax.stages.Lowered:
+        """The lowered program that makes a first state from a seed; runs nothing."""
+
     def program(self, state: TrainState, batch: Batch, form: Form | None = None) -> Program:
         """Digests of model, loss and optimizer; runs nothing."""
 

@@ -1,4 +1,4 @@
-"""The memory that a step needs on each device, as assigned by the compiler.
+"""The memory that a step and its first state need on each device, as assigned by the compiler.
 
     print(jddp.memory(ddp, batch).total)
 
@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -61,13 +61,14 @@ class Memory(Shown):
 
     Attributes:
       parameters: Bytes of the parameters and their moving average, if there is one.
-      gradients: Bytes of the gradients.
+      gradients: Bytes of the gradients that are there at once.
       optimizer: Bytes of the optimizer's state.
       other_state: Bytes of batch statistics and the like.
       batch: Bytes of the rows of one device.
       temporaries: Other bytes that the compiler needs, mostly for activations.
       limit: Bytes of the device's memory; infinite if it is not known.
       largest: The largest arrays that the program makes.
+      start: Bytes at the peak of `init`, by which a seed makes the state; 0 if it is not known.
     """
 
     parameters: int
@@ -78,11 +79,17 @@ class Memory(Shown):
     temporaries: int
     limit: float
     largest: tuple[Array, ...] = ()
+    start: int = 0
 
     @property
     def total(self) -> int:
-        """Total number of bytes."""
+        """Bytes of a step."""
         return self.fixed + self.batch + self.temporaries
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a step, or of the start where that needs more."""
+        return max(self.total, self.start)
 
     @property
     def fixed(self) -> int:
@@ -92,16 +99,16 @@ class Memory(Shown):
     @property
     def fits(self) -> bool:
         """Whether the device has enough memory."""
-        return self.total <= self.limit
+        return self.peak <= self.limit
 
     def __repr__(self) -> str:
-        """A table of 80 columns: memory that the step needs on a device, and the device's own."""
+        """A table of 80 columns: memory that it needs on a device, and the device's own."""
         sizes = (f"  {name:<15}{_in_mib(x):>12}" for name, x in self._rows.items())
         return "\n".join(["memory per device, MiB", *sizes])
 
     def _tables(self) -> Iterator[TextTable]:
         rows = [(name, _in_mib(x)) for name, x in self._rows.items()]
-        part = f", {self.total / self.limit:.1%} used" if self.limit < math.inf else ""
+        part = f", {self.peak / self.limit:.1%} used" if self.limit < math.inf else ""
         yield TextTable(f"memory per device{part}", rows, ("", "MiB"))
         largest = [(_in_mib(array.bytes), str(array)) for array in self.largest]
         if largest:
@@ -110,11 +117,12 @@ class Memory(Shown):
     @property
     def _rows(self) -> dict[str, float]:
         rows = {field.replace("_", " "): getattr(self, field) for field in FIELDS}
-        return rows | {"sum": self.total, "the device has": self.limit}
+        start = {"start (init)": self.start} if self.start else {}
+        return rows | {"sum": self.total, **start, "the device has": self.limit}
 
     def cuts(self, num_rows: int) -> Iterator[int]:
         """Numbers of micro-batches with which a step is estimated to fit, in rising order."""
-        room = self.limit - self.fixed
+        room = self.limit - self.fixed if self.start <= self.limit else -1
         for num in range(2, num_rows + 1):
             if num_rows % num == 0 and (self.batch + self.temporaries) / num <= room:
                 yield num
@@ -123,7 +131,7 @@ class Memory(Shown):
 def memory(
     ddp: Trainable, batch: Batch, *, accumulate_steps: int | None = None, autotune: bool = True
 ) -> Memory:
-    """Compiles a step and reports the memory that it needs on each device; runs nothing.
+    """Compiles a step and `init`, and reports their memory on each device; runs nothing.
 
     Args:
       ddp: A `jddp.DataParallel`.
@@ -134,7 +142,10 @@ def memory(
     mesh = ddp.mesh
     options = None if autotune or platform(mesh) != "gpu" else _WITHOUT_AUTOTUNING
     compiled = ddp.steps.lower(batch, accumulate_steps).compile(compiler_options=options)
-    return assigned_memory(compiled, ddp.steps, batch, _device_limit(mesh.local_devices))
+    step = assigned_memory(compiled, ddp.steps, batch, _device_limit(mesh.local_devices))
+    init = ddp.steps.lower_init(batch).compile(compiler_options=options)
+    # The state of a hook is made after the rest.
+    return replace(step, start=max(compiled_bytes(init), step.fixed - step.gradients))
 
 
 def assigned_memory(
@@ -144,15 +155,16 @@ def assigned_memory(
     state = steps.abstract_state(batch)
     analysis, text = compiled.memory_analysis(), compiled.as_text()
     assert analysis is not None, "CPUs and GPUs have one"
-    gradients = _bytes_per_device(state.params)
     beside_arguments = compiled_bytes(compiled) - analysis.argument_size_in_bytes
+    # Where each is sent as soon as it is there, never all of them are.
+    gradients = min(_bytes_per_device(state.params), beside_arguments)
     return Memory(
         parameters=_bytes_per_device((state.params, state.ema_params)),
         gradients=gradients,
         optimizer=_bytes_per_device(state.opt_state),
         other_state=_bytes_per_device((state.model_state, state.ema_state, state.comm_state)),
         batch=_bytes_per_device(batch) // len(steps.mesh.local_devices),
-        temporaries=max(0, beside_arguments - gradients),
+        temporaries=beside_arguments - gradients,
         limit=limit,
         largest=largest_arrays(read_program(text or "")),
     )

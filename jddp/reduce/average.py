@@ -194,6 +194,11 @@ def compiler_options(reducer: Reducer, platform: str) -> dict[str, bool | int | 
         if reducer.is_divided is not None:  # units are packed, whatever the layout of the rest
             for kind in ("reduce_scatter", "all_gather"):
                 options[f"xla_gpu_{kind}_combine_threshold_bytes"] = 0
-    # An option of the compiled function would replace the flag of its name.
+    return unless_set(options)
+
+
+def unless_set(options: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
+    """Returns options of a compiled function, but for flags that the user has set."""
+    # An option would replace the flag of its name.
     set_by_user = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in set_by_user}

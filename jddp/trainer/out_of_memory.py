@@ -93,8 +93,9 @@ def _explain(ddp: Trainable, batch: Batch, reason: str) -> str:
 
 def _explain_compiled(ddp: Trainable, batch: Batch, reason: str) -> str:
     memory = memory_of(ddp, batch, autotune=False)
-    needs, has = in_words(memory.total), in_words(memory.limit)
-    found = f"a step needs {needs} of each device, which has {has}"
+    needs, has = in_words(memory.peak), in_words(memory.limit)
+    program = "init" if memory.start > memory.total else "a step"
+    found = f"{program} needs {needs} of each device, which has {has}"
     if memory.fits:
         why = _NO_LIBRARY if _LIBRARIES.search(reason) else _FITS
         return f"{found}. {why} XLA reports: {reason}"

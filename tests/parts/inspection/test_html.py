@@ -81,8 +81,9 @@ def test_memory_is_a_table_of_what_a_device_needs_and_html_keeps_its_columns():
     assert lines[0] == "memory per device, MiB"
     names = [line[:17].strip() for line in lines[1:]]
     assert names[:3] == ["parameters", "gradients", "optimizer"]
-    assert names[-2:] == ["sum", "the device has"]
-    assert f"{memory.total / 2**20:,.2f}" in lines[-2]
+    assert names[-3:] == ["sum", "start (init)", "the device has"]
+    assert f"{memory.total / 2**20:,.2f}" in lines[-3]
+    assert f"{memory.start / 2**20:,.2f}" in lines[-2]
 
 
 def test_batches_show_their_size_and_position():

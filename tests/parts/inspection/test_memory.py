@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
+from jddp.engine.mesh import make_mesh, replicate, sharded
+from jddp.engine.state import PerReplica, Replicated, stack_rows
 from jddp.errors import OutOfMemoryError
 from jddp.inspection import memory as memory_module
 from jddp.inspection.hlo import read_program
@@ -20,6 +23,8 @@ from jddp.inspection.memory import largest_arrays
 
 HOST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 PER_ROW = HOST // 8 // 4  # floats: an eighth of the host, which two devices share
+
+WHILE_MADE = 5  # times the largest parameter: random bits, two words for each number, and values
 
 
 def greedy(model, batch, train):
@@ -82,6 +87,59 @@ def test_memory_is_that_of_the_arrays_of_a_state():
     assert memory.batch == 4 * (16 * 4 + 4)
     assert memory.fits
     assert memory.total < memory.limit <= HOST
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", jddp.LocalSteps(2)])
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_the_sum_is_what_the_compiler_assigns_and_the_start_holds_the_state(
+    strategy, accumulate_steps
+):
+    ddp = wrapped(loss_fn, strategy=strategy, accumulate_steps=accumulate_steps)
+    batch = make_batch(8)
+    memory = jddp.memory(ddp, batch)
+    assigned = ddp.steps.lower(batch).compile().memory_analysis()
+    assert memory.total == pytest.approx(
+        assigned.argument_size_in_bytes
+        + assigned.temp_size_in_bytes
+        + assigned.output_size_in_bytes
+        - assigned.alias_size_in_bytes,
+        abs=64,  # keys and counts
+    )
+    state = ddp.init(0, batch)
+    of_device = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    largest = max(x.nbytes for x in jax.tree.leaves(ddp.model(state)))
+    assert of_device <= memory.start <= of_device + WHILE_MADE * largest
+    assert memory.peak == max(memory.start, memory.total)
+
+
+def test_no_device_holds_all_parameters_while_parts_of_them_are_made():
+    width, num = 64, 12
+    layers = nn.Sequential([nn.Dense(width) for _ in range(num)])
+    batch = {"x": np.ones((8, width), np.float32)}
+    ddp = jddp.DataParallel(
+        layers, optax.adamw(0.1), lambda m, b: (m(b["x"]) ** 2).mean(-1), mesh=8, strategy="fsdp"
+    )
+    memory = jddp.memory(ddp, batch)
+    beside = memory.start - memory.parameters - memory.optimizer
+    assert beside <= WHILE_MADE * 4 * width * width < 4 * num * width * width / 2
+
+
+def test_rows_of_replicas_take_the_memory_of_the_values_that_they_copy():
+    mesh = make_mesh(2)
+    values = replicate({"own": np.ones((4, 2), np.float32), "common": np.zeros(3)}, mesh)
+    layouts = {"own": PerReplica(), "common": Replicated()}
+    stacked = stack_rows(values, layouts, sharded(mesh), 2)
+    assert {name: x.shape for name, x in stacked.items()} == {"own": (2, 4, 2), "common": (3,)}
+    assert all(x.is_deleted() for x in values.values())
+
+
+def test_where_the_start_is_too_much_no_smaller_step_is_suggested():
+    memory = jddp.memory(wrapped(loss_fn), make_batch(8))
+    assert [*memory.cuts(4)] == [2, 4]
+    large = dataclasses.replace(memory, start=int(memory.limit) + 1)
+    assert not large.fits
+    assert [*large.cuts(4)] == []
+    assert re.search(r"\n  start \(init\) +[\d,.]+\n", repr(large))
 
 
 def test_the_largest_arrays_are_named_by_what_made_them():

@@ -175,6 +175,11 @@ def test_autotuning_is_left_out_on_gpus_alone(monkeypatch, platform, autotune, o
     fields = ("params", "ema_params", "opt_state", "model_state", "ema_state", "comm_state")
     state = SimpleNamespace(**{field: {} for field in fields})
     seen = SimpleNamespace(compile=compile_with)
-    steps = SimpleNamespace(lower=lambda *_: seen, abstract_state=lambda _: state, mesh=mesh)
+    steps = SimpleNamespace(
+        lower=lambda *_: seen,
+        lower_init=lambda _: seen,
+        abstract_state=lambda _: state,
+        mesh=mesh,
+    )
     assert memory_of(SimpleNamespace(mesh=mesh, steps=steps), BATCH, autotune=autotune).fits
-    assert given == [options]
+    assert given == [options, options]
