@@ -89,10 +89,29 @@ def _run(
             if not payload.is_async:
                 clock.wait_for(sent)
         else:
-            clock.compute(cost(program, computation, instruction, gpu), instruction.op_name)
+            for part, op_name in _computed(program, computation, instruction, gpu):
+                clock.compute(part, op_name)
 
 
 _CONTROL = ("while", "call", "conditional")
+
+
+def _computed(
+    program: HloProgram, computation: Computation, instruction: Instruction, gpu: Gpu
+) -> list[tuple[Cost, str]]:
+    """Costs and names of what runs by itself; of a loop over micro-batches, pass by pass."""
+    if not {FORWARD, BACKWARD} <= _phases_in(program, instruction):
+        return [(cost(program, computation, instruction, gpu), instruction.op_name)]
+    inner = [program.computations[name] for name in instruction.runs]
+    once = [part for x in inner for y in x.instructions for part in _computed(program, x, y, gpu)]
+    return once * (trip_count(instruction) if instruction.op == "while" else 1)
+
+
+def _phases_in(program: HloProgram, instruction: Instruction) -> set[str]:
+    """The phases of the operations in a loop or a call."""
+    runs = instruction.runs if instruction.op in ("while", "call") else ()
+    inner = [x for name in runs for x in program.computations[name].instructions]
+    return {_phase(x.op_name) for x in inner}.union(*(_phases_in(program, x) for x in inner))
 
 
 def _runs(program: HloProgram, instruction: Instruction) -> list[Computation]:
