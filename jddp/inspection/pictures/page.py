@@ -12,12 +12,14 @@ from jddp.inspection.pictures.times import compare_times
 
 _STYLE = """
 .wide svg { display: block; min-width: 900px }
+body { max-width: 1200px } th { white-space: normal; vertical-align: bottom }
 i.swatch { display: inline-block; width: .8em; height: .8em; margin-right: .4em;
   background: hsl(var(--h) 60% 46%) }
 i.other { background: #888 }
 @media (prefers-color-scheme: dark) { @media screen {
   i.swatch { background: hsl(var(--h) 55% 62%) } i.other { background: #888 }
 } }
+@media (max-width: 600px) { td:first-child:not(:has(i)) { white-space: normal } }
 @media print { .wide svg { min-width: 0 } }
 """
 

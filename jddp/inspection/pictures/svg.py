@@ -11,7 +11,7 @@ from html import escape
 from jddp.inspection.pictures.figures import in_ms
 from jddp.inspection.pictures.lanes import EXPOSED, Lanes, SentBand, Stretches
 
-WIDTH, LEFT, RIGHT = 1000, 84, 22
+WIDTH, LEFT, RIGHT = 1000, 84, 30
 _LANE = 34
 _WINDOW = 15
 _MOST_ROWS = 20  # with labels
@@ -115,7 +115,8 @@ def _rows(sent: Sequence[SentBand], scale: _Scale) -> tuple[list[list[int]], int
     for start, end, i, run in sorted(windows):
         free = (row for row, taken in enumerate(ends) if taken <= scale.x(start))
         rows[i][run] = row = next(free, len(ends))
-        room = 2 + 9 * len(sent[i].label if run == 0 else "")
+        # Twice a digit's width, so that a label stands beside its own bar and away from the next.
+        room = 2 + 14 * len(sent[i].label if run == 0 else "")
         ends[row : row + 1] = [max(scale.x(end), scale.x(start) + 1) + room]
     return rows, len(ends)
 

@@ -1,6 +1,7 @@
 """A modelled step is told in words, numbers and a picture that say that it is modelled."""
 
 import dataclasses
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -216,6 +217,23 @@ def test_labels_that_would_take_more_room_than_their_bars_are_left_to_titles():
     assert not {"1", "59"} & many
     assert float(root.get("viewBox").split()[3]) < 300
     assert len([x for x in titles(root) if x.startswith("bucket ")]) == 60
+
+
+def test_labels_of_buckets_that_stand_close_leave_room_to_the_next_bar_and_to_the_edge():
+    num = 26
+    plan = BucketPlan(tuple(map(bucket, range(num))))
+    sent = [transfer(i, f"bucket_{i}", 0.07 + 1.1e-3 * i) for i in range(num)]
+    root = svg(draw_page(modelled_picture(prediction(sent, plan))))
+    namespace, rows = "{http://www.w3.org/2000/svg}", {}
+    for group in root.iter(f"{namespace}g"):
+        bar, label = group.findall(f"{namespace}path")[-1], group.find(f"{namespace}text")
+        left, top = map(float, re.match(r"M([\d.]+),([\d.]+)", bar.get("d")).groups())
+        end = float(label.get("x")) + 8 * len(label.text)  # a digit of 12 px takes 6.7 to 7.7
+        rows.setdefault(top, []).append((left, end))
+    assert sum(map(len, rows.values())) == num
+    for row in map(sorted, rows.values()):
+        assert row[-1][1] <= float(root.get("viewBox").split()[2])
+        assert all(after[0] >= before[1] + 6 for before, after in itertools.pairwise(row))
 
 
 def test_bars_stay_inside_of_the_picture():

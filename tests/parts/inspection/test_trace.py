@@ -18,6 +18,7 @@ from jddp.errors import ConfigError, DataError, ExitCode
 from jddp.inspection.kernels import DeviceTime, Kernels, kernels_of
 from jddp.inspection.measured_picture import measured_picture
 from jddp.inspection.pictures.page import draw_page
+from jddp.inspection.pictures.svg import LEFT, RIGHT, WIDTH
 from jddp.inspection.pictures.times import MODELLED, StepTimes, times_as_text
 from jddp.inspection.trace import Trace, read_trace
 from jddp.trainer.plan import Plan
@@ -164,7 +165,7 @@ def test_the_picture_of_a_trace_hatches_what_is_exposed_and_says_that_it_is_meas
         assert "modelled" not in words
         (bar, _) = (x.get("d") for x in drawn.iter() if x.get("class") == "exposed")
         width = float(re.search(r"h([\d.]+)v", bar)[1])
-        assert width == pytest.approx(894 * exposed / 4000, abs=0.1)
+        assert width == pytest.approx((WIDTH - LEFT - RIGHT) * exposed / 4000, abs=0.1)
     assert "Measured, not modelled" in page
 
 
