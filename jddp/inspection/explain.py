@@ -73,10 +73,9 @@ class Explanation(Shown):
             return "Nothing is sent: there is one device."
         hidden = sum(x.bytes * self._runs(x) for x in self.compiled if x.is_async)
         share = hidden / self.bytes_per_step if hidden else 0.0
-        units = f" and in units ({len(self.plan.units)})" if self.plan.units else ""
         return (
             f"A step sends {in_mebibytes(self.bytes_per_step)} MiB in {len(self.compiled)} "
-            f"collectives, with gradients in {self.plan.in_words}{units}; {share:.0%} of these "
+            f"collectives, with gradients in {self.plan.in_words}; {share:.0%} of these "
             "bytes can be sent while it computes."
         )
 
@@ -174,8 +173,7 @@ class Explanation(Shown):
                 return [f"Gradients of an optimizer step are {moves}", into]
             size = self._size_of(units)
             return [
-                f"Gradients in buckets are {moves}",
-                into,
+                *([f"Gradients in buckets are {moves}", into] if wire_bytes else []),
                 f"Parameters and gradients of units are {size} MiB a step, each array counted",
                 "once for each time that it is sent.",
                 *self._between_groups([x for x in units if BETWEEN in x.op_name]),

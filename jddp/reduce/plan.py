@@ -99,8 +99,10 @@ class BucketPlan(Shown):
 
     @property
     def in_words(self) -> str:
-        """Number of buckets, such as "1 bucket"."""
-        return f"{len(self)} bucket{'' if len(self) == 1 else 's'}"
+        """Number of buckets and units, such as "1 bucket and 4 units"."""
+        kinds = (self.buckets, "bucket"), (self.units, "unit")
+        words = (f"{len(x)} {noun}{'' if len(x) == 1 else 's'}" for x, noun in kinds if x)
+        return " and ".join(words) or "0 buckets"
 
     @property
     def wire_bytes(self) -> int:
@@ -109,23 +111,23 @@ class BucketPlan(Shown):
 
     @property
     def headline(self) -> str:
-        """Number of buckets, and what they send, in a line."""
-        return f"{self.in_words}, {in_mebibytes(self.wire_bytes)} MiB on the wire per step"
+        """Number of buckets and units, and what they hold, in a line."""
+        if self.group_size and not (self.units or self.buckets):
+            return "units of divided parameters, known once there is a batch"
+        size = in_mebibytes(self.wire_bytes + sum(x.bytes for x in self.units))
+        ending = "of parameters" if self.units else "on the wire per step"
+        return f"{self.in_words}, {size} MiB {ending}"
 
     def noted(self, *notes: str) -> "BucketPlan":
         """The plan with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
     def __str__(self) -> str:
-        """A table of one line per bucket, for a terminal of 80 columns."""
-        rows = [self.headline]
-        rows.append(f"{'bucket':>6} {'MiB':>9} {'leaves':>6}  {'dtype':<9} first and last leaf")
-        rows += [_row(i, bucket, 45) for i, bucket in enumerate(self.buckets)]
-        if self.units:
-            rows.append(f"{'unit':>6} {'MiB':>9} {'leaves':>6}  {'dtype':<9} passes x slices")
-        for i, x in enumerate(self.units):
-            rows.append(_row(i, x.bucket, 36, f"{x.num_passes} x {x.num_slices:<4} "))
-        return "\n".join((*rows, *self._remarks()))
+        """A table of one line per kind of bucket, for a terminal of 80 columns."""
+        buckets = _rows("bucket", "first and last leaf", [(x, "") for x in self.buckets])
+        found = [(x.bucket, f"{x.num_passes} x {x.num_slices:<4} ") for x in self.units]
+        units = _rows("unit", "passes x slices", found)
+        return "\n".join((self.headline, *buckets, *units, *self._remarks()))
 
     def _tables(self) -> Iterator[TextTable]:
         head = ("MiB", "leaves", "dtype", "first and last leaf")
@@ -152,9 +154,29 @@ def _cells(bucket: Bucket) -> tuple[str, ...]:
     return size, f"{len(bucket.paths)}", bucket.wire_dtype.name, ends
 
 
-def _row(number: int, bucket: Bucket, width: int, times: str = "") -> str:
-    size, num_leaves, dtype, ends = _cells(bucket)
-    return f"{number:>6} {size:>9} {num_leaves:>6}  {dtype:<9} {times}{_shorten(ends, width)}"
+def _rows(noun: str, last: str, found: Sequence[tuple[Bucket, str]]) -> Iterator[str]:
+    """The lines of a table; buckets of one size, number of leaves and dtype share one.
+
+    Args:
+      noun: Head of the numbers.
+      last: Head of the last column.
+      found: Each bucket, with words before its names.
+    """
+    kinds = dict[tuple[str, ...], list[int]]()
+    for number, (bucket, times) in enumerate(found):
+        kinds.setdefault((*_cells(bucket)[:3], times), []).append(number)
+    wide = max([6, *(len(_in_short(x)) for x in kinds.values())])
+    if found:
+        yield f"{noun:>{wide}} {'MiB':>9} {'leaves':>6}  {'dtype':<9} {last}"
+    for (size, num_leaves, dtype, times), own in kinds.items():
+        names = _shorten(_cells(found[own[0]][0])[3], 51 - wide - len(times))
+        yield f"{_in_short(own):>{wide}} {size:>9} {num_leaves:>6}  {dtype:<9} {times}{names}"
+
+
+def _in_short(numbers: Sequence[int]) -> str:
+    """All numbers, or the first two and the last."""
+    text = ",".join(map(str, numbers))
+    return text if len(text) <= 12 else f"{numbers[0]},{numbers[1]}..{numbers[-1]}"
 
 
 @dataclass(frozen=True)

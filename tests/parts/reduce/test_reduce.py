@@ -24,7 +24,7 @@ from jddp.reduce.average import (
 )
 from jddp.reduce.gradients import Finished
 from jddp.reduce.packing import MANY, bucketed, choose_packing, exchange_mean, scatter_mean
-from jddp.reduce.plan import plan_buckets
+from jddp.reduce.plan import BucketPlan, GatheredUnit, plan_buckets
 
 MIB = 2**20
 BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -301,6 +301,34 @@ def test_a_plan_says_in_full_what_travels():
     assert first == "1 bucket, 1.000 MiB on the wire per step"
     long = {"a_rather_long_name_of_a_layer" * 3: {"kernel": shape(10), "bias": shape(10)}}
     assert max(map(len, text(long, None))) <= 80
+
+
+def test_equal_rows_of_a_plan_are_one_with_their_numbers():
+    layers = {f"block_{i}": {"a": shape(200_000), "b": shape(100_000)} for i in range(6)}
+    rows = text(layers | {"head": shape(7, "float16")}, range(13))
+    assert [row.split()[:3] for row in rows[2:]] == [
+        ["0,2,4,6,8,10", "0.763", "1"],
+        ["1,3,5,7,9,11", "0.381", "1"],
+        ["12", "1.34e-05", "1"],
+    ]
+    assert rows[0].startswith("13 buckets, ")
+    many = text({f"{i:03}": shape(200_000) for i in range(160)}, range(160))
+    assert [row.split()[:2] for row in many[2:]] == [["0,1..159", "0.763"]]
+    two = {f"{i:03}": shape(200_000 + 50_000 * (i % 2)) for i in range(160)}
+    assert [row.split()[0] for row in text(two, range(160))[2:]] == ["0,2..158", "1,3..159"]
+    assert max(map(len, text(layers, None) + text(two, None))) <= 80
+
+
+def test_a_plan_without_buckets_opens_with_its_units():
+    unit = GatheredUnit(plan_buckets({"w": shape(2**18)}, bucket_bytes=MIB).buckets[0], 4, 2)
+    of_units = BucketPlan((), units=(unit, unit), group_size=8)
+    first, head, row = str(of_units).splitlines()
+    assert first == "2 units, 8.000 MiB of parameters"
+    assert head.split() == ["unit", "MiB", "leaves", "dtype", "passes", "x", "slices"]
+    assert row.split() == ["0,1", "1.000", "1", "float32", "2", "x", "4", "w"]
+    with_bucket = dataclasses.replace(of_units, buckets=(unit.bucket,))
+    assert with_bucket.headline == "1 bucket and 2 units, 9.000 MiB of parameters"
+    assert "bucket" not in BucketPlan((), group_size=8).headline
 
 
 def test_a_plan_says_what_is_known_of_its_layout_and_a_hook_is_named_by_its_function():
