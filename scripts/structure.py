@@ -1,4 +1,4 @@
-"""Figures of how jddp is built, read from its source without importing it: `sizes.py` prints them.
+"""Counts how jddp is built, from its source and without importing it; `sizes.py` prints the counts.
 
 modules = read_modules()                # {"jddp.paths": its syntax tree, ...}
 reached("jddp.engine.step", imports(modules))
@@ -43,14 +43,15 @@ def room_of(name: str) -> str:
 def imports(modules: Modules) -> dict[str, set[str]]:
     """The modules of jddp that each imports: in functions, for types and by a string too."""
     found = {
-        name: {_module_in(target, modules) for target in _targets(tree)} - {""}
+        name: {_module_in(target, modules) for target in targets(tree)} - {""}
         for name, tree in modules.items()
     }
     found["jddp"] = set()  # It names the modules of all public names, and imports one when asked.
     return found
 
 
-def _targets(tree: ast.Module) -> Iterator[str]:
+def targets(tree: ast.Module) -> Iterator[str]:
+    """What a module imports, as `module` or `module.name`."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -87,10 +88,10 @@ def circles(imported: Imports) -> list[set[str]]:
     return [set(names) for names in found if len(names) > 1]
 
 
-def count_names(modules: Modules, name: str) -> int:
-    """Counts the places that use a name."""
-    nodes = (node for tree in modules.values() for node in ast.walk(tree))
-    return sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
+def import_lines(tree: ast.Module) -> set[int]:
+    """The numbers of the lines of all import statements."""
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    return {line for node in nodes for line in range(node.lineno, node.end_lineno + 1)}
 
 
 def defined_twice(modules: Modules) -> list[str]:
@@ -108,33 +109,62 @@ def _definitions(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-def functions(
-    node: ast.AST, name: str = "", is_public: bool = True
-) -> Iterator[tuple[Function, str, bool]]:
-    """Every function below `node`, its name with its classes, and whether users may call it."""
+def private_in_many(modules: Modules, at_least: int = 4) -> list[str]:
+    """Private names, constants included, that so many modules define at their top level."""
+    homes = Counter(name for tree in modules.values() for name in {*_private_names(tree)})
+    return sorted(name for name, count in homes.items() if count >= at_least)
+
+
+def _private_names(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                names = [name]
+            case ast.Assign(targets=targets):
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names = [name]
+            case _:
+                names = []
+        yield from (name for name in names if name.startswith("_") and not name.endswith("__"))
+
+
+def config_keys(modules: Modules) -> list[str]:
+    """The keys that the sections of a config declare, nested sections among them, as `Class.key`.
+
+    A key that several sections inherit counts once, where it is declared.
+    """
+    config = [tree for name, tree in modules.items() if room_of(name) == "config"]
+    classes = [node for tree in config for node in tree.body if isinstance(node, ast.ClassDef)]
+    sections = {"BaseModel"}
+    for _ in classes:  # as often as a class can be derived from another
+        sections |= {node.name for node in classes if sections & {*map(ast.unparse, node.bases)}}
+    return [
+        f"{section.name}.{field.target.id}"
+        for section in classes
+        if section.name in sections
+        for field in section.body
+        if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation)
+    ]
+
+
+def functions(node: ast.AST, name: str = "") -> Iterator[tuple[Function, str]]:
+    """Every function below `node`, and its name with its classes."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, Function | ast.ClassDef):
-            yield from functions(child, name, is_public)
+            yield from functions(child, name)
             continue
-        own = f"{name}.{child.name}".strip(".")
-        is_known = is_public and is_public_name(child.name)
-        if isinstance(child, ast.ClassDef):
-            yield from functions(child, own, is_known)
-        else:
-            yield child, own, is_known
-            yield from functions(child, own, False)
+        full = f"{name}.{child.name}".strip(".")
+        if isinstance(child, Function):
+            yield child, full
+        yield from functions(child, full)
 
 
-def is_public_name(name: str) -> bool:
-    """Whether a name is for users: `__init__` is, `_step` is not."""
-    return not name.startswith("_") or name.endswith("__")
-
-
-def count_parameters(function: Function, is_public: bool) -> int:
-    """Counts parameters, without self and the options of a public function."""
+def count_parameters(function: Function) -> int:
+    """Counts all parameters but self, keyword-only ones included."""
     positional = [x.arg for x in (*function.args.posonlyargs, *function.args.args)]
     has_self = positional[:1] in (["self"], ["cls"])
-    return len(positional) - has_self + len(function.args.kwonlyargs) * (not is_public)
+    return len(positional) - has_self + len(function.args.kwonlyargs)
 
 
 def largest_tuple(function: Function) -> int:
@@ -151,7 +181,7 @@ def largest_tuple(function: Function) -> int:
 def options_of(modules: Modules, function: str) -> int:
     """Counts the keyword-only parameters of the function of a name that has the most."""
     every = (found for tree in modules.values() for found in functions(tree))
-    counts = [len(node.args.kwonlyargs) for node, name, _ in every if name == function]
+    counts = [len(node.args.kwonlyargs) for node, name in every if name == function]
     return max(counts, default=0)
 
 
@@ -167,65 +197,6 @@ def members_of(tree: ast.Module, name: str) -> int:
 
 def _class(tree: ast.Module, name: str) -> ast.ClassDef:
     return next(x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == name)
-
-
-def questions_to_parts(modules: Modules, spec: str) -> list[str]:
-    """Places that ask by `isinstance` which part of a step they have: final classes of its rooms.
-
-    Args:
-      modules: The modules.
-      spec: Module that may ask: it holds the step.
-    """
-    parts = {
-        node.name
-        for name, tree in modules.items()
-        if room_of(name) in ("engine", "reduce")
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and "final" in map(ast.unparse, node.decorator_list)
-    }
-    return [
-        f"{name}:{node.lineno}"
-        for name, tree in modules.items()
-        if name != spec
-        for node in ast.walk(tree)
-        if _asks_for(node, parts)
-    ]
-
-
-def _asks_for(node: ast.AST, classes: set[str]) -> bool:
-    match node:
-        case ast.Call(func=ast.Name(id="isinstance"), args=[_, kind]):
-            return any(isinstance(x, ast.Name) and x.id in classes for x in ast.walk(kind))
-    return False
-
-
-def effects_at_import(tree: ast.Module) -> list[int]:
-    """Lines of a module that change what another module holds, when it is imported.
-
-    They are calls for their effect of what was imported, and assignments to its attributes.
-    """
-    imported = {
-        (alias.asname or alias.name).partition(".")[0]
-        for node in tree.body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    found = []
-    for node in tree.body:
-        match node:
-            case (
-                ast.Expr(value=ast.Call(func=target))
-                | ast.Assign(targets=[ast.Attribute() | ast.Subscript() as target])
-            ) if _root(target) in imported:
-                found.append(node.lineno)
-    return found
-
-
-def _root(node: ast.AST) -> str:
-    """The name with which a chain of attributes, calls and items begins."""
-    while not isinstance(node, ast.Name):
-        node = next(ast.iter_child_nodes(node))
-    return node.id
 
 
 def median_and_decile(numbers: Iterable[int]) -> tuple[int, int]:

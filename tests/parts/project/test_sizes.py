@@ -1,10 +1,16 @@
 """The figures of scripts/sizes.py, read from modules of a few lines."""
 
 import ast
+import subprocess
 
+import ceilings
+import effects
 import pytest
 import sizes
 import structure
+import tricks
+import untyped
+from ceilings import Figure
 
 
 def read(**sources):
@@ -36,42 +42,151 @@ def test_names_in_two_modules_are_those_of_what_is_defined_there():
     assert structure.defined_twice(read(a=first, b=second)) == ["A", "Mean", "f"]
 
 
-def test_effects_at_import_are_those_on_what_other_modules_hold():
-    source = """
-import os, sys
-from warnings import filterwarnings
-log = f()
-log.addFilter(g)
-sys.excepthook = g
-os.environ["x"] = "y"
-filterwarnings("ignore")
-def h():
-    os.chdir("/")
+def test_a_private_name_is_found_in_four_modules_whatever_it_is():
+    homes = {"a": "def _f(): ...", "b": "class _f: ...", "c": "_f = 1", "d": "_f: int = 1\n_g = 1"}
+    assert structure.private_in_many(read(**homes)) == ["_f"]
+    assert structure.private_in_many(read(**homes | {"d": "def g():\n    _f = 1"})) == []
+
+
+CONFIG = """
+class Base(BaseModel):
+    name: str = option(None, "Inherited by all.")
+class Inner(Base):
+    WORD: ClassVar[str] = "depth"
+    depth: int = 1
+class Outer(Base):
+    inner: Inner
+class Mistake(NamedTuple):
+    text: str
 """
-    assert structure.effects_at_import(ast.parse(source)) == [6, 7, 8]
 
 
-def test_questions_to_parts_are_counted_outside_of_the_module_of_the_step():
-    modules = read(
-        **{"engine.spec": "from jddp.engine.guard import Guard\nisinstance(x, Guard)"},
-        **{"engine.guard": "@final\nclass Guard: ...\nclass State: ..."},
-        verify="isinstance(x, list | Guard)\nisinstance(x, State)",
-    )
-    assert structure.questions_to_parts(modules, "jddp.engine.spec") == ["jddp.verify:1"]
+def test_config_keys_are_the_fields_of_sections_each_where_it_is_declared():
+    modules = read(**{"config.schema": CONFIG}, other=CONFIG)
+    assert structure.config_keys(modules) == ["Base.name", "Inner.depth", "Outer.inner"]
+
+
+def test_aliases_of_any_are_counted_wherever_they_are_made_and_however_they_are_imported():
+    typing = """
+from typing import Any as Anything
+Tree = Anything
+Record = Mapping[str, Tree]
+Loss = Callable[..., Tree]
+Pair = tuple[Tree, Tree]
+SIZE: Tree = 1
+"""
+    use = "import jddp.typing as t\nfrom jddp.typing import Tree as T\n"
+    use += "x: T | t.Record\nTree = 1\nTree"
+    modules = read(typing=typing, use=use)
+    aliases, spellings = untyped.aliases(modules)
+    assert aliases == {"jddp.typing.Tree", "jddp.typing.Record"}
+    assert untyped.count_uses(read(use=use), spellings) == 2
+    assert untyped.count_uses(modules, {untyped.ANY}) == 1
+
+
+def test_hard_exits_globals_and_tricks_are_found_under_other_names():
+    source = """
+import dis, os, sys
+from os import _exit as leave, execve
+from threading import _register_atexit
+def f():
+    global x, y
+    leave(1)
+    execve(dis.opname, dis.opname)
+    sys.exit = sys.excepthook = sys.stdout = os._exit
+    time = g()
+    time._asdict()
+"""
+    modules = read(a=source)
+    assert tricks.hard_exits(modules) == ["jddp.a:7", "jddp.a:9"]
+    assert tricks.globals_of(modules) == ["jddp.a:6"]
+    found = ["os.execve", "dis.opname", "sys.exit"]
+    assert tricks.tricks(modules) == [f"jddp.a: {name}" for name in found]
+
+
+EFFECTS = {
+    "quiet": "import logging, os\nlog = logging.getLogger('jddp')\ndef f(): os.environ['A'] = ''",
+    "logs": "from jddp.quiet import log\nadd = log.addFilter\nadd(print)",
+    "sets": "from os import environ\nimport jddp.logs\nset = environ.setdefault\nset('JDDP_A', '')",
+    "replaces": "import sys\nsys.modules[__name__] = print",
+}
+
+
+def test_effects_at_import_are_seen_at_the_module_that_makes_them(tmp_path):
+    (tmp_path / "jddp").mkdir()
+    for name, source in {"__init__": "", **EFFECTS}.items():
+        (tmp_path / "jddp" / f"{name}.py").write_text(source)
+    assert effects.effects(read(**EFFECTS), tmp_path) == {
+        "jddp.logs": ["logging jddp.filters"],
+        "jddp.sets": ["environ JDDP_A"],
+        "jddp.replaces": ["module jddp.replaces"],
+    }
 
 
 SIGNATURES = """
 class Plan:
     def make(self, a, b, *, option=None) -> tuple[int, tuple[int, int, int]] | None: ...
-    def _make(self, a, b, *, option=None) -> tuple[int, ...]: ...
+    def _make(self, a) -> tuple[int, ...]: ...
 """
 
 
-def test_lines_of_code_parameters_and_items_of_returned_tuples_are_counted():
+def test_lines_of_code_and_of_imports_parameters_and_returned_items_are_counted():
     assert sizes.code_lines('"""Text."""\n\nx = [\n    1,  # one\n]\n# end\n') == {3, 4, 5}
-    found = structure.functions(ast.parse(SIGNATURES))
-    (public, name, _), (private, _, is_public) = found
-    assert (name, is_public) == ("Plan.make", False)
-    assert structure.count_parameters(public, is_public=True) == 2  # without public options
-    assert structure.count_parameters(private, is_public=False) == 3
+    assert structure.import_lines(ast.parse("import a\nfrom b import (\n    c,\n)\nx = 1")) == {
+        1,
+        2,
+        3,
+        4,
+    }
+    (public, name), (private, _) = structure.functions(ast.parse(SIGNATURES))
+    assert name == "Plan.make"
+    assert (structure.count_parameters(public), structure.count_parameters(private)) == (3, 1)
     assert (structure.largest_tuple(public), structure.largest_tuple(private)) == (3, 1)
+
+
+@pytest.fixture
+def file(tmp_path):
+    file = tmp_path / "ceilings.toml"
+    ceilings.write({"lines": 90, "names": 9, "not counted": 1}, file)
+    return file
+
+
+def commit(file):
+    name = ["-c", "user.name=A", "-c", "user.email=a@example.com"]
+    for command in (["init", "-q"], ["add", "."], [*name, "commit", "-qm", "x", "--allow-empty"]):
+        subprocess.run(["git", *command], cwd=file.parent, check=True)
+
+
+def test_a_ceiling_falls_with_its_figure_to_its_goal_and_of_lines_further(file):
+    figures = [Figure("lines", 70, 80, rests=False), Figure("names", 7, 8), Figure("new", 5, 4)]
+    assert ceilings.hold(figures, lower=False, file=file) == 0
+    assert ceilings.read(file) == {"lines": 90, "names": 9, "not counted": 1}
+    assert ceilings.hold(figures, lower=True, file=file) == 0
+    assert ceilings.read(file) == {"lines": 70, "names": 8, "new": 5, "not counted": 1}
+
+
+def test_a_figure_above_its_ceiling_fails_and_leaves_it(file, capsys):
+    assert ceilings.hold([Figure("names", 10, 8)], lower=True, file=file) == 1
+    assert ceilings.read(file)["names"] == 9
+    assert "TOO MANY" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("later", [{"lines": 90, "names": 10}, {"lines": 90}, {"names": 10}])
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_ceiling_that_was_ever_lower_cannot_be_raised_or_dropped(file, later, is_committed):
+    figures = [Figure("lines", 90, 80), Figure("names", 9, 8)]
+    commit(file)
+    assert ceilings.hold(figures, lower=True, file=file) == 0
+    ceilings.write(later, file)
+    if is_committed:
+        commit(file)
+        commit(file)  # of something else
+    assert ceilings.hold(figures, lower=True, file=file) == 1
+    assert ceilings.read(file) == later
+
+
+def test_without_history_ceilings_hold_alone(file):
+    figures = [Figure("names", 10, 8)]
+    ceilings.write({"names": 10}, file)
+    assert ceilings.lowest_ever(file) == {}
+    assert ceilings.hold(figures, lower=True, file=file) == 0
