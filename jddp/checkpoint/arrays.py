@@ -188,7 +188,9 @@ def difference(
     saved = {n: _form(x["shape"], x["dtype"], there[n]) for n, x in described.items()}
     own = {n: _form(x.shape, x.dtype, here[n]) for n, x in wanted.items()}
     names = sorted({*saved, *own}, key=lambda name: (not name.startswith("params"), name))
-    differ = [name for name in names if saved.get(name) != own.get(name)]
+    # A number of an optimizer is an array of one entry where shards of arrays are updated.
+    one = ("() ", "(1,) ")
+    differ = [n for n in names if saved.get(n, "").replace(*one) != own.get(n, "").replace(*one)]
     lines: dict[tuple[str, ...], str] = {}  # by the parts of a path, as each level is shown once
     for name in differ[:most]:
         parts = tuple(name.split("/"))

@@ -1,5 +1,8 @@
 """Each replica updates its part of every parameter: the same numbers, a part of the memory."""
 
+import contextlib
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,3 +151,39 @@ def test_a_checkpoint_resumes_sharded_or_whole_on_any_number_of_devices(tmp_path
     other, like = made(True, 4, optax.sgd(0.1, momentum=0.9))
     with pytest.raises(ConfigError, match="another model, optimizer"):
         CheckpointFolder(tmp_path, keep=1).restore(like, other.steps.layouts(like))
+
+
+def of_all_shapes(m, x, empty):
+    number = m.param("number", nn.initializers.ones, ())
+    m.param("empty", nn.initializers.ones, empty)
+    odd, one = (m.param(str(n), nn.initializers.normal(1.0), (n,)) for n in (3, 1))
+    row = m.param("row", nn.initializers.normal(1.0), (1, 8))
+    return (nn.Dense(3)(x) * number + odd + one).sum(1) + (nn.Dense(8)(x) * row).sum(1)
+
+
+PAIRS = [(a, b) for a in ("ddp", "zero1", "fsdp") for b in ("ddp", "zero1", "fsdp") if a != b]
+RESUMED = {
+    "adam": (optax.adam(1e-2, eps=1e-3), (0, 4)),
+    "muon": (optax.contrib.muon(1e-2, eps=1e-3), (0,)),  # It divides by the dims of a matrix.
+}
+
+
+@pytest.mark.parametrize("optimizer", swept([*RESUMED], every=2))
+@pytest.mark.parametrize(("first", "second"), swept(PAIRS, every=3))
+def test_a_run_goes_from_each_strategy_to_another_with_arrays_of_any_shape(
+    first, second, optimizer, tmp_path
+):
+    tx, empty = RESUMED[optimizer]
+    model, ends = Of(functools.partial(of_all_shapes, empty=empty)), []
+    with jax.numpy_rank_promotion("allow"):
+        for strategies in ((first, second), ("ddp", "ddp")):
+            with contextlib.closing(CheckpointFolder(tmp_path / strategies[1], keep=1)) as folder:
+                for step, strategy in enumerate(strategies):
+                    ddp = wrapped(model, optimizer=tx, strategy=strategy, mesh=4)
+                    state = start(ddp, make_rows())
+                    if step:
+                        state = folder.restore(state, ddp.steps.layouts(state)).state
+                    state, _ = ddp.step(state, make_rows(seed=step))
+                    folder.save(step + 1, state, {}, ddp.steps.layouts(state))
+            ends.append(host(state.params))
+        assert_close(*ends, rtol=ROUNDING)
