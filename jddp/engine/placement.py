@@ -28,7 +28,9 @@ from jddp.engine.parameters import WHOLE, Dims, Loss, ParameterSource, Pullback
 from jddp.engine.protocols import Placement, TraceLoss
 from jddp.engine.state import Divided, Layout, Replicated, name_of
 from jddp.engine.strategy import FSDP
-from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, forget
+from jddp.errors import ConfigError
+from jddp.jaxprs import equations
+from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, Origin, forget
 from jddp.reduce.packing import average_of_shards
 from jddp.reduce.plan import BucketPlan, GatheredUnit, in_mebibytes
 from jddp.reduce.reducer import Reducer
@@ -146,8 +148,12 @@ class DividedParameters:
     groups: Groups
     lazy: Lazy
 
-    def run(self, function: Callable[[Params], PyTree], params: Params) -> PyTree:
+    def run(
+        self, function: Callable[[Params], PyTree], params: Params, lazy: Lazy | None = None
+    ) -> PyTree:
         """Traces the function for whole parameters, and gathers them as it evaluates the trace."""
+        # By default nothing is kept apart for a backward pass, as there is none.
+        lazy = lazy or replace(self.lazy, keeps=True)
         leaves, treedef = jax.tree.flatten(params)
         parts = [*map(self._part, leaves, self.dims)]
         both = zip(parts, leaves, strict=True)
@@ -155,14 +161,21 @@ class DividedParameters:
         traced, results = jax.make_jaxpr(function, return_shape=True)(
             jax.tree.unflatten(treedef, shapes)
         )
-        made = [PARAMETERS if isinstance(x, Part) else CONSTANT for x in parts]
-        return jax.tree.unflatten(
-            jax.tree.structure(results), self.lazy.evaluate(traced, parts, made)
-        )
+        called = {"pure_callback"} if self.groups.num > 1 else set()
+        called |= {"io_callback"} if called or not lazy.keeps else set()
+        if called := called & {x.primitive.name for x in equations(traced.jaxpr)}:
+            raise ConfigError(
+                f"strategy='fsdp' and {min(called)} cannot be combined here: JAX compiles neither "
+                "io_callback where the backward pass gathers again, nor any callback with a result "
+                "for groups of replicas. Choose jddp.FSDP(regather=False) without group_size, or "
+                "jax.debug.callback."
+            )
+        made = [Origin(PARAMETERS if isinstance(x, Part) else CONSTANT, moves=True) for x in parts]
+        return jax.tree.unflatten(jax.tree.structure(results), lazy.evaluate(traced, parts, made))
 
     def linearize(self, loss: Loss, params: Params) -> tuple[jax.Array, Pullback, PyTree]:
         """Differentiates; the backward pass gathers parameters again, unless they are kept."""
-        run: Loss = functools.partial(self.run, loss)
+        run: Loss = functools.partial(self.run, loss, lazy=self.lazy)
         if self.lazy.keeps:
             return WHOLE.linearize(run, params)
         # CSE may merge what a model computes twice, as it may without the call: parameters are

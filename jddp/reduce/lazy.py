@@ -8,23 +8,27 @@ units (`jddp.reduce.unit_plan`). A parameter that a scan slices is gathered in t
 a slice at a time; one that a loop or a branch takes whole is gathered before it.
 
 Values made of parameters alone are not kept from the forward to the backward pass: parameters are
-gathered, cast and transposed again. All other values are kept as JAX keeps them. `forget` is the
-policy by which `jax.checkpoint` repeats those calls. JAX would apply it to regions that a model
-itself recomputes (`nn.remat`) too, and keep all of their values; so such a region becomes one call
-with a backward pass of its own.
+gathered, cast and transposed again. All other values are kept as JAX keeps them, complex ones in
+two halves. `forget` is the policy by which `jax.checkpoint` repeats those calls. JAX would apply it
+to regions that a model itself recomputes (`nn.remat`) too, and keep all of their values; so such a
+region becomes one call with a backward pass of its own.
+
+A call has a gradient for each of its results, which a `while` loop, for one, does not allow. So
+values that have none where JAX differentiates the program are told apart (`Origin`).
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from jddp.jaxprs import carried
+from jddp.jaxprs import LOOPS, carried, dtypes
 from jddp.reduce.backward import evaluate, variables
 from jddp.reduce.unit_plan import CALLS, REMAT, Part, is_narrowing, plan_units
 from jddp.reduce.units import FORGOTTEN, Gather, forgotten
@@ -32,13 +36,29 @@ from jddp.typing import PyTree
 
 # The sources of a value: no divided parameter, divided parameters alone, or anything.
 CONSTANT, PARAMETERS, ANYTHING = range(3)
+_WITH_PROGRAMS = LOOPS | REMAT | CALLS | {"cond"}
+
+
+class Origin(NamedTuple):
+    """What a value is made of.
+
+    Attributes:
+      source: CONSTANT, PARAMETERS or ANYTHING.
+      moves: Whether it may have a gradient.
+    """
+
+    source: int
+    moves: bool
+
+
+NO_ORIGIN = Origin(CONSTANT, moves=False)
 
 
 def forget(primitive: PyTree, *_: PyTree, **params: PyTree) -> bool:
     """A policy of `jax.checkpoint`: keeps all values but those made of parameters alone."""
     called = params.get("call_jaxpr")
     if called is None or not primitive.name.startswith("custom_vjp_call"):
-        return True
+        return primitive.name != "stop_gradient"  # which is its operand
     return FORGOTTEN not in called.jaxpr.debug_info.func_name
 
 
@@ -57,40 +77,41 @@ class Lazy:
     keeps: bool
 
     def evaluate(
-        self, program: ClosedJaxpr, given: Sequence[PyTree], made: Sequence[int]
+        self, program: ClosedJaxpr, given: Sequence[PyTree], made: Sequence[Origin]
     ) -> list[PyTree]:
         """Evaluates a program.
 
         Args:
           program: The program.
           given: Inputs of the program; a `Part` in the place of a whole parameter.
-          made: A kind for each input, what it is made of.
+          made: The origin of each input.
         """
         results, _ = self._evaluate(program, self._in_units(program.jaxpr, given), made)
         return [*map(_whole, results)]
 
     def _evaluate(
-        self, program: ClosedJaxpr, given: Sequence[PyTree], made: Sequence[int]
-    ) -> tuple[list[PyTree], list[int]]:
-        """Results, some of which may be parts, and their sources."""
+        self, program: ClosedJaxpr, given: Sequence[PyTree], made: Sequence[Origin]
+    ) -> tuple[list[PyTree], list[Origin]]:
+        """Results, some of which may be parts, and their origins."""
         jaxpr = program.jaxpr
         inputs = (*jaxpr.constvars, *jaxpr.invars)
         values = dict(zip(inputs, (*program.consts, *given), strict=True))
-        kinds = dict.fromkeys(jaxpr.constvars, ANYTHING) | dict(
-            zip(jaxpr.invars, made, strict=True)
-        )
+        origins = dict.fromkeys(jaxpr.constvars, Origin(ANYTHING, moves=False))
+        origins |= zip(jaxpr.invars, made, strict=True)
 
         def read(v: Var | Literal) -> PyTree:
             return v.val if isinstance(v, Literal) else values[v]
 
-        def kind(v: Var | Literal) -> int:
-            return CONSTANT if isinstance(v, Literal) else kinds[v]
+        def origin(v: Var | Literal) -> Origin:
+            return NO_ORIGIN if isinstance(v, Literal) else origins[v]
 
         for eqn in jaxpr.eqns:
-            ins, of = [*map(read, eqn.invars)], [*map(kind, eqn.invars)]
-            results = [max(of, default=CONSTANT)] * len(eqn.outvars)
+            ins, of = [*map(read, eqn.invars)], [*map(origin, eqn.invars)]
+            joined = Origin(*map(max, zip(*of, strict=True))) if of else NO_ORIGIN
+            results = [joined] * len(eqn.outvars)
             name, has_parts = eqn.primitive.name, any(isinstance(x, Part) for x in ins)
-            if name in CALLS and PARAMETERS in of:
+            is_split = not self.keeps and joined.source != PARAMETERS and _is_complex(eqn)
+            if name in CALLS and (is_split or PARAMETERS in [x.source for x in of]):
                 outs, results = self._evaluate(eqn.params["jaxpr"], ins, of)
             elif name in REMAT and has_parts:
                 outs = self._repeated(eqn, ins, of)
@@ -98,38 +119,26 @@ class Lazy:
                 outs = self._scan(eqn, ins, of)
             elif has_parts and is_narrowing(eqn, ins[0]):
                 outs = [self._cast(ins[0], eqn.params["new_dtype"])]
+            elif not self.keeps and _is_made_again(eqn, joined, is_split=is_split):
+                fixed = [v for v in variables(eqn) if not origins[v].moves]
+                outs, moving = _remade(jaxpr, eqn, values, fixed)
+                results = [Origin(joined.source, i in moving) for i in range(len(outs))]
             else:
-                outs = self._apply(jaxpr, eqn, values, is_pure=results[:1] == [PARAMETERS])
-            values |= zip(eqn.outvars, outs, strict=True)
-            kinds |= zip(eqn.outvars, results, strict=True)
-        return [*map(read, jaxpr.outvars)], [*map(kind, jaxpr.outvars)]
+                outs = _applied(jaxpr, eqn, values)
+            values |= zip(eqn.outvars, map(_in_halves, outs) if is_split else outs, strict=True)
+            origins |= zip(eqn.outvars, results, strict=True)
+        return [*map(read, jaxpr.outvars)], [*map(origin, jaxpr.outvars)]
 
-    def _apply(
-        self, jaxpr: Jaxpr, eqn: JaxprEqn, values: dict[Var, PyTree], *, is_pure: bool
-    ) -> list[PyTree]:
-        """Results of an equation for whole parameters."""
-        given = dict.fromkeys(variables(eqn))
-
-        def run(*ins: jax.Array) -> list[jax.Array]:
-            return [*evaluate(jaxpr, [eqn], dict(zip(given, ins, strict=True))).values()]
-
-        wholes = [_whole(values[v]) for v in given]
-        if self.keeps or not is_pure:
-            return run(*wholes)
-        if eqn.primitive.name == "stop_gradient":
-            # Before the call, or what follows would seem to have a gradient: loops may have none.
-            wholes = [*map(lax.stop_gradient, wholes)]
-        return _made_again(run)(*wholes)
-
-    def _scan(self, eqn: JaxprEqn, ins: list[PyTree], of: list[int]) -> list[PyTree]:
+    def _scan(self, eqn: JaxprEqn, ins: list[PyTree], of: list[Origin]) -> list[PyTree]:
         """Results of a scan, in whose body slices of parameters are gathered."""
         first, last = carried(eqn)
         slices = [x if isinstance(x, Part) and x.dim > 0 else _whole(x) for x in ins[last:]]
         consts, carry = ([*map(_whole, x)] for x in (ins[:first], ins[first:last]))
         # A loop may carry values of any source, whatever they begin with.
-        made = [*of[:first], *[ANYTHING] * (last - first), *of[last:]]
+        made = [*of[:first], *[Origin(ANYTHING, moves=True)] * (last - first), *of[last:]]
 
         def layer(*given: PyTree) -> list[PyTree]:
+            given = _fixed(given, made)
             own = [
                 x.sliced(value) if isinstance(x, Part) else value
                 for x, value in zip(slices, given[last:], strict=True)
@@ -150,7 +159,7 @@ class Lazy:
         carry, stacked = lax.scan(body, carry, [*map(_own, slices)], **options)
         return [*carry, *stacked]
 
-    def _repeated(self, eqn: JaxprEqn, ins: list[PyTree], of: list[int]) -> list[PyTree]:
+    def _repeated(self, eqn: JaxprEqn, ins: list[PyTree], of: list[Origin]) -> list[PyTree]:
         """Results of a region that the model recomputes, with a backward pass of its own."""
         params = eqn.params
         program, policy = ClosedJaxpr(params["jaxpr"], ()), params["policy"]
@@ -158,7 +167,7 @@ class Lazy:
         def region(*values: PyTree) -> list[PyTree]:
             own = [
                 dataclasses.replace(x, value=value) if isinstance(x, Part) else value
-                for x, value in zip(ins, values, strict=True)
+                for x, value in zip(ins, _fixed(values, of), strict=True)
             ]
             return self.evaluate(program, own, of)
 
@@ -223,6 +232,92 @@ def _repeating(
     call = jax.custom_vjp(lambda *values: repeated(*values))
     call.defvjp(functools.partial(jax.vjp, repeated), lambda pullback, grads: pullback(grads))
     return call
+
+
+def _is_made_again(eqn: JaxprEqn, joined: Origin, *, is_split: bool) -> bool:
+    """Whether the results of an equation are not kept for the backward pass."""
+    are_arrays = [isinstance(v.aval, jax.core.ShapedArray) for v in (*eqn.invars, *eqn.outvars)]
+    if not eqn.outvars or not all(are_arrays):
+        return False  # A reference is no result of a call.
+    # `jax.checkpoint` rounds what it keeps of an equation, which it cannot do to complex numbers.
+    return joined.source == PARAMETERS or (is_split and eqn.primitive.name not in _WITH_PROGRAMS)
+
+
+def _is_complex(eqn: JaxprEqn) -> bool:
+    """Whether an equation, or a program inside it, has complex numbers."""
+    found: set[PyTree] = {getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)}
+    found.update(*map(dtypes, jaxprs_in_params(eqn.params)))
+    return any(jax.numpy.issubdtype(dtype, jax.numpy.complexfloating) for dtype in found - {None})
+
+
+def _in_halves(x: PyTree) -> PyTree:
+    """A complex value, of which real and imaginary parts are kept for the backward pass."""
+    if not jax.numpy.iscomplexobj(x):
+        return x
+    return _made_again(lambda real, imag: [lax.complex(real, imag)])(x.real, x.imag)[0]
+
+
+def _applied(jaxpr: Jaxpr, eqn: JaxprEqn, values: dict[Var, PyTree]) -> list[PyTree]:
+    """Results of an equation for whole parameters."""
+    wholes = {v: _whole(values[v]) for v in variables(eqn)}
+    # Named values are kept. JAX calls the host again if the backward pass has what it shows.
+    if eqn.primitive.name.startswith("debug_"):
+        wholes = {v: checkpoint_name(x, "shown") for v, x in wholes.items()}
+    outs = [*evaluate(jaxpr, [eqn], wholes).values()]
+    # And it runs a loop again whose results are needed, whatever the policy says.
+    return [checkpoint_name(x, "end") for x in outs] if eqn.primitive.name == "while" else outs
+
+
+def _remade(
+    jaxpr: Jaxpr, eqn: JaxprEqn, values: dict[Var, PyTree], fixed: Sequence[Var]
+) -> tuple[list[PyTree], set[int]]:
+    """Results of an equation that are not kept for the backward pass, and which of them move.
+
+    Args:
+      jaxpr: The program.
+      eqn: One of its equations.
+      values: Values of variables.
+      fixed: Variables of the equation without a gradient.
+    """
+    names = dict.fromkeys(variables(eqn))
+
+    def run(*ins: jax.Array) -> list[jax.Array]:
+        given = dict(zip(names, ins, strict=True))
+        given |= {v: lax.stop_gradient(given[v]) for v in fixed}
+        return [*evaluate(jaxpr, [eqn], given).values()]
+
+    wholes = [_whole(values[v]) for v in names]
+    moving = _moving(run, wholes)
+    outs = enumerate(_made_again(run)(*wholes))
+    # A call has a gradient for each result. A loop, for one, may have none for those that do not.
+    return [x if i in moving else lax.stop_gradient(x) for i, x in outs], moving
+
+
+def _moving(run: Callable[..., list[jax.Array]], given: Sequence[jax.Array]) -> set[int]:
+    """The results of a function that have a gradient, as JAX differentiates it."""
+    moving = set[int]()
+
+    def watched(i: int, x: jax.Array) -> jax.Array:
+        same = jax.custom_jvp(lambda x: x)
+
+        def moved(ins: PyTree, tangents: PyTree) -> PyTree:  # not called for what has none
+            moving.add(i)
+            return ins[0], tangents[0]
+
+        same.defjvp(moved)
+        return same(x)
+
+    def watch(*ins: jax.Array) -> list[jax.Array]:
+        return [watched(i, x) for i, x in enumerate(run(*ins))]
+
+    jax.eval_shape(lambda *ins: jax.vjp(watch, *ins)[0], *given)
+    return moving
+
+
+def _fixed(values: Sequence[PyTree], made: Sequence[Origin]) -> tuple[PyTree, ...]:
+    """The inputs of a program; the backward pass leaves out those without a gradient."""
+    both = zip(values, made, strict=True)
+    return tuple(x if of.moves else lax.stop_gradient(x) for x, of in both)
 
 
 def _made_again(run: Callable[..., list[PyTree]]) -> Callable[..., list[PyTree]]:

@@ -10,6 +10,7 @@ import optax
 import pytest
 import safetensors.numpy
 from flax import linen as nn
+from jax.experimental import io_callback
 from judge import Either, Net, assert_close, host, make_rows, sent, squares, start, wrapped
 from models import GALLERY
 from sweeps import swept
@@ -423,6 +424,60 @@ REFUSED = {
 def test_what_is_not_carried_is_refused_with_the_reason(name):
     with pytest.raises(ConfigError, match=f"fsdp and {name}.* cannot be combined: "):
         wrapped(Net(), strategy="fsdp", **REFUSED[name])
+
+
+def on_the_host(call):
+    """A model that calls the host with rows and with a parameter."""
+
+    def body(m, x):
+        w = m.param("w", nn.initializers.normal(), (4, 4))
+        shown = call(jax.lax.stop_gradient(x)), call(jax.lax.stop_gradient(w))
+        return (x @ w).sum(1) * (1.0 if shown[0] is None else shown[0].sum() + shown[1].sum())
+
+    return Of(body)
+
+
+def doubled(x):
+    return jax.pure_callback(lambda x: 2 * np.asarray(x), jax.typeof(x), x)
+
+
+def doubled_with_an_effect(x):
+    return io_callback(lambda x: 2 * np.asarray(x), jax.typeof(x), x)
+
+
+GROUPS = jddp.FSDP(group_size=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "strategy"),
+    [(doubled, "fsdp"), (doubled_with_an_effect, jddp.FSDP(regather=False))],
+)
+def test_callbacks_with_results_are_those_of_replicated_parameters(call, strategy):
+    make = functools.partial(wrapped, on_the_host(call), mesh=4)
+    both(make, [make_rows(seed=i) for i in range(2)], strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("call", "strategy"), [(doubled_with_an_effect, "fsdp"), (doubled, GROUPS)]
+)
+def test_a_callback_that_jax_cannot_compile_is_refused_by_name(call, strategy):
+    ddp = wrapped(on_the_host(call), strategy=strategy, mesh=4)
+    state = start(ddp, make_rows())
+    with pytest.raises(ConfigError, match=r"_callback cannot be combined here.*regather=False"):
+        ddp.step(state, make_rows())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", GROUPS], ids=["ddp", "fsdp", "groups"])
+def test_a_debugging_callback_is_called_once_for_each_replica(strategy):
+    seen = []
+    show = functools.partial(jax.debug.callback, lambda x: seen.append(x.shape))
+    ddp = wrapped(on_the_host(show), strategy=strategy, mesh=4)
+    state = start(ddp, make_rows())
+    jax.effects_barrier()
+    seen.clear()
+    jax.block_until_ready(ddp.step(state, make_rows()))
+    jax.effects_barrier()
+    assert len(seen) == 2 * 4
 
 
 def test_one_device_is_ddp_which_is_said(caplog):

@@ -11,13 +11,14 @@ import pytest
 from jax import P, lax
 
 from jddp.jaxprs import equations
-from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, forget
+from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, Origin, forget
 from jddp.reduce.packing import average_of_shards, exchange_mean, scatter_mean
 from jddp.reduce.shards import Groups, divided_dim
 from jddp.reduce.unit_plan import Part
 from jddp.reduce.units import Gather
 
 NUM, WIDTH, LAYERS = 4, 8, 3
+MOVED, GIVEN = Origin(PARAMETERS, moves=True), Origin(ANYTHING, moves=False)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def gradients(program, w, x, *, keeps=False, average=scatter_mean):
 
         def loss(part):
             given = [Part(part, dim, w.shape), x]
-            return lazy.evaluate(traced, given, [PARAMETERS, ANYTHING])[0]
+            return lazy.evaluate(traced, given, [MOVED, GIVEN])[0]
 
         return jax.grad(loss if keeps else jax.checkpoint(loss, policy=forget))(part)
 
@@ -266,7 +267,7 @@ def test_nothing_made_of_parameters_alone_is_kept_for_the_backward_pass(program)
         traced = jax.make_jaxpr(program)(jax.ShapeDtypeStruct(w.shape, w.dtype), x)
 
         def loss(part):
-            return lazy.evaluate(traced, [Part(part, dim, w.shape), x], [PARAMETERS, ANYTHING])[0]
+            return lazy.evaluate(traced, [Part(part, dim, w.shape), x], [MOVED, GIVEN])[0]
 
         value, pullback = jax.vjp(jax.checkpoint(loss, policy=forget, prevent_cse=False), part)
         kept.extend(leaf.shape for leaf in jax.tree.leaves(pullback) if leaf is not part)
@@ -314,7 +315,7 @@ def test_a_unit_is_one_gather_and_its_gradients_one_reduce_scatter():
 
             def loss(parts):
                 given = [*(Part(part, 0, (WIDTH, WIDTH)) for part in parts), x]
-                return lazy.evaluate(traced, given, [*[PARAMETERS] * LAYERS, ANYTHING])[0]
+                return lazy.evaluate(traced, given, [*[MOVED] * LAYERS, GIVEN])[0]
 
             return jax.grad(loss)(parts)
 
