@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -367,6 +368,12 @@ def shipped_losses() -> str:
     return "\n".join(entry("loss", name, found) for name, found in sorted(LOSSES.items()))
 
 
+def optimizers() -> str:
+    """Every optimizer of optax, by what each replica updates where parameters are divided."""
+    made: str = runpy.run_path(str(DOCS / "optimizers.py"))["table"]()
+    return made
+
+
 def entry(section: str, name: str, found: Any) -> str:
     """A model or a loss: its first sentence, and a table of its arguments."""
     from jddp.names import defaults_of
@@ -406,6 +413,7 @@ MADE: dict[str, Callable[[], str]] = {
     "config_keys": config_keys,
     "examples": examples,
     "first_program": first_program,
+    "optimizers": optimizers,
 }
 
 

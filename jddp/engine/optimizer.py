@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 from jddp.engine.protocols import OPTIMIZER, Optimizer, Placement, Unused, View
-from jddp.engine.separable import DividedUpdate, Inseparable, at_least_1d, divided_update
+from jddp.engine.separable import DividedUpdate, Inseparable, at_least_1d, divided_update, update
 from jddp.engine.state import Replicated, Sharded, TrainState, parts_in
 from jddp.engine.unused import UNUSED
 from jddp.engine.view import own_shards
@@ -59,7 +59,7 @@ class PlacedOptimizer:
 
     def init(self, params: Params, shapes: Params) -> OptState:
         """Returns the state for the replica's parameters, or its parts of them."""
-        divided = self._divided(shapes)
+        divided = divided_update(self.tx, shapes, self.placement.division)
         if divided is None:
             return own_copy(self.tx.init(params))
         # XLA gathers nothing for a state that depends on shapes alone.
@@ -69,7 +69,7 @@ class PlacedOptimizer:
         """Returns the layouts of parameters of the same shapes."""
         opt_state = jax.eval_shape(self.tx.init, params)
         layouts = jax.tree.map(lambda x: self.placement.layout(x.shape), opt_state)
-        return _with_shared(layouts, self._divided(params))
+        return _with_shared(layouts, divided_update(self.tx, params, self.placement.division))
 
     def check(self, params: Params) -> None:
         """Refuses an optimizer that accumulates, or for parts of parameters cannot be divided.
@@ -77,16 +77,15 @@ class PlacedOptimizer:
         Raises:
           ConfigError: If it is one.
         """
-        refuse_unfit(self.tx, params, self.num_micro_batches)
-        if self.placement.division is not None:
-            _refuse_inseparable("fsdp", self.tx, params, self.placement.division)
+        refuse_unusable(self.tx, params, self.num_micro_batches, self.placement.division)
 
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
     ) -> tuple[Params, OptState]:
         """Updates the replica's parameters, or its parts of them."""
         shapes = jax.eval_shape(lambda x: view.whole(x, lambda x: x), state.params)
-        rule = self._divided(shapes) or whole_rule(self.tx)
+        divided = divided_update(self.tx, shapes, self.placement.division)
+        rule = divided or functools.partial(update, self.tx)
         after = updated(rule, grads, state.opt_state, state.params, value)
         # After the update, since weight decay and momentum move a parameter also with a gradient of
         # 0.
@@ -94,11 +93,8 @@ class PlacedOptimizer:
 
     def on_one_device(self, params: Params) -> ClosedJaxpr | None:
         """Returns the traced update of whole parameters, where that of parts is another one."""
-        return None if self._divided(params) is None else trace_whole(self.tx, params)
-
-    def _divided(self, shapes: Params) -> DividedUpdate | None:
-        division = self.placement.division
-        return None if division is None else divided_update(self.tx, shapes, division)
+        divided = divided_update(self.tx, params, self.placement.division)
+        return None if divided is None else trace_whole(self.tx, params)[0]
 
 
 @final
@@ -140,15 +136,15 @@ class Zero1:
         Raises:
           ConfigError: If it is one, with the operation by which parameters depend on others.
         """
-        refuse_unfit(self.tx, params, self.num_micro_batches)
-        _refuse_inseparable("zero1", self.tx, params, self.division)
+        refuse_unusable(self.tx, params, self.num_micro_batches, self.division)
 
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
     ) -> tuple[Params, OptState]:
         """Updates a shard of each parameter, and gathers the shards of all replicas."""
         before = own_shards(state.params, view.axis)
-        rule = divided_update(self.tx, state.params, self.division) or whole_rule(self.tx)
+        divided = divided_update(self.tx, state.params, self.division)
+        rule = divided or functools.partial(update, self.tx)
         own, opt_state = updated(rule, view.shards(grads), state.opt_state, before, value)
         # At the end of the step, not before the next: `state.params` is always complete, to be
         # evaluated, saved and compared.
@@ -159,7 +155,7 @@ class Zero1:
     def on_one_device(self, params: Params) -> ClosedJaxpr | None:
         """Returns the traced update of whole parameters, where that of shards is another one."""
         divided = divided_update(self.tx, params, self.division)
-        return None if divided is None else trace_whole(self.tx, params)
+        return None if divided is None else trace_whole(self.tx, params)[0]
 
 
 def _with_shared(layouts: PyTree, divided: DividedUpdate | None) -> PyTree:
@@ -168,34 +164,6 @@ def _with_shared(layouts: PyTree, divided: DividedUpdate | None) -> PyTree:
         return layouts
     shared = divided.shared(layouts)
     return jax.tree.map(lambda x, shared: Replicated() if shared else x, layouts, shared)
-
-
-def _refuse_inseparable(
-    strategy: str, tx: optax.GradientTransformation, params: Params, division: Division
-) -> None:
-    try:
-        divided_update(tx, params, division)
-    except Inseparable as reason:
-        raise ConfigError(
-            f"strategy={strategy!r} divides parameters over the replicas, and this optimizer does "
-            f"not update each by itself: it {reason}. Choose strategy='ddp'; or, "
-            "if it is clipping, max_grad_norm= in its place, and for apply_if_finite "
-            "skip_nonfinite=True."
-        ) from None
-
-
-def whole_rule(tx: optax.GradientTransformation) -> UpdateRule:
-    """Returns the update of an optimizer as it is, of arrays or of parts."""
-    # Some optimizers, such as `reduce_on_plateau`, ask for the loss: it is global, so that all
-    # replicas decide the same.
-    tx = optax.with_extra_args_support(tx)
-
-    def rule(
-        grads: Grads, opt_state: OptState, params: Params, value: Array
-    ) -> tuple[Grads, OptState]:
-        return tx.update(grads, opt_state, params, value=value)
-
-    return rule
 
 
 def updated(
@@ -207,13 +175,14 @@ def updated(
         return optax.apply_updates(params, updates), opt_state
 
 
-def trace_whole(tx: optax.GradientTransformation, params: Params) -> ClosedJaxpr:
-    """Traces the update of whole parameters, of these shapes."""
+def trace_whole(
+    tx: optax.GradientTransformation, params: Params
+) -> tuple[ClosedJaxpr, tuple[Params, OptState]]:
+    """Traces the update of whole parameters, of these shapes; returns those of its results too."""
     opt_state = jax.eval_shape(tx.init, params)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
-    return jax.make_jaxpr(functools.partial(updated, whole_rule(tx)))(
-        params, opt_state, params, loss
-    )
+    rule = functools.partial(updated, functools.partial(update, tx))
+    return jax.make_jaxpr(rule, return_shape=True)(params, opt_state, params, loss)
 
 
 def own_copy(opt_state: OptState) -> OptState:
@@ -221,8 +190,13 @@ def own_copy(opt_state: OptState) -> OptState:
     return jax.tree.map(jnp.copy, opt_state)
 
 
-def refuse_unfit(tx: optax.GradientTransformation, params: Params, num_micro_batches: int) -> None:
-    """Refuses `optax.MultiSteps` beside micro-batches, and optimizers of pairs of parameters.
+def refuse_unusable(
+    tx: optax.GradientTransformation,
+    params: Params,
+    num_micro_batches: int,
+    division: Division | None,
+) -> None:
+    """Refuses an optimizer that accumulates, asks for more than a step has, or cannot be divided.
 
     Raises:
       ConfigError: If it is one.
@@ -240,6 +214,23 @@ def refuse_unfit(tx: optax.GradientTransformation, params: Params, num_micro_bat
             "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and "
             "count steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all."
         )
+    try:
+        jax.tree.map(lambda *_: None, opt_state, trace_whole(tx, params)[1][1])
+        divided_update(tx, params, division)
+    except Inseparable as reason:
+        raise ConfigError(
+            "strategy='zero1' and 'fsdp' divide parameters over the replicas, and this optimizer "
+            f"does not update each by itself: it {reason}. Choose strategy='ddp'; or in the place "
+            "of clipping max_grad_norm=, of apply_if_finite skip_nonfinite=True, and of "
+            "optax.MultiSteps accumulate_steps=."
+        ) from None
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            "optimizer cannot be used in a step, which has gradients, a state of one structure, "
+            f"parameters and value=, the loss: {str(error).splitlines()[0]} Choose one without "
+            "line search, functions of the loss or gradients of rows; or write the loop, and "
+            "average gradients with jddp.average_gradients."
+        ) from error
 
 
 def own_count(opt_state: OptState) -> Leaf | None:

@@ -64,36 +64,46 @@ MATRICES = frozenset(
 )
 
 
-def why_not_split(
+def update(
+    tx: optax.GradientTransformation, grads: Grads, opt_state: OptState, params: Params, loss: Array
+) -> tuple[Grads, OptState]:
+    """Returns updates and state of an optimizer, to which the loss is given if it takes it.
+
+    Some, such as `reduce_on_plateau`, ask for the loss. It is global, so that all replicas decide
+    the same.
+    """
+    try:
+        return optax.with_extra_args_support(tx).update(grads, opt_state, params, value=loss)
+    except TypeError as error:
+        # Its type does not show it: SAM is of those that take more arguments, and takes none.
+        if "unexpected keyword argument 'value'" not in str(error):
+            raise
+        return tx.update(grads, opt_state, params)
+
+
+def is_separable(
     tx: optax.GradientTransformation, params: Params, part_shape: Callable[[Shape], Shape]
-) -> str:
-    """The reason why an optimizer of such parameters cannot be split into parts; "" if it can.
+) -> bool:
+    """Whether an optimizer can update a part of each parameter by itself.
 
     Args:
       tx: The optimizer.
       params: Shapes of the parameters.
       part_shape: Function of a parameter's shape that returns the shape of a part.
     """
-    tx = optax.with_extra_args_support(tx)
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    loss, rule = jax.ShapeDtypeStruct((), jnp.float32), functools.partial(update, tx)
     parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct(part_shape(x.shape), x.dtype), params)
-    whole, part = ((x, loss, jax.eval_shape(tx.init, x)) for x in (at_least_1d(params), parts))
-
-    def update(params: Params, loss: Array, opt_state: OptState) -> PyTree:
-        return tx.update(params, opt_state, params, value=loss)
-
+    whole, part = ((x, jax.eval_shape(tx.init, x), x, loss) for x in (at_least_1d(params), parts))
     # State of any other shape, such as Adafactor's rows and columns, has no shard that belongs to a
     # shard of a parameter.
     known = {(), *(x.shape for x in jax.tree.leaves(whole[0]))}
-    if strange := [x.shape for x in jax.tree.leaves(whole[2]) if x.shape not in known]:
-        return f"keeps an array of shape {strange[0]}, which no parameter has"
-    if mixing := find_mixing(tx.init, whole[0]) or find_mixing(update, *whole):
-        return f"applies {mixing!r} to arrays as a whole"
+    if any(x.shape not in known for x in jax.tree.leaves(whole[1])):
+        return False
+    if find_mixing(tx.init, whole[0]) or find_mixing(rule, *whole):
+        return False
     # A mask by shape or size may treat a shard otherwise than the whole array, so the program for
     # shards has to have the same equations.
-    if is_same(tx.init, whole[:1], part[:1]) and is_same(update, whole, part):
-        return ""
-    return "does something else with arrays of other shapes"
+    return is_same(tx.init, whole[:1], part[:1]) and is_same(rule, whole, part)
 
 
 def at_least_1d(params: Params) -> Params:
@@ -331,18 +341,20 @@ def _evaluate(part: Excerpt, *inputs: Array) -> list[Array]:
 
 
 def divided_update(
-    tx: optax.GradientTransformation, params: Params, division: Division
+    tx: optax.GradientTransformation, params: Params, division: Division | None
 ) -> DividedUpdate | None:
     """Returns the update from parts of an optimizer that is not separable; None if it is.
 
     Args:
       tx: The optimizer.
       params: Shapes of the parameters.
-      division: Division of the arrays.
+      division: Division of the arrays; None where they are whole, and so is the update.
 
     Raises:
       Inseparable: If parameters depend on each other, with the operation.
     """
+    if division is None:
+        return None
     leaves, treedef = jax.tree.flatten(params)
     return _divided_update(tx, treedef, tuple((x.shape, x.dtype) for x in leaves), division)
 
@@ -356,7 +368,7 @@ def _divided_update(
     division: Division,
 ) -> DividedUpdate | None:
     params = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*form) for form in forms])
-    if not why_not_split(tx, params, division.part_shape):
+    if is_separable(tx, params, division.part_shape):
         return None
     return _Reading(tx, at_least_1d(params), division).update()
 
@@ -373,7 +385,7 @@ class _Reading:
     def __init__(
         self, tx: optax.GradientTransformation, params: Params, division: Division
     ) -> None:
-        self._tx = optax.with_extra_args_support(tx)
+        self._tx = tx
         self._params, self._division = params, division
         num = len(jax.tree.leaves(params))
         self._traced = self._trace([WHOLE] * num)
@@ -443,14 +455,11 @@ class _Reading:
 
     def _is_cut(self, i: int, kind: str, own: Excerpt, pieces: ClosedJaxpr) -> bool:
         """Whether the equations of a piece are those of the whole parameter, for all its arrays."""
-        shapes = [
-            (self._piece(self._shapes[j], kind), pieces.in_avals[j])
-            for j in own.inputs
-            if self._owners[j] == i
-        ]
-        forms = [_form(x.program.jaxpr) for x in (own, self._whole[i])]
-        is_same = own.inputs == self._whole[i].inputs and forms[0] == forms[1]
-        return kind == WHOLE or (is_same and all(shape == x.shape for shape, x in shapes))
+        mine = [j for j in own.inputs if self._owners[j] == i]
+        shapes = [self._piece(self._shapes[j], kind) for j in mine]
+        fits = shapes == [pieces.in_avals[j].shape for j in mine]
+        a, b = ((x.inputs, _form(x.program.jaxpr)) for x in (own, self._whole[i]))
+        return kind == WHOLE or (fits and a == b)
 
     def _piece(self, shape: Shape, kind: str) -> Shape:
         if kind == PARTS:
@@ -464,13 +473,9 @@ class _Reading:
         dtypes = [x.dtype for x in leaves]
         pieces = jax.tree.unflatten(treedef, map(jax.ShapeDtypeStruct, shapes, dtypes))
         opt_state = jax.eval_shape(self._tx.init, pieces)
-
-        def update(grads: Grads, opt_state: OptState, params: Params, loss: Array) -> PyTree:
-            return self._tx.update(grads, opt_state, params, value=loss)
-
-        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        loss, rule = jax.ShapeDtypeStruct((), jnp.float32), functools.partial(update, self._tx)
         with jax.disable_jit():
-            return jax.make_jaxpr(update)(pieces, opt_state, pieces, loss)
+            return jax.make_jaxpr(rule)(pieces, opt_state, pieces, loss)
 
     def _places_of(self, owner: int | None) -> list[int]:
         """Positions of the results of a parameter, or of those of none."""

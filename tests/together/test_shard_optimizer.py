@@ -40,6 +40,9 @@ MIXING = {
     "clipping of its own": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
     "prodigy": optax.contrib.prodigy(1e-3),
     "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "novograd": optax.novograd(0.1),
+    "steps of muon": optax.MultiSteps(optax.contrib.muon(0.1), 2),
+    "steps of lamb": optax.MultiSteps(optax.lamb(0.1), 2),
 }
 
 
@@ -60,7 +63,7 @@ def test_parameters_are_those_of_the_whole_update(name):
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 @pytest.mark.parametrize("name", [*MIXING])
 def test_an_optimizer_of_all_parameters_together_is_refused_with_the_reason(name, strategy):
-    message = r"it applies '\w+' to several parameters at once.*max_grad_norm"
+    message = r"it applies '\w+' to several parameters at once.*max_grad_norm.*accumulate_steps"
     with pytest.raises(ConfigError, match=message):
         start(wrapped(Net(), optimizer=MIXING[name], strategy=strategy), make_rows())
 
