@@ -199,7 +199,8 @@ def _refuse_other_mesh(mesh: Mesh | AbstractMesh) -> None:
     if not context.empty and context != mesh.abstract_mesh:
         raise UsageError(
             f"jax.set_mesh has set {context}, and the replicas have a mesh of their own, "
-            f"{mesh.abstract_mesh}. Call jddp outside of that context."
+            f"{mesh.abstract_mesh}. Call jddp outside of that context; or, if a library "
+            "sets a mesh as it is imported, inside of `with jax.set_mesh(ddp.mesh):`."
         )
 
 
