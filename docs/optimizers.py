@@ -127,7 +127,7 @@ def optimizers() -> dict[str, optax.GradientTransformation]:
             tx = function(*CHAINED.get(name, ()), **needed | ARGUMENTS.get(name, {}))
         # `inject_hyperparams` returns a function that makes it.
         tx = tx if hasattr(tx, "update") else tx(learning_rate=RATE)
-        # A scaled gradient is subtracted by whoever uses it.
+        # What they scale is a gradient, of which no step subtracts anything by itself.
         is_part = "scale_by_" in name and name != "scale_by_schedule"
         made[name] = optax.chain(tx, optax.scale(-RATE)) if is_part else tx
     return made

@@ -14,7 +14,7 @@ to regions that a model itself recomputes (`nn.remat`) too, and keep all of thei
 region becomes one call with a backward pass of its own.
 
 A call has a gradient for each of its results, which a `while` loop, for one, does not allow. So
-values that have none where JAX differentiates the program are told apart (`Origin`).
+values without a gradient are followed (`Origin`), as JAX differentiates the program.
 """
 
 import dataclasses
@@ -264,7 +264,7 @@ def _applied(jaxpr: Jaxpr, eqn: JaxprEqn, values: dict[Var, PyTree]) -> list[PyT
     if eqn.primitive.name.startswith("debug_"):
         wholes = {v: checkpoint_name(x, "shown") for v, x in wholes.items()}
     outs = [*evaluate(jaxpr, [eqn], wholes).values()]
-    # And it runs a loop again whose results are needed, whatever the policy says.
+    # And it runs a loop again whose results are needed, under any policy.
     return [checkpoint_name(x, "end") for x in outs] if eqn.primitive.name == "while" else outs
 
 

@@ -157,6 +157,7 @@ def test_a_process_that_is_slow_is_named_with_its_phase_and_not_the_one_that_wai
 def test_two_processes_skip_the_spike_that_the_rows_of_one_make(tmp_path):
     together, alone = tmp_path / "two", tmp_path / "one"
     together.mkdir()
+    alone.mkdir()
     address = f"127.0.0.1:{free_port()}"
     jobs = [dict(zip(VARIABLES, (address, "2", str(x)), strict=True)) for x in range(2)]
     run_module("workers.spikes", together, jobs, SECONDS)
