@@ -73,12 +73,17 @@ class Ema:
         # nothing is sent. With local steps each replica has its own average, which is merged when
         # read.
         held = after.ema_params, after.ema_state
-        moved = optax.incremental_update(_averaged(after), held, 1 - self.decay)
+        moved = jax.tree.map(self._moved, held, _averaged(after))
         # MultiSteps leaves parameters alone in most steps, by which their average is not to decay.
         if (count := own_count(after.opt_state)) is not None:
             is_updated = count > own_count(before.opt_state)
             moved = jax.tree.map(lambda new, old: jnp.where(is_updated, new, old), moved, held)
         return after.replace(ema_params=moved[0], ema_state=moved[1])
+
+    def _moved(self, old: Leaf, new: Leaf) -> Leaf:
+        # With one product. Of two, XLA contracts one with the sum, and which one depends on the
+        # shape: rows of logical replicas would have other bits on other numbers of devices.
+        return old + (1 - self.decay) * (new - old)
 
 
 def choose_average(decay: float | None) -> MovingAverage:
