@@ -7,9 +7,10 @@ failure, keep it in their files and exit (`ANOTHER_FAILED`). A process that lose
 another one waits a moment for a report from it. For a process that was killed, `jddp.launch` writes
 the report into the file that it gives its processes, and they read it there.
 
-A process that ends without failing reports at its end that it has left, with its exit code, and
-waits for the others. If one of them waits for it longer than `_PATIENCE`, for the same computation
-or answer, that is the first failure. If all end at about the same time, none of them waits.
+A process that ends without failing reports at its end that it has left, with the exit code of its
+command (only the launcher sees the code of your own program), and waits for the others. If one of
+them waits for it longer than `_PATIENCE`, for the same computation or answer, that is the first
+failure. If all end at about the same time, none of them waits.
 
 Only a process that the command line owns is ended in this way.
 """
@@ -31,7 +32,6 @@ from typing import NoReturn
 import jddp.distributed.coordination as job
 from jddp.distributed import early, failure_file
 from jddp.distributed.callback_errors import first_callback_error, note_callback_errors
-from jddp.distributed.ending import exit_code, note_exits
 from jddp.distributed.resolve import LAUNCHED, is_at_prompt
 from jddp.distributed.signals import show_cursor
 from jddp.distributed.waits import LongestWait, is_waiting_for
@@ -74,7 +74,6 @@ def watch_over_job() -> None:
     if is_at_prompt() or _is_in_job:
         return
     owns_process = _is_in_job = True
-    note_exits()
     note_callback_errors()
     job.try_publish(f"{_HOST}/{job.process_index()}", socket.gethostname())
     me = os.getpid()
@@ -114,7 +113,7 @@ def keep_uncaught(process: int) -> None:
 
 
 def _wait_for_others(listening: contextlib.ExitStack) -> None:
-    """Delays the end of this process, whose exit code only Python knows, until all end.
+    """Delays the end of this process until all end.
 
     If another one fails first, or has waited in vain for this one, JAX's barrier is skipped.
     """
@@ -123,7 +122,7 @@ def _wait_for_others(listening: contextlib.ExitStack) -> None:
     while is_waiting_for(range(job.num_processes())) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)  # so that a process that waits later does not wait for this one
     listening.close()  # At exit Python aborts a thread that is inside of JAX.
-    job.try_publish(f"{_LEFT}/{me}", json.dumps({"exit_code": exit_code()}))
+    job.try_publish(f"{_LEFT}/{me}", json.dumps(failure_file.left))
     while len(job.published(_LEFT)) < job.num_processes() and time.monotonic() < until:
         if _read(_POLL_SECONDS) is not None:
             job.try_publish(f"{_GONE}/{me}", "")

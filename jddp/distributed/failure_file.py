@@ -48,6 +48,7 @@ _SILENT = r"unhealthy \(stopped sending heartbeats\):(?:\s+\d+)+"
 _UNREACHABLE = r"(?:RPC:|while calling) /\S*CoordinationService/(?:Heartbeat|PollForError)"
 ABORT = re.compile(f"{_SILENT}|{_UNREACHABLE}")
 progress: JsonObject = {"step": None, "phase": None}  # of this process, as its watchdog knows
+left: JsonObject = {"exit_code": None}  # exit code of this process, once its command is done
 _path: Path | None = None
 _folder = SameFolder(Path())  # of that file
 

@@ -25,6 +25,7 @@ DETERMINISTIC |= {ExitCode.PROCESS_MISMATCH, ExitCode.NUMERICS}
 # Ends that may only be the consequence of another's: reported by jddp, or JAX's abort.
 CONSEQUENCES = {ExitCode.ANOTHER_FAILED, -signal.SIGABRT}
 SOON = 60.0  # seconds
+_END_SECONDS = 10.0  # in which a process ends that has left its job
 
 
 class Failure(NamedTuple):
@@ -84,9 +85,9 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
             json.dump(data, file)  # for processes that wait for that machine
         return Failure(data, text, seconds)
     data = data or _found([*by_themselves, *failed][0], group.failure_file)
-    named = [worker for worker in failed if worker.number == data["process"]]
-    if named and data["exit_code"] is None:
-        data = describe_failure(named[0].number, named[0].returncode)
+    if data["exit_code"] is None:
+        _add_exit_code(data, group)
+    named = [worker for worker in group.failed() if worker.number == data["process"]]
     text = f"{headline(data)} (after {seconds:.1f} s)."
     if named:
         text += f" Its whole output is in {named[0].output.path}."
@@ -106,6 +107,17 @@ def kill_overdue(group: Group, number: int) -> Failure:
     data = describe_failure(first, 128 + number, exception=reason)
     write_failure(data, group.failure_file)
     return Failure(data, text, seconds)
+
+
+def _add_exit_code(data: JsonObject, group: Group) -> None:
+    """Waits for the end of a process that has left its job: only the end shows its exit code."""
+    number = data["process"]
+    group.wait(_END_SECONDS, lambda: all(worker.number != number for worker in group.running))
+    for worker in group.ended:
+        if worker.number == number:
+            data["exit_code"] = describe_failure(number, worker.returncode)["exit_code"]
+            with suppress(OSError):
+                group.failure_file.write_text(json.dumps(data, indent=2) + "\n")
 
 
 def _found(worker: Worker, path: Path) -> JsonObject:

@@ -607,7 +607,7 @@ def test_a_script_that_ends_in_one_process_ends_its_job_in_seconds_beside_others
     if what == "exit":
         assert found == (1, 3, None)
         assert f"jddp: {failed(1, 'exit code 3')}" in done.err
-        assert f"jddp: {failed(1, 'exit code 3')}" in done.log(0)
+        assert f"jddp: process 1 on {HOST} ended too early, while others wait" in done.log(0)
     elif what == "stop":
         assert found == (1, 0, None)
         assert f"\njddp: process 1 on {HOST} {early} give all equally many steps and " in done.err
@@ -876,3 +876,28 @@ def test_an_abort_of_jax_because_of_another_process_is_no_first_failure(folder, 
     assert done.code == code, done.err
     assert how in done.err
     assert (code == 81) == (not list(folder.glob("logs/failure_*.json")))
+
+
+LEAVES = """
+import json, os, sys, time
+if os.environ["JAX_PROCESS_ID"] == "1":
+    sys.exit(81)
+while not os.path.exists(os.environ["JDDP_FAILURE_FILE"]):  # as a process that leaves is blamed
+    failure = {"process": 0, "host": "here", "exit_code": None, "step": 4}
+    open(os.environ["JDDP_FAILURE_FILE"], "w").write(json.dumps(failure))
+time.sleep(1.5)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "left, code, how",
+    [(3, 3, "failed first, with exit code 3"), (0, 65, "ended too early, with exit code 0")],
+)
+def test_a_process_that_has_left_its_job_is_awaited_for_its_exit_code(folder, left, code, how):
+    (folder / "leaves.py").write_text(LEAVES)
+    done = launch(folder, *TWO, "leaves.py", str(left))
+    assert done.code == code, done.err
+    assert f"process 0 on here {how}" in done.err
+    assert (done.failure()["exit_code"], done.failure()["step"]) == (left, 4)

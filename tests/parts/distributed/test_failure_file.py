@@ -10,6 +10,7 @@ import pytest
 from runs import environment, free_port
 
 from jddp.commands.train import main
+from jddp.config.cli import run_command
 from jddp.distributed import failure, failure_file
 from jddp.distributed.failure_file import (
     VARIABLE,
@@ -256,3 +257,10 @@ def test_process_0_waits_three_moments_for_all_that_are_gone_together():
     command = [sys.executable, "-c", ALONE, f"127.0.0.1:{free_port()}"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 137, done.stderr
+
+
+@pytest.mark.parametrize("found, code", [(None, 0), (76, 76)])
+def test_a_process_that_leaves_knows_the_exit_code_of_its_command(monkeypatch, found, code):
+    monkeypatch.setattr(failure_file, "left", {"exit_code": None})
+    assert run_command(lambda: found) == code
+    assert failure_file.left == {"exit_code": code}
