@@ -89,8 +89,6 @@ def test_rooms_import_only_from_floors_below():
         for name in USED[path]:
             package, _, rest = name.partition(".")
             target = rest.partition(".")[0]
-            if name == "jddp" and path in DOORS:  # for its public function of the same name
-                continue
             # From jddp itself, which is no room, nothing is imported.
             is_below = FLOOR_OF.get(target, len(FLOORS)) < FLOOR_OF[room]
             if package == "jddp" and target != room and not is_below:
@@ -103,7 +101,7 @@ def test_no_module_imports_a_door_which_imports_a_command_alone():
     used = set().union(*USED.values())
     assert not [x for x in used for door in doors if x == f"{door}.main"]
     for path in DOORS - {PACKAGE / "__main__.py"}:
-        (command,) = USED[path] - {"sys", "jddp"}
+        (command,) = USED[path] - {"sys"}
         assert command.startswith("jddp.commands.")
 
 
@@ -160,6 +158,15 @@ def test_public_names_are_sorted_and_all_there_also_after_the_import_of_every_mo
     for name in jddp.__all__:
         public = getattr(jddp, name)
         assert callable(public) or isinstance(public, str), f"{name} is {public}"
+
+
+@pytest.mark.parametrize("name", ["explain", "launch", "train", "verify"])
+def test_a_function_stays_after_the_import_of_the_command_of_its_name(name):
+    function = getattr(jddp, name)
+    command = importlib.import_module(f"jddp.{name}")
+    assert callable(command.main)
+    assert importlib.reload(command) is command
+    assert getattr(jddp, name) is function is not command
 
 
 def test_every_protocol_can_be_checked_while_a_test_with_annotations_runs():
