@@ -1,9 +1,9 @@
-"""Exports a checkpoint into one file for other programs.
+"""Exports a checkpoint into one file of safetensors for other programs.
 
     export(folder, Path("weights.safetensors"), ["params", "model_state"])
     export_arrays(folder, Path("weights.safetensors"), {"fc.weight": kernel.T})
 
-The formats (`formats`) have no random keys, layouts, digests or run data: these are in a JSON text.
+The format has no random keys, layouts, digests or run data: these are in a JSON text (`formats`).
 """
 
 import json
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jddp.checkpoint.arrays import KEY_IMPLS, in_file, layouts_in
-from jddp.checkpoint.formats import HostArrays, digests_of, format_of
+from jddp.checkpoint.formats import HostArrays, digests_of, pack_safetensors
 from jddp.checkpoint.reader import read_arrays, read_described, read_object, read_values
 from jddp.engine.state import Replicated, by_path
 from jddp.errors import file_errors
@@ -26,11 +26,11 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
 
     Args:
       folder: Folder of the checkpoint.
-      file: New file, whose suffix names the format.
+      file: New file, `*.safetensors`.
       fields: Fields of the state, with the evaluated values; None for all, unmerged.
 
     Raises:
-      ConfigError: If the suffix is unknown, or the format lacks a dtype.
+      ConfigError: If the suffix is another, or the format lacks a dtype.
       FileSystemError: If the checkpoint cannot be read, or the file cannot be written.
     """
     leaves = read_arrays(folder) if fields is None else by_path(read_values(folder, fields))
@@ -45,18 +45,17 @@ def export_arrays(folder: Path, file: Path, arrays: HostArrays) -> None:
 
     Args:
       folder: Folder of the checkpoint.
-      file: New file, whose suffix names the format.
+      file: New file, `*.safetensors`.
       arrays: Arrays by their names.
 
     Raises:
-      ConfigError: If the suffix is unknown, or the format lacks a dtype.
+      ConfigError: If the suffix is another, or the format lacks a dtype.
       FileSystemError: If the file cannot be written.
     """
     _write(folder, file, arrays, {"keys": {}, "layouts": dict.fromkeys(arrays, Replicated())})
 
 
 def _write(folder: Path, file: Path, arrays: HostArrays, about: Settings) -> None:
-    pack = format_of(file).pack
     text = {
         "step": int(folder.name),
         "dtypes": {name: x.dtype.name for name, x in arrays.items()},
@@ -65,6 +64,6 @@ def _write(folder: Path, file: Path, arrays: HostArrays, about: Settings) -> Non
         "run": read_object(folder / "run.json"),
     }
     # First, or a dtype that the format lacks would leave an empty file, which refuses the next try.
-    packed = pack(arrays, json.dumps(text, default=in_file))
+    packed = pack_safetensors(file, arrays, json.dumps(text, default=in_file))
     with file_errors(f"{file} cannot be written"), file.open("xb") as opened:
         opened.write(packed)

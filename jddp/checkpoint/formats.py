@@ -1,7 +1,6 @@
-"""Files that hold named arrays: safetensors, Flax's msgpack, and PyTorch's, which are only read.
+"""Files that hold named arrays: safetensors, and PyTorch's, which are only read.
 
-    file = Path("weights.safetensors")
-    arrays = format_of(file).read(file)   # by their names
+    arrays = read_file(Path("weights.safetensors"))   # by their names
 
 The formats hold numbers and names; code in a file of PyTorch is not run. Beside the arrays `export`
 writes a JSON text, which files of other programs lack.
@@ -15,20 +14,18 @@ import importlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
-from flax import serialization
-from flax.traverse_util import unflatten_dict
 
 from jddp.checkpoint.reader import read_object
-from jddp.engine.state import by_path
 from jddp.errors import ConfigError
 from jddp.typing import Settings
 
 HostArrays = dict[str, np.ndarray]
 KEY = "jddp"  # of the text
+WRITTEN = ".safetensors"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Where PyTorch's files of a whole training have the model's state dict.
@@ -54,26 +51,17 @@ _DTYPES = {
 }
 
 
-class Format(NamedTuple):
-    """Packs arrays and a JSON text into the bytes of a file, and parses a file into both.
+def read_file(file: Path) -> HostArrays:
+    """The arrays in a file, by their names; its suffix is one of `SUFFIXES`.
 
-    The text is returned as its object; None if the file has none.
+    Raises:
+      ValueError: If the digest of an array differs from the text.
     """
-
-    pack: Callable[[HostArrays, str], bytes]
-    parse: Callable[[Path], tuple[HostArrays, Settings | None]]
-
-    def read(self, file: Path) -> HostArrays:
-        """The arrays in a file, by their names.
-
-        Raises:
-          ValueError: If the digest of an array differs from the text.
-        """
-        arrays, about = self.parse(file)
-        digests = (about or {}).get("digests")
-        if digests is not None and digests != digests_of(arrays):
-            raise ValueError("an array has changed since it was exported")
-        return arrays
+    arrays, about = _PARSERS[file.suffix](file)
+    digests = (about or {}).get("digests")
+    if digests is not None and digests != digests_of(arrays):
+        raise ValueError("an array has changed since it was exported")
+    return arrays
 
 
 def digests_of(arrays: HostArrays) -> dict[str, str]:
@@ -81,15 +69,24 @@ def digests_of(arrays: HostArrays) -> dict[str, str]:
     return {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
 
 
-def format_of(file: Path) -> Format:
-    """The format of a file, by its suffix.
+def pack_safetensors(file: Path, arrays: HostArrays, about: str) -> bytes:
+    """The content of a new file of safetensors, with a JSON text.
 
     Raises:
-      ConfigError: If the suffix is unknown.
+      ConfigError: If the file has another suffix, or the format lacks a dtype.
     """
-    if file.suffix not in FORMATS:
-        raise ConfigError(f"{file}: unknown format. Use a name in {' or '.join(WRITTEN)}.")
-    return FORMATS[file.suffix]
+    if file.suffix != WRITTEN:
+        raise ConfigError(
+            f"{file}: unknown format. Use a name in {WRITTEN}, which PyTorch reads too."
+        )
+    try:
+        # transformers refuses a file that names no format; "pt" is its word for plain arrays.
+        return safetensors.numpy.save(arrays, metadata={KEY: about, "format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise ConfigError(
+            f"{file}: {error}. Cast these arrays, or use the run directory itself: model.init_from "
+            "and init(params=) read it."
+        ) from error
 
 
 def is_hub_folder(folder: Path) -> bool:
@@ -104,7 +101,7 @@ def read_hub_folder(folder: Path) -> HostArrays:
       ValueError: If the index, a file that it lists, or an array in that file is missing.
     """
     if (folder / WHOLE).exists():
-        return FORMATS[".safetensors"].read(folder / WHOLE)
+        return read_file(folder / WHOLE)
     if not (folder / INDEX).exists():
         found = min(x.name for x in folder.glob("model*.safetensors"))
         raise ValueError(
@@ -123,15 +120,7 @@ def read_hub_folder(folder: Path) -> HostArrays:
 def _read_shard(folder: Path, file: str) -> HostArrays:
     if Path(file).name != file or not (folder / file).exists():
         raise ValueError(f"{INDEX} lists {file}, which is not there; fetch the whole folder")
-    return FORMATS[".safetensors"].read(folder / file)
-
-
-def _pack_safetensors(arrays: HostArrays, about: str) -> bytes:
-    try:
-        # transformers refuses a file that names no format; "pt" is its word for plain arrays.
-        return safetensors.numpy.save(arrays, metadata={KEY: about, "format": "pt"})
-    except safetensors.SafetensorError as error:
-        raise ConfigError(f"safetensors: {error}. Use a file name in .msgpack.") from error
+    return read_file(folder / file)
 
 
 def _read_safetensors(file: Path) -> tuple[HostArrays, Settings | None]:
@@ -148,23 +137,6 @@ def _read_safetensors(file: Path) -> tuple[HostArrays, Settings | None]:
         start, end = (begin + offset for offset in x["data_offsets"])
         arrays[name] = content[start:end].view(dtypes[name]).reshape(x["shape"])
     return arrays, about
-
-
-def _pack_msgpack(arrays: HostArrays, about: str) -> bytes:
-    return serialization.msgpack_serialize({**unflatten_dict(arrays, sep="/"), KEY: about})
-
-
-def _read_msgpack(file: Path) -> tuple[HostArrays, Settings | None]:
-    tree = serialization.msgpack_restore(file.read_bytes())
-    about = json.loads(tree.pop(KEY, "null"))
-    return by_path(tree), about
-
-
-def _refuse_to_pack(arrays: HostArrays, about: str) -> bytes:
-    raise ConfigError(
-        "files of PyTorch are only read. Use a name in .safetensors, which PyTorch reads by "
-        "safetensors.torch.load_file."
-    )
 
 
 def _read_pytorch(file: Path) -> tuple[HostArrays, None]:
@@ -185,8 +157,8 @@ def _read_pytorch(file: Path) -> tuple[HostArrays, None]:
     return {k: x.view("bfloat16") if k in halves else x for k, x in arrays.items()}, None
 
 
-WRITTEN: dict[str, Format] = {
-    ".safetensors": Format(_pack_safetensors, _read_safetensors),
-    ".msgpack": Format(_pack_msgpack, _read_msgpack),
+_PARSERS: dict[str, Callable[[Path], tuple[HostArrays, Settings | None]]] = {
+    WRITTEN: _read_safetensors,
+    **dict.fromkeys((".pt", ".pth", ".bin"), _read_pytorch),
 }
-FORMATS = WRITTEN | dict.fromkeys((".pt", ".pth", ".bin"), Format(_refuse_to_pack, _read_pytorch))
+SUFFIXES = tuple(_PARSERS)

@@ -3,7 +3,7 @@
     tree = read_weights(Path("weights.safetensors"))
     params, loaded = fit_weights(tree, model_params, partial=True)
 
-It accepts safetensors, Flax's msgpack, state dicts of PyTorch, a folder of the Hugging Face Hub,
+It accepts safetensors, state dicts of PyTorch, a folder of the Hugging Face Hub,
 the checkpoints of a run, and any other folder that orbax has written. Only numbers and names are
 read of them, and no code.
 """
@@ -19,7 +19,7 @@ from etils import epath
 from flax.traverse_util import unflatten_dict
 
 from jddp.checkpoint.folders import directory_of, first_line
-from jddp.checkpoint.formats import FORMATS, HostArrays, is_hub_folder, read_hub_folder
+from jddp.checkpoint.formats import SUFFIXES, HostArrays, is_hub_folder, read_file, read_hub_folder
 from jddp.checkpoint.quiet import keep_quiet
 from jddp.checkpoint.reader import read_newest
 from jddp.engine.state import by_path
@@ -42,9 +42,9 @@ def read_weights(path: Path) -> PyTree:
         raise FileSystemError(f"{path} does not exist.")
     if is_run_folder(path):
         return read_newest(directory_of(path), ["params", "model_state"])
-    if not (path.is_dir() or path.suffix in FORMATS):
+    if not (path.is_dir() or path.suffix in SUFFIXES):
         raise ConfigError(
-            f"{path}: unknown format. Weights are read from {', '.join(FORMATS)}, a run "
+            f"{path}: unknown format. Weights are read from {', '.join(SUFFIXES)}, a run "
             "directory, a folder of the Hugging Face Hub, or one that orbax has written."
         )
     try:
@@ -64,7 +64,7 @@ def is_run_folder(path: Path) -> bool:
 
 def _read_foreign(path: Path) -> PyTree:
     if path.is_file():
-        return _as_tree(FORMATS[path.suffix].read(path))
+        return _as_tree(read_file(path))
     return _as_tree(read_hub_folder(path)) if is_hub_folder(path) else _read_orbax(path)
 
 

@@ -47,7 +47,7 @@ def _add_chosen(add: Callable[..., object]) -> None:
 
 def _add_export(add: Callable[..., object]) -> None:
     _add_run(add)
-    text = "a new file, *.safetensors or *.msgpack; or a new folder, as on the Hugging Face Hub"
+    text = "a new file, *.safetensors; or a new folder, as on the Hugging Face Hub"
     add("file", type=expand, help=text)
     _add_chosen(add)
     add("--all", action="store_true", help="the whole state, not only the model's values")

@@ -6,7 +6,6 @@ import re
 import shutil
 from pathlib import Path
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +18,7 @@ from tiny import ConvNet, loss_fn, make_batch
 import jddp
 from jddp.checkpoint import reader
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.checkpoint.formats import format_of
+from jddp.checkpoint.formats import read_file
 from jddp.checkpoint.reader import read_values
 from jddp.checkpoint.weights import read_weights
 from jddp.commands.checkpoint import main
@@ -120,8 +119,8 @@ def test_a_model_is_exported_for_other_programs(run, tmp_path, capsys):
     np.testing.assert_array_equal(got["params/Conv_0/kernel"], state.params["Conv_0"]["kernel"])
     fields = {"params", "ema_params", "model_state", "ema_state"}
     assert {name.split("/")[0] for name in got} == fields
-    assert main(["export", str(path), str(tmp_path / "x.msgpack"), "--step", "1"]) == 0
-    tree = flax.serialization.msgpack_restore((tmp_path / "x.msgpack").read_bytes())
+    assert main(["export", str(path), str(tmp_path / "first.safetensors"), "--step", "1"]) == 0
+    tree = read_weights(tmp_path / "first.safetensors")
     want = read_values(path / "checkpoints" / "1", ["params"])
     jax.tree.map(np.testing.assert_array_equal, tree["params"], want["params"])
 
@@ -141,12 +140,12 @@ def test_the_lines_of_a_page_load_an_export_into_plain_flax(run, tmp_path):
 
 
 MISTAKES = (
-    ("export run x.npz", 2, "unknown format. Use a name in .safetensors or .msgpack"),
-    ("export run x.pt", 2, "files of PyTorch are only read. Use a name in .safetensors"),
-    ("export run there.msgpack", 74, "cannot be written: File exists"),
-    ("export run x.msgpack --step 2", 74, "cannot be read"),
-    ("export narrow x.safetensors", 2, "Use a file name in .msgpack"),
-    ("export nowhere x.msgpack", 2, "nowhere holds no checkpoints"),
+    ("export run x.npz", 2, "unknown format. Use a name in .safetensors"),
+    ("export run x.pt", 2, "x.pt: unknown format. Use a name in .safetensors"),
+    ("export run there.safetensors", 74, "cannot be written: File exists"),
+    ("export run x.safetensors --step 2", 74, "cannot be read"),
+    ("export narrow x.safetensors", 2, "int4"),
+    ("export nowhere x.safetensors", 2, "nowhere holds no checkpoints"),
     ("list nowhere", 2, "nowhere holds no checkpoints. Name a run directory"),
 )
 
@@ -158,30 +157,28 @@ def test_arrays_of_64_bits_are_verified_and_exported_as_they_are(tmp_path):
     ):
         saved.save(3, replicate({"x": np.array([1 / 3])}, make_mesh(1)), {})
     assert main(["verify", str(tmp_path / "a")]) == 0
-    file = tmp_path / "x.msgpack"
+    file = tmp_path / "x.safetensors"
     assert main(["export", "--all", str(tmp_path / "a"), str(file)]) == 0
-    assert format_of(file).read(file)["x"].tolist() == [1 / 3]
+    assert read_file(file)["x"].tolist() == [1 / 3]
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "msgpack"])
-def test_the_whole_state_is_exported_bitwise_identical(run, tmp_path, suffix):
+def test_the_whole_state_is_exported_bitwise_identical(run, tmp_path):
     path, state = run
-    file = tmp_path / f"all.{suffix}"
+    file = tmp_path / "all.safetensors"
     assert main(["export", str(path), str(file), "--all"]) == 0
     want = {
         name: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         for name, x in by_path(state).items()
     }
-    arrays = format_of(file).read(file)
+    arrays = read_file(file)
     assert arrays.keys() == want.keys()
     for name, x in want.items():
         assert arrays[name].dtype == x.dtype, name
         np.testing.assert_array_equal(arrays[name], x, err_msg=name)
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "msgpack"])
-def test_a_bit_that_flips_in_an_export_is_found_when_it_is_read(run, tmp_path, suffix):
-    file = tmp_path / f"all.{suffix}"
+def test_a_bit_that_flips_in_an_export_is_found_when_it_is_read(run, tmp_path):
+    file = tmp_path / "all.safetensors"
     assert main(["export", str(run[0]), str(file)]) == 0
     kernel = read_values(run[0] / "checkpoints" / "3", ["params"])["params"]["Conv_0"]["kernel"]
     exported = bytearray(file.read_bytes())
@@ -193,11 +190,12 @@ def test_a_bit_that_flips_in_an_export_is_found_when_it_is_read(run, tmp_path, s
 
 def test_a_mistake_is_one_line(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.msgpack").write_bytes(b"\x80")
+    (tmp_path / "there.safetensors").write_bytes(b"")
     narrow = jax.device_put(jnp.ones(4, jnp.int4), run[1].step.sharding)
     checkpoints = CheckpointFolder(tmp_path / "narrow/checkpoints", keep=1)
     checkpoints.save(1, run[1].replace(params={"x": narrow}), {})
     checkpoints.close()
+    assert read_weights(tmp_path / "narrow")["params"]["x"].dtype == jnp.int4  # as the message says
     before = sorted(tmp_path.rglob("*"))
     for arguments, code, message in MISTAKES:
         assert main(arguments.split()) == code

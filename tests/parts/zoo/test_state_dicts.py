@@ -10,7 +10,7 @@ import safetensors.numpy
 from flax.traverse_util import flatten_dict
 from sweeps import swept
 
-from jddp.checkpoint.formats import FORMATS
+from jddp.checkpoint.formats import read_file
 from jddp.errors import ConfigError
 from jddp.zoo.models import CNN, GPT, ResNet, ViT, gpt2, resnet18, vit_b16
 from jddp.zoo.models.resnet import BasicBlock, BottleneckBlock
@@ -169,7 +169,7 @@ def test_halves_become_the_float32_of_the_zoo_and_arrays_of_files_stay_there(tmp
     leaves = jax.tree.leaves(from_state_dict(model, halves))
     assert {x.dtype.name for x in leaves} == {"float32"}
     safetensors.numpy.save_file(tensors, tmp_path / "x.safetensors")
-    found = FORMATS[".safetensors"].read(tmp_path / "x.safetensors")
+    found = read_file(tmp_path / "x.safetensors")
     assert all(isinstance(x, np.memmap) for x in jax.tree.leaves(from_state_dict(model, found)))
 
 
