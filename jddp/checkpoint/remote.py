@@ -8,6 +8,9 @@
 The machines of a cloud may share no file system. Object storage cannot rename, so a checkpoint is
 complete if its list of digests is there, which is uploaded last and removed first. A downloaded
 checkpoint is compared with that list, like any other.
+
+Storage has no locks that end with a process. A run that starts writes its name into the file `lock`
+there. Before each file that it uploads or removes it reads this name, and stops if it is another.
 """
 
 import atexit
@@ -15,6 +18,7 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import socket
 import tempfile
@@ -24,7 +28,6 @@ from pathlib import Path, PurePosixPath
 from jddp.checkpoint.checksums import NAME as SUMS
 from jddp.checkpoint.checksums import find_damage, names_listed
 from jddp.checkpoint.folders import Surplus, first_line
-from jddp.checkpoint.lease import Lease
 from jddp.errors import ConfigError, FileSystemError
 from jddp.files import SameFolder
 
@@ -63,7 +66,7 @@ class Remote:
         self.folder = _own_folder()
         self.pinned = SameFolder(self.folder)
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
-        self._lease: Lease | None = None
+        self._claim = ""
         self._known: dict[Path, tuple[int, int]] = {}  # versions that the URL has too
 
     def check(self) -> None:
@@ -75,20 +78,16 @@ class Remote:
         with self._explained("read"):
             self._names("")
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """While open, holds the lease of the URL: other processes that ask for it are refused.
+    def claim(self) -> None:
+        """From here on a run that has claimed the URL before uploads and removes nothing there.
 
         Raises:
-          ConfigError: If another process holds it.
           FileSystemError: If the URL cannot be written.
         """
-        with contextlib.ExitStack() as stack:
-            with self._explained("locked"):
-                self._files.makedirs(self._root, exist_ok=True)
-                path = f"{self._root}/{_LOCK}"
-                self._lease = stack.enter_context(Lease(self._files, path, str(self.name)))
-            yield
+        self._claim = f"process {os.getpid()} on {socket.gethostname()}\n{secrets.token_hex(8)}\n"
+        with self._explained("written"):
+            self._files.makedirs(self._root, exist_ok=True)
+            self._files.pipe_file(f"{self._root}/{_LOCK}", self._claim.encode())
 
     def fetch(self, *, every: bool = False) -> None:
         """Downloads settings, metrics, logs and the newest undamaged checkpoint.
@@ -174,15 +173,26 @@ class Remote:
         self._files.get_file(f"{self._root}/{name}", str(self.folder / name))
 
     def _put(self, path: Path) -> None:
-        if self._lease is not None:
-            self._lease.check()
+        self._check_claim()
         target = f"{self._root}/{path.relative_to(self.folder).as_posix()}"
         self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._files.put_file(str(path), target)
 
     def _remove(self, checkpoint: str) -> None:
         for name in sorted(self._names(checkpoint), key=lambda name: not name.endswith(f"/{SUMS}")):
+            self._check_claim()
             self._files.rm_file(f"{self._root}/{name}")
+
+    def _check_claim(self) -> None:
+        """Raises an OSError if another run has claimed the URL since this one did."""
+        found = self._claim
+        with contextlib.suppress(FileNotFoundError):
+            found = self._claim and self._files.cat_file(f"{self._root}/{_LOCK}").decode()
+        if found != self._claim:
+            raise OSError(
+                f"{found.partition(chr(10))[0]} has started a run there since, which continues. "
+                "For two runs, give each a run.dir of its own"
+            )
 
     @contextlib.contextmanager
     def _explained(self, done: str) -> Iterator[None]:

@@ -6,8 +6,6 @@ storage.fetch()                             # whatever a run needs to resume
 storage.upload()
 """
 
-import contextlib
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -36,8 +34,8 @@ class Storage(Protocol):
     def check(self) -> None:
         """Checks that the place can be read; raises a FileSystemError if it cannot."""
 
-    def held(self) -> AbstractContextManager[None]:
-        """While open, processes of other machines that ask for the place are refused."""
+    def claim(self) -> None:
+        """From here on a run that has claimed the place before stores nothing there."""
 
     def fetch(self, *, every: bool = False) -> None:
         """Copies settings, metrics, logs and the newest checkpoint, or all, into the folder."""
@@ -71,9 +69,8 @@ class LocalFolder:
     def check(self) -> None:
         """Does nothing: the folder may not exist yet."""
 
-    def held(self) -> AbstractContextManager[None]:
+    def claim(self) -> None:
         """Does nothing: the lock of the folder itself is enough."""
-        return contextlib.nullcontext()
 
     def fetch(self, *, every: bool = False) -> None:
         """Does nothing: all files are there."""

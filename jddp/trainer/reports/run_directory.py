@@ -99,6 +99,7 @@ class RunDirectory:
                 starts = []
                 self._forget()
             if self._is_writer:
+                self.storage.claim()
                 self._write(config, starts, manifest)
             if self.path.exists():
                 self.folder.pin()
@@ -135,7 +136,7 @@ class RunDirectory:
         """While open, the directory is locked: another run that would write there is refused.
 
         The lock ends with the process, however that ends. Where a file system has no locks there
-        is none. At a URL it is a file (`lease`), and the last metrics and logs are copied there.
+        is none, nor at a URL (`remote`), where the last metrics and logs are copied to.
 
         Args:
           config: Config of the run that begins, which is kept where keys differ that are free.
@@ -192,8 +193,7 @@ class RunDirectory:
                 self.folder.pin()
                 if config is not None and compare_keys(read_yaml(self._config), config)[1]:
                     self._write_config(config)
-            with self.storage.held():
-                yield
+            yield
 
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
         """While open, the lines of this process go into its log file.

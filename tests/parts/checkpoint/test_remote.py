@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from jddp.checkpoint.folders import finished, surplus
 from jddp.checkpoint.remote import Remote
 from jddp.checkpoint.storage import local_copy
 from jddp.errors import ConfigError, FileSystemError
+from jddp.trainer.reports.run_directory import RunDirectory
 
 NUMBERS = itertools.count()
 
@@ -131,6 +133,43 @@ def test_the_newest_that_is_undamaged_is_fetched_with_those_that_are_not(url):
     there.fetch()
     assert finished(there.folder / "checkpoints") == [10, 20, 30]
     assert checksums.find_damage(there.folder / "checkpoints" / "30")
+
+
+def test_a_run_writes_nothing_where_another_has_started_since(url):
+    first, second = Remote(url), Remote(url)
+    first.claim()
+    put(first, 10)
+    second.claim()
+    put(second, 20, "of the second")
+    files, root = fsspec.core.url_to_fs(url)
+    before = {path: files.cat_file(path) for path in files.find(root)}
+    (first.folder / "config.yaml").write_text("a: 1\n")
+    this = f"process {os.getpid()} on .* has started a run there since"
+    for change in (
+        first.upload,
+        lambda: put(first, 20),
+        lambda: first.remove_surplus("checkpoints", 20, functools.partial(surplus, keep=1)),
+    ):
+        with pytest.raises(FileSystemError, match=this):
+            change()
+    assert {path: files.cat_file(path) for path in files.find(root)} == before
+    put(second, 30)
+    files.rm_file(f"{root}/lock")  # by a user who has seen that nothing runs there
+    put(second, 40)
+    assert complete(url) == [20, 30, 40]
+
+
+def test_a_run_of_another_config_is_refused_at_a_url_before_the_first_is_ended(url):
+    first, second = (RunDirectory(url, is_writer=True) for _ in range(2))
+    first.prepare({"a": 1}, {})
+    put(first.storage, 10)
+    with pytest.raises(ConfigError, match="a run of another config"):
+        second.prepare({"a": 2}, {})
+    put(first.storage, 20)
+    RunDirectory(url, is_writer=True).prepare({"a": 1}, {})
+    with pytest.raises(FileSystemError, match="has started a run there since"):
+        put(first.storage, 30)
+    assert complete(url) == [10, 20]
 
 
 def test_a_folder_there_that_is_no_checkpoint_is_left_alone(url):

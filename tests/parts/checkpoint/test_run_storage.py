@@ -25,11 +25,11 @@ def save(storage, step):
 def test_what_one_process_keeps_another_finds(where):
     one = storage_at(where)
     one.folder.mkdir(exist_ok=True)
-    with one.held():
-        (one.folder / "metrics.jsonl").write_text("{}\n")
-        one.upload()
-        save(one, 10)
-        save(one, 20)
+    one.claim()
+    (one.folder / "metrics.jsonl").write_text("{}\n")
+    one.upload()
+    save(one, 10)
+    save(one, 20)
     another = storage_at(where)
     another.check()
     another.fetch()
