@@ -168,9 +168,10 @@ def test_a_connection_that_is_cut_costs_the_checkpoints_of_that_time_alone(stora
 
 
 def test_a_job_at_a_url_saves_nothing_there_once_a_second_one_has_started(storage):
-    first = storage.start(*TRAIN, "train.num_steps=100000", f"run.dir={URL}")
+    endless = [*TRAIN, "train.num_steps=100000", "checkpoint.every_steps=100000", f"run.dir={URL}"]
+    first = storage.start(*endless)
     next(line for line in iter(first.stdout.readline, "") if line.startswith("step "))
-    second = storage.start(*TRAIN, "train.num_steps=100000", f"run.dir={URL}")
+    second = storage.start(*endless)
     next(line for line in iter(second.stdout.readline, "") if line.startswith("step "))
     first.send_signal(signal.SIGTERM)
     out, _ = first.communicate(timeout=SECONDS)
