@@ -1,11 +1,14 @@
 """Small functions of two matrices, one for each primitive of JAX that has a derivative."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import jax.scipy
 import numpy as np
 from jax import lax
-from jax.interpreters import ad
+from runs import environment
 
 SIZE = 4
 F32 = jnp.float32
@@ -351,4 +354,10 @@ NAMES = """
     vary_unreduced_cast_p
 """
 OTHERS = {*NAMES.split()}
-KNOWN = {p.name for p in ad.primitive_jvps}
+
+
+def known():
+    """Primitives of JAX with a derivative; other libraries, imported here, add their own."""
+    program = "from jax.interpreters import ad; print(*[x.name for x in ad.primitive_jvps])"
+    command = [sys.executable, "-c", program]
+    return {*subprocess.check_output(command, env=environment(), text=True).split()}
