@@ -28,6 +28,8 @@ from jddp.typing import Batch, HookState, Leaf, ModelState, OptState, Params, Pa
 
 KeepsOwn = Callable[[Path, Leaf], bool]  # whether each replica has its own of a leaf
 Values = tuple[Params, ModelState]  # what a model computes with
+# The fields of a state that hold trees of arrays.
+ARRAYS = ("params", "ema_params", "model_state", "ema_state", "opt_state", "comm_state")
 
 
 class Layout:
@@ -197,14 +199,7 @@ class TrainState(Shown):
 
     def _fields(self) -> Iterator[tuple[str, list[Leaf]]]:
         """The fields that hold arrays, and these."""
-        for field in (
-            "params",
-            "ema_params",
-            "model_state",
-            "ema_state",
-            "opt_state",
-            "comm_state",
-        ):
+        for field in ARRAYS:
             if leaves := jax.tree.leaves(getattr(self, field)):
                 yield field, leaves
 
@@ -318,7 +313,7 @@ def is_float(x: Leaf) -> bool:
 
 
 def stack_rows(tree: PyTree, layouts: PyTree, rows: NamedSharding, num: int) -> PyTree:
-    """Gives each of `num` replicas its row of every per-replica leaf; the tree is donated."""
+    """Gives each of `num` replicas its row of every per-replica leaf; the tree may be donated."""
     if not any(layout.is_per_replica for layout in jax.tree.leaves(layouts)):
         return tree
 
@@ -328,8 +323,9 @@ def stack_rows(tree: PyTree, layouts: PyTree, rows: NamedSharding, num: int) -> 
         return jax.lax.with_sharding_constraint(jax.numpy.broadcast_to(x, (num, *x.shape)), rows)
 
     # Jitted, so that each device makes its row alone, and none holds all of them; and in the place
-    # of the tree, which would be there twice.
-    return jax.jit(lambda tree: jax.tree.map(stack, tree, layouts), donate_argnums=0)(tree)
+    # of the tree, which would be there twice. Several logical replicas have no place there.
+    donated = 0 if num == rows.mesh.size else ()
+    return jax.jit(lambda tree: jax.tree.map(stack, tree, layouts), donate_argnums=donated)(tree)
 
 
 def merge_rows(tree: PyTree, layouts: PyTree, everywhere: NamedSharding) -> PyTree:
