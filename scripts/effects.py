@@ -59,9 +59,9 @@ def _order(imports: structure.Imports) -> list[str]:
 
 
 def _libraries(tree: ast.Module) -> Iterator[str]:
-    """What the module imports from libraries at its top level."""
-    tries = [node.body for node in tree.body if isinstance(node, ast.Try)]
-    nodes = [node for body in (tree.body, *tries) for node in body]
+    """What the module imports from libraries at its top level, in `try` and `with` too."""
+    blocks = [node.body for node in tree.body if isinstance(node, ast.Try | ast.With)]
+    nodes = [node for body in (tree.body, *blocks) for node in body]
     top = ast.Module([x for x in nodes if isinstance(x, ast.Import | ast.ImportFrom)], [])
     yield from (name for name in structure.targets(top) if name.partition(".")[0] != "jddp")
 

@@ -105,7 +105,8 @@ def f():
 
 
 EFFECTS = {
-    "quiet": "import logging, os\nlog = logging.getLogger('jddp')\ndef f(): os.environ['A'] = ''",
+    "quiet": "import contextlib, logging\nwith contextlib.suppress(ImportError): import library\n"
+    "log = logging.getLogger('jddp')",
     "logs": "from jddp.quiet import log\nadd = log.addFilter\nadd(print)",
     "sets": "from os import environ\nimport jddp.logs\nset = environ.setdefault\nset('JDDP_A', '')",
     "replaces": "import sys\nsys.modules[__name__] = print",
@@ -114,7 +115,8 @@ EFFECTS = {
 
 def test_effects_at_import_are_seen_at_the_module_that_makes_them(tmp_path):
     (tmp_path / "jddp").mkdir()
-    for name, source in {"__init__": "", **EFFECTS}.items():
+    sources = {"__init__": "", **EFFECTS, "../library": "import os\nos.environ['A'] = ''"}
+    for name, source in sources.items():
         (tmp_path / "jddp" / f"{name}.py").write_text(source)
     assert effects.effects(read(**EFFECTS), tmp_path) == {
         "jddp.logs": ["logging jddp.filters"],
