@@ -19,8 +19,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_i
 # Primitives that make random numbers; those that only make keys, such as `random_split`, do not.
 DRAWING = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 LOOPS = {"scan", "while"}
-# Those with which models add up, or gather, over replicas.
-COLLECTIVES = {"psum", "psum_invariant", "all_gather", "all_gather_invariant", "reduce_scatter"}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 # Up to here a dtype has all whole numbers: a sum of more ones than that does not grow.
 LARGEST_COUNTS = {np.dtype(jnp.bfloat16): 2**8, np.dtype(np.float16): 2**11}

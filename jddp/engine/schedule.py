@@ -26,7 +26,7 @@ from jddp.engine.micro_batches import (
 from jddp.engine.state import Inputs, TrainState
 from jddp.errors import ConfigError
 from jddp.modules.base import FlaxModel
-from jddp.reduce.backward import defer_weight_gradients, trace_backward
+from jddp.reduce.backward import trace_backward
 from jddp.reduce.gradients import Finished, Running
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import LossFn
@@ -91,7 +91,7 @@ class InsideLastPass:
                 return x
             return (x.astype(earlier[i].dtype) + earlier[i]).astype(x.dtype)
 
-        backward = defer_weight_gradients(trace_backward(lambda one: run.backward(one * scale)))
+        backward = trace_backward(lambda one: run.backward(one * scale))
         # Sums need no reduction inside the pass: they are sent after it, in one small vector.
         sums = jax.tree.map(jnp.add, total.sums, run.sums) if earlier else run.sums
         units = passes.units(state.params, sums, scale)

@@ -10,17 +10,6 @@ started, and the rest be evaluated after it.
     backward.ready          # for each leaf: the number of equations that it takes
 
 A loop is one equation: gradients that a `lax.scan` over layers stacks up are finished all at once.
-
-The backward pass of a synchronized batch norm adds up sums over all replicas, and the layers before
-it wait for them. The weight gradient of the layer behind it does not, and nothing in the pass waits
-for that. XLA's scheduler is free to compute it much later, and the all-reduce is exposed. With
-`defer_weight_gradients` the pass waits for both:
-
-    input gradient of layer 2 ─► sums ─► all-reduce ─► batch norm ─► input gradient of layer 1
-                           └───► weight gradient of layer 2 ─────────────┘
-
-What waits, at a barrier, is the weight of layer 1. At a barrier on the sums, or on what is made of
-them, XLA would fuse other operations than without it: in ResNet-50 that costs more than it hides.
 """
 
 import dataclasses
@@ -28,11 +17,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jddp.jaxprs import COLLECTIVES, PRODUCTS
 from jddp.typing import Leaf, PyTree
 
 
@@ -109,133 +96,3 @@ def evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: dict[Var, Leaf]) ->
 def variables(eqn: JaxprEqn) -> list[Var]:
     """Returns the variables that an equation reads."""
     return [v for v in eqn.invars if not isinstance(v, Literal)]
-
-
-def defer_weight_gradients(backward: Backward) -> Backward:
-    """Returns the pass with a weight gradient beside each collective that does not need it.
-
-    Only products and convolutions are deferred, with what is made of them; the rest takes little
-    time. The numbers are the same. A pass without a collective is returned as it is.
-    """
-    jaxpr, consts = backward.traced.jaxpr, backward.traced.consts
-    if not any(map(_is_collective, jaxpr.eqns)):
-        return backward
-
-    def run(one: Leaf) -> list[Leaf]:
-        given = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, one), strict=True)
-        values = _Order(jaxpr, dict(given)).run()
-        return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
-
-    traced = jax.make_jaxpr(run)(jnp.float32(1))
-    return dataclasses.replace(backward, traced=traced, ready=_ready(traced.jaxpr))
-
-
-class _Order:
-    """A pass that is run in the new order.
-
-    Args:
-      jaxpr: Equations of the pass.
-      values: Values of its constants and inputs.
-    """
-
-    def __init__(self, jaxpr: Jaxpr, values: dict[Var, Leaf]) -> None:
-        self._jaxpr, self._values = jaxpr, values
-        self._needed = _needed_by_collectives(jaxpr)
-        self._made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        self._of_pass = _followers(jaxpr.eqns, {*jaxpr.invars})
-        # A weight gradient's product and what is made of it. Of the first nothing has been run yet;
-        # the product of the second has, beside a collective.
-        self._deferred: list[JaxprEqn] = []
-        self._beside: list[JaxprEqn] = []
-
-    def run(self) -> dict[Var, Leaf]:
-        """Values of all variables."""
-        eqns = self._jaxpr.eqns
-        places = [i for i, eqn in enumerate(eqns) if _is_product(eqn) and self._is_needed(eqn)]
-        end = max(places, default=-1) + 1  # From there on, nothing would wait for what is deferred.
-        weight_grads = [x for x in eqns[:end] if _is_product(x) and not self._is_needed(x)]
-        deferrable = _followers(eqns[:end], {v for x in weight_grads for v in x.outvars})
-        for eqn in eqns[:end]:
-            if not deferrable.isdisjoint(eqn.outvars):
-                self._defer(eqn)
-            elif _is_collective(eqn):
-                self._evaluate(eqn)
-                self._run_beside()
-            else:
-                self._wait_before(eqn)
-                self._evaluate(eqn)
-        self._evaluate(*self._beside[1:], *self._deferred, *eqns[end:])
-        return self._values
-
-    def _defer(self, eqn: JaxprEqn) -> None:
-        if _is_product(eqn) and self._deferred:
-            # One hides a collective. More would keep their inputs in memory, and a bucket waiting.
-            self._evaluate(*self._beside[1:], *self._deferred)
-            self._beside, self._deferred = [], []
-        self._deferred.append(eqn)
-
-    def _run_beside(self) -> None:
-        if self._deferred:
-            self._evaluate(*self._beside[1:], self._deferred[0])
-            self._beside, self._deferred = self._deferred, []
-
-    def _wait_before(self, eqn: JaxprEqn) -> None:
-        """Lets a product begin only when the deferred one is finished."""
-        if not (self._beside and _is_product(eqn)):
-            return
-        weights, made = self._weights(eqn)
-        if not weights:
-            return
-        # Of the product itself, since XLA fuses what is made of it with the packing of a bucket.
-        held = [*weights, *self._beside[0].outvars]
-        values = lax.optimization_barrier([self._values[v] for v in held])
-        self._values |= zip(held, values, strict=True)
-        # Last, or a bucket that leaves here would hold the factor too.
-        self._evaluate(*self._beside[1:], *made)
-        self._beside = []
-
-    def _weights(self, product: JaxprEqn) -> tuple[list[Var], list[JaxprEqn]]:
-        """Constants of the pass in a product, and equations that make its factor of them."""
-        # The constant itself waits: XLA knows the product by these equations, such as a reversal.
-        waiting = [v for v in variables(product) if v not in self._of_pass]
-        weights, places = list[Var](), set[int]()
-        while waiting:
-            v = waiting.pop()
-            if v in self._made_by:
-                places.add(self._made_by[v])
-                waiting += variables(self._jaxpr.eqns[self._made_by[v]])
-            else:
-                weights.append(v)
-        return [*dict.fromkeys(weights)], [self._jaxpr.eqns[i] for i in sorted(places)]
-
-    def _is_needed(self, eqn: JaxprEqn) -> bool:
-        return not self._needed.isdisjoint(eqn.outvars)
-
-    def _evaluate(self, *eqns: JaxprEqn) -> None:
-        self._values |= evaluate(self._jaxpr, eqns, self._values)
-
-
-def _needed_by_collectives(jaxpr: Jaxpr) -> set[Var]:
-    """Variables of which a collective is made, and its results."""
-    needed = set[Var]()
-    for eqn in reversed(jaxpr.eqns):
-        if _is_collective(eqn) or not needed.isdisjoint(eqn.outvars):
-            needed.update(variables(eqn), eqn.outvars)
-    return needed
-
-
-def _followers(eqns: list[JaxprEqn], of: set[Var]) -> set[Var]:
-    """These variables, and all that equations make of them."""
-    found = {*of}
-    for eqn in eqns:
-        if not found.isdisjoint(variables(eqn)):
-            found.update(eqn.outvars)
-    return found
-
-
-def _is_collective(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in COLLECTIVES
-
-
-def _is_product(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in PRODUCTS

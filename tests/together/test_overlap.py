@@ -144,29 +144,6 @@ def test_a_bucket_leaves_where_its_last_gradient_is_made():
         wrapped(reduction=jddp.Reduction(overlap="ready"), strategy=jddp.LocalSteps(2))
 
 
-def normed_twice(m, x, train):
-    for _ in range(2):
-        x = nn.relu(nn.BatchNorm(not train)(nn.Dense(16)(x)))
-    return nn.Dense(NUM_CLASSES)(x)
-
-
-def test_a_weight_gradient_is_made_while_the_sums_of_a_batch_norm_travel():
-    ready, end = (
-        wrapped(Of(normed_twice), reduction=jddp.Reduction(layout="flat", overlap=overlap))
-        for overlap in (True, False)
-    )
-    batch = make_batch(32, masked=True)
-    # Forward, two sums among three products. Backward, the input gradient and the weight gradient
-    # of the last layer; the sums of a batch norm, beside which the latter is made; a barrier, at
-    # which the input gradient of the second layer waits for it; the other sums, and weight
-    # gradients. Then a bucket, loss and metrics.
-    assert operations(ready, batch) == ".r.r..r.b..r.brr"
-    assert operations(end, batch) == ".r.r...r..r.rr"
-    states = [take_steps(ddp, [batch] * 2)[0] for ddp in (ready, end)]
-    # The same sums in the same order; the compiler may contract a product and a sum.
-    close(*((x.params, x.model_state) for x in states), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("mode, parts", [("local", 2), ("broadcast", 1)])
 def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode, parts):
     """As they do without a batch norm: no bucket waits until all gradients are guarded."""
