@@ -14,7 +14,6 @@ from jaxtyping import Array
 
 from jddp.errors import UsageError
 from jddp.modules import batch_norm
-from jddp.modules.all_rows import check_all_rows
 from jddp.modules.base import FlaxModel, is_saved, stream, takes_train
 from jddp.modules.batch_norm import Sync
 from jddp.modules.mesh_axes import MeshAxes
@@ -161,29 +160,11 @@ def synced_linen(sync: Sync, *, is_synced: bool = True) -> Iterator[None]:
             if is_synced:
                 return _normalize(layer, call, sync, *args, **kwargs)
         elif _is_copy(layer):
-            if is_synced:
-                _check_all_rows(layer, (args, kwargs), sync)
             batch_norm.give_axis(layer, "/".join(layer.path), sync, is_synced=is_synced)
         return call(*args, **kwargs)
 
     with nn.intercept_methods(intercept):
         yield
-
-
-def _check_all_rows(layer: nn.Module, given: tuple[Any, Any], sync: Sync) -> None:
-    """Compares a copy of batch norm, by itself, over replicas and on all rows."""
-    clone = functools.partial(layer.clone, parent=None, name=None)
-
-    def run(axis: str | None, variables: PyTree, args: Any, kwargs: Any) -> tuple[PyTree, PyTree]:
-        alone = clone(axis_name=axis)
-        streams = {"dropout": jax.random.key(0)}
-        return alone.apply(variables, *args, **kwargs, mutable=["batch_stats"], rngs=streams)
-
-    what = f"{'/'.join(layer.path)!r} ({type(layer).__name__})"
-    # By its text, since fields may be arrays, which have no hash.
-    form = type(layer), repr(clone(axis_name=None))
-    variables = jax.tree.map(jnp.asarray, dict(layer.variables))
-    check_all_rows(what, run, form, variables, given, sync)
 
 
 def _is_copy(layer: nn.Module) -> bool:

@@ -11,7 +11,6 @@ from jaxtyping import Array
 
 from jddp.errors import ConfigError
 from jddp.modules import batch_norm
-from jddp.modules.all_rows import check_all_rows
 from jddp.modules.base import FlaxModel, is_saved
 from jddp.modules.batch_norm import Sync
 from jddp.modules.mesh_axes import MeshAxes
@@ -138,11 +137,7 @@ def sync_nnx(module: nnx.Module, sync: Sync, *, is_synced: bool = True) -> None:
         elif hasattr(node, "axis_name") and any(
             isinstance(value, nnx.BatchStat) for value in vars(node).values()
         ):
-            name = "/".join(map(str, path))
-            batch_norm.give_axis(node, name, sync, is_synced=is_synced)
-            if is_synced:
-                kind: Any = type(node)
-                node.__class__ = _compared_class(kind, name, sync)
+            batch_norm.give_axis(node, "/".join(map(str, path)), sync, is_synced=is_synced)
 
 
 @functools.cache
@@ -161,28 +156,6 @@ def _synced_class(cls: Any, sync: Sync, is_synced: bool) -> type:
             y = _normalize(self, functools.partial(cls.__call__, self), x, mask, sync)
         object.__setattr__(self, "axis_name", named)
         return y
-
-    return type(cls.__name__, (cls,), {"__call__": call})
-
-
-@functools.cache
-def _compared_class(cls: Any, name: str, sync: Sync) -> type:
-    """The class of a copy of batch norm that is compared, by itself, when it is called."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.__class__ = cls
-        graph, state = nnx.split(self)
-
-        def run(axis: str | None, state: PyTree, args: Any, kwargs: Any) -> tuple[PyTree, PyTree]:
-            alone = nnx.merge(graph, state)
-            alone.axis_name = axis
-            outputs = alone(*args, **kwargs)
-            return outputs, nnx.to_pure_dict(nnx.state(alone, nnx.BatchStat))
-
-        what = f"{name!r} ({cls.__name__})"
-        values = nnx.to_pure_dict(state)
-        check_all_rows(what, run, graph, values, (args, kwargs), sync)
-        return self(*args, **kwargs)
 
     return type(cls.__name__, (cls,), {"__call__": call})
 

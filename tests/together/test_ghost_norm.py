@@ -1,4 +1,4 @@
-"""Layers with a field axis_name that normalize groups of rows: refused where they are others."""
+"""Layers with a field axis_name that normalize groups of rows: `verify` finds them."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from states import close
 from tiny import Of, loss_fn, make_batch
 
 import jddp
-from jddp.modules import all_rows
 
 GROUP = 4
 
@@ -81,13 +80,9 @@ in_both = pytest.mark.parametrize("net", [linen_net, NnxNet])
 
 
 @in_both
-@pytest.mark.parametrize("rows", [8 * GROUP, 16 * GROUP], ids=["a group", "two groups"])
-def test_a_layer_that_normalizes_groups_of_rows_is_refused_under_sync(net, rows):
-    ddp = jddp.DataParallel(net(), optax.sgd(0.1), loss_fn, mesh=8)
-    message = r"batch_norm='sync': '.*norm' \(\w*Ghost\) .* groups of them.*batch_norm='local'"
-    with pytest.raises(jddp.ConfigError, match=message) as caught:
-        ddp.init(0, make_batch(rows))
-    assert "\n" not in str(caught.value)
+def test_verify_finds_a_layer_that_normalizes_groups_of_rows_under_sync(net):
+    report = jddp.verify(net(), optax.sgd(0.1), loss_fn, make_batch(8 * GROUP), mesh=4)
+    assert not report.passed
 
 
 @in_both
@@ -102,32 +97,6 @@ def test_with_local_statistics_it_is_exact(net):
 
 
 @in_both
-def test_a_layer_of_all_rows_is_compared_once_and_synchronized(net, monkeypatch):
-    compared, agrees = [], all_rows._agrees
-
-    def counted(*given):
-        compared.append(agrees(*given))
-        return compared[-1]
-
-    monkeypatch.setattr(all_rows, "_agrees", counted)
-    monkeypatch.setattr(all_rows, "_COMPARED", {})
-    batch = make_batch(16)
-    report = jddp.verify(net(None), optax.sgd(0.1), loss_fn, batch, mesh=4)
+def test_a_layer_of_all_rows_is_synchronized(net):
+    report = jddp.verify(net(None), optax.sgd(0.1), loss_fn, make_batch(16), mesh=4)
     assert report.passed, report
-    assert compared == [True]
-
-
-def test_a_layer_that_averages_variances_alone_is_another_model_too():
-    class OfVariances(Ghost):
-        @nn.compact
-        def __call__(self, x, use_running_average):
-            kept = self.variable("batch_stats", "var", jnp.ones, x.shape[-1:])
-            mean, var = x.mean(0), x.var(0)
-            if self.axis_name is not None and not self.is_initializing():
-                mean, var = jax.lax.pmean((mean, var), self.axis_name)
-            kept.value = var
-            return (x - mean[None]) * jax.lax.rsqrt(var[None] + 1e-5)
-
-    model = Of(lambda m, x, train: nn.Dense(4)(OfVariances(None)(x, False)))
-    with pytest.raises(jddp.ConfigError, match="OfVariances"):
-        jddp.DataParallel(model, optax.sgd(0.1), loss_fn, mesh=2).init(0, make_batch(8))
