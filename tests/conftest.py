@@ -90,8 +90,8 @@ def commands_by_marker():
 def process_is_not_owned():
     """Fails the test that leaves the process to a watchdog, which would end the others with it."""
     yield
-    failure = sys.modules.get("jddp.distributed.failure")
-    assert failure is None or not failure.owns_process
+    exits = sys.modules.get("jddp.distributed.exits")
+    assert exits is None or not exits.process.is_owned
 
 
 def compile_cache(config):

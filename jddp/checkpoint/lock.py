@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from jddp.distributed.forks import in_forked_children
+from jddp.distributed.signals import in_forked_children
 from jddp.errors import words_of
 from jddp.files import opener
 

@@ -6,7 +6,7 @@ only the handling of signals; the command line itself is `jddp.commands.training
 
 from collections.abc import Sequence
 
-from jddp.distributed.early import leaves_at_once
+from jddp.distributed.signals import leaves_at_once
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,9 +29,9 @@ from jddp.config.files import dump_values, load_config
 from jddp.config.keys import describe_keys
 from jddp.config.permissions import private_cache
 from jddp.config.schema import Config
-from jddp.distributed import early
 from jddp.distributed.atomics import add_flag
-from jddp.distributed.failure_file import RESULT, describe_failure, left, write_failure
+from jddp.distributed.exits import process
+from jddp.distributed.failure_file import RESULT, describe_failure, write_failure
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import stop_signals
 from jddp.errors import Error, ExitCode, report, show
@@ -46,10 +46,10 @@ e.g. python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
 def run(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     try:
-        code = left["exit_code"] = _run(_parse(argv))
+        code = process.exit_code = _run(_parse(argv))
         return code
     except (Exception, KeyboardInterrupt) as error:
-        early.end()  # or a signal would replace the exit code
+        process.is_early = False  # or a signal would replace the exit code
         return _leave(error)
 
 

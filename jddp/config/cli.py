@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jddp.distributed import failure_file
+from jddp.distributed.exits import process
 from jddp.errors import Error, ExitCode, UsageError, report
 from jddp.names import did_you_mean
 
@@ -119,7 +119,7 @@ def _lasting(stream: Any) -> Any:
 def run_command(run: Callable[[], int | None]) -> int:
     """Runs a command; returns its exit code."""
     try:
-        code = failure_file.left["exit_code"] = run() or ExitCode.DONE
+        code = process.exit_code = run() or ExitCode.DONE
         return code
     except Error as error:
         tell(error.in_shell)

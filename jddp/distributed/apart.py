@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import IO
 
-from jddp.distributed.forks import in_forked_children
+from jddp.distributed.signals import in_forked_children
 
 END_SECONDS = 5.0  # for the program to end after its input
 

@@ -9,7 +9,7 @@ that fails. In a job of one process each call returns its own value.
 
 import collections
 import contextlib
-import ctypes
+import gc
 import json
 import signal
 import threading
@@ -172,8 +172,9 @@ def take_sigterm_back() -> None:
 def skip_shutdown() -> None:
     """Lets this process end without JAX's shutdown barrier, which waits for all processes."""
     state = distributed.global_state
-    for part in (state.client, state.service):  # whose destructors would wait for others
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
+    kept: list[object] = [state.client, state.service]  # whose destructors would wait for others
+    kept.append(kept)
+    gc.freeze()  # or Python would collect this cycle at its end
     state.client = state.service = None
 
 

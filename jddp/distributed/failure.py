@@ -18,6 +18,7 @@ Only a process that the command line owns is ended in this way.
 import atexit
 import contextlib
 import json
+import logging
 import os
 import socket
 import sys
@@ -29,11 +30,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-import jddp.distributed.coordination as job
-from jddp.distributed import early, failure_file
-from jddp.distributed.callback_errors import first_callback_error, note_callback_errors
-from jddp.distributed.resolve import LAUNCHED, is_at_prompt
-from jddp.distributed.signals import show_cursor
+from jddp.distributed import coordination
+from jddp.distributed.exits import exit_now, is_at_prompt, process, show_cursor
+from jddp.distributed.failure_file import (
+    IS_LOST,
+    VARIABLE,
+    describe_failure,
+    headline,
+    read_failure,
+    write_failure,
+)
+from jddp.distributed.resolve import LAUNCHED
 from jddp.distributed.waits import LongestWait, is_waiting_for
 from jddp.errors import Error, ExitCode, report
 from jddp.typing import JsonObject
@@ -45,54 +52,62 @@ _PATIENCE = 6.0  # seconds in which a computation ends that a process took part 
 _CALLBACK_SECONDS = 3.0  # in which an exception of a callback is raised, unless devices wait
 _LINGER_SECONDS = 5.0
 _END_SECONDS = 300.0  # JAX's own limit for the end of a process to wait for the others
+# If devices wait in a collective for a device whose callback has failed (`jax.debug.callback`), the
+# arrays are never computed, and the exception is not raised: JAX only logs it.
+_CALLBACK_LOGGERS = ("jax._src.debugging", "jax._src.callback")
 _leaving = threading.Lock()  # of the thread that ends this process
-owns_process = False
-_is_in_job = False  # then the job gets the failure of this process
+_callback_errors: list[BaseException] = []
 _of_left, _of_others = LongestWait(), LongestWait()
 
 
 @contextlib.contextmanager
 def owned_process() -> Iterator[None]:
     """While open, a command owns this process: it may be ended, and is if another fails."""
-    global owns_process
-    before = owns_process
-    owns_process = True
+    before = process.is_owned
+    process.is_owned = True
     try:
         yield
     except SystemExit as error:  # of a user's code: a command would take it for its own exit
         raise RuntimeError(f"user code called sys.exit: {error!r}") from error
     finally:
-        owns_process = before
+        process.is_owned = before
 
 
 def watch_over_job() -> None:
     """From here on this process of a job reports its failure, and ends when another fails.
 
-    Called after it has joined the job. A notebook is left alone: its kernel continues.
+    Called after it has joined the coordination. A notebook is left alone: its kernel continues.
     """
-    global owns_process, _is_in_job
-    if is_at_prompt() or _is_in_job:
+    if is_at_prompt() or process.end_job is not None:
         return
-    owns_process = _is_in_job = True
-    note_callback_errors()
-    job.try_publish(f"{_HOST}/{job.process_index()}", socket.gethostname())
+    process.is_owned = True
+    process.end_job = end_job
+    for name in _CALLBACK_LOGGERS:
+        logging.getLogger(name).addFilter(_keep_callback_error)
+    coordination.try_publish(f"{_HOST}/{coordination.process_index()}", socket.gethostname())
     me = os.getpid()
     listening = contextlib.ExitStack()
-    listening.enter_context(job.background(_listen))
+    listening.enter_context(coordination.background(_listen))
 
     def end() -> None:
-        if os.getpid() == me and job.is_connected():
+        if os.getpid() == me and coordination.is_connected():
             _wait_for_others(listening)
 
     atexit.register(end)  # so that it runs before JAX's
-    early.joined(end_job)
 
 
-def keep_uncaught(process: int) -> None:
+def _keep_callback_error(record: logging.LogRecord) -> bool:
+    """Keeps the exception of a record, which is logged as before."""
+    if record.exc_info and record.exc_info[1] is not None:
+        _callback_errors.append(record.exc_info[1])
+    return True
+
+
+def keep_uncaught(number: int) -> None:
     """From here on an uncaught exception is kept, and ends the job if this process has joined it.
 
     Args:
-      process: Number of this process.
+      number: Number of this process.
     """
     me = os.getpid()
     show = sys.excepthook
@@ -103,10 +118,10 @@ def keep_uncaught(process: int) -> None:
         code = ExitCode.INTERRUPTED if kind is KeyboardInterrupt else ExitCode.BUG
         if os.getpid() != me:  # a fork of it
             return
-        if _is_in_job and job.is_connected():
+        if process.end_job is not None and coordination.is_connected():
             end_job(getattr(error, "exit_code", code), error)
         if not _is_consequence(error):
-            failure_file.write_failure(failure_file.describe_failure(process, code, error))
+            write_failure(describe_failure(number, code, error))
 
     if not (is_at_prompt() or getattr(show, "__module__", "") == __name__):
         sys.excepthook = fail
@@ -118,17 +133,20 @@ def _wait_for_others(listening: contextlib.ExitStack) -> None:
     If another one fails first, or has waited in vain for this one, JAX's barrier is skipped.
     """
     until = time.monotonic() + _END_SECONDS
-    me = job.process_index()
-    while is_waiting_for(range(job.num_processes())) and time.monotonic() < until:
+    me = coordination.process_index()
+    while is_waiting_for(range(coordination.num_processes())) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)  # so that a process that waits later does not wait for this one
     listening.close()  # At exit Python aborts a thread that is inside of JAX.
-    job.try_publish(f"{_LEFT}/{me}", json.dumps(failure_file.left))
-    while len(job.published(_LEFT)) < job.num_processes() and time.monotonic() < until:
+    coordination.try_publish(f"{_LEFT}/{me}", json.dumps(process.exit_code))
+    while (
+        len(coordination.published(_LEFT)) < coordination.num_processes()
+        and time.monotonic() < until
+    ):
         if _read(_POLL_SECONDS) is not None:
-            job.try_publish(f"{_GONE}/{me}", "")
+            coordination.try_publish(f"{_GONE}/{me}", "")
             if me == 0:
-                _outlast(range(1, job.num_processes()), _LINGER_SECONDS)
-            return job.skip_shutdown()
+                _outlast(range(1, coordination.num_processes()), _LINGER_SECONDS)
+            return coordination.skip_shutdown()
 
 
 def end_job(code: int, error: BaseException) -> NoReturn:
@@ -144,10 +162,10 @@ def end_job(code: int, error: BaseException) -> NoReturn:
         if first is not None:
             _follow(first)
         code = ExitCode.ANOTHER_FAILED if is_consequence else code
-        failure = failure_file.describe_failure(job.process_index(), code, error)
+        failure = describe_failure(coordination.process_index(), code, error)
         if is_consequence:
-            report(failure_file.headline(failure))
-        job.try_publish(_KEY, json.dumps(failure))  # unless another was faster
+            report(headline(failure))
+        coordination.try_publish(_KEY, json.dumps(failure))  # unless another was faster
         _exit(code, _read(_MOMENT) or failure)
 
 
@@ -155,7 +173,7 @@ def _is_consequence(error: BaseException) -> bool:
     if isinstance(error, Error):  # which names its own reason, such as a storage that is away
         return False
     text = "".join(traceback.format_exception_only(error))
-    return failure_file.IS_LOST.search(text) is not None
+    return IS_LOST.search(text) is not None
 
 
 def end_process(failure: JsonObject, message: str) -> NoReturn:
@@ -167,81 +185,78 @@ def end_process(failure: JsonObject, message: str) -> NoReturn:
 
 def _listen() -> bool:
     """Follows the first failure once there is one; returns whether the job is over."""
-    global _waits_since
-    if not job.is_connected():
+    if not coordination.is_connected():
         return True
-    file = os.environ.get(failure_file.VARIABLE, "") if os.environ.get(LAUNCHED) else ""
-    found = failure_file.read_failure(Path(file))
+    file = os.environ.get(VARIABLE, "") if os.environ.get(LAUNCHED) else ""
+    found = read_failure(Path(file))
     if found and found["exit_code"] != ExitCode.HANG:  # of which all know
-        job.try_publish(_KEY, json.dumps(found))
+        coordination.try_publish(_KEY, json.dumps(found))
     first = _read(0.5)
-    if first is not None and first["process"] != job.process_index():
+    if first is not None and first["process"] != coordination.process_index():
         time.sleep(_MOMENT)
         with _leaving:
             _follow(first)
-    if (left := job.published(_LEFT)) and _of_left.seconds(left) > _PATIENCE:
+    if (left := coordination.published(_LEFT)) and _of_left.seconds(left) > _PATIENCE:
         blame_who_left()
-    error = first_callback_error()
-    others = {*range(job.num_processes())} - {job.process_index()}
+    error = _callback_errors[0] if _callback_errors else None
+    others = {*range(coordination.num_processes())} - {coordination.process_index()}
     if error is not None and _of_others.seconds(others) > _CALLBACK_SECONDS:
         code = getattr(error, "exit_code", ExitCode.BUG)
-        report(
-            failure_file.headline(failure_file.describe_failure(job.process_index(), code, error))
-        )
+        report(headline(describe_failure(coordination.process_index(), code, error)))
         end_job(code, error)
     return False
 
 
 def blame_who_left() -> bool:
     """Makes a process that has left the first failure; returns whether there is one."""
-    left = job.published(_LEFT) if _is_in_job else {}
+    left = coordination.published(_LEFT) if process.end_job is not None else {}
     if not left:
         return False
-    process, text = next(iter(left.items()))
-    known: JsonObject = {"host": host_of(process), "step": None, "phase": None}
-    ended = failure_file.describe_failure(process, json.loads(text)["exit_code"], **known)
-    job.try_publish(_KEY, json.dumps(ended))
+    number, text = next(iter(left.items()))
+    known: JsonObject = {"host": host_of(number), "step": None, "phase": None}
+    ended = describe_failure(number, json.loads(text), **known)
+    coordination.try_publish(_KEY, json.dumps(ended))
     return True
 
 
-def host_of(process: int) -> str | None:
+def host_of(number: int) -> str | None:
     """The machine of a process, as it has reported it."""
-    return job.published(_HOST).get(process)
+    return coordination.published(_HOST).get(number)
 
 
 def _read(seconds: float) -> JsonObject | None:
     """The failure of the first process that failed, if one does in this time."""
-    text = job.try_read(_KEY, seconds)
+    text = coordination.try_read(_KEY, seconds)
     return None if text is None else dict(json.loads(text))
 
 
 def _follow(first: JsonObject) -> NoReturn:
     """Exits because another process has failed, or was stopped before there was a run to stop."""
     code = first["exit_code"]
-    report(failure_file.headline(first))
+    report(headline(first))
     _exit(code if code == ExitCode.PREEMPTED else ExitCode.ANOTHER_FAILED, first)
 
 
 def _exit(code: int, first: JsonObject) -> NoReturn:
     """Exits past every `finally` and barrier, which would wait for the other processes."""
-    failure_file.write_failure(first)
+    write_failure(first)
     show_cursor()
     sys.stdout.flush()
     sys.stderr.flush()
-    job.try_publish(f"{_GONE}/{job.process_index()}", "")
-    if job.process_index() == 0:  # Others abort without JAX's service.
+    coordination.try_publish(f"{_GONE}/{coordination.process_index()}", "")
+    if coordination.process_index() == 0:  # Others abort without JAX's service.
         is_dead = first["exception"] is None and (first["exit_code"] or 0) > 128
-        others = {*range(1, job.num_processes())} - {first["process"] if is_dead else 0}
-        has_left = first["process"] in job.published(_LEFT)
+        others = {*range(1, coordination.num_processes())} - {first["process"] if is_dead else 0}
+        has_left = first["process"] in coordination.published(_LEFT)
         _outlast(others, 3 * _MOMENT)  # for all of them together
         if has_left:  # and is still ending: Python may take its time
             time.sleep(_LINGER_SECONDS)
-    os._exit(code)
+    exit_now(code)
 
 
 def _outlast(others: Iterable[int], seconds: float) -> None:
     """Waits until the others have exited: they need JAX's service in this process."""
     until = time.monotonic() + seconds
-    for process in others:
-        job.try_read(f"{_GONE}/{process}", max(0.0, until - time.monotonic()))
+    for number in others:
+        coordination.try_read(f"{_GONE}/{number}", max(0.0, until - time.monotonic()))
     time.sleep(_MOMENT / 5)

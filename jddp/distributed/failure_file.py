@@ -18,6 +18,7 @@ import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
+from jddp.distributed.exits import process
 from jddp.errors import ExitCode
 from jddp.files import SameFolder
 from jddp.typing import JsonObject
@@ -47,42 +48,37 @@ IS_LOST = re.compile("|".join(LOST), re.DOTALL)
 _SILENT = r"unhealthy \(stopped sending heartbeats\):(?:\s+\d+)+"
 _UNREACHABLE = r"(?:RPC:|while calling) /\S*CoordinationService/(?:Heartbeat|PollForError)"
 ABORT = re.compile(f"{_SILENT}|{_UNREACHABLE}")
-progress: JsonObject = {"step": None, "phase": None}  # of this process, as its watchdog knows
-left: JsonObject = {"exit_code": None}  # exit code of this process, once its command is done
-_path: Path | None = None
-_folder = SameFolder(Path())  # of that file
+_NAME = "failure.json"
 
 
-def begin(path: Path | None) -> None:
-    """From here on a failure is kept in this file, unless the variable is set; removes an old one.
+def begin(folder: Path | None) -> None:
+    """Keeps a failure in this folder from here on, if the variable is not set; removes an old one.
 
     Args:
-      path: A file that no other process writes; None for none.
+      folder: A folder in which no other process keeps a failure; None for none.
     """
-    global _path, _folder
-    _path = path
-    if path is not None:
-        _folder = SameFolder(path.parent)
+    process.failures = None if folder is None else SameFolder(folder)
+    if process.failures is not None:
         with contextlib.suppress(OSError):
-            _folder.pin()
-            path.unlink()
+            process.failures.pin()
+            Path(process.failures.path, _NAME).unlink()
 
 
 def describe_failure(
-    process: int | None, exit_code: int | None, error: BaseException | None = None, **known: object
+    number: int | None, exit_code: int | None, error: BaseException | None = None, **known: object
 ) -> JsonObject:
     """A failure as data.
 
     Args:
-      process: Number of the process.
+      number: Number of the process.
       exit_code: Exit code of the process, or minus a signal; None if it is not known.
       error: The exception that ends it.
       **known: Other values, of a process that is not this one.
     """
     if exit_code is not None and exit_code < 0:
         exit_code = 128 - exit_code
-    failure: JsonObject = {"process": process, "host": socket.gethostname()}
-    failure |= {"exit_code": exit_code, "exception": None, "traceback": None, **progress}
+    failure: JsonObject = {"process": number, "host": socket.gethostname()}
+    failure |= {"exit_code": exit_code, "exception": None, "traceback": None, **process.progress}
     failure["time"] = datetime.now(UTC).isoformat()
     if error is not None:
         found = traceback.TracebackException.from_exception(error)
@@ -102,9 +98,9 @@ def headline(failure: JsonObject) -> str:
         how = f"failed first, with signal {signal.Signals(code - 128).name}"
         if code == 137:
             how += " (unless it was sent by hand, the machine was out of memory)"
-    process = failure["process"]
+    number = failure["process"]
     host = failure["host"]
-    who = "a process on another host" if process is None else f"process {process}"
+    who = "a process on another host" if number is None else f"process {number}"
     who += f" on {host}" if host else ""
     return ": ".join([f"{who} {how}", *filter(None, exception.values())])
 
@@ -119,12 +115,14 @@ def write_failure(failure: JsonObject, path: Path | None = None) -> None:
       path: The file; None for the file of this process, if it has one.
     """
     given = os.environ.get(VARIABLE)
-    path = path or (Path(given) if given else _path)
+    folder = process.failures
+    mine = None if folder is None else folder.path / _NAME
+    path = path or (Path(given) if given else mine)
     if path is None or failure.get("exit_code") in (ExitCode.PREEMPTED, ExitCode.ANOTHER_FAILED):
         return
     with contextlib.suppress(OSError, ValueError):
-        if path == _path:
-            _folder.check()
+        if folder is not None and path == mine:
+            folder.check()
         text = json.dumps(failure, indent=2) + "\n"
         if path.is_file() and not path.stat().st_size:  # as a pod's /dev/termination-log
             path.write_text(text)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import NoReturn
 
-from jddp.distributed import early
+from jddp.distributed.exits import exit_now, process
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
 from jddp.distributed.gpus import Missing, may_use_gpus, plugin_errors, why_missing
 from jddp.distributed.identity import JOB, Identity, is_number, shown
@@ -60,7 +60,8 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
     if identity.process_id == 0:
         listens = environ.get(_BIND) or bind_address(identity.coordinator)
     rendezvous(identity, listens, environ)
-    with early.joining():
+    process.is_settled.clear()
+    try:
         # JAX's wait cannot be interrupted, and would end in an abort.
         with background(lambda: _give_up(identity, seconds), pause_seconds=seconds):
             jax.distributed.initialize(
@@ -74,6 +75,8 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
                 heartbeat_timeout_seconds=heartbeat,
             )
         watch_over_job()
+    finally:
+        process.is_settled.set()
     settle_address(identity.coordinator)
     use_if_shared()
 
@@ -241,4 +244,4 @@ def _give_up(identity: Identity, seconds: float) -> NoReturn:
         f"process {identity.process_id} of {identity.num_processes} has waited {seconds:.0f} s for "
         f"JAX to connect all of them, at {identity.coordinator}. One has connected and left."
     )
-    os._exit(ExitCode.UNAVAILABLE)
+    exit_now(ExitCode.UNAVAILABLE)

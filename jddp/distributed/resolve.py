@@ -6,8 +6,8 @@ Open MPI's launcher for the first process.
 
 import contextlib
 import os
-import sys
 
+from jddp.distributed.exits import is_at_prompt
 from jddp.distributed.identity import VARIABLES, Environ, HalfSetError, Identity, Names, identify
 from jddp.distributed.schedulers import SCHEDULERS, Resolver, torchrun
 from jddp.errors import ConfigError
@@ -64,11 +64,6 @@ def resolve_identity(
         raise half_set
     is_in_slurm = environ.get("SLURM_JOB_ID")
     return Identity(source="Slurm, without a step of several tasks" if is_in_slurm else "")
-
-
-def is_at_prompt() -> bool:
-    """Whether this is a Python prompt or a notebook, which continues when a call has ended."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
 def jax_variables(environ: Environ) -> Identity | None:

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
 
-import jddp.distributed.coordination as job
-from jddp.distributed import failure, failure_file, silence
+from jddp.distributed import coordination, failure, failure_file, silence
 from jddp.distributed.apart import started_apart
+from jddp.distributed.exits import process
 from jddp.errors import ExitCode
 from jddp.files import make_folder, opener
 from jddp.typing import JsonObject, Settings
@@ -98,7 +98,7 @@ class Watchdog:
         self.phase = phase
         self._step = step
         self._since = now
-        failure_file.progress.update(step=step, phase=phase)
+        process.progress.update(step=step, phase=phase)
         if is_new:  # a thread that holds the interpreter's lock from here on prevents the next tick
             self._report_limit()
 
@@ -107,14 +107,14 @@ class Watchdog:
         self.enter(self.phase, 0)
         if self._path is not None:
             make_folder(self._path.parent)
-            if job.process_index() == 0:
-                failure_file.begin(self._path.with_name("failure.json"))
+            if coordination.process_index() == 0:
+                failure_file.begin(self._path.parent)
             self._file = self._open.enter_context(open(self._path, "a", opener=opener))
-        if failure.owns_process:
+        if process.is_owned:
             self._silence = self._open.enter_context(_watch_for_silence(self._file))
-        self._open.enter_context(job.background(self._watch, pause_seconds=_TICK))
-        if job.num_processes() > 1:
-            self._open.enter_context(job.background(self._listen))
+        self._open.enter_context(coordination.background(self._watch, pause_seconds=_TICK))
+        if coordination.num_processes() > 1:
+            self._open.enter_context(coordination.background(self._listen))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -135,12 +135,12 @@ class Watchdog:
         self._report_limit()
         if self._ran - self._since <= self._limit:
             return False
-        job.try_publish(self._key, "")
+        coordination.try_publish(self._key, "")
         return self._report()
 
     def _listen(self) -> bool:
-        late = job.try_read(self._key, 1.0)
-        return not job.is_connected() or (late is not None and self._report())
+        late = coordination.try_read(self._key, 1.0)
+        return not coordination.is_connected() or (late is not None and self._report())
 
     def _report_limit(self) -> None:
         """Passes the allowed time of silence to the process that watches this one."""
@@ -161,16 +161,16 @@ class Watchdog:
         """
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.flush()
-        if failure.owns_process and failure.blame_who_left():
+        if process.is_owned and failure.blame_who_left():
             return True
         progress = self._progress_of_all()
-        process, message = describe_hang(progress, self._limits, self._longest_step)
+        behind, message = describe_hang(progress, self._limits, self._longest_step)
         message += f" Stacks: {self._path or 'above'}."
-        if failure.owns_process:
-            known = progress[process] or {"host": failure.host_of(process)}
+        if process.is_owned:
+            known = progress[behind] or {"host": failure.host_of(behind)}
             known = {"step": None, "phase": None, **known}
             failure.end_process(
-                failure_file.describe_failure(process, ExitCode.HANG, **known), message
+                failure_file.describe_failure(behind, ExitCode.HANG, **known), message
             )
         logging.getLogger("jddp").error("%s", message)
         return True
@@ -178,10 +178,10 @@ class Watchdog:
     def _progress_of_all(self) -> ProgressOfAll:
         own: JsonObject = {"host": socket.gethostname(), "phase": self.phase}
         own |= {"step": self._step, "seconds": self._ran - self._since}
-        me = job.process_index()
-        numbers = range(job.num_processes())
-        job.try_publish(f"{self._key}/{me}", json.dumps(own))
-        texts = [job.try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in numbers]
+        me = coordination.process_index()
+        numbers = range(coordination.num_processes())
+        coordination.try_publish(f"{self._key}/{me}", json.dumps(own))
+        texts = [coordination.try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in numbers]
         return {i: own if i == me else json.loads(x or "null") for i, x in enumerate(texts)}
 
 

@@ -10,7 +10,7 @@ within a moment is a repeat for jddp.
 import subprocess
 from collections.abc import Sequence
 
-from jddp.distributed.hearing import Hearing
+from jddp.distributed.signals import Hearing
 from jddp.errors import ExitCode
 
 

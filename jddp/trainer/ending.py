@@ -6,7 +6,7 @@ import logging
 import jax
 
 from jddp.distributed.coordination import from_first
-from jddp.distributed.forks import ending_forked_children
+from jddp.distributed.exits import ending_forked_children
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError
 from jddp.trainer.callbacks import call_each
 from jddp.trainer.loop import Interrupted, Loop

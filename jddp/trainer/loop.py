@@ -19,8 +19,8 @@ import jax
 
 from jddp.checkpoint.plain import to_plain
 from jddp.data.periods import Period
-from jddp.distributed import early
 from jddp.distributed.coordination import num_processes
+from jddp.distributed.exits import process
 from jddp.distributed.requests import Requests
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.optimizer import own_count
@@ -202,7 +202,7 @@ class Loop:
             self.reporter.next(Sent(run.step, metrics, batch, self.position, count))
             if run.step == first:
                 jax.block_until_ready(metrics)
-                early.end()
+                process.is_early = False  # there is something to save
                 self.reporter.measured(measure(self.ddp, batch))
             self.watchdog.enter("step", run.step)
             is_due = self._is_due(self.plan.eval_every, self.plan.save_every)

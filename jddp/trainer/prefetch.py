@@ -16,7 +16,7 @@ import jax
 
 from jddp.data import TrainBatches
 from jddp.data.periods import Reached
-from jddp.distributed.forks import ending_forked_children
+from jddp.distributed.exits import ending_forked_children
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.state import by_path
 from jddp.errors import DataError

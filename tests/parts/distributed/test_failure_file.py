@@ -12,6 +12,7 @@ from runs import environment, free_port
 from jddp.commands.train import main
 from jddp.config.cli import run_command
 from jddp.distributed import failure, failure_file
+from jddp.distributed.exits import process
 from jddp.distributed.failure_file import (
     VARIABLE,
     describe_failure,
@@ -26,8 +27,8 @@ from jddp.errors import FileSystemError
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(failure_file, "_path", None)
-    monkeypatch.setattr(failure_file, "progress", {"step": 7, "phase": "step"})
+    monkeypatch.setattr(process, "failures", None)
+    monkeypatch.setattr(process, "progress", {"step": 7, "phase": "step"})
 
 
 def raised(error):
@@ -64,8 +65,8 @@ def test_a_failure_fits_a_pod_s_termination_message_whatever_the_error(tmp_path,
 
 def test_the_first_failure_stays_and_a_stopped_job_or_the_loss_of_another_are_none(tmp_path):
     path = tmp_path / "failure.json"
-    for process, code in enumerate((75, 81, 1, 1)):
-        write_failure(describe_failure(process, code), path)
+    for number, code in enumerate((75, 81, 1, 1)):
+        write_failure(describe_failure(number, code), path)
     assert read_failure(path)["process"] == 2
     assert list(tmp_path.iterdir()) == [path]
 
@@ -73,22 +74,22 @@ def test_the_first_failure_stays_and_a_stopped_job_or_the_loss_of_another_are_no
 def test_an_empty_file_is_filled_as_that_of_a_pod_is(tmp_path):
     path = tmp_path / "termination-log"
     path.touch()
-    number = path.stat().st_ino
-    for process in (1, 0):
-        write_failure(describe_failure(process, 1), path)
+    inode = path.stat().st_ino
+    for number in (1, 0):
+        write_failure(describe_failure(number, 1), path)
     assert read_failure(path)["process"] == 1
-    assert path.stat().st_ino == number  # it is mounted, and cannot be replaced
+    assert path.stat().st_ino == inode  # it is mounted, and cannot be replaced
 
 
 def test_the_variable_wins_over_the_file_of_a_run(tmp_path, monkeypatch):
-    failure_file.begin(tmp_path / "of-run")
+    failure_file.begin(tmp_path)
     write_failure(describe_failure(0, 1))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "of-variable"))
     write_failure(describe_failure(1, 1))
-    assert read_failure(tmp_path / "of-run")["process"] == 0
+    assert read_failure(tmp_path / "failure.json")["process"] == 0
     assert read_failure(tmp_path / "of-variable")["process"] == 1
-    failure_file.begin(tmp_path / "of-run")  # the run begins again
-    assert read_failure(tmp_path / "of-run") is None
+    failure_file.begin(tmp_path)  # the run begins again
+    assert read_failure(tmp_path / "failure.json") is None
 
 
 def test_a_file_without_a_failure_is_none(tmp_path):
@@ -244,7 +245,7 @@ import jax
 from jddp.distributed import failure, failure_file
 
 jax.distributed.initialize(sys.argv[1], num_processes=1, process_id=0)
-failure.job.num_processes = lambda: 64
+failure.coordination.num_processes = lambda: 64
 failure._MOMENT = 0.2
 exit, began = os._exit, time.monotonic()
 os._exit = lambda code: exit(code if 0.6 < time.monotonic() - began < 10 else 1)
@@ -261,6 +262,6 @@ def test_process_0_waits_three_moments_for_all_that_are_gone_together():
 
 @pytest.mark.parametrize("found, code", [(None, 0), (76, 76)])
 def test_a_process_that_leaves_knows_the_exit_code_of_its_command(monkeypatch, found, code):
-    monkeypatch.setattr(failure_file, "left", {"exit_code": None})
+    monkeypatch.setattr(process, "exit_code", None)
     assert run_command(lambda: found) == code
-    assert failure_file.left == {"exit_code": code}
+    assert process.exit_code == code

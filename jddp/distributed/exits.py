@@ -1,0 +1,98 @@
+"""How this process ends: the only `os._exit` of jddp, and the state that decides about it.
+
+    process.is_early = False      # there is something to save: a stop signal no longer ends at once
+    exit_now(ExitCode.HANG)
+
+A process of a job cannot end as Python does: it would wait for the others in JAX's barrier. Nothing
+here imports JAX, or takes long to import: signals are handled before anything else is imported.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from jddp.files import SameFolder
+
+
+@dataclass
+class Process:
+    """What is known of this process for its end.
+
+    Attributes:
+      is_early: Whether it exits at once on a stop signal: there is nothing to save or to report.
+      is_owned: Whether a command owns it, so that it may be ended.
+      end_job: Function that ends it and its job, by its exit code and the reason; None without one.
+      is_settled: Cleared while it connects to others, which would wait in vain if it exited.
+      exit_code: Exit code of its command, once that is done.
+      progress: Finished steps and phase, as its watchdog knows them.
+      failures: Folder in which the first failure is kept, if any.
+    """
+
+    is_early: bool = False
+    is_owned: bool = False
+    end_job: Callable[[int, BaseException], NoReturn] | None = None
+    is_settled: threading.Event = field(default_factory=threading.Event)
+    exit_code: int | None = None
+    progress: dict[str, object] = field(default_factory=lambda: {"step": None, "phase": None})
+    failures: "SameFolder | None" = None
+
+
+process = Process()
+process.is_settled.set()
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exits past every `finally`, thread and barrier."""
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def ending_forked_children() -> Iterator[None]:
+    """While open, an exception in a forked child ends that child, as if Python had ended it.
+
+    Outside, it would count as an exception of the parent, whose files the child could write.
+    """
+    parent = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == parent:
+            raise
+        exit_now(_report(error))
+
+
+def _report(error: BaseException) -> int:
+    """Reports an exception as Python does at the end of a program; returns the exit code."""
+    code = 1
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    elif isinstance(error.code, int | None):
+        code = (error.code or 0) & 255
+    else:
+        print(error.code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def is_at_prompt() -> bool:
+    """Whether this is a Python prompt or a notebook, which continues when a call has ended."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+def write_line(text: str) -> None:
+    """Writes a line directly, past all buffers and locks that an interrupted thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"jddp: {text}\n".encode())
+
+
+def show_cursor() -> None:
+    """Shows the cursor again, which a live line has hidden; for use before `exit_now`."""
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, b"\x1b[?25h")
