@@ -27,7 +27,7 @@ from jddp.engine.calls import call
 from jddp.engine.first_state import make_init
 from jddp.engine.mesh import is_key, replicate, replicated, sharded, sharding_of
 from jddp.engine.planned import Planned, Plans, form_key, shapes_of
-from jddp.engine.program import Form, Program, digest_passes, digest_step, form_of
+from jddp.engine.program import Form, Program, digest_optimizer, digest_passes
 from jddp.engine.row_split import RowSplit, topology_of
 from jddp.engine.spec import Step
 from jddp.engine.state import (
@@ -343,15 +343,15 @@ class CompiledSteps:
             where it differs; by default that of these rows.
         """
         self.rows.check(batch)
-        inputs, step = self.inputs(batch), self.trace(batch, state).jaxpr
-        own = form_of(self._plans.micro_batch(inputs).rows, self.mesh.size, self.spec.backward.num)
-        traced = self.step_for(state, inputs).planned.traced
-        assert traced is not None  # of these rows, for which the step was traced
-        if form not in (None, own):
-            traced = self._plans.trace_as(form, self._one(state), inputs)
-        whole = self.spec.optimizer.on_one_device(shapes_of(state.params))
-        of_step = digest_step(step, self.spec, whole)
-        return Program({**digest_passes(traced, self.spec.axis), **of_step}, form or own)
+        inputs, one = self.inputs(batch), self._one(state)
+        own = Form.of(self._plans.micro_batch(inputs).rows, self.mesh.size, self.spec.backward.num)
+        if form in (None, own):
+            traced = self._plans.of(one, inputs).traced
+        else:
+            traced = self._plans.trace_as(form, one, inputs)
+        assert traced is not None  # There are rows.
+        passes = digest_passes(traced, self.spec.axis)
+        return Program(passes | digest_optimizer(self.spec, shapes_of(state.params)), form or own)
 
     def sent(self, batch: Batch) -> BucketPlan:
         """The plan of the arrays that are sent: gradients, or parameters with local steps."""

@@ -91,11 +91,6 @@ class PlacedOptimizer:
         # 0.
         return self.unused(after, (state.params, state.opt_state), after[0], plan)
 
-    def on_one_device(self, params: Params) -> ClosedJaxpr | None:
-        """Returns the traced update of whole parameters, where that of parts is another one."""
-        divided = divided_update(self.tx, params, self.placement.division)
-        return None if divided is None else trace_whole(self.tx, params)[0]
-
 
 @final
 @dataclass(frozen=True)
@@ -151,11 +146,6 @@ class Zero1:
         params = self.reducer.gather(own, state.params, plan)
         after, before = (params, opt_state), (state.params, state.opt_state)
         return self.unused(after, before, params, plan)
-
-    def on_one_device(self, params: Params) -> ClosedJaxpr | None:
-        """Returns the traced update of whole parameters, where that of shards is another one."""
-        divided = divided_update(self.tx, params, self.division)
-        return None if divided is None else trace_whole(self.tx, params)[0]
 
 
 def _with_shared(layouts: PyTree, divided: DividedUpdate | None) -> PyTree:

@@ -1,29 +1,37 @@
 """Digests of the model, loss and optimizer of a run, to compare when it resumes.
 
     digest_passes(traced, "data")      # {"model": ..., "loss": ...}, of passes that were traced
-    digest_step(step, spec, None)      # {"optimizer": ...}, of a step that was traced
+    digest_optimizer(spec, params)     # {"optimizer": ...}, of the update on one device
 
-The digests of model and loss are those of one micro-batch on one replica, whose equations depend on
-its shapes and on the number of replicas. So a program has its `Form`, and a run that resumes on
-other devices, or with other batches, is traced in the form of the run before.
+A digest is of the text in which JAX prints the equations, without names of functions, addresses in
+memory and shardings, and of the arrays that are constants in them. Every process finds the same.
+
+The equations of model and loss depend on the shapes of a micro-batch and on the number of replicas.
+So a program has its `Form`, and a run that resumes on other devices, or with other batches, is
+traced in the form of the run before.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+import numpy as np
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from jddp.engine.canonical import Reader
-from jddp.engine.protocols import OPTIMIZER
+from jddp.engine.optimizer import trace_whole
 from jddp.engine.spec import Step
 from jddp.engine.state import name_of
 from jddp.engine.step import Traced
 from jddp.modules.base import LOSS
 from jddp.modules.precision import MODEL
-from jddp.typing import Batch, Leaf, Path
+from jddp.typing import Batch, Leaf, Params, Path, PyTree
 
 PARTS = ("model", "loss", "optimizer")
+# Names of functions, addresses, and on which devices something lies.
+_UNREAD = re.compile(r"\bname=\S+|\bat 0x\w+|NamedSharding\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +44,16 @@ class Form:
       num_micro_batches: Number of micro-batches of a replica.
     """
 
-    rows: Mapping[str, tuple[tuple[int, ...], str]]
+    rows: Mapping[str, list[PyTree]]
     num_replicas: int
     num_micro_batches: int
+
+    @classmethod
+    def of(cls, rows: Batch, num_replicas: int, num_micro_batches: int) -> "Form":
+        """Returns the form of a micro-batch."""
+        leaves = jax.tree_util.tree_leaves_with_path(rows)
+        shapes = {name_of(path): [[*x.shape], str(x.dtype)] for path, x in leaves}
+        return cls(shapes, num_replicas, num_micro_batches)
 
     def applied_to(self, rows: Batch) -> Batch:
         """Shapes of a micro-batch in this form; an array that it does not know has its rows.
@@ -48,16 +63,14 @@ class Form:
         num_rows = {shape[0] for shape, _ in self.rows.values()}
 
         def one(path: Path, x: Leaf) -> jax.ShapeDtypeStruct:
-            known = self.rows.get(name_of(path), ((*num_rows, *x.shape[1:]), x.dtype))
-            return jax.ShapeDtypeStruct(tuple(known[0]), known[1])
+            shape, dtype = self.rows.get(name_of(path), ((*num_rows, *x.shape[1:]), x.dtype))
+            return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
-        shapes = jax.tree_util.tree_map_with_path(one, rows)
         if isinstance(rows, dict):
-            shapes = {name: x for name, x in shapes.items() if name != "mask" or name in self.rows}
-        if isinstance(rows, dict) and "mask" in self.rows:
-            shape, dtype = self.rows["mask"]
-            shapes["mask"] = jax.ShapeDtypeStruct(tuple(shape), dtype)
-        return shapes
+            rows = {name: x for name, x in rows.items() if name != "mask"}
+            if "mask" in self.rows:
+                rows["mask"] = np.zeros(0)
+        return jax.tree_util.tree_map_with_path(one, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,53 +86,44 @@ class Program:
     form: Form
 
 
-def form_of(rows: Batch, num_replicas: int, num_micro_batches: int) -> Form:
-    """Returns the form of a micro-batch."""
-    leaves = jax.tree_util.tree_leaves_with_path(rows)
-    shapes = {name_of(path): (tuple(x.shape), str(x.dtype)) for path, x in leaves}
-    return Form(shapes, num_replicas, num_micro_batches)
-
-
 def digest_passes(traced: Traced, axis: str) -> dict[str, str]:
     """Returns the digests of model and loss, from traced passes over this axis."""
-    reader = Reader((LOSS, MODEL), axis=axis)
-    inside, labels = _inside(reader, traced.forward, traced.inputs)
-    # Results of the model are those that the loss takes, and the backward pass what it leaves.
-    reader.read(inside, labels, with_results=False)
-    # The backward pass reads what the forward pass has left: variables of it, by other names.
-    num = len(traced.backward.constvars)
-    left = inside.outvars[len(inside.outvars) - num :]
-    reader.read(
-        traced.backward, labels, same=dict(zip(traced.backward.constvars, left, strict=True))
-    )
-    found = reader.digests()
-    return {"model": found.get(MODEL, ""), "loss": found.get(LOSS, "")}
+    forward, labels = _one_replica(traced.forward, traced.inputs)
+    texts: dict[str, list[str]] = {MODEL: [], LOSS: []}
+    for jaxpr in (forward, traced.backward):
+        parts = _by_scope(jaxpr.eqns)
+        for scope, of_scope in texts.items():
+            of_scope += _text(jaxpr, parts[scope], labels)
+    return {
+        name: _digest(x.replace(f"'{axis}'", "axis") for x in texts[scope])
+        for name, scope in (("model", MODEL), ("loss", LOSS))
+    }
 
 
-def digest_step(step: ClosedJaxpr, spec: Step, whole: ClosedJaxpr | None) -> dict[str, str]:
-    """Returns the digest of the optimizer, with clipping and moving average, from a traced step.
-
-    Without shapes: those of parameters are compared with those of a checkpoint anyway, and a
-    sharded optimizer has other ones on other devices.
+def digest_optimizer(spec: Step, params: Params) -> dict[str, str]:
+    """Returns the digest of the optimizer, with clipping and moving average.
 
     Args:
-      step: The traced step.
       spec: The parts of the step.
-      whole: The update on one device, where the step has other equations; else None.
+      params: Shapes of the parameters.
     """
-    reader = Reader((OPTIMIZER,), axis=spec.axis, with_shapes=False, follows=False)
-    equations = _inside(reader, step) if whole is None else (whole.jaxpr, {})
-    reader.read(*equations, with_results=False)
-    reader.add(OPTIMIZER, (spec.clip, spec.average))
-    return {"optimizer": reader.digests()[OPTIMIZER]}
+    texts = [str((spec.clip, spec.average))]
+    for tx in (spec.optimizer.tx, getattr(spec.sync, "outer", None)):
+        if isinstance(tx, optax.GradientTransformation):
+            update, _ = trace_whole(tx, params)
+            consts = dict(zip(update.jaxpr.constvars, map(_value, update.consts), strict=True))
+            texts += _text(update.jaxpr, update.jaxpr.eqns, consts)
+    return {"optimizer": _digest(texts)}
 
 
-def _inside(
-    reader: Reader, program: ClosedJaxpr, inputs: Sequence[str] = ()
-) -> tuple[Jaxpr, dict[Var, str]]:
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256(_UNREAD.sub("", "\n".join(texts)).encode()).hexdigest()
+
+
+def _one_replica(program: ClosedJaxpr, inputs: Sequence[str]) -> tuple[Jaxpr, dict[Var, str]]:
     """The program of one replica, and names of its inputs; of constants, their values."""
     jaxpr = program.jaxpr
-    known = dict(zip(jaxpr.constvars, map(reader.value, program.consts), strict=True))
+    known = dict(zip(jaxpr.constvars, map(_value, program.consts), strict=True))
     known |= zip(jaxpr.invars, inputs, strict=False)
     # Over the mesh of all replicas: those of groups return what they are given.
     maps = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map")
@@ -127,3 +131,52 @@ def _inside(
     inner: Jaxpr = mapped.params["jaxpr"]
     given = zip(inner.invars, mapped.invars, strict=True)
     return inner, {v: known[x] for v, x in given if isinstance(x, Var) and x in known}
+
+
+def _by_scope(eqns: Iterable[JaxprEqn]) -> dict[str, list[JaxprEqn]]:
+    """The equations of model and loss, each in the innermost of both scopes.
+
+    One outside of every scope, such as of a custom derivative, belongs to the part before it.
+    """
+    found: dict[str, list[JaxprEqn]] = {MODEL: [], LOSS: []}
+    part = None
+    for eqn in eqns:
+        stack = eqn.source_info.name_stack.stack
+        scopes = {x.name for x in stack if type(x).__name__ != "Transform"}
+        part = next((x for x in found if x in scopes), None) if scopes else part
+        if part is not None:
+            found[part].append(eqn)
+    return found
+
+
+def _text(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], labels: Mapping[Var, str]) -> list[str]:
+    """Some equations of a program, the labels of what they read, and constants inside them."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
+    inputs = [v for v in read if v not in made]
+    own = jaxpr.replace(constvars=[], invars=inputs, outvars=[], eqns=[*eqns])
+    labeled = [labels.get(v, "") for v in inputs]
+    return [own.pretty_print(use_color=False), *labeled, *map(_value, _constants(eqns))]
+
+
+def _constants(eqns: Iterable[JaxprEqn]) -> Iterator[Leaf]:
+    """The arrays that are constants of programs inside equations."""
+    for eqn in eqns:
+        params = [*eqn.params.values()]
+        for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, ClosedJaxpr)):
+            if isinstance(x, ClosedJaxpr):
+                yield from x.consts
+            if isinstance(x, ClosedJaxpr | Jaxpr):
+                yield from _constants(x.eqns)
+
+
+def _value(x: Leaf) -> str:
+    """Type and digest of a constant; the type alone where other processes have parts of it."""
+    kind = str(jax.typeof(x))
+    if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if not x.is_fully_replicated:
+            return kind
+        x = x.addressable_data(0)
+    return f"{kind} {hashlib.sha256(np.asarray(x).tobytes()).hexdigest()}"

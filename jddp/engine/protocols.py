@@ -17,7 +17,8 @@ method runs on the host, its first line ends in that.
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+import optax
+from jax.extend.core import Jaxpr
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
@@ -251,6 +252,10 @@ class Optimizer(Protocol):
     """The optimizer's update of a replica's parameters."""
 
     @property
+    def tx(self) -> optax.GradientTransformation:
+        """The optimizer of whole parameters."""
+
+    @property
     def unused(self) -> Unused:
         """Treatment of parameters that no gradient reaches."""
 
@@ -270,13 +275,6 @@ class Optimizer(Protocol):
 
         Raises:
           ConfigError: If it is one.
-        """
-
-    def on_one_device(self, params: Params) -> ClosedJaxpr | None:
-        """Returns the update on one device, where that of replicas has other equations; else None.
-
-        Args:
-          params: Shapes of the whole parameters.
         """
 
     def update(

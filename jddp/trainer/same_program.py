@@ -98,9 +98,7 @@ class SameProgram:
     def _differing(self, before: JsonObject) -> list[str]:
         """The parts that differ, of programs in the same form."""
         program = self._program
-        form = before["form"]
-        rows = {name: (tuple(shape), dtype) for name, (shape, dtype) in form["rows"].items()}
-        form = Form(**{**form, "rows": rows})
+        form = Form(**before["form"])
         if form != program.form:
             try:
                 program = self.ddp.steps.program(self.state, self.batch, form)
