@@ -29,7 +29,6 @@ from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
 from jddp.job.callbacks import find_callbacks
 from jddp.job.class_weights import balanced_weights, counted_labels
-from jddp.job.document_weights import weighted_by_documents
 from jddp.job.optimizers import optimizer_of
 from jddp.job.streams import is_stream, source_of_batches, stream_arguments
 from jddp.job.transforms import check_listed
@@ -99,8 +98,6 @@ def resolve_parts(config: Config) -> Parts:
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     config, model = filled
-    if config.loss.name == "next_token" and "weight" in source.spec:
-        loss_fn = weighted_by_documents(loss_fn)
     return Parts(config, model, source, loss_fn, eval_fn, options, sinks)
 
 

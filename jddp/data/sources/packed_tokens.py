@@ -7,14 +7,14 @@ A document that is longer than a row is cut into pieces. A piece begins with the
 piece before it, so each token but a document's first is predicted once per epoch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jddp.data.examples import NumpyBatch
 from jddp.data.packing import pack_items
-from jddp.data.sources.token_shards import DocumentWeights, TokenShards, file_of
+from jddp.data.sources.token_shards import TokenShards, file_of
 from jddp.errors import DataError
 
 
@@ -45,7 +45,6 @@ class PackedExamples:
         documents: Sequence[np.ndarray],
         sequence_length: int,
         vocab_size: int | None = None,
-        weights: Sequence[DocumentWeights] | None = None,
     ):
         """Packs documents into rows; reads no token. Documents of one token are left out.
 
@@ -54,14 +53,12 @@ class PackedExamples:
           documents: Positions at which documents begin in each sequence, in rising order.
           sequence_length: Predictions per example, `t`.
           vocab_size: Number of tokens; larger ones are refused when read. None accepts any from 0.
-          weights: Weights of the documents of each sequence; None for equal ones.
 
         Raises:
           DataError: If a sequence is not a row of integers, positions do not rise within their
             sequence, or no document has two tokens.
         """
         self._tokens = TokenShards(shards, vocab_size)
-        self._weights = weights
         self._row_length = sequence_length + 1
         pairs = enumerate(zip(shards, documents, strict=True))
         cut = [_cut(i, tokens, begins, sequence_length) for i, (tokens, begins) in pairs]
@@ -85,8 +82,8 @@ class PackedExamples:
 
         Returns:
           "tokens"; int32 "segments" `(b, t)`, the number of each input's document in its row, from
-          1 on, and 0 for padding; float32 "mask" `(b, t)`, 1 for a target in its input's document;
-          and float32 "weight" `(b, t)`, the weight of its document, if documents have weights.
+          1 on, and 0 for padding; and float32 "mask" `(b, t)`, 1 for a target in its input's
+          document.
 
         Raises:
           DataError: If a token is negative, or not below `vocab_size`.
@@ -97,18 +94,13 @@ class PackedExamples:
         places = self._places(pieces.sizes, counts)
         numbers = np.repeat(_ranges(np.ones_like(counts), counts), pieces.sizes)
         segments = self._laid_out(numbers.astype(np.int32), places, len(indices))
-        tokens = self._read(pieces, self._tokens.read, "int32")
+        tokens = self._read(pieces)
         is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-        batch = {
+        return {
             "tokens": self._laid_out(tokens, places, len(indices)),
             "segments": segments[:, :-1],
             "mask": is_inside.astype(np.float32),
         }
-        if self._weights is not None:
-            of_shards = self._weights
-            weights = self._read(pieces, lambda shard, at: of_shards[shard].at(at), "float32")
-            batch["weight"] = self._laid_out(weights, places, len(indices))[:, 1:]
-        return batch
 
     def _places(self, sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """The place in a batch of each token of pieces, of which each row has the next `counts`."""
@@ -123,17 +115,15 @@ class PackedExamples:
         rows.reshape(-1)[places] = values
         return rows
 
-    def _read(
-        self, pieces: _Pieces, read: Callable[[int, np.ndarray], np.ndarray], dtype: str
-    ) -> np.ndarray:
-        """What `read` returns for the places of pieces in a sequence, one after the other."""
-        values = np.empty(pieces.sizes.sum(), dtype)
+    def _read(self, pieces: _Pieces) -> np.ndarray:
+        """The tokens of pieces, one after the other."""
+        tokens = np.empty(pieces.sizes.sum(), np.int32)
         for shard in np.unique(pieces.shards):
             is_here = pieces.shards == shard
             here = pieces[is_here]
             places = _ranges(here.begins, here.sizes)
-            values[np.repeat(is_here, pieces.sizes)] = read(shard, places)
-        return values
+            tokens[np.repeat(is_here, pieces.sizes)] = self._tokens.read(shard, places)
+        return tokens
 
 
 def _cut(

@@ -1,4 +1,4 @@
-"""Long sequences of tokens, in memory or memory-mapped, and the weights of their documents."""
+"""Long sequences of tokens, in memory or memory-mapped."""
 
 from collections.abc import Sequence
 
@@ -44,33 +44,6 @@ class TokenShards:
                 f"{self._vocab_size - 1}. Raise vocab_size, or use tokens of the right tokenizer."
             )
         return taken
-
-
-class DocumentWeights:
-    """How much the tokens of each document of a sequence count in the loss."""
-
-    def __init__(self, begins: np.ndarray, weights: np.ndarray) -> None:
-        """Checks the weights.
-
-        Args:
-          begins: Positions at which documents begin, `(n,)`, in rising order from 0 on.
-          weights: Their weights, `(n,)`.
-
-        Raises:
-          DataError: If there is not one weight per document, or one is negative or not finite.
-        """
-        is_right = np.isfinite(weights) & (weights >= 0)
-        if weights.shape != begins.shape or not is_right.all():
-            raise DataError(
-                f"{file_of(weights)}weights of {len(begins):,} documents are "
-                f"{weights.dtype}{weights.shape}. Each document needs one, finite and not negative."
-            )
-        self._begins = begins
-        self._weights = weights
-
-    def at(self, places: np.ndarray) -> np.ndarray:
-        """The weights of the documents at these places, in the shape of the places."""
-        return self._weights[np.searchsorted(self._begins, places, side="right") - 1]
 
 
 def file_of(tokens: np.ndarray) -> str:

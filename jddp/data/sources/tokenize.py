@@ -7,17 +7,16 @@ number of files do not matter. At most one file of tokens is held in memory.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jddp.data.extras import import_extra
-from jddp.data.sources.tokens import DOCUMENTS, INDEX, WEIGHTS
+from jddp.data.sources.tokens import DOCUMENTS, INDEX
 from jddp.errors import ConfigError, DataError, words_of
 from jddp.typing import JsonObject
 
@@ -41,13 +40,6 @@ class Tokenizer:
     decode: Callable[[Sequence[int]], str]
     unknown: Callable[[str], str]
     end_of_document: int | None = None
-
-
-class Document(NamedTuple):
-    """A text, and how much each of its tokens counts in the loss of training."""
-
-    text: str
-    weight: float = 1.0
 
 
 def _bytes_of(text: str) -> np.ndarray:
@@ -120,17 +112,14 @@ def tokens_of(prompt: str, coder: Tokenizer) -> Sequence[int] | np.ndarray:
     return coder.encode(prompt)
 
 
-def documents_in(paths: Sequence[Path]) -> Iterator[Document]:
+def documents_in(paths: Sequence[Path]) -> Iterator[str]:
     """The documents in files: "text" of each line of a .jsonl, or any other file as a whole.
-
-    A line may have a "weight", too.
 
     Args:
       paths: Files, and folders whose files are read in the order of their names.
 
     Raises:
-      DataError: If a file is missing or not UTF-8, a line has no "text", or its "weight" is not a
-        number from 0 on.
+      DataError: If a file is missing or not UTF-8, or a line has no "text".
     """
     for path in paths:
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
@@ -143,25 +132,21 @@ def documents_in(paths: Sequence[Path]) -> Iterator[Document]:
                 raise DataError(f"{file}: not UTF-8 at byte {error.start:,}.") from error
 
 
-def _documents_of(file: Path) -> Iterator[Document]:
+def _documents_of(file: Path) -> Iterator[str]:
     if file.suffix != ".jsonl":
-        yield Document(file.read_text(encoding="utf-8"))
+        yield file.read_text(encoding="utf-8")
         return
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                found = json.loads(line)
-                text = bytes(found["text"], "utf-8").decode()  # of Unicode, and no null
+                text = bytes(json.loads(line)["text"], "utf-8").decode()  # of Unicode, and no null
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f'{file}: line {number} is not an object with "text".') from error
-            weight = found.get("weight", 1)
-            if not (isinstance(weight, int | float) and 0 <= weight < math.inf):
-                raise DataError(f'{file}: line {number} has "weight" {weight!r}, not 0 or more.')
-            yield Document(text, weight)
+            yield text
 
 
 def write_tokens(
-    documents: Iterable[str | Document],
+    documents: Iterable[str],
     directory: Path,
     *,
     tokenizer: Tokenizer,
@@ -170,10 +155,8 @@ def write_tokens(
 ) -> JsonObject:
     """Writes token files, the positions at which documents begin, and tokens.json.
 
-    Weights of documents are written beside them, for files in which one is not 1.
-
     Args:
-      documents: Texts of the documents, or texts with weights.
+      documents: Texts of the documents.
       directory: Output directory, which must hold no token files yet.
       tokenizer: Tokenizer of the texts.
       test_share: Fraction of documents for testing; the rest is for training.
@@ -194,8 +177,7 @@ def write_tokens(
         raise ConfigError(f"{directory} holds .npy files already. Choose another folder.")
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     parts = {name: _Part(directory, name, shard_tokens) for name in ("train", "test")}
-    for document in documents:
-        text, weight = Document(document) if isinstance(document, str) else document
+    for text in documents:
         draw = int.from_bytes(sha256(text.encode()).digest()[:8], "big") / 2**64
         part = parts["test" if draw < test_share else "train"]
         tokens = np.asarray(tokenizer.encode(text), np.int64)
@@ -206,7 +188,7 @@ def write_tokens(
                 f"The tokenizer {tokenizer.name} gives token {beyond[0]}, and its vocab_size is "
                 f"{tokenizer.vocab_size}. Raise it."
             )
-        part.add(tokens.astype(dtype), weight, num_bytes=len(text.encode()))
+        part.add(tokens.astype(dtype), num_bytes=len(text.encode()))
     for name, part in parts.items():
         part.end_shard()
         if not part.num_documents:
@@ -231,13 +213,11 @@ class _Part:
         self._name = name
         self._shard_tokens = shard_tokens
         self._documents: list[np.ndarray] = []
-        self._weights: list[float] = []
         self._num_shards = self._in_shard = self.num_tokens = self.num_documents = 0
         self.num_bytes = 0
 
-    def add(self, tokens: np.ndarray, weight: float, *, num_bytes: int) -> None:
+    def add(self, tokens: np.ndarray, *, num_bytes: int) -> None:
         self._documents.append(tokens)
-        self._weights.append(weight)
         self._in_shard += len(tokens)
         self.num_tokens += len(tokens)
         self.num_documents += 1
@@ -252,9 +232,6 @@ class _Part:
         ends = np.cumsum([len(tokens) for tokens in self._documents])
         np.save(self._directory / f"{stem}.npy", np.concatenate(self._documents))
         np.save(self._directory / f"{stem}{DOCUMENTS}", np.concatenate([[0], ends[:-1]]))
-        if {*self._weights} != {1}:
-            np.save(self._directory / f"{stem}{WEIGHTS}", np.array(self._weights, np.float32))
         self._documents = []
-        self._weights = []
         self._in_shard = 0
         self._num_shards += 1

@@ -3,9 +3,8 @@
     python -m jddp.data tokenize data/tokens book1.txt book2.txt     writes these files
 
 A directory holds train.npy and test.npy, or several files of each (train-00000.npy, ...). Each file
-is one row of uint16 or uint32, memory-mapped. Beside it, train-00000.documents.npy has the
-positions at which documents begin, and train-00000.document_weights.npy their weights, if they
-have any; tokens.json has the tokenizer and the sizes, in tokens and in bytes.
+is one row of uint16 or uint32, memory-mapped. train-00000.documents.npy has the positions at which
+its documents begin; tokens.json has the tokenizer and the sizes, in tokens and in bytes.
 """
 
 import json
@@ -18,13 +17,12 @@ from jddp.data.examples import Examples, NumpyBatch
 from jddp.data.source import DataSet, DataSource, Spec, make_data_set
 from jddp.data.sources.mapped import map_npy, refusing_damage, require_file
 from jddp.data.sources.packed_tokens import PackedExamples
-from jddp.data.sources.token_shards import DocumentWeights, TokenShards, file_of
+from jddp.data.sources.token_shards import TokenShards, file_of
 from jddp.errors import ConfigError, DataError
 from jddp.typing import JsonObject
 
 INDEX = "tokens.json"
 DOCUMENTS = ".documents.npy"
-WEIGHTS = ".document_weights.npy"
 
 # Arrays of a batch beside "tokens", by what becomes of documents.
 ADDED: dict[str, dict[str, str]] = {
@@ -43,7 +41,6 @@ class TokenExamples:
         sequence_length: int,
         vocab_size: int | None = None,
         documents: Sequence[np.ndarray] | None = None,
-        weights: Sequence[DocumentWeights] | None = None,
     ):
         """Cuts sequences into windows that overlap by one token; the remainder is not used.
 
@@ -53,14 +50,12 @@ class TokenExamples:
           vocab_size: Number of tokens; larger ones are refused when read. None accepts any from 0.
           documents: Positions at which documents begin in each sequence, in rising order. First
             tokens of documents are then not predicted: "mask" is 0 there.
-          weights: Weights of the documents of each sequence; None for equal ones.
 
         Raises:
           DataError: If no sequence is long enough for a window, or one is not a row of integers.
         """
         self._tokens = TokenShards(shards, vocab_size)
         self._documents = documents
-        self._weights = weights
         self._sequence_length = sequence_length
         sizes = [max(0, len(tokens) - 1) // sequence_length for tokens in shards]
         self._ends = np.cumsum(sizes)
@@ -79,8 +74,7 @@ class TokenExamples:
         """int32 tokens `(b, t + 1)`: inputs are all but the last, targets all but the first.
 
         Returns:
-          "tokens"; float32 "mask" `(b, t)` if documents are known; and float32 "weight" `(b, t)`,
-          the weight of each target's document, if documents have weights.
+          "tokens"; and float32 "mask" `(b, t)` if documents are known.
 
         Raises:
           DataError: If a token is negative, or not below `vocab_size`.
@@ -89,8 +83,6 @@ class TokenExamples:
         batch = {"tokens": np.empty((len(indices), length + 1), np.int32)}
         if self._documents is not None:
             batch["mask"] = np.ones((len(indices), length), np.float32)
-        if self._weights is not None:
-            batch["weight"] = np.ones((len(indices), length), np.float32)
         shards = np.searchsorted(self._ends, indices, side="right")
         for shard in np.unique(shards):
             rows = np.flatnonzero(shards == shard)
@@ -99,8 +91,6 @@ class TokenExamples:
             batch["tokens"][rows] = self._tokens.read(shard, places)
             if self._documents is not None:
                 batch["mask"][rows] = ~_are_in(places[:, 1:], self._documents[shard])
-            if self._weights is not None:
-                batch["weight"][rows] = self._weights[shard].at(places[:, 1:])
         return batch
 
 
@@ -124,22 +114,18 @@ def tokens(
       DataError: If tokens.json is damaged.
     """
     spec = token_spec(sequence_length, documents)
-    if is_weighted := any(directory.glob(f"*{WEIGHTS}")):
-        spec["weight"] = ((sequence_length,), np.dtype("float32"))
     tokenizer, known_size, bytes_per_token = _known_in(directory / INDEX)
     vocab_size = vocab_size or known_size
 
     def examples(part: str) -> Examples:
         paths = _shards(directory, part)
-        needs_documents = is_weighted or documents != "cross"
-        begins = [map_npy(_beside(path, DOCUMENTS)) for path in paths if needs_documents]
+        begins = [_begins(path) for path in paths if documents != "cross"]
         return token_examples(
             [*map(map_npy, paths)],
             begins,
             documents,
             sequence_length=sequence_length,
             vocab_size=vocab_size,
-            weights=[*map(_weights, paths, begins)] if is_weighted else None,
         )
 
     def load() -> DataSet:
@@ -173,7 +159,6 @@ def token_examples(
     *,
     sequence_length: int,
     vocab_size: int | None = None,
-    weights: Sequence[DocumentWeights] | None = None,
 ) -> Examples:
     """Examples of sequences of tokens.
 
@@ -184,7 +169,6 @@ def token_examples(
         tokens of documents are not predicted; "pack" for rows of whole documents.
       sequence_length: Tokens that are predicted per example.
       vocab_size: Number of tokens; None accepts any.
-      weights: Weights of the documents of each sequence; None for equal ones.
 
     Raises:
       DataError: If the sequences hold nothing to predict.
@@ -193,13 +177,7 @@ def token_examples(
     known = begins if documents == "mask" else None
     if documents == "pack":
         make, known = PackedExamples, begins
-    return make(
-        *shards,
-        documents=known,
-        sequence_length=sequence_length,
-        vocab_size=vocab_size,
-        weights=weights,
-    )
+    return make(*shards, documents=known, sequence_length=sequence_length, vocab_size=vocab_size)
 
 
 def packing_of(examples: Examples) -> str:
@@ -220,18 +198,12 @@ def token_spec(sequence_length: int, documents: str) -> Spec:
 
 
 def _shards(root: Path, part: str) -> list[Path]:
-    beside = (DOCUMENTS, WEIGHTS)
-    paths = [path for path in root.glob(f"{part}-*.npy") if not path.name.endswith(beside)]
+    paths = [path for path in root.glob(f"{part}-*.npy") if not path.name.endswith(DOCUMENTS)]
     return sorted(paths) or [root / f"{part}.npy"]
 
 
-def _beside(shard: Path, ending: str) -> Path:
-    return shard.with_name(shard.stem + ending)
-
-
-def _weights(shard: Path, begins: np.ndarray) -> DocumentWeights:
-    path = _beside(shard, WEIGHTS)
-    return DocumentWeights(begins, map_npy(path) if path.exists() else np.ones(len(begins)))
+def _begins(shard: Path) -> np.ndarray:
+    return map_npy(shard.with_name(shard.stem + DOCUMENTS))
 
 
 def _are_in(places: np.ndarray, rising: np.ndarray) -> np.ndarray:

@@ -443,7 +443,7 @@ def test_documents_are_files_and_lines_of_jsonl(tmp_path):
     ):
         (tmp_path / name).write_bytes(content)
     found = documents_in([tmp_path / "b", tmp_path / "three.jsonl"])
-    assert [x.text for x in found] == ["one", "two", "three", "four"]
+    assert [*found] == ["one", "two", "three", "four"]
     for name, message in (
         ("bad.jsonl", r'bad\.jsonl: line 2 is not an object with "text"'),
         ("null.jsonl", r'null\.jsonl: line 1 is not an object with "text"'),
