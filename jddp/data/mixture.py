@@ -4,15 +4,16 @@
     order.examples_at(np.arange(8))        # numbers of the joined sources: 0 to 50,999
     order.num_drawn(51_000)                # (15300, 35700)
 
-An epoch has as many positions as all sources have examples. In each epoch, and in any number of
-them, the share of each source is exact to one example (`quotas`). An epoch consists of rounds of
-like composition, so many that none passes over a source more than once; the positions of a round
-are a permutation of its draws. The draws of a source are its own epochs, one after the other. So
-all examples of a source are taken equally often, but for those of the round. No permutation is
-stored, as in `order`.
+An epoch has as many positions as all sources have examples. After any number of epochs the share of
+each source is exact to one example: the sums of shares are rounded down, and the differences of
+these sums are the sources' counts. An epoch consists of rounds of like composition, about as many as
+passes over the source that is taken most often; the positions of a round are a permutation of its
+draws. The draws of a source are its own epochs, one after the other. No permutation is stored, as
+in `order`.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from typing import TypeVar
 import numpy as np
 
 from jddp.data.order import Order, permute, random_keys
-from jddp.data.quotas import Quotas
 from jddp.errors import ConfigError
 from jddp.typing import Settings
 
@@ -137,15 +137,13 @@ class MixtureOrder:
         return number * self.num_examples // self._num_rounds
 
     @functools.cached_property
-    def _quotas(self) -> Quotas:
-        return Quotas([share * self.num_examples for share in self.shares])
+    def _sums_of_shares(self) -> tuple[Fraction, ...]:
+        return tuple(itertools.accumulate(self.shares))
 
     def _num_before(self, number: int) -> np.ndarray:
         """How many examples of each source come before a round, `(num_sources,)`."""
-        epoch, rounds = divmod(number, self._num_rounds)
-        before, after = (np.array(self._quotas.before(x)) for x in (epoch, epoch + 1))
-        ends = np.cumsum(after - before) * rounds // self._num_rounds
-        return before + np.diff(ends, prepend=0)
+        begin = self._begin_of(number)
+        return np.diff([int(share * begin) for share in self._sums_of_shares], prepend=0)
 
     def _draws(self, positions: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Each source with its places among these positions, and its own positions there."""
