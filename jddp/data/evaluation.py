@@ -70,9 +70,7 @@ class _EvalBatches(Shown):
         return -(-len(self.examples) // self.global_batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        index, num_processes = self.share
-        begin = index * self.global_batch_size // num_processes
-        end = (index + 1) * self.global_batch_size // num_processes
+        begin, end = self.share.part_of(self.global_batch_size)
         for first in range(0, len(self.examples), self.global_batch_size):
             last = min(first + end, len(self.examples))
             rows = self.examples.take(np.arange(first + begin, last))

@@ -27,6 +27,11 @@ class Share(NamedTuple):
         """Text for a sentence."""
         return f"share {self.process_index} of {self.num_processes}"
 
+    def part_of(self, num_rows: int) -> tuple[int, int]:
+        """The first of this share's rows of a batch, and the first that is not its."""
+        index, count = self
+        return index * num_rows // count, (index + 1) * num_rows // count
+
     @classmethod
     def of(cls, process_index: int | None, num_processes: int | None) -> "Share":
         """The share with these numbers; None stands for the numbers of this process in its job.
