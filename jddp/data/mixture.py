@@ -4,12 +4,12 @@
     order.examples_at(np.arange(8))        # numbers of the joined sources: 0 to 50,999
     order.num_drawn(51_000)                # (15300, 35700)
 
-An epoch has as many positions as all sources have examples. After any number of epochs the share of
-each source is exact to one example: the sums of shares are rounded down, and the differences of
-these sums are the sources' counts. An epoch consists of rounds of like composition, about as many as
-passes over the source that is taken most often; the positions of a round are a permutation of its
-draws. The draws of a source are its own epochs, one after the other. No permutation is stored, as
-in `order`.
+An epoch has as many positions as all sources have examples. After any number of epochs the share
+of each source is exact to one example: the sums of shares are rounded down, and the differences of
+these sums are the sources' counts. An epoch consists of rounds of like composition, about as many
+as passes over the source that is taken most often; the positions of a round are a permutation of
+its draws. The draws of a source are its own epochs, one after the other. No permutation is stored,
+as in `order`.
 """
 
 import functools

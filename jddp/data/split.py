@@ -6,9 +6,9 @@
 The number of a row decides, and no seed: a row stays on its side when others are added after it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class Subset:
         return self.examples.take(self.rows[indices])
 
 
-_Rows = TypeVar("_Rows", bound=Any)  # with `__len__` and `where(is_wanted)`
+_Rows = TypeVar("_Rows", bound=Sized)
 
 
 def check_share(test_share: float) -> None:
@@ -84,12 +84,17 @@ def hold_back(examples: Examples, test_share: float) -> tuple[Examples, Examples
     return train, test
 
 
-def selected_parts(read: Callable[[str], _Rows], test_share: float | None) -> tuple[_Rows, _Rows]:
+def selected_parts(
+    read: Callable[[str], _Rows],
+    test_share: float | None,
+    select: Callable[[_Rows, np.ndarray], _Rows],
+) -> tuple[_Rows, _Rows]:
     """The rows for training, and the rows for testing.
 
     Args:
       read: Function that returns the rows of the part "train" or "test"; of "", all.
       test_share: Fraction of all rows that is for testing; None to read both parts.
+      select: Function of rows and indices that returns these rows.
 
     Raises:
       ConfigError: If the share is not between 0 and 1.
@@ -99,4 +104,5 @@ def selected_parts(read: Callable[[str], _Rows], test_share: float | None) -> tu
         return read("train"), read("test")
     rows = read("")
     is_test = rows_for_testing(len(rows), test_share)
-    return rows.where(~is_test), rows.where(is_test)
+    train, test = (select(rows, np.flatnonzero(x)) for x in (~is_test, is_test))
+    return train, test

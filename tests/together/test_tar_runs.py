@@ -3,6 +3,7 @@
 import io
 import tarfile
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -25,8 +26,9 @@ def add(tar, name, content):
 
 
 @pytest.fixture
-def tars(tmp_path):
+def tars(tmp_path, monkeypatch):
     """Two shards of images of three classes."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rng = np.random.default_rng(0)
     for part in ("train-0", "train-1", "test-0"):
         with tarfile.open(tmp_path / f"{part}.tar", "w") as tar:

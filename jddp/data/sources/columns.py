@@ -54,10 +54,9 @@ class Columns:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def where(self, is_wanted: np.ndarray) -> "Columns":
-        """The rows at which `is_wanted` holds."""
-        columns = self.columns.filter(_arrow().array(is_wanted))
-        return Columns(self.files, self.starts, self.rows[is_wanted], columns)
+    def take(self, indices: np.ndarray) -> "Columns":
+        """The rows at `indices`."""
+        return Columns(self.files, self.starts, self.rows[indices], self.columns.take(indices))
 
     def is_numeric(self, name: str) -> bool:
         """Whether no entry of a column is text, or a date."""

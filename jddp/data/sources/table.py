@@ -65,7 +65,9 @@ def table_in_files(
     import_extra("pyarrow", needed_by="table")
     names = [*inputs, target]
     training, testing = selected_parts(
-        lambda part: read_columns(files_of(directory, part, *ENDINGS), names), test_share
+        lambda part: read_columns(files_of(directory, part, *ENDINGS), names),
+        test_share,
+        Columns.take,
     )
     encoding = encoding_of(training, inputs, categorical, normalize=normalize, unseen=unseen)
     classes = _classes(training, target, task)

@@ -1,26 +1,19 @@
-"""Samples in tar files, as WebDataset names them, read in any order.
+"""Samples in tar files, as WebDataset names them, read by Hugging Face's `datasets`.
 
     data/train-000.tar      cat/0001.jpg  cat/0001.cls  dog/0001.jpg  dog/0001.cls ...
     data/test-000.tar
 
-By default a sample has an image and a class, `members={"image": "jpg;png", "label": "cls"}`. Other
-members are not read, unless `members` names them:
-
-    .cls    a whole number
-    .npy    an array of numbers; no pickles
-    .json   a number or lists of numbers; "json:age" is the entry "age" of an object
-
-Labels are read at the start.
+The library copies tar files into its cache once, from where samples are read in any order. By
+default a sample has an image and a class, `members={"image": "jpg;png", "label": "cls"}`. Other
+members are not read, unless `members` names them: `{"x": "left.npy", "age": "json:age"}` for an
+array of numbers, and for an entry of a JSON object. Labels are read at the start.
 """
 
-import io
-import json
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import glob
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +21,7 @@ from jddp.data.examples import Examples, NumpyBatch, in_32_bits
 from jddp.data.image_transforms import CropAndFlip, normalize
 from jddp.data.row_examples import RowExamples
 from jddp.data.source import DataSource, make_data_set, spec_of
+from jddp.data.sources.hugging_face import decoded_rows, reading
 from jddp.data.sources.images import (
     ENDINGS,
     MEAN,
@@ -37,144 +31,48 @@ from jddp.data.sources.images import (
     decode_image,
     decode_images,
 )
-from jddp.data.sources.mapped import files_of, refusing_damage
-from jddp.data.sources.tar_samples import Samples, find_samples
+from jddp.data.sources.mapped import files_of
 from jddp.data.split import selected_parts
 from jddp.data.transforms import Transformed
-from jddp.errors import ConfigError, DataError
+from jddp.errors import ConfigError, DataError, printable
 
-IMAGES = {ending.removeprefix(".") for ending in ENDINGS}
-MEMBERS = {"image": ";".join(sorted(IMAGES)), "label": "cls"}
-PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-
-
-class SampleMember(NamedTuple):
-    """A member of each sample.
-
-    Attributes:
-      name: Name of its array in a batch.
-      endings: Endings of its name, of which a sample has one.
-      key: Entry to read of an object of JSON; empty for all of it.
-    """
-
-    name: str
-    endings: tuple[str, ...]
-    key: str = ""
-
-    @classmethod
-    def of(cls, name: str, text: str) -> "SampleMember":
-        """The member that an entry of `members` describes.
-
-        Raises:
-          ConfigError: If it is nothing that is decoded.
-        """
-        endings, _, key = text.partition(":")
-        member = cls(name, tuple(endings.lower().split(";")), key)
-        kinds = {ending.rpartition(".")[2] for ending in member.endings}
-        if not (kinds <= IMAGES if name == "image" else len(kinds) == 1 and kinds <= {*DECODERS}):
-            known = sorted(IMAGES) if name == "image" else [*DECODERS]
-            raise ConfigError(
-                f"data.kwargs.members: {name}: {text!r} is not decoded. Choose "
-                f"{' or '.join(known)}; only 'image' is decoded as an image."
-            )
-        return member
-
-    def decode(self, content: bytes, where: str) -> Any:
-        """The number or array in a content.
-
-        Raises:
-          DataError: If it is damaged, or holds anything else.
-        """
-        kind = self.endings[0].rpartition(".")[2]
-        with refusing_damage(f"{where}.{self.endings[0]}", f".{kind} file"):
-            value = DECODERS[kind](content)
-            return value[self.key] if self.key else value
+MEMBERS = {"image": ";".join(sorted(x.removeprefix(".") for x in ENDINGS)), "label": "cls"}
+PLACE = ["__url__", "__key__"]  # columns with the tar file and the name of a sample
 
 
-DECODERS: dict[str, Callable[[bytes], Any]] = {
-    "cls": int,
-    "json": json.loads,
-    "npy": lambda content: np.load(io.BytesIO(content), allow_pickle=False),
-}
+class SampleExamples:
+    """Samples as examples: images of one size, labels, and other numbers.
 
-
-@dataclass(frozen=True, eq=False)
-class _Images:
-    """The images of samples, which are the members of this number."""
-
-    samples: Samples
-    number: int
-    size: int
-    margin: float
-    masked: set[int] | None
-
-    def take(self, indices: np.ndarray) -> NumpyBatch:
-        return decode_images(self._decode, indices, self.size, masked=self.masked)
-
-    def _decode(self, index: int) -> np.ndarray:
-        where = self.samples.called(index)
-        content = self.samples.read(index, self.number)
-        return decode_image(content, self.size, margin=self.margin, where=where)
-
-
-@dataclass(frozen=True, eq=False)
-class _Arrays:
-    """The rows of members that are no images, by the numbers of the members."""
-
-    samples: Samples
-    members: Mapping[int, SampleMember]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {x.name: _decoded(self.samples, index, n, x) for n, x in self.members.items()}
-
-
-@dataclass(eq=False)
-class WebDatasetExamples:
-    """Samples of tar files, decoded when they are read.
-
-    Attributes:
-      samples: The samples.
-      members: Their members.
-      image_size: Height and width of the images that are returned, in pixels; not used without a
-        member "image".
+    Args:
+      rows: A `Dataset` of samples.
+      image_size: Height and width of images, in pixels; None for samples without "image".
       margin: Fraction of the shorter side that is cropped, half of it on each side.
       keep_undecodable: Whether an image that does not decode becomes a black one of mask 0; it is
         an error otherwise.
-      labels: The labels, int32; None without a member "label".
 
     Raises:
-      DataError: If a label is no whole number from 0 on.
+      DataError: If labels are no whole numbers from 0 on, or need 64 bits.
     """
 
-    samples: Samples
-    members: Sequence[SampleMember]
-    image_size: int
-    margin: float = 0.0
-    keep_undecodable: bool = False
-
-    def __post_init__(self) -> None:
-        number_of = {member.name: number for number, member in enumerate(self.members)}
-        image, label = (number_of.pop(name, None) for name in ("image", "label"))
-        others = {number: self.members[number] for number in number_of.values()}
-        self.labels = None if label is None else _labels(self.samples, label, self.members[label])
-        self._parts: list[_Images | RowExamples] = []
-        if image is not None:
-            masked: set[int] | None = set() if self.keep_undecodable else None
-            images = _Images(self.samples, image, self.image_size, self.margin, masked)
-            self._parts.append(images)
+    def __init__(
+        self, rows: Any, image_size: int | None, margin: float, *, keep_undecodable: bool
+    ) -> None:
+        self._rows, self._size, self._margin = rows.with_format("numpy"), image_size, margin
+        self._masked: set[int] | None = set() if keep_undecodable else None
+        self.labels = _labels(self._rows) if "label" in rows.column_names else None
+        others = [name for name in rows.column_names if name not in ("image", "label", *PLACE)]
+        self._others = None
         if others:
-            self._parts.append(RowExamples(_Arrays(self.samples, others)))
+            self._others = RowExamples(decoded_rows(rows.select_columns(others), "tar files"))
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self._rows)
 
     @property
     def files(self) -> list[str]:
         """The tar file and the name of each sample."""
-        return [self.samples.called(index) for index in range(len(self))]
+        places = self._rows.select_columns(PLACE)[:]
+        return [*map(_called, *(places[name] for name in PLACE))]
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
         """The members by name: uint8 "image", int32 "label", and numbers in 32 bits.
@@ -182,41 +80,34 @@ class WebDatasetExamples:
         Raises:
           DataError: If a member cannot be read, or does not decode and may not be missing.
         """
-        batch = {} if self.labels is None else {"label": self.labels[indices]}
-        for part in self._parts:
-            batch |= part.take(indices)
-        return batch
+        batch = {} if self._others is None else self._others.take(indices)
+        if self._size is not None:
+            batch |= decode_images(self._decode, indices, self._size, masked=self._masked)
+        return batch if self.labels is None else {**batch, "label": self.labels[indices]}
+
+    def _decode(self, index: int) -> np.ndarray:
+        row = self._rows[index]
+        where = _called(*(row[name] for name in PLACE))
+        return decode_image(row["image"]["bytes"], self._size, margin=self._margin, where=where)
 
     def fingerprint(self) -> str:
-        """A hash of the labels, and of the names and sizes of all members."""
+        """A hash of the names and the labels of all samples."""
         labels = b"" if self.labels is None else self.labels.tobytes()
-        return sha256(self.samples.fingerprint().encode() + labels).hexdigest()
+        return sha256("\n".join(self.files).encode() + labels).hexdigest()
 
 
-def _decoded(samples: Samples, index: int, number: int, member: SampleMember) -> Any:
-    return member.decode(samples.read(index, number), samples.called(index))
+def _called(path: str, sample: str) -> str:
+    return printable(f"{Path(path).name}: {sample}")
 
 
-def _labels(samples: Samples, number: int, member: SampleMember) -> np.ndarray:
-    """The labels of all samples.
-
-    Raises:
-      DataError: If one is no whole number from 0 on, or needs 64 bits.
-    """
-    labels = []
-    for index in range(len(samples)):
-        value = _decoded(samples, index, number, member)
-        try:
-            label = operator.index(value)
-        except TypeError:
-            label = -1
-        if label < 0:
-            raise DataError(
-                f"{samples.called(index)}: the label is {value!r}. It needs a whole number from 0; "
-                "other numbers need another name: data.kwargs.members."
-            )
-        labels.append(label)
-    return in_32_bits("label", np.array(labels), range(len(samples)))
+def _labels(rows: Any) -> np.ndarray:
+    labels = np.asarray(rows.select_columns(["label"])[:]["label"])
+    if labels.dtype.kind not in "iu" or labels.min() < 0:
+        raise DataError(
+            f"labels of tar files are {labels.dtype}, the first ones {labels[:4].tolist()}. They "
+            "need whole numbers from 0; other numbers need another name: data.kwargs.members."
+        )
+    return in_32_bits("label", labels, range(len(labels)))
 
 
 def webdataset(
@@ -235,7 +126,8 @@ def webdataset(
     Args:
       directory: Folder of train*.tar and test*.tar; with `test_share`, of any tar files.
       image_size: Height and width, in pixels; needed with a member "image".
-      members: Endings of the members of a sample, by the names of their arrays.
+      members: Endings of the members of a sample, by the names of their arrays; of several endings
+        all samples have the same one.
       num_classes: Number of classes; by default the largest label of the training part, plus 1.
       mean: Value to subtract from pixels over 255; one number, or one per channel.
       std: Divisor after that.
@@ -244,14 +136,13 @@ def webdataset(
         own.
 
     Raises:
-      ConfigError: If an argument breaks its rule, or Pillow is not installed.
-      DataError: If a file is missing, cut off or damaged, or a sample is not whole.
+      ConfigError: If an argument breaks its rule, or Pillow or `datasets` is not installed.
+      DataError: If a file is missing or damaged, or a sample lacks a member.
     """
     if not isinstance(members, Mapping) or not members:
         raise ConfigError(
             f"data.kwargs.members: {members!r}. Give endings by names: {{image: jpg, label: cls}}."
         )
-    found = [SampleMember.of(name, str(text)) for name, text in members.items()]
     is_of_images = "image" in members
     if is_of_images != (image_size is not None):
         raise ConfigError(
@@ -261,53 +152,74 @@ def webdataset(
     if is_of_images:
         check_image_arguments(mean, std, undecodable, needed_by="webdataset")
 
-    def examples(samples: Samples, margin: float) -> WebDatasetExamples:
-        return WebDatasetExamples(
-            samples, found, image_size or 0, margin, keep_undecodable=undecodable == "mask"
-        )
+    def examples(rows: Any, margin: float) -> SampleExamples:
+        return SampleExamples(rows, image_size, margin, keep_undecodable=undecodable == "mask")
 
-    def scaled(part: WebDatasetExamples) -> Examples:
+    def scaled(part: SampleExamples) -> Examples:
         return Transformed(part, normalize(mean, std)) if is_of_images else part
 
-    endings = [member.endings for member in found]
     training, testing = selected_parts(
-        lambda part: find_samples(_shards(directory, part), endings), test_share
+        lambda part: _rows(directory, part, members),
+        test_share,
+        lambda rows, indices: rows.select(indices),
     )
     train, test = examples(training, 0.0), examples(testing, TEST_MARGIN)
     digest = sha256((train.fingerprint() + test.fingerprint()).encode())
-    sizes = _sizes(directory, train.labels, test.labels, num_classes)
     data = make_data_set(
         f"webdataset {directory}", scaled(train), scaled(test), sha256_hex=digest.hexdigest()
     )
     augment = (CropAndFlip(),) if is_of_images else ()
+    sizes = {}
+    if train.labels is not None and test.labels is not None:
+        highest = int(train.labels.max())
+        sizes = {"num_classes": highest + 1 if num_classes is None else num_classes}
+        highest = max(highest, int(test.labels.max()))
+        if highest >= sizes["num_classes"]:
+            raise DataError(
+                f"{directory}: label {highest} is not below the number of classes, "
+                f"{sizes['num_classes']}. Give data.kwargs.num_classes={highest + 1}, or fix the "
+                "labels."
+            )
     return DataSource(spec_of(data.train), lambda: data, augment, sizes)
 
 
-def _shards(directory: Path, part: str) -> list[Path]:
-    """The tar files of a part, in the order of their names."""
-    for ending in PACKED:
-        if packed := sorted(directory.glob(f"{part}*{ending}")):
-            raise DataError(
-                f"{packed[0]}: a packed tar file can only be read from its start. Unpack it into "
-                "a .tar file."
-            )
-    return files_of(directory, part, ".tar")
+def _rows(directory: Path, part: str, members: Mapping[str, str]) -> Any:
+    """The samples of a part in the order of the files, with a column for each array."""
+    files = files_of(directory, part, ".tar")
+    where = f"{directory}/{part}*.tar"
+    with reading(where) as datasets:
+        paths = [glob.escape(str(path)) for path in files]
+        rows = datasets.load_dataset("webdataset", data_files=paths, split="train").flatten()
+    columns = {_column(where, rows, name, text): name for name, text in members.items()}
+    rows = rows.select_columns([*columns, *PLACE]).rename_columns(columns)
+    if "image" not in members:
+        return rows
+    if not isinstance(rows.features["image"], datasets.Image):
+        raise DataError(f"{where}: {members['image']} is no image. Give another member 'image'.")
+    return rows.cast_column("image", datasets.Image(decode=False))
 
 
-def _sizes(
-    directory: Path,
-    training: np.ndarray | None,
-    testing: np.ndarray | None,
-    num_classes: int | None,
-) -> dict[str, int]:
-    """The number of classes, if there are labels, all of them below it."""
-    if training is None or testing is None:
-        return {}
-    num_found = int(training.max()) + 1 if num_classes is None else num_classes
-    highest = max(int(labels.max()) for labels in (training, testing))
-    if highest >= num_found:
+def _column(where: str, rows: Any, name: str, text: str) -> str:
+    """The column of a member, which all samples have.
+
+    Raises:
+      DataError: If there is none with one of these endings, or several, or a sample has none.
+    """
+    endings, _, key = str(text).lower().partition(":")
+    wanted = {f"{ending}.{key}" if key else ending for ending in endings.split(";")}
+    columns = [column for column in rows.column_names if column.lower() in wanted]
+    if len(columns) != 1:
+        there = ", ".join(column for column in rows.column_names if column not in PLACE)
         raise DataError(
-            f"{directory}: label {highest} is not below the number of classes, {num_found}. Give "
-            f"data.kwargs.num_classes={highest + 1}, or fix the labels."
+            f"{where}: a sample has the members {printable(there)}, and '{name}' is to be one of "
+            f"{text}. A name ends at its first dot. Rename the members of all samples, or choose "
+            "others: data.kwargs.members."
         )
-    return {"num_classes": num_found}
+    missing = np.flatnonzero(rows.data.column(columns[0]).is_null())
+    if len(missing):
+        row = rows.select_columns(PLACE)[int(missing[0])]
+        raise DataError(
+            f"{_called(*(row[name] for name in PLACE))} has no member {columns[0]}. Add it, or "
+            "choose the members of all samples: data.kwargs.members."
+        )
+    return columns[0]

@@ -204,7 +204,7 @@ def write_in_all_formats(folder, files):
         with tarfile.open(folder / f"{part}.tar", "w") as tar:
             for number, (file, ending) in enumerate(zip(files, endings, strict=True)):
                 (folder / part / "one" / f"{number:03}.{ending}").write_bytes(file)
-                for name, content in ((ending, file), ("cls", b"0")):
+                for name, content in (("png", file), ("cls", b"0")):
                     header = tarfile.TarInfo(f"{number:03}.{name}")
                     header.size = len(content)
                     tar.addfile(header, io.BytesIO(content))

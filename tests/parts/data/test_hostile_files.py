@@ -4,6 +4,7 @@ import io
 import os
 import random
 import shutil
+import tarfile
 
 import datasets
 import numpy as np
@@ -131,6 +132,12 @@ def write_rows(folder, name):
             made.save_to_disk(str(folder / part))
         elif name == "parquet":
             made.to_parquet(str(folder / f"{part}.parquet"))
+        elif name == "webdataset":
+            with tarfile.open(folder / f"{part}.tar", "w") as tar:
+                for i in range(20):
+                    np.save(file := io.BytesIO(), np.ones(3, np.float32))
+                    (header := tarfile.TarInfo(f"{i}.npy")).size = file.tell()
+                    tar.addfile(header, io.BytesIO(file.getvalue()))
         else:
             writer = ArrayRecordWriter(str(folder / f"{part}.array_record"), "group_size:1")
             for _ in range(20):
@@ -159,14 +166,17 @@ def read_damaged(name, folder, kwargs):
     return None
 
 
-@pytest.mark.parametrize("name", ["parquet", "hugging_face", "array_record"])
+@pytest.mark.parametrize("name", ["parquet", "hugging_face", "webdataset", "array_record"])
 def test_damaged_files_of_formats_that_others_read_are_refused_in_one_line(
     tmp_path, monkeypatch, name, capfd
 ):
     (tmp_path / "hostile_rows.py").write_text(DECODE)
     monkeypatch.syspath_prepend(tmp_path)
     write_rows(tmp_path / "sound", name)
-    kwargs = {"decode": "hostile_rows:decode"} if name == "array_record" else {}
+    kwargs = {
+        "array_record": {"decode": "hostile_rows:decode"},
+        "webdataset": {"members": {"x": "npy"}},
+    }.get(name, {})
     errors = []
     for seed in range(12):
         rng, copy = random.Random(seed), tmp_path / f"copy-{seed}"
