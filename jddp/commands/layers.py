@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from jddp.reduce.shards import Shape
-from jddp.trainer.reports.terminal import COLUMNS, unbroken, wrap
+from jddp.trainer.reports.lines import COLUMNS, unbroken, wrap
 
 _Arrays = tuple[tuple[str, Shape], ...]  # of a layer, by name
 

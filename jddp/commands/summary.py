@@ -21,10 +21,9 @@ from jddp.data.source import DataSet, Streams
 from jddp.job.job import Job
 from jddp.job.length import periods_of
 from jddp.runs.results import METRICS
+from jddp.trainer.reports.lines import Pause, unbroken, wrap
 from jddp.trainer.reports.page.facts import read_facts
 from jddp.trainer.reports.page.page import NAME
-from jddp.trainer.reports.pauses import Pause
-from jddp.trainer.reports.terminal import unbroken, wrap
 from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching
 

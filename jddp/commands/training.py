@@ -93,7 +93,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int
     from jddp.commands.summary import closing, opening
     from jddp.job.job import build
     from jddp.trainer.reports.metrics_file import as_json
-    from jddp.trainer.reports.terminal import columns_of
+    from jddp.trainer.reports.progress import columns_of
 
     job = build(config, needs_data=not is_dry_run)
     columns = columns_of(sys.stdout)

@@ -103,7 +103,7 @@ def _scorer(arguments: argparse.Namespace) -> "tuple[Scorer, str]":
 
 def _largest(arguments: argparse.Namespace, config: "Config", score: "Scorer", how: str) -> int:
     from jddp.job.step_scores import largest_batch
-    from jddp.trainer.reports.terminal import COLUMNS
+    from jddp.trainer.reports.lines import COLUMNS
 
     multiple = config.ddp.accumulate_steps * _num_devices(arguments, config)
     found = largest_batch(config, score, multiple_of=multiple)

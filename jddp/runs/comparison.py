@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from jddp.config.effects import effect_of, in_effect
 from jddp.names.directions import choose_mode
 from jddp.runs.results import RecordedRun, RunResult, choose_metric, result_of
-from jddp.trainer.reports.terminal import COLUMNS
+from jddp.trainer.reports.lines import COLUMNS
 from jddp.typing import JsonObject
 
 NO_SETTINGS = {"seed", "run.dir"}

@@ -10,7 +10,7 @@ import jax
 from jddp.engine.state import TrainState
 from jddp.errors import DataError
 from jddp.inspection.trace import STEP, read_trace
-from jddp.trainer.reports.rates import EXPOSED_SHARE
+from jddp.trainer.reports.lines import EXPOSED_SHARE
 
 log = logging.getLogger("jddp")
 

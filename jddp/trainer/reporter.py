@@ -24,10 +24,8 @@ from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source
 from jddp.trainer.profile import Profile
 from jddp.trainer.reports.guarded import GuardedSink
-from jddp.trainer.reports.lines import Course
-from jddp.trainer.reports.notebook import make_progress
-from jddp.trainer.reports.pauses import Pause
-from jddp.trainer.reports.rates import EXPOSED_SHARE, summary
+from jddp.trainer.reports.lines import EXPOSED_SHARE, Course, Pause, summary
+from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sink import Sink, Start
 from jddp.trainer.run import Run
@@ -81,7 +79,7 @@ class Reporter:
         pauses = (self.evaluations, self.saves)
         self.course = Course(plan.num_steps, steps_per_epoch=steps_per_epoch, pauses=pauses)
         self.reached = Reached(self.run.step)
-        self.progress = make_progress(self.course, is_writer=is_writer)
+        self.progress = Progress(self.course, is_writer=is_writer)
         self.note = self.progress.note
         chosen = self.plan.sinks if is_writer else ()
         self._guarded = [GuardedSink(sink.name, sink.make) for sink in chosen]

@@ -20,9 +20,8 @@ from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, UsageError
 from jddp.html import Shown, TextTable
 from jddp.trainer.reports.curves import plot
-from jddp.trainer.reports.lines import is_metric
+from jddp.trainer.reports.lines import is_metric, shape_of
 from jddp.trainer.reports.run_directory import OWN_NAMES
-from jddp.trainer.reports.tables import shape_of
 from jddp.typing import Batches, JsonObject, LossFn, Metrics, PyTree, Record, Settings
 from jddp.zoo.losses import outputs
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from jddp.config.files import dump_values, flatten
 from jddp.trainer.reports import charts
+from jddp.trainer.reports.lines import table_of
 from jddp.trainer.reports.sink import Start
-from jddp.trainer.reports.tables import table_of
 from jddp.typing import Record, Settings
 
 COLUMNS = 240  # of a page

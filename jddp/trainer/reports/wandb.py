@@ -10,8 +10,8 @@ from pathlib import Path
 from jddp.errors import ConfigError
 from jddp.files import make_folder, replace_file
 from jddp.trainer.reports import charts
+from jddp.trainer.reports.lines import shape_of
 from jddp.trainer.reports.sink import Start
-from jddp.trainer.reports.tables import shape_of
 from jddp.typing import Record
 
 

@@ -1,19 +1,20 @@
-"""Progress on pseudo-terminals of several widths and kinds, and in logs, where it is plain."""
+"""Progress on pseudo-terminals of several widths and kinds, in notebooks, and in plain logs."""
 
+import itertools
 import math
 import re
 import struct
 import subprocess
 import sys
 import textwrap
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from runs import environment
 
 from jddp.data import Epochs
-from jddp.trainer.reports.lines import Course, live_lines, train_line
-from jddp.trainer.reports.pauses import Pause, seconds_left
-from jddp.trainer.reports.terminal import unbroken, wrap
+from jddp.trainer.reports.lines import Course, Pause, live_lines, train_line, unbroken, wrap
+from jddp.trainer.reports.progress import Progress
 
 RECORD = {"step": 400, "epoch": 3.413, "split": "train", "loss": 0.23841, "accuracy": 0.91234}
 RECORD |= {"learning_rate": 1.6e-3, "examples_per_second": 10812.0, "step_seconds": 0.02}
@@ -114,8 +115,9 @@ def test_the_remaining_time_counts_evaluations_and_saves_to_come():
     left = [evaluations.num_left(step, 600) for step in (399, 400, 401, 599, 600)]
     assert left == [3, 3, 2, 1, 1]
     assert [saves.num_left(step, 600) for step in (1, 599, 600)] == [1, 1, 1]
-    assert seconds_left(400, 600, 0.1, [evaluations, saves]) == pytest.approx(20 + 6 + 5)
-    assert seconds_left(600, 600, 0.1) == 0
+    course = Course(600, pauses=[evaluations, saves])
+    assert course.seconds_left(400, 0.1) == pytest.approx(20 + 6 + 5)
+    assert Course(600).seconds_left(600, 0.1) == 0
     by_epoch = Pause.at_ends_of(Epochs(0.5), steps_per_epoch=21)  # after steps 11, 21, 32, 42
     assert [by_epoch.num_left(step, 42) for step in (1, 11, 12, 21, 22, 42)] == [4, 4, 3, 3, 2, 1]
     line = train_line(RECORD, Course(1170, pauses=[Pause(100, seconds=10.0)]))
@@ -130,3 +132,46 @@ def test_a_pause_takes_the_time_of_the_newest_which_compiles_nothing(monkeypatch
         with pause.measured():
             pass
     assert pause.seconds == 2.0
+
+
+@pytest.fixture
+def element(monkeypatch):
+    """The outputs of a cell: what its element has shown, for a process in a kernel."""
+    shown = type("Shown", (list,), {})()
+    handle = SimpleNamespace(update=lambda data, raw: shown.append(data))
+    ipython = ModuleType("IPython")
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
+    ipython.display = SimpleNamespace(display=lambda data, **how: shown.append(data) or handle)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", ipython.display)
+    return shown
+
+
+def test_a_notebook_has_an_element_that_is_replaced_once_a_second_and_at_the_end(
+    element, monkeypatch, capsys
+):
+    now = itertools.count(step=0.1)
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    progress = Progress(COURSE, is_writer=True)
+    for step in range(1, 41):
+        progress.log(RECORD | {"step": step, "<b>": 0.5})
+    progress.log({"step": 40, "split": "eval", "loss": 0.361, "examples": 1e4})
+    assert len(element) == 5
+    progress.close()
+    assert element[-1]["text/plain"].startswith("step 40/1170  epoch 3.4/")
+    assert element[-1]["text/plain"].endswith(f"\n{COURSE.best}")
+    assert '<progress value="40" max="1170">' in element[-1]["text/html"]
+    assert "&lt;b&gt; 0.5" in element[-1]["text/html"]
+    assert capsys.readouterr().out == "eval 40  loss 0.361  examples 10000\n"
+    Progress(COURSE, is_writer=False)
+    assert len(element) == 6
+
+
+def test_a_front_end_that_fails_is_reported_once_and_the_run_continues(element, caplog):
+    progress = Progress(Course(100), is_writer=True)
+    element.append = None  # cannot be called
+    for step in (1, 2):
+        progress.log(RECORD | {"step": step})
+        progress.close()
+    (message,) = [x.message for x in caplog.records if x.name == "jddp"]
+    assert "The notebook cannot show progress: TypeError" in message

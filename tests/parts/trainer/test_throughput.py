@@ -12,7 +12,7 @@ import jddp
 from jddp.inspection import peaks
 from jddp.inspection.memory import limit_bytes, peak_bytes
 from jddp.trainer import throughput
-from jddp.trainer.reports.rates import summary
+from jddp.trainer.reports.lines import summary
 from jddp.trainer.throughput import Work, measure
 from jddp.typing import RESERVED
 
