@@ -65,9 +65,11 @@ def _leave(loop: Loop) -> None:
     """Saves the state at a signal, for a later process to resume from."""
     loop.run.interrupted = loop.signal
     if loop.files is None:
-        loop.reporter.note(f"{loop.signal}: stopped after step {loop.run.step}")
+        note = f"{loop.signal}: stopped after step {loop.run.step}"
+        loop.reporter.note(note, "signal", step=loop.run.step)
     else:
-        _save_here(loop, f"{loop.signal}: {_saved(loop)}, from which the same call resumes")
+        note = f"{loop.signal}: {_saved(loop)}, from which the same call resumes"
+        _save_here(loop, note, "signal")
 
 
 def _save_after(loop: Loop, error: BaseException) -> None:
@@ -97,13 +99,13 @@ def _saved(loop: Loop) -> str:
     return f"saved step {loop.run.step} of {loop.plan.num_steps}"
 
 
-def _save_here(loop: Loop, note: str) -> None:
+def _save_here(loop: Loop, note: str, kind: str = "") -> None:
     try:
         loop.act(loop.requests.last())
         loop.save(LATEST)
     finally:  # also where a callback raises
         loop.saving.wait()
-    loop.reporter.note(note)
+    loop.reporter.note(note, kind, step=loop.run.step)
 
 
 def close(loop: Loop, *, failed: bool = False) -> None:

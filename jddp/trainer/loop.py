@@ -148,8 +148,8 @@ class Loop:
         if not self.notes and self.source.begins_at:
             begins = f"{self.source.begins_at:,}"
             self.reporter.note(f"batches begin at position {begins}, where their iterator was")
-        for note in self.notes:
-            self.reporter.note(note)
+        for number, note in enumerate(self.notes):
+            self.reporter.note(note, "" if number else "resumed", step=run.step)
         self.reporter.reached = self.reached
         call_each(self.plan.callbacks, lambda callback: callback.on_begin(run))
         if self.notes and self._is_due(self.plan.eval_every):
@@ -163,7 +163,8 @@ class Loop:
         """Evaluates and saves the last state, and reports the run."""
         run = self.run
         if run.stopped is not None:
-            self.reporter.note(f"stopped at step {run.step}: {run.stopped}")
+            note = f"stopped at step {run.step}: {run.stopped}"
+            self.reporter.note(note, "stopped", step=run.step)
         self._evaluate_and_save(at_end=True)
         self.reporter.report_best()
         self.reporter.report_throughput()

@@ -150,7 +150,7 @@ class Reporter:
         with self.clock.on_devices():  # at each step: no later state may be saved
             seen = self.numerics.look(sent, self.run.state)
         if seen.note:
-            self.note(seen.note)
+            self.note(seen.note, "spike" if seen.fields else "skipped", step=sent.step)
         now = self._reached_by(sent)
         is_due = self.plan.log_every.ended(self.reached, now) or sent.step == self.plan.num_steps
         is_logged = is_due or "spike" in seen.fields

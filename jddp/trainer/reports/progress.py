@@ -32,7 +32,7 @@ from jddp.trainer.reports.lines import (
     unbroken,
     wrap,
 )
-from jddp.trainer.reports.log_file import said
+from jddp.trainer.reports.log_file import say
 from jddp.typing import Record
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Progress:
         if record["split"] == "eval":
             self._log_evaluation(record)
             return
-        said.info(train_line(record, self.course))
+        step, num_steps = record["step"], self.course.num_steps
+        say(train_line(record, self.course), "step", step=step, num_steps=num_steps)
         if self._display:
             self._display.update(record, self.course)
 
@@ -79,17 +80,17 @@ class Progress:
         fields = [f"eval {record['step']}", *metrics_of(record)]
         fields.append(f"examples {record['examples']:.0f}")
         columns = columns_of(sys.stdout)
-        said.info("  ".join(fields))
+        say("  ".join(fields), "eval", step=record["step"])
         self._print("\n".join(wrap("  ".join(map(unbroken, fields)), columns)))
         if odd := not_finite_values(record):
             self.note(f"eval {record['step']} is not finite: {odd}. {WAY_OUT}")
         for line in tables_in(record, columns):
-            said.info(line)
+            say(line)
             self._print(line)
 
-    def note(self, text: str) -> None:
-        """Shows a sentence."""
-        said.info(text)
+    def note(self, text: str, kind: str = "", **facts: object) -> None:
+        """Shows a sentence, and records the event that it reports, as `log_file.say` does."""
+        say(text, kind, **facts)
         self._print("\n".join(wrap(text, columns_of(sys.stdout))))
 
     def close(self) -> None:

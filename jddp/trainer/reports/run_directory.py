@@ -6,7 +6,7 @@
     metrics.jsonl    one record per line
     checkpoints/     states to resume from
     report.html      a page on the run, as it was at its end
-    logs/            the lines of each process
+    logs/            the lines of each process, and the events of the run
     profile/         traces of each process, of the steps that were asked for
     events.*, wandb/ records for TensorBoard, and for Weights & Biases, if they are sinks
     lock             the process that writes here, while it runs
@@ -204,7 +204,8 @@ class RunDirectory:
         path = self.path / "logs" / f"process_{process_index}.log"
         with file_errors(f"{path}: cannot be written"):
             self.folder.check()
-        return logging_to(path)
+        events = self.path / "logs" / "events.jsonl" if process_index == 0 else None
+        return logging_to(path, events)
 
     def stacks(self, process_index: int) -> Path:
         """The file for the stacks of a process that hangs."""

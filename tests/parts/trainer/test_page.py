@@ -17,19 +17,19 @@ from jddp.trainer.reports.page.history import read_history
 from jddp.trainer.reports.page.page import SECTIONS, draw_run
 from jddp.trainer.reports.page.records import read_records
 
-LOG = """\
-2026-01-01 10:00:00,000 INFO begins: process 7 on node1
-2026-01-01 10:00:10,000 INFO step 10/40  loss 1
-2026-01-01 10:00:20,000 INFO step 20/40  loss 1
-2026-01-01 10:00:25,000 INFO eval 20  loss 1
-2026-01-01 10:00:26,500 WARNING The disk of "node1" is <slow>.
-2026-01-01 11:00:00,000 INFO begins: process 8 on node2
-2026-01-01 11:00:01,000 INFO resumed from step 10 of 40
-2026-01-01 11:00:02,000 INFO step 13 is skipped: its loss, gradients or other state are not finite
-2026-01-01 11:00:10,000 INFO step 20/40  loss 1
-2026-01-01 11:00:19,000 INFO step 27: the loss jumps to 9, 30 MADs above the median of 1
-2026-01-01 11:00:20,000 INFO step 30/40  loss 1
-2026-01-01 11:00:30,000 INFO step 40/40  loss 1
+EVENTS = """\
+10:00:00.000 begin {"host": "node1"}
+10:00:10.000 step {"step": 10, "num_steps": 40}
+10:00:20.000 step {"step": 20, "num_steps": 40}
+10:00:25.000 eval {"step": 20}
+10:00:26.500 warning {"text": "The disk of \\"node1\\" is <slow>."}
+11:00:00.000 begin {"host": "node2"}
+11:00:01.000 resumed {"step": 10}
+11:00:02.000 skipped {"step": 13}
+11:00:10.000 step {"step": 20, "num_steps": 40}
+11:00:19.000 spike {"step": 27}
+11:00:20.000 step {"step": 30, "num_steps": 40}
+11:00:30.000 step {"step": 40, "num_steps": 40}
 """
 EVALUATION = {
     "confusion": [[90.0, 10.0], [20.0, 80.0]],
@@ -38,6 +38,15 @@ EVALUATION = {
 }
 BUCKETS = [{"bytes": 2**20, "paths": ["dense/bias", "dense/kernel"]}]
 CLASSES = ["shirt <b>", "boot"]
+
+
+def lines_of(events):
+    """The lines of a file of events, which are given by time, kind and facts."""
+    for event in events.splitlines():
+        time, kind, facts = event.split(" ", 2)
+        yield json.dumps(
+            {"time": f"2026-01-01T{time}", "kind": kind, "text": ""} | json.loads(facts)
+        )
 
 
 @pytest.fixture
@@ -60,7 +69,7 @@ def run(tmp_path):
         "config.yaml": dump_values(config.model_dump()),
         "manifest.json": json.dumps({"versions": {"jax": "1.2"}, "data": {"classes": CLASSES}}),
         "lock": "",
-        "logs/process_0.log": LOG,
+        "logs/events.jsonl": "\n".join(lines_of(EVENTS)) + "\n",
         "checkpoints/40/run.json": json.dumps({"buckets": BUCKETS}),
     }
     for name, text in files.items():
@@ -97,8 +106,8 @@ def test_a_page_has_all_sections_in_order_and_loads_nothing(run):
     assert not re.search(r"https?:|src=|@import|url\(|<link", html)
 
 
-def test_starts_and_what_happened_are_read_from_the_log(run):
-    history = read_history(run / "logs" / "process_0.log")
+def test_starts_and_marks_are_read_from_the_events(run):
+    history = read_history(run / "logs" / "events.jsonl")
     first, second = history.starts
     assert (first.host, first.last_step, first.seconds) == ("node1", 20, 26.5)
     assert (second.host, second.resumed_from, second.last_step) == ("node2", 10, 40)
@@ -183,7 +192,7 @@ ODD = ["null", "NaN", "1e999", "-1e308", "[]", "[1,[2]]", "{}", "true", "9" * 30
 @pytest.mark.parametrize("seed", range(20))
 def test_a_damaged_or_foreign_run_has_a_page(run, seed):
     rng = random.Random(seed)
-    for name in ("metrics.jsonl", "config.yaml", "manifest.json", "logs/process_0.log"):
+    for name in ("metrics.jsonl", "config.yaml", "manifest.json", "logs/events.jsonl"):
         text = (run / name).read_text()
         parts = re.split(r"(\d+(?:\.\d+)?)", text)
         odd = [rng.choice(ODD) if i % 2 and rng.random() < 0.1 else x for i, x in enumerate(parts)]
@@ -220,16 +229,17 @@ def test_mistakes_are_one_line(arguments, code, words, run, monkeypatch, capsys)
     assert words in line
 
 
-def test_a_warning_of_several_lines_at_the_end_is_no_error_that_ended_the_run(run):
-    log = run / "logs" / "process_0.log"
-    log.write_text(f"{LOG}2026-01-01 11:00:31,000 WARNING Two replicas differ:\nparams/a\n")
-    assert read_history(log).error == ""
-    log.write_text(f"{LOG}2026-01-01 11:00:31,000 ERROR ended by:\nTraceback (most\n  x\nE: no\n\n")
-    assert read_history(log).error == "E: no"
+def test_the_error_that_ended_a_run_is_kept_and_half_an_event_is_left_out(run):
+    events = run / "logs" / "events.jsonl"
+    failed = '{"time": "2026-01-01T11:00:31.000", "kind": "failed", "text": "", "error": "E: no"}\n'
+    with events.open("a") as file:
+        file.write(f"{failed}{failed[:30]}")
+    assert read_history(events).error == "E: no"
 
 
 def test_the_last_events_of_a_kind_are_kept(run, monkeypatch):
     monkeypatch.setattr(history, "MOST_EVENTS", 2)
-    log = run / "logs" / "process_0.log"
-    log.write_text("".join(f"2026-01-01 10:00:0{i},000 WARNING {i}\n" for i in range(5)))
-    assert [mark.text for mark in read_history(log).events["warning"]] == ["3", "4"]
+    events = "\n".join(f'10:00:0{i}.000 warning {{"text": "{i}"}}' for i in range(5))
+    (run / "logs" / "events.jsonl").write_text("\n".join(lines_of(events)) + "\n")
+    found = read_history(run / "logs" / "events.jsonl").events["warning"]
+    assert [mark.text for mark in found] == ["3", "4"]

@@ -2,10 +2,12 @@ import errno
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import socket
 import tempfile
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from jddp.checkpoint import checkpoints
 from jddp.distributed import coordination
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.trainer.reports.lines import Course, tables_in, train_line
-from jddp.trainer.reports.log_file import logging_to, said
+from jddp.trainer.reports.log_file import logging_to, say
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
@@ -142,16 +144,35 @@ def test_a_start_on_other_versions_is_added_to_the_manifest_or_makes_one_after_a
     assert [start["versions"] for start in kept["later_starts"]] == [{"jax": "0.11"}]
 
 
-def test_the_log_of_a_process_begins_with_its_host_and_command(tmp_path, monkeypatch):
+def test_the_log_of_a_process_begins_with_its_host_and_command_and_events_have_facts(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("sys.orig_argv", ["python", "-m", "jddp.train", "run.dir=a b", "x=\n\x1b"])
-    with logging_to(tmp_path / "log"):
-        said.info("more")
+
+    def fail():
+        say("more")
+        say("step 3/4", "step", step=3, num_steps=4)
+        logging.getLogger("jddp").warning("A disk is full.")
+        raise KeyError("x")
+
+    with pytest.raises(KeyError), logging_to(tmp_path / "log", tmp_path / "events"):
+        fail()
     lines = (tmp_path / "log").read_text().splitlines()
-    texts = [line.partition(" INFO ")[2] for line in lines]
-    assert texts == [
-        f"begins: process {os.getpid()} on {socket.gethostname()}",
+    begin = f"begins: process {os.getpid()} on {socket.gethostname()}"
+    assert [line.partition(" INFO ")[2] for line in lines[:4]] == [
+        begin,
         "command: python -m jddp.train 'run.dir=a b' 'x=\\n\\x1b'",
         "more",
+        "step 3/4",
+    ]
+    assert lines[-1] == "KeyError: 'x'"
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert all(datetime.fromisoformat(event.pop("time")) for event in events)
+    assert events == [
+        {"kind": "begin", "host": socket.gethostname(), "text": begin},
+        {"kind": "step", "step": 3, "num_steps": 4, "text": "step 3/4"},
+        {"kind": "warning", "text": "A disk is full."},
+        {"kind": "failed", "error": "KeyError: 'x'", "text": "ended by:"},
     ]
 
 
@@ -433,7 +454,7 @@ def test_on_a_full_disk_a_log_is_reported_once(tmp_path, capsys):
     (tmp_path / "logs" / "process_0.log").symlink_to("/dev/full")
     with directory.logging(0):
         for step in range(300):
-            said.info("step %d", step)
+            say(f"step {step}")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("process_0.log: cannot be written: No space left on device.")
 

@@ -44,14 +44,17 @@ def rising(step):
     return 0.5 + abs(step - 300) / 1000
 
 
-def log_of(*starts):
-    """A log with a start for each pair of first and last step, an hour apart."""
+def events_of(*starts):
+    """Events with a start for each pair of first and last step, an hour apart."""
     lines = []
     for hour, (first, last) in enumerate(starts):
-        said = [f"begins: process 7 on node{hour}"]
-        said += [f"resumed from step {first} of 1000"] * bool(first)
-        said += [f"step {step}/1000  loss 1" for step in range(first + 10, last + 1, 10)]
-        lines += [f"2026-01-01 0{hour}:00:{i:02},000 INFO {text}" for i, text in enumerate(said)]
+        events = [{"kind": "begin", "host": f"node{hour}"}]
+        events += [{"kind": "resumed", "step": first}] * bool(first)
+        steps = range(first + 10, last + 1, 10)
+        events += [{"kind": "step", "step": x, "num_steps": 1000} for x in steps]
+        for i, event in enumerate(events):
+            time = f"2026-01-01T0{hour}:{i // 60:02}:{i % 60:02}"
+            lines.append(json.dumps({"time": time, "text": "", **event}))
     return "\n".join(lines) + "\n"
 
 
@@ -81,7 +84,7 @@ RUNS = {
     },
     "restarted 4 times, with 380 steps taken again": {
         "records": train() + evaluations(),
-        "log": log_of((0, 390), (300, 500), (400, 590), (500, 600), (500, 1000)),
+        "log": events_of((0, 390), (300, 500), (400, 590), (500, 600), (500, 1000)),
     },
     "frozen: the training loss does not move": {
         "records": train(loss=lambda step: 2.3, noise=1e-5) + evaluations(loss=lambda step: 2.3),
@@ -95,7 +98,7 @@ RUNS = {
     },
     "healthy: best accuracy 0.836 at step 1,000; still improving": {
         "records": train() + evaluations(),
-        "log": log_of((0, 1000)),
+        "log": events_of((0, 1000)),
         "manifest": CLASSES,
     },
     "too short to tell": {"records": train(num_steps=50) + evaluations(100)},
@@ -111,7 +114,7 @@ def make(tmp_path):
         text = "".join(json.dumps(record) + "\n" for record in lines)
         (tmp_path / "metrics.jsonl").write_text(text)
         (tmp_path / "logs").mkdir(exist_ok=True)
-        (tmp_path / "logs" / "process_0.log").write_text(log)
+        (tmp_path / "logs" / "events.jsonl").write_text(log)
         (tmp_path / "manifest.json").write_text(json.dumps(manifest or {}))
         return tmp_path
 
@@ -139,7 +142,7 @@ def test_a_run_of_some_seconds_has_one_verdict_on_its_loss_and_none_on_its_times
 
 def test_a_run_that_was_interrupted_is_not_undertrained(make):
     records = train(500, loss=lambda step: 2.3 - step / 1000, step_seconds=0.2)
-    folder = make(records, log_of((0, 500)))
+    folder = make(records, events_of((0, 500)))
     assert judge(read_facts(folder))[0].is_good
 
 
@@ -181,9 +184,9 @@ def test_a_language_model_that_guesses_is_at_chance(make):
 
 
 def test_a_run_that_an_exception_ended_says_so_first(make):
-    log = log_of((0, 500)) + "2026-01-01 01:00:00,000 ERROR ended by:\n"
-    log += "Traceback (most recent call last):\n  File x\nValueError: no such shard\n"
+    failed = {"time": "2026-01-01T01:00:00", "kind": "failed", "text": "", "error": "E: no shard"}
+    log = f"{events_of((0, 500))}{json.dumps(failed)}\n"
     found = judge(read_facts(make(train(500) + evaluations(500), log)))[0]
     assert found.sentence == "ended by an error after step 500 of 1,000"
-    assert found.evidence == "ValueError: no such shard"
+    assert found.evidence == "E: no shard"
     assert found.next_step.startswith("Fix the cause; start it again.")

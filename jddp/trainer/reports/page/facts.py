@@ -38,7 +38,7 @@ class Facts:
     Attributes:
       name: The directory of the run, or its URL.
       records: The records, as curves.
-      history: Starts and events, from the log.
+      history: Starts and events, from its events.
       settings: The config by dotted keys; {} for a run of `jddp.fit` without one.
       manifest: Versions, data and world of its first start; {} if there is none.
       failure: The first failure in one line; "" if there is none.
@@ -135,7 +135,7 @@ def read_facts(run_dir: Path, *, name: str = "", is_over: bool = False) -> Facts
     return Facts(
         name=name or str(run_dir),
         records=read("metrics.jsonl", read_records, Records()),
-        history=read("logs/process_0.log", read_history, History()),
+        history=read("logs/events.jsonl", read_history, History()),
         settings=read("config.yaml", _settings, {}),
         manifest=read("manifest.json", _object, {}),
         failure="" if is_over else read("logs/failure.json", _failure, ""),

@@ -1,43 +1,28 @@
-"""The history of a run, from the log file of process 0: its starts, and what happened at a step.
+"""The history of a run, from the events of process 0: its starts, and what happened at a step.
 
-    history = read_history(run_dir / "logs" / "process_0.log")
-    history.starts[-1].last_step; history.events
-
-The log of a long run has a line for each record, of which only the last one is looked at closely.
+history = read_history(run_dir / "logs" / "events.jsonl")
+history.starts[-1].last_step; history.events
 """
 
-import re
-from collections.abc import Iterable, Iterator
+import json
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from jddp.html.charts import Mark
+from jddp.typing import JsonObject
 
-_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) (\w+) (.*)")
-_STEP = re.compile(r"(?:step|eval) (\d{1,15})(?:/(\d{1,15}))?\b")
-_BEGIN = re.compile(r"begins: process \d+ on (\S+)")
-_RESUMED = re.compile(r"resumed from step (\d{1,15})")
-_TRAIN = re.compile(rb".{23} INFO step \d+/\d+ ")
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?")  # in a traceback
 MOST_EVENTS = 200  # of a kind
-# What a note of a run is about, by its words.
-_KINDS = {
-    "resumed": re.compile(r"resumed from step"),
-    "skipped": re.compile(r"step \d+ is skipped"),
-    "signal": re.compile(r"SIG[A-Z0-9]+: "),
-    "stopped": re.compile(r"stopped at step"),
-    "spike": re.compile(r"the loss jumps to"),
-}
+PLAIN = ("begin", "step", "eval", "failed")  # kinds that leave no mark
 
 
 @dataclass
 class RunStart:
-    """A start of a run, up to the last line that it wrote.
+    """A start of a run, up to the last event that it wrote.
 
     Attributes:
-      began: Time of its first line.
-      ended: Time of its last line.
+      began: Time of its first event.
+      ended: Time of its last event.
       host: Name of its host; "" if it is not known.
       resumed_from: Step from which it resumed; 0 if from the beginning.
       last_step: The last step that it reported.
@@ -51,7 +36,7 @@ class RunStart:
 
     @property
     def seconds(self) -> float:
-        """Time between its first line and its last one."""
+        """Time between its first event and its last one."""
         return (self.ended - self.began).total_seconds()
 
 
@@ -84,68 +69,38 @@ class History:
         pairs = zip(self.starts, self.starts[1:], strict=False)
         return sum(max(0, one.last_step - other.resumed_from) for one, other in pairs)
 
-    def add(self, text: str) -> None:
-        """Adds a line of the file; lines without a time are those of a traceback."""
-        found = _LINE.fullmatch(text)
-        if found is None:
-            self.error = text if self.error and _EXCEPTION.fullmatch(text) else self.error
-            return
-        at = datetime.fromisoformat(f"{found[1]}.{found[2]}")
-        level, words = found[3], found[4]
-        self.error = "an exception" if words == "ended by:" else ""
-        begin = _BEGIN.match(words)
-        if begin or not self.starts:
-            self.starts.append(RunStart(at, at, begin[1] if begin else ""))
+    def add(self, event: JsonObject) -> None:
+        """Adds an event."""
+        at, kind = datetime.fromisoformat(event["time"]), event["kind"]
+        if kind == "begin" or not self.starts:
+            self.starts.append(RunStart(at, at, event.get("host", "")))
         start = self.starts[-1]
-        self._step(start, at, words)
+        step = event.get("step", start.last_step)
+        if kind == "resumed":
+            start.resumed_from = start.last_step = step
+        elif kind == "eval" and start.last_step == step:
+            self.pause_seconds += (at - start.ended).total_seconds()
+        elif kind in ("step", "eval"):
+            start.last_step = max(start.last_step, step)
         start.ended = at
-        self._event(start, level, words)
-
-    def _step(self, start: RunStart, at: datetime, words: str) -> None:
-        """Takes the step of a record, or of an evaluation."""
-        if step := _STEP.match(words):
-            is_evaluation = words.startswith("eval")
-            if is_evaluation and start.last_step == int(step[1]):
-                self.pause_seconds += (at - start.ended).total_seconds()
-            start.last_step = max(start.last_step, int(step[1]))
-            self.num_steps = int(step[2] or self.num_steps)
-        elif resumed := _RESUMED.match(words):
-            start.resumed_from = start.last_step = int(resumed[1])
-
-    def _event(self, start: RunStart, level: str, words: str) -> None:
-        kinds = [name for name, pattern in _KINDS.items() if pattern.search(words)]
-        kind = "warning" if level in ("WARNING", "ERROR", "CRITICAL") else next(iter(kinds), None)
-        events = self.events.setdefault(kind, []) if kind else []
-        named = re.match(r"step (\d{1,15})[ :]", words)
-        events.append(Mark(int(named[1]) if named else start.last_step, words[:300]))
-        del events[:-MOST_EVENTS]
+        self.num_steps = event.get("num_steps", self.num_steps)
+        self.error = event.get("error", "")
+        if kind not in PLAIN:
+            marks = self.events.setdefault(kind, [])
+            marks.append(Mark(step, event["text"][:300]))
+            del marks[:-MOST_EVENTS]
 
 
 def read_history(path: Path) -> History:
-    """Reads the log file of a process.
+    """Reads the events of a run.
 
     Raises:
-      OSError: If it cannot be read.
+      OSError: If the file cannot be read.
+      ValueError: If a line before the last is not an event.
     """
     history = History()
-    with path.open("rb") as file:
-        for line in _notable(file):
-            history.add(line.decode(errors="replace").rstrip("\n"))
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.endswith("\n"):  # A process may have died in the middle of the last one.
+                history.add(json.loads(line))
     return history
-
-
-def _notable(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """All lines, but of several train records in a row only the first and the last."""
-    waiting = b""
-    is_first = True
-    for line in lines:
-        if _TRAIN.match(line) and not is_first:
-            waiting = line
-            continue
-        if waiting:
-            yield waiting
-            waiting = b""
-        yield line
-        is_first = False
-    if waiting:
-        yield waiting
