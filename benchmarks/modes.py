@@ -57,7 +57,7 @@ MODES: dict[str, dict[str, Any]] = {
     "DiLoCo": {
         **OWN,
         **LOCAL,
-        "ddp.strategy.outer.learning_rate": 0.7,
+        "ddp.strategy.outer.kwargs.learning_rate": 0.7,
         "ddp.strategy.outer.kwargs.momentum": 0.9,
         "ddp.strategy.outer.kwargs.nesterov": True,
     },

@@ -207,8 +207,8 @@ def _times(run: Run) -> Iterator[str]:
 
 def _best(job: Job, run: Run) -> str:
     """The best evaluation by the metric that the config names, or by a common one."""
-    chosen = job.config.checkpoint
-    names: Iterable[str] = [chosen.best_metric] if chosen.best_metric else METRICS
+    chosen = job.config.checkpoint.best_metric
+    names: Iterable[str] = [chosen] if chosen else METRICS
     found = (name for name in names if isinstance(run.eval_metrics.get(name), float))
     metric = next(found, None)
-    return "" if metric is None else Watching(metric, chosen.best_mode).best_so_far(run)
+    return "" if metric is None else Watching(metric, "auto").best_so_far(run)

@@ -11,6 +11,7 @@ for a number or a boolean and that YAML 1.2 takes for something else, such as `1
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from jddp.config.keys import REMOVED
 from jddp.config.mistakes import ConfigMistakes, Mistake
 from jddp.config.options import BatchNormConfig, PrecisionConfig, ReductionConfig, StrategyConfig
 from jddp.config.permissions import expand
@@ -29,6 +31,8 @@ from jddp.config.sections import WordedSection
 from jddp.errors import ConfigError
 from jddp.names import did_you_mean
 from jddp.typing import JsonObject, Settings
+
+log = logging.getLogger("jddp")
 
 DEFAULT_PRESET = "fashion_mnist_cnn"
 # A wheel carries the presets inside the package, a checkout beside it.
@@ -49,8 +53,7 @@ NOT_READABLE = (ConfigError, ValueError, RecursionError, YAMLError, OmegaConfBas
 NAMED = ("data", "model", "optimizer", "optimizer.schedule", "ddp.reduction.hook")
 RIVALS = [
     *((section, ("name", "target"), ("kwargs",)) for section in NAMED),
-    ("loss", ("name", "target"), ("kwargs", "class_weights", "eval_target", "eval_kwargs")),
-    ("loss", ("eval_target",), ("eval_kwargs",)),
+    ("loss", ("name", "target"), ("kwargs", "class_weights", "eval_target")),
     ("train", ("num_steps", "num_epochs"), ()),
     ("ddp.strategy", ("name",), ("every", "start", "outer", "number", "regather", "group_size")),
     ("ddp.batch_norm", ("name",), ("group_size", "unbiased")),
@@ -131,9 +134,33 @@ def read_yaml(path: Path, origin: str | None = None) -> JsonObject:
     """
     try:
         refuse_unsafe(path.read_text(encoding="utf-8"))
-        return _plain(OmegaConf.load(path))
+        return _without_removed(_plain(OmegaConf.load(path)))
     except (OSError, *NOT_READABLE) as error:
         raise ConfigError(f"{origin or path}: cannot be read: {_one_line(error)}") from error
+
+
+def _without_removed(values: JsonObject, *, every: bool = False) -> JsonObject:
+    """Values without removed keys at their defaults, or without all of them, with a line for each.
+
+    The config of an earlier run has them all.
+    """
+    for key, (default, _) in REMOVED.items():
+        *above, name = key.split(".")
+        section = _at(values, above)
+        if isinstance(section, dict) and name in section and (every or section[name] == default):
+            if section[name] != default:
+                log.warning("%s=%s is no key any more, and is ignored.", key, section[name])
+            del section[name]
+    return values
+
+
+def read_stored(path: Path) -> Config:
+    """The config of a run, which an earlier version may have written.
+
+    Raises:
+      ConfigError: If it cannot be read, or has a mistake.
+    """
+    return Config(**_without_removed(read_yaml(path), every=True))
 
 
 def refuse_unsafe(text: str, above: int = 0) -> None:

@@ -11,6 +11,22 @@ from pydantic.fields import FieldInfo
 KeyPath = tuple[str, ...]
 Schema = type[BaseModel]
 ANY = "NAME"
+# Keys of earlier versions, each with its default and the effect that another value had. In a file
+# the default is left out; another value is an unknown key.
+REMOVED: dict[str, tuple[object, str]] = {
+    "checkpoint.best_mode": ("auto", "numbers"),
+    "checkpoint.keep_best": (1, "none"),
+    "data.allow_changed": (False, "none"),
+    "data.source": ("embedded", "numbers"),
+    "ddp.strategy.outer.learning_rate": (1.0, "numbers"),
+    "loss.eval_kwargs": ({}, "numbers"),
+    "optimizer.decay_norms_and_biases": (False, "numbers"),
+    "train.stop": (dict(metric=None, patience=3, mode="auto", min_delta=0.0), "result"),
+    "watchdog.compile_seconds": (3600, "none"),
+    "watchdog.evaluation_seconds": (3600, "none"),
+    "watchdog.save_seconds": (3600, "none"),
+    "watchdog.start_seconds": (1800, "none"),
+}
 
 
 def keys_of(schema: Schema, above: KeyPath = ()) -> dict[KeyPath, FieldInfo]:
@@ -27,6 +43,11 @@ def keys_of(schema: Schema, above: KeyPath = ()) -> dict[KeyPath, FieldInfo]:
         else:
             keys[path] = field
     return keys
+
+
+def removed(key: str) -> str | None:
+    """The entry of `REMOVED` that a dotted key is, or is inside of; None if there is none."""
+    return next((name for name in REMOVED if f"{key}.".startswith(f"{name}.")), None)
 
 
 def is_at(key: KeyPath, place: KeyPath) -> bool:

@@ -26,9 +26,9 @@ Sizes = Annotated[list[Size], Strict(False), Field(min_length=1)]
 class OuterConfig(NamedSection):
     """The outer optimizer, whose gradient is the mean change of the replicas' parameters."""
 
-    name: str | None = option("sgd", "Any optimizer optax.<name>.")
-    target: str | None = option(None, "Your own callable that returns an optax optimizer.")
-    learning_rate: float = option(1.0, "Learning rate; 1 with SGD: the replicas' mean.", gt=0)
+    name: str | None = option(
+        "sgd", "Any optimizer optax.<name>; its learning rate is 1 by default."
+    )
 
 
 # Of which the first must be given.
@@ -80,7 +80,6 @@ class CommHookConfig(NamedSection):
     """The communication hook, which averages the buckets of all replicas."""
 
     name: str | None = option("mean", "mean, which is exact, or powersgd.")
-    target: str | None = option(None, "Your own callable that returns a jddp.CommHook.")
 
 
 class BucketSection(WordedSection):

@@ -12,27 +12,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
 
-from jddp.config.keys import keys_of
+from jddp.config.keys import REMOVED, keys_of
 from jddp.config.mistakes import ConfigMistakes, describe_mistakes
 from jddp.config.options import DdpConfig
 from jddp.config.permissions import expand, is_url
-from jddp.config.sections import Kwargs, NamedSection, Section, option
+from jddp.config.sections import NamedSection, Section, WithArguments, option
 from jddp.errors import ConfigError
 from jddp.names import did_you_mean
-from jddp.names.directions import choose_mode
+from jddp.names.directions import direction_of
 
 
 def _expanded(path: str) -> str:
     try:
         expanded = str(expand(path))
         return expanded if path.startswith("~") else path
-    except ConfigError as error:
-        raise ValueError(str(error).rstrip(".")) from None
-
-
-def _refuse_unknown_direction(metric: str, mode: str, key: str) -> None:
-    try:
-        choose_mode(metric, mode, key=key)
     except ConfigError as error:
         raise ValueError(str(error).rstrip(".")) from None
 
@@ -53,27 +46,6 @@ class RunConfig(Section):
     dir: PathOrURL | None = option(
         None, "Run directory, or its URL (s3://...); runs/<config name> unless given.", "none"
     )
-
-
-class StopConfig(Section):
-    """Early stopping: the end of a run whose evaluations have stopped improving."""
-
-    metric: str | None = option(
-        None, "Metric of the evaluation to watch; null never stops.", "result"
-    )
-    patience: int = option(3, "Evaluations without improvement that end the run.", "result", ge=1)
-    mode: Literal["auto", "min", "max"] = option(
-        "auto", "Whether smaller or larger is better; auto: by the metric's name.", "result"
-    )
-    min_delta: float = option(0.0, "Smallest change that is an improvement.", "result", ge=0)
-
-    @model_validator(mode="after")
-    def _metric_is_given(self) -> "StopConfig":
-        if self.metric is not None:
-            _refuse_unknown_direction(self.metric, self.mode, "mode")
-        elif any(getattr(self, x) != y.default for x, y in StopConfig.model_fields.items()):
-            raise ValueError("give 'metric' too, which is watched; train.stop=null never stops")
-        return self
 
 
 class TrainConfig(Section):
@@ -114,7 +86,6 @@ class TrainConfig(Section):
     profile_steps: list[int] | None = option(
         None, "First and last step of which a trace is kept, as [10,13]; or null.", "none"
     )
-    stop: StopConfig = Field(default_factory=StopConfig)
 
     @field_validator("profile_steps")
     @classmethod
@@ -142,20 +113,13 @@ class TrainConfig(Section):
         _refuse_both(self, "log_every_steps", "log_every_epochs")
         if self.log_every_steps is None and self.log_every_epochs is None:
             raise ValueError("give either 'log_every_steps' or 'log_every_epochs'")
-        is_at_the_end = self.eval_every_steps is None and self.eval_every_epochs is None
-        if self.stop.metric is not None and is_at_the_end:
-            raise ValueError(
-                "stop.metric needs eval_every_steps or eval_every_epochs: it is read at each "
-                "evaluation"
-            )
         return self
 
 
-class TransformConfig(Section):
+class TransformConfig(WithArguments):
     """A change to the rows of a batch; one that uses random numbers is for training alone."""
 
     name: str = option(..., "crop_and_flip, flip_and_shift or normalize.")
-    kwargs: Kwargs = option({}, "Its arguments.")
 
 
 class MixtureConfig(Section):
@@ -175,11 +139,9 @@ class MixtureConfig(Section):
 
 
 class DataConfig(NamedSection):
-    """The data."""
+    """The data: a data set of jddp.data, or your own callable that returns (train, test)."""
 
     name: str | None = option("fashion_mnist", "A data set of jddp.data.")
-    target: str | None = option(None, "Your own callable that returns (train, test).")
-    source: str = option("embedded", "Fashion-MNIST: 'embedded' (15,000) or 'full'.")
     dir: ExpandedPath | None = option(
         None, "Folder of the files, for data sets that have one.", "result"
     )
@@ -201,7 +163,6 @@ class DataConfig(NamedSection):
         "device", "Where rows are scaled, augmented and mixed.", "rounding"
     )
     num_workers: int = option(0, "Processes that read batches; 0 reads in a thread.", "none", ge=0)
-    allow_changed: bool = option(False, "Resume with data that have changed.", "none")
 
     @model_validator(mode="after")
     def _mixture_has_its_own_order(self) -> "DataConfig":
@@ -221,10 +182,9 @@ class DataConfig(NamedSection):
 
 
 class ModelConfig(NamedSection):
-    """The model."""
+    """The model: one of jddp.zoo.models, or your own Flax module class, Linen or NNX."""
 
     name: str | None = option("cnn", "A model of jddp.zoo.models.")
-    target: str | None = option(None, "Your own Flax module class, Linen or NNX.")
     init_from: ExpandedPath | None = option(
         None, "Initial weights: a file (.safetensors, .pt, ...), a run, a Hub folder."
     )
@@ -232,14 +192,12 @@ class ModelConfig(NamedSection):
 
 
 class LossConfig(NamedSection):
-    """The loss function."""
+    """The loss function: one of jddp.zoo.losses, or your own loss_fn(model, batch[, train])."""
 
     name: str | None = option("cross_entropy", "A loss of jddp.zoo.losses.")
-    target: str | None = option(None, "Your own loss_fn(model, batch[, train]).")
     eval_target: str | None = option(
         None, "Your own function for evaluation, of that form; or the loss itself."
     )
-    eval_kwargs: Kwargs = option({}, "Its arguments.")
     class_weights: list[Annotated[float, Field(ge=0)]] | Literal["balanced"] | None = option(
         None, "A weight for each class, or 'balanced', from the training labels."
     )
@@ -252,31 +210,23 @@ class LossConfig(NamedSection):
             )
         return self
 
-    @model_validator(mode="after")
-    def _arguments_have_a_function(self) -> "LossConfig":
-        if self.eval_kwargs and self.eval_target is None:
-            raise ValueError("give 'eval_target' too, to which 'eval_kwargs' belong")
-        return self
 
-
-class ScheduleConfig(Section):
+class ScheduleConfig(WithArguments):
     """The schedule of the learning rate after warm-up."""
 
-    name: str = option("cosine_decay_schedule", "Any schedule optax.<name>.")
-    kwargs: Kwargs = option({}, "Its arguments; peak rate and length are filled in.")
+    name: str = option(
+        "cosine_decay_schedule", "Any schedule optax.<name>; peak rate and length are filled in."
+    )
 
 
-class GroupConfig(Section):
-    """Parameters that are trained in another way than the rest."""
+class GroupConfig(NamedSection):
+    """Parameters that are trained in another way than the rest, perhaps by another optimizer."""
 
     patterns: list[str] = option([], "Regular expressions for whole paths: backbone/.*")
     learning_rate: float | None = option(None, "Peak rate; that of the rest unless given.", gt=0)
-    name: str | None = option(None, "Another optimizer optax.<name>; by default that of the rest.")
-    target: str | None = option(None, "Your own callable that returns an optax optimizer.")
-    kwargs: Kwargs = option({}, "Its arguments; those of the rest's stay where it is the same.")
 
     @model_validator(mode="after")
-    def _is_one(self) -> "GroupConfig":
+    def _one_of_both(self) -> "GroupConfig":
         if not self.patterns or None not in (self.name, self.target):
             raise ValueError("give 'patterns', and at most one of 'name' and 'target'")
         return self
@@ -298,14 +248,12 @@ class LayerDecayConfig(Section):
 
 
 class OptimizerConfig(NamedSection):
-    """The optimizer."""
+    """The optimizer: one of optax, or your own callable that returns one."""
 
     name: str | None = option("adamw", "Any optimizer optax.<name>.")
-    target: str | None = option(None, "Your own callable that returns an optax optimizer.")
     learning_rate: float = option(1e-3, "Peak rate, reached after warm-up.", gt=0)
     warmup_steps: int = option(0, "Steps of linear warm-up from zero.", ge=0)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    decay_norms_and_biases: bool = option(False, "Weight decay on norms and biases too.")
     groups: dict[str, GroupConfig] = Field(default_factory=dict)
     layer_decay: LayerDecayConfig = Field(default_factory=LayerDecayConfig)
 
@@ -331,10 +279,6 @@ class CheckpointConfig(Section):
     keep: int = option(3, "Newest checkpoints to keep.", "none", ge=1)
     keep_every_steps: int | None = option(None, "Checkpoints of its multiples stay.", "none", ge=1)
     best_metric: str | None = option(None, "Metric whose best state is kept, in <run.dir>/best.")
-    best_mode: Literal["auto", "min", "max"] = option(
-        "auto", "Whether smaller or larger is better; auto: by the metric's name."
-    )
-    keep_best: int = option(1, "Checkpoints of the best evaluations to keep.", "none", ge=1)
     resume: Literal["auto", "never", "must", "changed"] = option(
         "auto",
         "Resume if there is a checkpoint, never, must; changed: another program too.",
@@ -343,7 +287,9 @@ class CheckpointConfig(Section):
     start_from: PathOrURL | None = option(
         None, "Run whose state and place in the data a new run begins with."
     )
-    allow_changed: list[str] = option([], "Keys that may differ when this run resumes.", "none")
+    allow_changed: list[str] = option(
+        [], "Keys that may differ when this run resumes; 'data': the data themselves.", "none"
+    )
 
     @model_validator(mode="after")
     def _one_unit(self) -> "CheckpointConfig":
@@ -352,18 +298,16 @@ class CheckpointConfig(Section):
 
     @model_validator(mode="after")
     def _direction_is_known(self) -> "CheckpointConfig":
-        if self.best_metric is not None:
-            _refuse_unknown_direction(self.best_metric, self.best_mode, "best_mode")
-        elif self.keep_best != 1:
-            raise ValueError("keep_best needs best_metric, by which checkpoints are compared")
+        if self.best_metric is not None and direction_of(self.best_metric) is None:
+            raise ValueError(
+                f"best_metric {self.best_metric!r} does not show whether larger or smaller is "
+                "better. List the callback keep_best, with the arguments metric and mode"
+            )
         return self
 
 
 class CallbackConfig(NamedSection):
     """A callback, which is called between the steps of a run."""
-
-    name: str | None = option(None, "early_stopping, keep_best or sample_text.")
-    target: str | None = option(None, "Your own callable that returns a jddp.Callback.")
 
     @model_validator(mode="before")
     @classmethod
@@ -377,13 +321,19 @@ class CallbackConfig(NamedSection):
 class WatchdogConfig(Section):
     """Seconds after which a phase is reported as hanging, which ends all processes."""
 
-    start_seconds: float = option(1800, "Making the first state, or reading one.", "none", gt=0)
-    compile_seconds: float = option(3600, "The first step.", "none", gt=0)
     step_seconds: float | None = option(
         None, "A later step; by default 30 times the longest, or 120.", "none", gt=0
     )
-    evaluation_seconds: float = option(3600, "A batch of an evaluation.", "none", gt=0)
-    save_seconds: float = option(3600, "Waiting for a checkpoint.", "none", gt=0)
+    other_seconds: float | None = option(
+        None, "Start, compilation, evaluation or save; by default 1800 or 3600.", "none", gt=0
+    )
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The arguments of the watchdog's limits that are given."""
+        others = ("start_seconds", "compile_seconds", "evaluation_seconds", "save_seconds")
+        given = {} if self.other_seconds is None else dict.fromkeys(others, self.other_seconds)
+        return {**given, "step_seconds": self.step_seconds}
 
 
 class ReportConfig(Section):
@@ -420,7 +370,9 @@ class Config(Section):
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
     report: ReportConfig = Field(default_factory=ReportConfig)
     callbacks: list[CallbackConfig] = option(
-        [], "Callbacks, each with name or target, and kwargs.", "result"
+        [],
+        "Each by name (early_stopping, keep_best, sample_text) or target; kwargs.",
+        "result",
     )
 
     def __init__(self, **values: Any) -> None:
@@ -443,8 +395,8 @@ class Config(Section):
                 "example has two classes. Leave one of them out."
             )
         for key in self.checkpoint.allow_changed:
-            known = [".".join(path) for path in keys_of(Config)]
-            if not any(f"{key}.".startswith(f"{name}.") for name in known):
+            known = [*REMOVED, *(".".join(path) for path in keys_of(Config))]
+            if key != "data" and not any(f"{key}.".startswith(f"{name}.") for name in known):
                 meant = did_you_mean(key, known)
                 raise ConfigError(f"checkpoint.allow_changed: {key!r} is no key.{meant}")
         return self

@@ -57,12 +57,17 @@ class Section(BaseModel):
         return {} if values is None else values
 
 
-class NamedSection(Section):
+class WithArguments(Section):
+    """A part that is made with arguments."""
+
+    kwargs: Kwargs = option({}, "Its arguments.")
+
+
+class NamedSection(WithArguments):
     """A part that is chosen by a registered name or by the user's own target, never both."""
 
     name: str | None = option(None, "A registered name.")
     target: str | None = option(None, "Your own, as package.module:Name.")
-    kwargs: Kwargs = option({}, "Its arguments.")
 
     @model_validator(mode="before")
     @classmethod

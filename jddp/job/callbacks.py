@@ -1,4 +1,4 @@
-"""The callbacks of a job: those that its config lists, and those that have keys of their own."""
+"""The callbacks of a job: its config lists them, or has a key for one."""
 
 import functools
 from collections.abc import Callable
@@ -49,10 +49,6 @@ def make_callbacks(config: Config) -> list[Callback]:
     Raises:
       ConfigError: As `find_callbacks`, or if an argument breaks a rule of the callback.
     """
-    best, stop = config.checkpoint, config.train.stop
-    made = list[Callback]()
-    if best.best_metric is not None:
-        made.append(KeepBest(best.best_metric, mode=best.best_mode, keep=best.keep_best))
-    if stop.metric is not None:
-        made.append(EarlyStopping(**stop.model_dump()))
-    return made + [make() for make in find_callbacks(config)]
+    metric = config.checkpoint.best_metric
+    made = [] if metric is None else [KeepBest(metric)]
+    return [*made, *(make() for make in find_callbacks(config))]

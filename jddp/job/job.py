@@ -172,7 +172,7 @@ class Job:
                     max_consecutive_skips=config.train.max_consecutive_skips,
                     on_spike=config.train.on_spike,
                     evaluation=config.train.check_evaluation,
-                    limits=Limits(**config.watchdog.model_dump()),
+                    limits=Limits(**config.watchdog.limits),
                 ),
                 profile_steps=config.train.profile_steps,
                 seed=config.seed,

@@ -66,16 +66,13 @@ def optimizer_of(
       ConfigError: If a name or an argument is unknown.
     """
     section = config.optimizer
-    decays = section.decay_norms_and_biases
     length: Kwargs = {"num_steps": num_steps, "warmup_steps": section.warmup_steps}
     made: dict[str, Any] = {}
     for name, (factory, peak, kwargs, key) in _specs(config).items():
         rate = make_schedule(**section.schedule.model_dump(), learning_rate=peak, **length)
         if at_peak:
             rate = hold_peak(rate, max(num_steps, section.warmup_steps + 1))
-        made[name] = make_optimizer(
-            factory, schedule=rate, kwargs=kwargs, decay_norms_and_biases=decays, key=key
-        )
+        made[name] = make_optimizer(factory, schedule=rate, kwargs=kwargs, key=key)
     optimizer, rate = made[REST]
     if section.groups:
         groups = {n: ParameterGroup(section.groups[n].patterns, made[n][0]) for n in section.groups}
@@ -106,7 +103,7 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
         arguments = defaults_of(spec.factory) | spec.kwargs
         decay = arguments.get("weight_decay") or arguments.get("weight_decay_rate") or 0.0
         filled = accepted_names(spec.factory, key=spec.key) & {*MASK_NAMES} - spec.kwargs.keys()
-        if filled and not (masks[path] or section.decay_norms_and_biases):
+        if filled and not masks[path]:
             decay = 0.0
         name = name_of_callable(spec.factory)
         yield f"{rate:10.4g} {decay:8.4g}  {name:12} {groups[path]:12} {path}"

@@ -105,7 +105,7 @@ def find_source(config: Config) -> DataSource:
     """The source of the data that a config names."""
     data = config.data
     if data.name is not None:
-        make = functools.partial(make_source, data.name, source=data.source, kwargs=data.kwargs)
+        make = functools.partial(make_source, data.name, kwargs=data.kwargs)
         if not data.mixture:
             return make(directory=data.dir)
         sources = {part.dir: make(directory=part.dir) for part in data.mixture}
@@ -226,7 +226,7 @@ def find_eval_fn(config: Config) -> LossFn | None:
     if target is None:
         return None
     found = resolve_target(target, key=key)
-    return _with_arguments(found, config.loss.eval_kwargs, key, "loss.eval_kwargs")
+    return _with_arguments(found, {}, key, key)
 
 
 def _with_arguments(function: LossFn, kwargs: Settings, key: str, kwargs_key: str) -> LossFn:
@@ -256,6 +256,6 @@ def _strategy(section: StrategyConfig) -> Strategy:
 def _local_steps(section: StrategyConfig) -> LocalSteps:
     outer, key = section.outer, "ddp.strategy.outer"
     optimizer, _ = make_optimizer(
-        named(outer, key), schedule=lambda step: outer.learning_rate, kwargs=outer.kwargs, key=key
+        named(outer, key), schedule=lambda step: 1.0, kwargs=outer.kwargs, key=key
     )
     return LocalSteps(section.every or 0, optimizer, section.start)

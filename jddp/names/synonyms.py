@@ -34,12 +34,11 @@ fit.run_dir            run.dir                 output_dir default_root_dir log_d
 fit.run_dir            run.dir                 workdir
 fit.save_every_steps   checkpoint.every_steps  save_steps every_n_train_steps save_interval
 fit.keep               checkpoint.keep         save_total_limit max_to_keep
-jddp.KeepBest          checkpoint.keep_best    save_top_k
 jddp.KeepBest          checkpoint.best_metric  metric_for_best_model monitor
--                      checkpoint.best_mode    greater_is_better
-jddp.EarlyStopping     train.stop.metric       early_stopping early_stop early_stopping_metric
-jddp.EarlyStopping     train.stop.patience     patience early_stopping_patience
--                      train.stop.min_delta    early_stopping_threshold min_delta
+jddp.KeepBest          callbacks               save_top_k keep_best greater_is_better best_mode
+jddp.EarlyStopping     callbacks               early_stopping early_stop early_stopping_metric stop
+jddp.EarlyStopping     callbacks               patience early_stopping_patience
+-                      callbacks               early_stopping_threshold min_delta
 eval_fn                loss.eval_target        compute_metrics eval_fn
 fit.resume             checkpoint.resume       resume_from_checkpoint ckpt_path
 jddp.Keep              checkpoint.keep_every_steps keep_every_steps

@@ -13,7 +13,7 @@ import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from jddp.config.effects import effect_of, in_effect
+from jddp.config.effects import effect_of
 from jddp.names.directions import choose_mode
 from jddp.runs.results import RecordedRun, RunResult, choose_metric, result_of
 from jddp.trainer.reports.lines import COLUMNS
@@ -188,8 +188,7 @@ def _identity(settings: JsonObject) -> JsonObject:
     The same files may lie in another folder on another machine.
     """
     others = NO_SETTINGS | ({"data.dir"} if "data.sha256" in settings else set())
-    known = in_effect(settings)
-    return {k: x for k, x in known.items() if k not in others and effect_of(k) != "none"}
+    return {k: x for k, x in settings.items() if k not in others and effect_of(k) != "none"}
 
 
 def _pattern(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from jddp.checkpoint import reader
 from jddp.checkpoint.folders import finished
-from jddp.config.files import read_yaml
+from jddp.config.files import read_stored
 from jddp.config.schema import Config
 from jddp.engine.moving_average import with_average
 from jddp.engine.state import Values
@@ -112,7 +112,7 @@ def config_in(run_dir: Path) -> Config | None:
     """
     path = run_dir / "config.yaml"
     if path.exists():
-        return Config(**read_yaml(path))
+        return read_stored(path)
     if not (run_dir / "checkpoints").is_dir():
         raise UsageError(
             f"{run_dir} is no run directory: it has neither config.yaml nor checkpoints. Give the "

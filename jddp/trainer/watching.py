@@ -105,7 +105,7 @@ class EarlyStopping(Watching):
         number breaks its rule.
     """
 
-    called = "EarlyStopping (train.stop)"
+    called = "EarlyStopping"
 
     def __init__(
         self, metric: str = "loss", *, mode: str = "auto", patience: int = 3, min_delta: float = 0.0

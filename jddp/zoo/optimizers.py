@@ -95,7 +95,6 @@ def make_optimizer(
     *,
     schedule: optax.Schedule,
     kwargs: Arguments = NOTHING,
-    decay_norms_and_biases: bool = False,
     key: str = "optimizer",
 ) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
     """Returns an optimizer, and the schedule that it follows.
@@ -103,9 +102,8 @@ def make_optimizer(
     Args:
       factory: Name of an optimizer of optax, or a callable that returns a transformation.
       schedule: Learning rate, passed to a factory that has an argument `learning_rate`.
-      kwargs: Arguments of the factory, which have precedence over defaults.
-      decay_norms_and_biases: Whether weight decay also applies to norms and biases. If not, a
-        factory that takes `mask` or `weight_decay_mask` is given `decay_mask`.
+      kwargs: Arguments of the factory, which have precedence over defaults. A factory that takes
+        `mask` or `weight_decay_mask` is given `decay_mask`; None decays norms and biases too.
       key: The section of the config, for errors.
 
     Returns:
@@ -116,9 +114,7 @@ def make_optimizer(
     """
     make = factory_of(factory, key=key)
     accepted = accepted_names(make, key=key)
-    filled: dict[str, Any] = {"learning_rate": schedule}
-    if not decay_norms_and_biases:
-        filled |= dict.fromkeys(MASK_NAMES, decay_mask)
+    filled: dict[str, Any] = {"learning_rate": schedule, **dict.fromkeys(MASK_NAMES, decay_mask)}
     arguments = {n: v for n, v in filled.items() if n in accepted} | dict(kwargs)
     optimizer = _call(make, arguments, key=f"{key}.kwargs")
     if not isinstance(optimizer, optax.GradientTransformation):

@@ -36,13 +36,11 @@ SOURCES: dict[str, Callable[..., DataSource]] = {
     "tokens": tokens,
     "webdataset": webdataset,
 }
-KEYS = {"source": "data.source", "directory": "data.dir"}
 
 
 def make_source(
     name: str,
     *,
-    source: str = "embedded",
     directory: str | None = None,
     kwargs: Settings | None = None,
 ) -> DataSource:
@@ -50,7 +48,6 @@ def make_source(
 
     Args:
       name: A key of `SOURCES`.
-      source: "embedded"; or "full", if the data has a larger part that is not shipped.
       directory: Folder of the data, for sources that read one; `~` is the home directory.
       kwargs: Further arguments of the source.
 
@@ -60,16 +57,13 @@ def make_source(
     make = look_up(name, SOURCES, key="data.name", kind="data set")
     defaults = defaults_of(make)
     kwargs = dict(kwargs or {})
-    places: dict[str, str | Path] = {} if source == "embedded" else {"source": source}
-    if directory is not None:
-        places["directory"] = Path(directory).expanduser().absolute()
-    for place, key in KEYS.items():
-        if place in kwargs:
-            raise ConfigError(f"data.kwargs: give {place!r} as {key}.")
-        if place in places and place not in defaults:
-            given = {"source": source, "directory": directory}[place]
-            raise ConfigError(f"data.name={name} takes no {key}. Leave out {key}={given}.")
+    if "directory" in kwargs:
+        raise ConfigError("data.kwargs: give 'directory' as data.dir.")
+    if directory is not None and "directory" not in defaults:
+        raise ConfigError(f"data.name={name} takes no data.dir. Leave out data.dir={directory}.")
     if defaults.get("directory") is inspect.Parameter.empty and directory is None:
         raise ConfigError(f"data.name={name} reads a directory. Give data.dir.")
-    check_arguments(make, kwargs, key="data.kwargs", filled=KEYS)
-    return make(**places, **kwargs)
+    check_arguments(make, kwargs, key="data.kwargs", filled=["directory"])
+    if directory is not None:
+        kwargs["directory"] = Path(directory).expanduser().absolute()
+    return make(**kwargs)

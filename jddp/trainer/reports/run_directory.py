@@ -20,12 +20,12 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from jddp.checkpoint import lock
 from jddp.checkpoint.storage import storage_at
-from jddp.config.effects import default_of, effect_of, in_effect
+from jddp.config.effects import default_of, effect_of
 from jddp.config.files import dump_values, flatten, read_yaml
 from jddp.config.permissions import refuse_foreign
 from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
@@ -35,8 +35,7 @@ from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.typing import JsonObject, Settings
 
 # Keys of one start, not of the run: their changes are not reported.
-KEYS_OF_A_START = {"run.dir", "data.dir", "data.allow_changed"}
-KEYS_OF_A_START |= {"checkpoint.resume", "checkpoint.allow_changed"}
+KEYS_OF_A_START = {"run.dir", "data.dir", "checkpoint.resume", "checkpoint.allow_changed"}
 # A schedule without a length has the length of the run: writing that length changes nothing.
 LENGTH_KEYS = {f"optimizer.schedule.kwargs.{x}" for x in ("decay_steps", "transition_steps")}
 # Files and folders of a run whose names a folder of checkpoints could have.
@@ -74,7 +73,7 @@ class RunDirectory:
         Args:
           config: The resolved config; None if the run was started from objects.
           manifest: Versions, data and topology. `manifest["data"]["sha256"]`, if present, must
-            equal the hash of an earlier start, unless the config's `data.allow_changed` is true.
+            equal the hash of an earlier start, unless `checkpoint.allow_changed` lists "data".
 
         A run that ended before its first step leaves nothing to resume from: another run takes over
         its directory, and reports it.
@@ -88,10 +87,9 @@ class RunDirectory:
         self.storage.fetch()
         with self._explained():
             starts, known = self._read_starts()
-            data = (config or {}).get("data")  # of any form, where the settings are yours
             try:
                 self._refuse_another_run(config)
-                if not (isinstance(data, Mapping) and data.get("allow_changed")):
+                if "data" not in (flatten(config or {}).get("checkpoint.allow_changed") or ()):
                     self._refuse_other_data(known, manifest)
             except (ConfigError, DataError):
                 if self._has_begun():
@@ -272,7 +270,7 @@ class RunDirectory:
             raise DataError(
                 f"run.dir {self.where} was started with other data (sha256 {known[-1][:12]}, now "
                 f"{now[:12]}). Restore the data, choose another run.dir, or set "
-                "data.allow_changed=true."
+                "checkpoint.allow_changed=[data]."
             )
 
     def _write(self, config: Settings | None, starts: list[Settings], manifest: Settings) -> None:
@@ -320,7 +318,6 @@ def _differing(before: Settings, now: Settings) -> Iterator[tuple[str, object, o
     old, new = _flat(before), _flat(now)
     # A run of an earlier version lacks newer keys, and was trained by their defaults.
     old |= {key: default_of(key, MISSING) for key in new.keys() - old.keys()}
-    old, new = in_effect(old), in_effect(new)
     for key, was in old.items():
         if was != (becomes := new.get(key, MISSING)):
             yield key, was, becomes

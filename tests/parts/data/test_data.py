@@ -460,14 +460,13 @@ def test_windows_predict_each_token_once(num_more, length):
     assert length + num_more - len(targets) < length
 
 
+FULL = {"source": "full"}
 WRONG_ARGUMENTS = (
     ("fashion_mnits", {}, "no data set 'fashion_mnits'. Did you mean 'fashion_mnist'"),
     ("fashion_mnist", {"kwargs": {"held_out": 5}}, "Did you mean 'num_held_out'"),
-    ("fashion_mnist", {"kwargs": {"source": "full"}}, "give 'source' as data.source"),
     ("fashion_mnist", {"kwargs": {"num_held_out": 5}}, "not a multiple of 10"),
-    ("fashion_mnist", {"source": "half"}, "'half' of fashion_mnist is neither"),
+    ("fashion_mnist", {"kwargs": {"source": "half"}}, "'half' of fashion_mnist is neither"),
     ("fashion_mnist", {"directory": "here"}, "not read with source 'embedded'"),
-    ("python_stdlib", {"source": "full"}, "Leave out data.source=full"),
     ("python_stdlib", {"directory": "here"}, "Leave out data.dir=here"),
     ("python_stdlib", {"kwargs": {"sequence_length": 0}}, "sequence_length 0"),
     ("tokens", {"kwargs": {"sequence_length": 4}}, "Give data.dir"),
@@ -501,7 +500,7 @@ def test_a_file_that_is_missing_truncated_or_altered_is_named_and_nothing_takes_
         (tmp_path, r"t10k-images-idx3-ubyte\.gz: no such file"),
     ):
         with pytest.raises(DataError, match=message):
-            make_source("fashion_mnist", source="full", directory=str(directory)).load()
+            make_source("fashion_mnist", kwargs=FULL, directory=str(directory)).load()
     for path in embedded._HERE.glob("*.gz"):
         shutil.copy(path, tmp_path)
     monkeypatch.setattr(embedded, "_HERE", tmp_path)
@@ -611,7 +610,7 @@ def test_script_keeps_as_many_of_each_class_and_the_whole_test_set(tmp_path, mon
     monkeypatch.setattr(embedded, "_SUMS", sums)
     monkeypatch.setattr(embedded, "_HERE", made)
     part = make_source("fashion_mnist").load()
-    full = make_source("fashion_mnist", source="full", directory=str(tmp_path)).load()
+    full = make_source("fashion_mnist", kwargs=FULL, directory=str(tmp_path)).load()
     assert part.description == "Fashion-MNIST embedded: 30 train / 20 test examples"
     assert full.description == "Fashion-MNIST full: 50 train / 20 test examples"
     assert part.sha256 != full.sha256

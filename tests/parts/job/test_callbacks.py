@@ -29,9 +29,9 @@ def test_words_and_targets_become_callbacks_with_their_arguments():
 
 
 def test_callbacks_with_keys_of_their_own_come_first_and_each_run_makes_new_ones():
-    made = config("[{name: keep_best, kwargs: {metric: accuracy}}]", "train.stop.metric=loss")
+    made = config("[{name: keep_best, kwargs: {metric: accuracy}}]", "checkpoint.best_metric=loss")
     first, second = make_callbacks(made), make_callbacks(made)
-    assert [type(x).__name__ for x in first[-2:]] == ["EarlyStopping", "KeepBest"]
+    assert [type(x).__name__ for x in first[-2:]] == ["KeepBest", "KeepBest"]
     assert first[-1] is not second[-1]
 
 

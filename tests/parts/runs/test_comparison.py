@@ -87,7 +87,6 @@ def test_what_chance_may_have_made_is_not_called_better(make):
         ({"train": {"num_steps": 5}}, {"train": {"num_steps": 60}}, "train.num_steps"),
         ({"train": {"num_epochs": 1}}, {"train": {"num_epochs": 2}}, "train.num_epochs"),
         ({"train": {"eval_every_steps": 1}}, {}, "train.eval_every_steps"),
-        ({"train": {"stop": {"patience": 1}}}, {}, "train.stop.patience"),
         ({"data": {"dir": "a"}}, {"data": {"dir": "b"}}, "data.dir"),
         ({"callbacks": [{"name": "early_stopping"}]}, {}, "callbacks"),
     ],

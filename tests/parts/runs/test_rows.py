@@ -62,7 +62,7 @@ def test_examples_that_are_files_are_named(tmp_path, capsys):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((8, 8, 3), 100, np.uint8)).save(path)
     data = {"name": "image_folder", "dir": str(tmp_path / "images"), "global_batch_size": 4}
-    data |= {"kwargs": {"image_size": 8}, "source": "embedded"}
+    data |= {"kwargs": {"image_size": 8}}
     train(tmp_path / "run", data=data)
     rows = rows_of_step(tmp_path / "run", 2)
     assert sorted(rows.names) == ["a/1.png", "a/2.png", "b/1.png", "b/2.png"]

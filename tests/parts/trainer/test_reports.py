@@ -125,9 +125,9 @@ def test_a_directory_with_anything_of_a_step_or_in_use_is_not_taken_over(tmp_pat
 def test_other_data_under_the_same_config_are_refused(tmp_path):
     begun(tmp_path)
     other = {**MANIFEST, "data": {"sha256": "0" * 64}}
-    with pytest.raises(DataError, match="started with other data.*data.allow_changed=true"):
+    with pytest.raises(DataError, match="started with other data.*checkpoint.allow_changed"):
         prepared(tmp_path, manifest=other)
-    prepared(tmp_path, {**CONFIG, "data": {"allow_changed": True}}, manifest=other)
+    prepared(tmp_path, {**CONFIG, "checkpoint": {"allow_changed": ["data"]}}, manifest=other)
     prepared(tmp_path, manifest=other)  # now known
     prepared(tmp_path)
 

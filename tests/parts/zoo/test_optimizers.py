@@ -82,13 +82,14 @@ def test_arguments_reach_the_optimizer():
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor"])
 def test_weight_decay_spares_norms_and_biases_unless_told_otherwise(name):
-    def moved(**options):
+    def moved(**more):
         kwargs = {"weight_decay_rate" if name == "adafactor" else "weight_decay": 0.1}
-        made, _ = make_optimizer(name, schedule=lambda step: 0.1, kwargs=kwargs, **options)
+        made, _ = make_optimizer(name, schedule=lambda step: 0.1, kwargs=kwargs | more)
         return jax.tree.map(lambda u: bool(jnp.any(u != 0)), update(made))
 
+    masks = {"weight_decay_mask" if name == "adafactor" else "mask"}
     assert moved() == {"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}}
-    assert all(jax.tree.leaves(moved(decay_norms_and_biases=True)))
+    assert all(jax.tree.leaves(moved(**dict.fromkeys(masks))))
     scanned = {"kernel": jnp.ones((4, 2, 3)), "bias": jnp.ones((4, 3)), "scale": jnp.ones((4, 3))}
     assert decay_mask(scanned) == {"kernel": True, "bias": False, "scale": False}
 

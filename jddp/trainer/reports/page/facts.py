@@ -70,10 +70,7 @@ class Facts:
     @property
     def is_larger_better(self) -> bool:
         """Whether larger values of the metric are better."""
-        mode = self.settings.get("checkpoint.best_mode")
-        if mode not in ("max", "min"):
-            mode = direction_of(self.metric or "loss")
-        return mode == "max"
+        return direction_of(self.metric or "loss") == "max"
 
     @property
     def best(self) -> At | None:

@@ -142,8 +142,8 @@ def overfitting(facts: Facts) -> Judgement | None:
         f"overfitting since step {best.step:,}",
         f"The evaluation loss rises from {number(best.value)} to {number(end)}, while the training "
         f"loss falls to {number(_end(later))}.",
-        "Keep the best state (checkpoint.best_metric=loss) or stop there (train.stop.metric=loss); "
-        "augment more, raise the weight decay, or add data.",
+        "Keep the best state (checkpoint.best_metric=loss) or stop there (the callback "
+        "early_stopping); augment more, raise the weight decay, or add data.",
     )
 
 
