@@ -11,7 +11,7 @@ import optax
 import optax.contrib
 
 from jddp.engine.optimizer import refuse_unusable
-from jddp.engine.separable import divided_update
+from jddp.engine.separable import mixes_elements
 from jddp.errors import ConfigError
 from jddp.reduce.shards import Flat
 
@@ -139,18 +139,12 @@ def outcome(tx: optax.GradientTransformation) -> str:
         "kernel": jax.ShapeDtypeStruct((4, 8), jnp.float32),
         "bias": jax.ShapeDtypeStruct((8,), jnp.float32),
     }
-    division = Flat("data", 2)
     try:
-        refuse_unusable(tx, params, 1, None)
+        refuse_unusable(tx, params, 1)
     except ConfigError:
         return "refused, with `ddp` too: it makes no updates of gradients and the loss alone"
-    try:
-        refuse_unusable(tx, params, 1, division)
-    except ConfigError:
-        return "refused: parameters depend on each other, or a number on all elements"
-    if divided_update(tx, params, division) is None:
-        return "its shard of each parameter"
-    return "the parameters that it owns"
+    is_whole = mixes_elements(tx, params, Flat("data", 2))
+    return "all parameters, gathered" if is_whole else "its shard of each parameter"
 
 
 def table() -> str:

@@ -9,12 +9,12 @@ This room knows equations, and nothing of models or steps.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 # Primitives that make random numbers; those that only make keys, such as `random_split`, do not.
 DRAWING = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
@@ -36,48 +36,6 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield eqn
         for inner in jaxprs_in_params(eqn.params):
             yield from equations(inner)
-
-
-class Excerpt(NamedTuple):
-    """The equations of a program that make some of its results.
-
-    Attributes:
-      program: The equations, with the inputs that they need.
-      inputs: Positions of these inputs among the inputs of the whole program.
-      results: Positions of the results among the results of the whole program.
-    """
-
-    program: ClosedJaxpr
-    inputs: tuple[int, ...]
-    results: tuple[int, ...]
-
-
-def excerpts(traced: ClosedJaxpr, parts: Sequence[Sequence[int]]) -> list[Excerpt]:
-    """Returns parts of a program, each of which makes the results at some positions."""
-    makers = {v: i for i, eqn in enumerate(traced.jaxpr.eqns) for v in eqn.outvars}
-    return [_excerpt(traced, makers, results) for results in parts]
-
-
-def _excerpt(traced: ClosedJaxpr, makers: dict[Var, int], results: Sequence[int]) -> Excerpt:
-    jaxpr = traced.jaxpr
-    outvars = [jaxpr.outvars[i] for i in results]
-    waiting = [v for v in outvars if isinstance(v, Var)]
-    needed, places = set[Var](), set[int]()
-    while waiting:
-        needed.add(waiting[-1])
-        place = makers.get(waiting.pop())
-        if place is not None and place not in places:
-            places.add(place)
-            waiting += [v for v in jaxpr.eqns[place].invars if isinstance(v, Var)]
-    inputs = tuple(i for i, v in enumerate(jaxpr.invars) if v in needed)
-    consts = {v: x for v, x in zip(jaxpr.constvars, traced.consts, strict=True) if v in needed}
-    own = jaxpr.replace(
-        constvars=[*consts],
-        invars=[jaxpr.invars[i] for i in inputs],
-        outvars=outvars,
-        eqns=[jaxpr.eqns[i] for i in sorted(places)],
-    )
-    return Excerpt(ClosedJaxpr(own, [*consts.values()]), inputs, tuple(results))
 
 
 def called(eqn: JaxprEqn) -> Jaxpr | None:

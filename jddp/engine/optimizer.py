@@ -5,9 +5,9 @@
 
 With `Zero1` each replica has its shard of every gradient, keeps the optimizer's state only for its
 shard of every parameter, updates that, and gathers the other shards. That gives the numbers of the
-whole update if the optimizer is separable, which is read from its traced program. Parameters that
-another optimizer needs whole, such as the matrices of Muon, have owners that update them, where
-parameters are divided too. An optimizer in which parameters depend on each other is refused.
+whole update if the optimizer is separable, which is read from its traced program. Any other, such
+as Muon, which needs whole matrices, updates whole arrays on each replica, which are gathered for
+the update alone: at rest its state is divided too, and so it is where parameters are divided.
 
 References:
   Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020.
@@ -16,7 +16,6 @@ References:
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -27,7 +26,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 from jddp.engine.protocols import OPTIMIZER, Optimizer, Placement, Unused, View
-from jddp.engine.separable import DividedUpdate, Inseparable, at_least_1d, divided_update, update
+from jddp.engine.separable import at_least_1d, mixes_elements, update
 from jddp.engine.state import Replicated, Sharded, TrainState, parts_in
 from jddp.engine.unused import UNUSED
 from jddp.engine.view import own_shards
@@ -37,10 +36,9 @@ from jddp.reduce.reducer import Reducer
 from jddp.reduce.shards import Division, Flat
 from jddp.typing import Grads, Leaf, OptState, Params, PyTree
 
-UpdateRule = Callable[[Grads, OptState, Params, Array], tuple[Grads, OptState]]
+GATHERED = "optimizer_whole"  # the scope of the gathers for an optimizer of whole arrays
 
 
-@final
 @dataclass(frozen=True)
 class PlacedOptimizer:
     """Each replica updates its part of each parameter, which may be all of it.
@@ -57,111 +55,130 @@ class PlacedOptimizer:
     num_micro_batches: int
     placement: Placement
 
+    @property
+    def division(self) -> Division | None:
+        """Division of the optimizer's state; None where it is whole on each replica."""
+        return self.placement.division
+
     def init(self, params: Params, shapes: Params) -> OptState:
         """Returns the state for the replica's parameters, or its parts of them."""
-        divided = divided_update(self.tx, shapes, self.placement.division)
-        if divided is None:
+        if not (division := self._gathered_by(shapes)):
             return own_copy(self.tx.init(params))
         # XLA gathers nothing for a state that depends on shapes alone.
-        return own_copy(divided.init(self.tx, divided.whole(params)))
+        return own_copy(own(division, self.tx.init(gathered(division, params, shapes))))
 
     def layouts(self, params: Params) -> PyTree:
         """Returns the layouts of parameters of the same shapes."""
         opt_state = jax.eval_shape(self.tx.init, params)
-        layouts = jax.tree.map(lambda x: self.placement.layout(x.shape), opt_state)
-        return _with_shared(layouts, divided_update(self.tx, params, self.placement.division))
+        return jax.tree.map(lambda x: self.placement.layout(x.shape), opt_state)
 
     def check(self, params: Params) -> None:
-        """Refuses an optimizer that accumulates, or for parts of parameters cannot be divided.
+        """Refuses an optimizer that accumulates, or asks for more than a step has.
 
         Raises:
           ConfigError: If it is one.
         """
-        refuse_unusable(self.tx, params, self.num_micro_batches, self.placement.division)
+        refuse_unusable(self.tx, params, self.num_micro_batches)
 
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
     ) -> tuple[Params, OptState]:
         """Updates the replica's parameters, or its parts of them."""
+        before = state.params, state.opt_state
         shapes = jax.eval_shape(lambda x: view.whole(x, lambda x: x), state.params)
-        divided = divided_update(self.tx, shapes, self.placement.division)
-        rule = divided or functools.partial(update, self.tx)
-        after = updated(rule, grads, state.opt_state, state.params, value)
+        if division := self._gathered_by(shapes):
+            params, grads = (gathered(division, x, shapes) for x in (state.params, grads))
+            opt_state = gathered(division, state.opt_state, jax.eval_shape(self.tx.init, shapes))
+            after = own(division, updated(self.tx, grads, opt_state, params, value))
+        else:
+            after = updated(self.tx, grads, state.opt_state, state.params, value)
         # After the update, since weight decay and momentum move a parameter also with a gradient of
         # 0.
-        return self.unused(after, (state.params, state.opt_state), after[0], plan)
+        return self.unused(after, before, after[0], plan)
+
+    def _gathered_by(self, shapes: Params) -> Division | None:
+        """The division of arrays that are gathered for the update; None where none are."""
+        division = self.division
+        return division if division and mixes_elements(self.tx, shapes, division) else None
 
 
 @final
 @dataclass(frozen=True)
-class Zero1:
-    """Each replica updates its shard of each parameter.
+class Zero1(PlacedOptimizer):
+    """Each replica updates its shard of each parameter, and all of them are whole everywhere.
 
     Attributes:
-      tx: An optax optimizer that can be divided.
-      unused: Treatment of parameters that no gradient reaches.
-      num_micro_batches: Number of micro-batches of a step.
       reducer: Reducer of the gradients, by whose buckets shards of parameters are gathered.
-      division: Division of the parameters into shards.
+      shards: Division of the optimizer's state.
     """
 
-    tx: optax.GradientTransformation
-    unused: Unused
-    num_micro_batches: int
     reducer: Reducer
-    division: Flat
+    shards: Flat
+
+    @property
+    def division(self) -> Division:
+        """Division of the optimizer's state into shards."""
+        return self.shards
 
     def init(self, params: Params, shapes: Params) -> OptState:
         """Returns the state for the replica's shards of all parameters."""
-        divided = divided_update(self.tx, shapes, self.division)
-        if divided is None:
-            return own_copy(self.tx.init(own_shards(params, self.reducer.axis)))
-        return own_copy(divided.init(self.tx, params))
+        if division := self._gathered_by(shapes):
+            return own_copy(own(division, self.tx.init(params)))
+        return own_copy(self.tx.init(own_shards(params, self.reducer.axis)))
 
     def layouts(self, params: Params) -> PyTree:
         """Returns sharded layouts."""
-        opt_state = jax.eval_shape(self.tx.init, at_least_1d(params))
+        shapes = params if self._gathered_by(params) else at_least_1d(params)
         # Scalars, such as a count of steps, are the same for every shard.
-        layouts = jax.tree.map(lambda x: Sharded(x.shape) if x.shape else Replicated(), opt_state)
-        return _with_shared(layouts, divided_update(self.tx, params, self.division))
-
-    def check(self, params: Params) -> None:
-        """Refuses an optimizer that accumulates, or that cannot be divided.
-
-        Raises:
-          ConfigError: If it is one, with the operation by which parameters depend on others.
-        """
-        refuse_unusable(self.tx, params, self.num_micro_batches, self.division)
+        return jax.tree.map(
+            lambda x: Sharded(x.shape) if x.shape else Replicated(),
+            jax.eval_shape(self.tx.init, shapes),
+        )
 
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
     ) -> tuple[Params, OptState]:
         """Updates a shard of each parameter, and gathers the shards of all replicas."""
-        before = own_shards(state.params, view.axis)
-        divided = divided_update(self.tx, state.params, self.division)
-        rule = divided or functools.partial(update, self.tx)
-        own, opt_state = updated(rule, view.shards(grads), state.opt_state, before, value)
+        before = state.params, state.opt_state
+        gather = functools.partial(self.reducer.gather, like=state.params, plan=plan)
+        if division := self._gathered_by(state.params):
+            shapes = jax.eval_shape(self.tx.init, state.params)
+            opt_state = gathered(division, state.opt_state, shapes)
+            with jax.named_scope(GATHERED):
+                grads = view.whole(grads, gather)
+            params, opt_state = updated(self.tx, grads, opt_state, state.params, value)
+            return self.unused((params, own(division, opt_state)), before, params, plan)
+        shards = own_shards(state.params, view.axis)
+        shards, opt_state = updated(self.tx, view.shards(grads), state.opt_state, shards, value)
         # At the end of the step, not before the next: `state.params` is always complete, to be
         # evaluated, saved and compared.
-        params = self.reducer.gather(own, state.params, plan)
-        after, before = (params, opt_state), (state.params, state.opt_state)
-        return self.unused(after, before, params, plan)
+        params = gather(shards)
+        return self.unused((params, opt_state), before, params, plan)
 
 
-def _with_shared(layouts: PyTree, divided: DividedUpdate | None) -> PyTree:
-    """The layouts of a state; arrays that all parameters share are the same on every replica."""
-    if divided is None:
-        return layouts
-    shared = divided.shared(layouts)
-    return jax.tree.map(lambda x, shared: Replicated() if shared else x, layouts, shared)
+def own(division: Division, tree: PyTree) -> PyTree:
+    """Returns the replica's parts of whole arrays; numbers are the same on all."""
+    return jax.tree.map(lambda x: division.own(x) if jnp.ndim(x) else x, tree)
+
+
+def gathered(division: Division, parts: PyTree, shapes: PyTree) -> PyTree:
+    """Returns whole arrays, from the parts of all replicas."""
+    with jax.named_scope(GATHERED):
+        return jax.tree.map(
+            lambda x, of: division.whole(x, of.shape) if of.shape else x, parts, shapes
+        )
 
 
 def updated(
-    rule: UpdateRule, grads: Grads, opt_state: OptState, params: Params, value: Array
+    tx: optax.GradientTransformation,
+    grads: Grads,
+    opt_state: OptState,
+    params: Params,
+    value: Array,
 ) -> tuple[Params, OptState]:
     """Returns parameters and optimizer state after an update."""
     with jax.named_scope(OPTIMIZER):
-        updates, opt_state = rule(grads, opt_state, params, value)
+        updates, opt_state = update(tx, grads, opt_state, params, value)
         return optax.apply_updates(params, updates), opt_state
 
 
@@ -171,7 +188,7 @@ def trace_whole(
     """Traces the update of whole parameters, of these shapes; returns those of its results too."""
     opt_state = jax.eval_shape(tx.init, params)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
-    rule = functools.partial(updated, functools.partial(update, tx))
+    rule = functools.partial(updated, tx)
     return jax.make_jaxpr(rule, return_shape=True)(params, opt_state, params, loss)
 
 
@@ -181,12 +198,9 @@ def own_copy(opt_state: OptState) -> OptState:
 
 
 def refuse_unusable(
-    tx: optax.GradientTransformation,
-    params: Params,
-    num_micro_batches: int,
-    division: Division | None,
+    tx: optax.GradientTransformation, params: Params, num_micro_batches: int
 ) -> None:
-    """Refuses an optimizer that accumulates, asks for more than a step has, or cannot be divided.
+    """Refuses an optimizer that accumulates, or asks for more than a step has.
 
     Raises:
       ConfigError: If it is one.
@@ -206,14 +220,6 @@ def refuse_unusable(
         )
     try:
         jax.tree.map(lambda *_: None, opt_state, trace_whole(tx, params)[1][1])
-        divided_update(tx, params, division)
-    except Inseparable as reason:
-        raise ConfigError(
-            "strategy='zero1' and 'fsdp' divide parameters over the replicas, and this optimizer "
-            f"does not update each by itself: it {reason}. Choose strategy='ddp'; or in the place "
-            "of clipping max_grad_norm=, of apply_if_finite skip_nonfinite=True, and of "
-            "optax.MultiSteps accumulate_steps=."
-        ) from None
     except (TypeError, AttributeError, ValueError) as error:
         raise ConfigError(
             "optimizer cannot be used in a step, which has gradients, a state of one structure, "
@@ -257,11 +263,11 @@ def choose_optimizer(
             f"optimizer is of type {type(tx).__name__}. Give an optax optimizer: "
             "optax.adam(1e-3), not optax.adam; of an nnx.Optimizer its .tx."
         )
-    # Of functions, and so a key of caches, whatever it was.
+    # A tuple of functions is hashable, so it can be a cache key.
     tx = optax.with_extra_args_support(tx)
     check_choice("unused_parameters", unused_parameters, UNUSED)
     unused = UNUSED[unused_parameters]()
     if sharded_by is None:
         return PlacedOptimizer(tx, unused, num_micro_batches, placement)
-    division = Flat(sharded_by.axis, num_replicas)
-    return Zero1(tx, unused, num_micro_batches, sharded_by, division)
+    shards = Flat(sharded_by.axis, num_replicas)
+    return Zero1(tx, unused, num_micro_batches, placement, sharded_by, shards)

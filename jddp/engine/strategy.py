@@ -22,9 +22,8 @@ from jddp.reduce.shards import Groups
 class ZeRO1:
     """Each replica updates its shard of every parameter, and keeps the optimizer's state for it.
 
-    A parameter that the optimizer needs whole, such as a matrix of Muon, has an owner that updates
-    it. An optimizer in which parameters depend on each other is refused. Which of these it is, its
-    equations show.
+    An optimizer that does not update each element by itself, such as Muon, gets whole arrays for
+    the update: its equations show which it is.
 
     References:
       Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
@@ -37,8 +36,8 @@ class FSDP:
     """Each replica keeps a part of each parameter, and gathers the rest where the model uses it.
 
     A parameter is divided along the largest of its dims that the number of replicas divides; one
-    that has none stays whole. The optimizer's state is divided alike, and optimizers that need
-    whole parameters get them, as with `ZeRO1`.
+    that has none stays whole. The optimizer's state is divided in the same way, and optimizers that
+    need whole arrays get them, as with `ZeRO1`.
 
     Attributes:
       regather: Whether parameters are gathered again in the backward pass. If not, they are kept

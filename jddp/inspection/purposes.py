@@ -5,13 +5,13 @@ purpose_of(collective)     # "gradients", "parameters, updated", "loss and metri
 
 import re
 
-from jddp.engine.protocols import OPTIMIZER
+from jddp.engine.optimizer import GATHERED
 from jddp.inspection.collectives import Collective
 from jddp.modules.base import LOSS
 from jddp.reduce.units import BETWEEN, UNIT
 
 GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
-_OF_OPTIMIZER = {OPTIMIZER: "optimizer, to and from owners", "parameters": "parameters, updated"}
+_OF_OPTIMIZER = {GATHERED: "optimizer, whole arrays", "parameters": "parameters, updated"}
 _BUCKET = re.compile(r"\bbucket_(\d+)/")
 
 

@@ -10,11 +10,6 @@ Or it is divided along one of its dims, and keeps its shape but for that dim:
     kernel (768, 3072) on 8 replicas  ─►  parts (768, 384), along dim 1
 
 Several groups of replicas may divide it, each among its own replicas.
-
-A computation that needs whole arrays has owners: arrays of one shape are stacked, an all-to-all
-sends each replica the parts of those that it owns, and another one sends the results back.
-
-    12 parts (768, 384) on each of 8 replicas  ─►  2 whole arrays (768, 3072) on each of 6
 """
 
 import dataclasses
@@ -111,11 +106,7 @@ def whole(x: jax.Array, dim: int | None, axis: str, groups: Groups) -> jax.Array
 
 @runtime_checkable
 class Division(Protocol):
-    """How arrays are divided over the replicas, and how owners get whole ones for a moment.
-
-    `to_owners` and `from_owners` work on a stack of arrays: several of one shape, or the slices of
-    one along its first dim, which then are of size 1 along it.
-    """
+    """How arrays are divided over the replicas."""
 
     def __hash__(self) -> int:
         """Equal divisions are one."""
@@ -128,20 +119,6 @@ class Division(Protocol):
 
     def whole(self, part: jax.Array, shape: Shape) -> jax.Array:
         """Returns an array of `shape` from the parts of all replicas, which send them."""
-
-    def to_owners(self, parts: Sequence[jax.Array], shape: Shape, *, sliced: bool) -> jax.Array:
-        """Returns the whole arrays that this replica owns, stacked; the last may be of zeros.
-
-        Args:
-          parts: This replica's parts of arrays of `shape`; of one, if it is sliced.
-          shape: Shape of each of them as a whole.
-          sliced: Whether the stack is of the slices of one array.
-        """
-
-    def from_owners(
-        self, stack: jax.Array, num: int, shape: Shape, *, sliced: bool
-    ) -> list[jax.Array]:
-        """Returns this replica's parts of `num` arrays; the inverse of `to_owners`."""
 
 
 @final
@@ -170,28 +147,6 @@ class Flat:
         (array,) = unpack(lax.all_gather(part.ravel(), self.axis), [shape])
         return array
 
-    def to_owners(self, parts: Sequence[jax.Array], shape: Shape, *, sliced: bool) -> jax.Array:
-        """Sends shards to the owners of whole arrays."""
-        if sliced:
-            size = -(-shape[0] // self.num) * math.prod(shape[1:])
-            block = to_larger_blocks(parts[0].ravel(), size, self.axis)
-            return block.reshape(-1, 1, *shape[1:])
-        rows = _padded(jnp.stack([x.ravel() for x in parts]), self.num)
-        rows = lax.all_to_all(rows, self.axis, 0, 1, tiled=True)
-        return rows[:, : math.prod(shape)].reshape(-1, *shape)
-
-    def from_owners(
-        self, stack: jax.Array, num: int, shape: Shape, *, sliced: bool
-    ) -> list[jax.Array]:
-        """Sends each replica its shards."""
-        part = shard_shape(shape, self.num)
-        if sliced:
-            return [to_smaller_blocks(stack.ravel(), part[0], self.axis).reshape(part)]
-        rows = stack.reshape(len(stack), -1)
-        rows = jnp.pad(rows, ((0, 0), (0, self.num * part[0] - rows.shape[1])))
-        rows = lax.all_to_all(rows, self.axis, 1, 0, tiled=True)
-        return [row.reshape(part) for row in rows[:num]]
-
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +155,7 @@ class AlongDim:
 
     Attributes:
       axis: Name of the axis of the replicas.
-      groups: Groups of replicas, each of which has all parts, and owners of its own.
+      groups: Groups of replicas, each of which has all parts.
     """
 
     axis: str
@@ -234,80 +189,3 @@ class AlongDim:
     def whole(self, part: jax.Array, shape: Shape) -> jax.Array:
         """Gathers the parts of all replicas."""
         return whole(part, divided_dim(shape, self.num), self.axis, self.groups)
-
-    def to_owners(self, parts: Sequence[jax.Array], shape: Shape, *, sliced: bool) -> jax.Array:
-        """Sends parts to the owners of whole arrays."""
-        dim = divided_dim(shape, self.num)
-        rows = parts[0][:, None] if sliced else jnp.stack(parts)
-        if sliced and dim == 0:  # whole slices already
-            return rows
-        rows = _padded(rows, self.num)
-        if dim is None:
-            own = len(rows) // self.num
-            return lax.dynamic_slice_in_dim(rows, self._place * own, own)
-        return self._exchanged(rows, 0, dim + 1)
-
-    def from_owners(
-        self, stack: jax.Array, num: int, shape: Shape, *, sliced: bool
-    ) -> list[jax.Array]:
-        """Sends each replica its parts."""
-        dim = divided_dim(shape, self.num)
-        if sliced and dim == 0:
-            return [stack[:, 0]]
-        if dim is None:
-            rows = whole(stack, 0, self.axis, self.groups)
-        else:
-            rows = self._exchanged(stack, dim + 1, 0)
-        return [rows[: shape[0], 0]] if sliced else [*rows[:num]]
-
-    def _exchanged(self, x: jax.Array, split: int, joined: int) -> jax.Array:
-        members = self.groups.members
-        return lax.all_to_all(x, self.axis, split, joined, axis_index_groups=members, tiled=True)
-
-
-def to_larger_blocks(shard: jax.Array, size: int, axis: str) -> jax.Array:
-    """This replica's block of a vector, from the shards of all replicas; the last end in zeros."""
-    if size == shard.size:
-        return shard
-    starts, rounds = _exchange(shard.size, size, lax.axis_size(axis))
-    pieces = [lax.ppermute(shard, axis, pairs) for pairs in rounds]
-    start = jnp.asarray(starts)[lax.axis_index(axis)]
-    return lax.dynamic_slice_in_dim(jnp.concatenate(pieces), start, size)
-
-
-def to_smaller_blocks(block: jax.Array, size: int, axis: str) -> jax.Array:
-    """This replica's shard of a vector; the inverse of `to_larger_blocks`."""
-    if size == block.size:
-        return block
-    starts, rounds = _exchange(size, block.size, lax.axis_size(axis))
-    start = size - jnp.asarray(starts)[lax.axis_index(axis)]
-    padded = jnp.pad(block, size)
-    shard = jnp.zeros(size, block.dtype)
-    # A shard is of two blocks at most, and the piece from each has zeros in place of the other's.
-    for i, pairs in enumerate(rounds):
-        piece = lax.dynamic_slice_in_dim(padded, start + i * size, size)
-        shard += lax.ppermute(piece, axis, [(owner, source) for source, owner in pairs])
-    return shard
-
-
-def _exchange(shard: int, block: int, num: int) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """Where blocks start in the first of their shards; and rounds of pairs (shard, block)."""
-    firsts = [i * block // shard for i in range(num)]
-    starts = [i * block - first * shard for i, first in enumerate(firsts)]
-    num_rounds = -(-(max(starts) + block) // shard)
-
-    def is_in(source: int, owner: int) -> bool:
-        return source < num and source * shard < (owner + 1) * block
-
-    # No two blocks start in one shard, since they are as large at least: each round is one
-    # collective-permute.
-    rounds = [
-        [(first + i, owner) for owner, first in enumerate(firsts) if is_in(first + i, owner)]
-        for i in range(num_rounds)
-    ]
-    return starts, rounds
-
-
-def _padded(rows: jax.Array, num: int) -> jax.Array:
-    """Rows and zeros, so that each of `num` replicas owns as many."""
-    return jnp.pad(rows, ((0, -len(rows) % num), *[(0, 0)] * (rows.ndim - 1)))

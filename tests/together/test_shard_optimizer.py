@@ -34,15 +34,9 @@ OPTIMIZERS = {
     ),
     "hyperparameters in the state": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
     "a plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
-}
-
-MIXING = {
-    "clipping of its own": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
     "prodigy": optax.contrib.prodigy(1e-3),
     "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
-    "novograd": optax.novograd(0.1),
     "steps of muon": optax.MultiSteps(optax.contrib.muon(0.1), 2),
-    "steps of lamb": optax.MultiSteps(optax.lamb(0.1), 2),
 }
 
 
@@ -58,14 +52,6 @@ def test_parameters_are_those_of_the_whole_update(name):
         ends.append(host((state.params, state.ema_params, metrics)))
     for got, want in zip(*ends, strict=True):
         assert_close(got, want, rtol=ROUNDING)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-@pytest.mark.parametrize("name", [*MIXING])
-def test_an_optimizer_of_all_parameters_together_is_refused_with_the_reason(name, strategy):
-    message = r"it applies '\w+' to several parameters at once.*max_grad_norm.*accumulate_steps"
-    with pytest.raises(ConfigError, match=message):
-        start(wrapped(Net(), optimizer=MIXING[name], strategy=strategy), make_rows())
 
 
 def test_a_replica_keeps_its_share_of_the_optimizer_and_two_percent():

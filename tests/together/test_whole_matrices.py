@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from judge import WIDTH, Either, assert_close, host, make_rows, sent, start, wrapped
+from judge import WIDTH, Either, assert_close, host, make_rows, start, wrapped
 from sweeps import swept
 from tiny import MODELS as TINY
 from tiny import loss_fn, make_batch, take_steps
@@ -123,6 +123,7 @@ OPTIMIZERS = {
     "shampoo": shampoo(),
     "lamb": optax.lamb(0.05, eps=1e-3),
     "adafactor": optax.adafactor(0.05, min_dim_size_to_factor=2),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)),
     "by the number of elements": optax.masked(
         by_number_of_elements(), lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     ),
@@ -151,7 +152,7 @@ def test_five_steps_are_those_of_one_device_with_whole_arrays(name, model, strat
 
 
 @pytest.mark.parametrize("model", swept([*MODELS], every=2))
-def test_each_group_of_replicas_has_owners_of_its_own(model):
+def test_each_group_of_replicas_gathers_its_own(model):
     alone = trained(MODELS[model], muon(), "ddp", mesh=1)[2]
     divided = trained(MODELS[model], muon(), jddp.FSDP(group_size=2))[2]
     assert_close(divided, alone, rtol=ROUNDING)
@@ -193,33 +194,14 @@ def test_clipping_micro_batches_and_an_average_are_those_of_one_device():
 
 @pytest.mark.parametrize("model", swept([*MODELS], every=2))
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_a_replica_keeps_its_share_of_the_momentum_and_exchanges_shares_alone(strategy, model):
+def test_a_replica_keeps_its_share_of_the_momentum(strategy, model):
     ddp = wrapped(MODELS[model], optimizer=muon(), strategy=strategy)
-    plain = wrapped(MODELS[model], optimizer=optax.sgd(0.1, momentum=0.9), strategy=strategy)
     batch = make_rows()
     state = start(ddp, batch)
     arrays = jax.tree.leaves(state.opt_state)
     whole = sum(x.nbytes for x in arrays)
     # All but counts, the three coefficients, and what a bias or its padding needs.
     assert sum(x.addressable_shards[0].data.nbytes for x in arrays) <= whole / 4 + 100
-
-    def received(ddp):
-        found = sent(ddp)
-        return {
-            op: sum(x.num_elements for x in found if x.op == op)
-            for op in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-        }
-
-    own, of_sgd = received(ddp), received(plain)
-    more = {op: own[op] - of_sgd[op] for op in own if own[op] != of_sgd[op]}
-    # Gradients, momentum and parameters go to owners, updates and momentum back, each replica's
-    # shards alone. There is an owner for each of three layers, and the fourth replica gets zeros.
-    matrix, last = 8 * WIDTH, WIDTH
-    if (strategy, model) != ("zero1", "scanned"):
-        assert more == {"all-to-all": 5 * (matrix + matrix + last)}
-    else:  # A shard is of two layers at most: two rounds, in which it is sent as a whole.
-        shards = 2 * (LAYERS * matrix // 4)
-        assert more == {"all-to-all": 5 * last, "collective-permute": 5 * 2 * shards}
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_each_replica_updates_all_parameters():
 def test_updates_of_shards_give_the_numbers_of_the_whole_update_on_every_replica():
     whole, _ = updated(PlacedOptimizer(MOMENTUM, Zero(), 1, Everywhere()), WholeMean(AXIS), 3)
     params, opt_state = updated(
-        Zero1(MOMENTUM, Zero(), 1, SHARDED, Flat(AXIS, 2)), ShardOfMean(AXIS), 3
+        Zero1(MOMENTUM, Zero(), 1, Everywhere(), SHARDED, Flat(AXIS, 2)), ShardOfMean(AXIS), 3
     )
     jax.tree.map(np.testing.assert_array_equal, params, whole)
     # Its state is of the replica's shard: two numbers of three, with padding.
@@ -58,18 +58,12 @@ def test_updates_of_shards_give_the_numbers_of_the_whole_update_on_every_replica
 
 def test_arrays_of_a_sharded_optimizer_s_state_are_sharded_and_scalars_are_not():
     shapes = {"w": jax.ShapeDtypeStruct((3,), np.float32)}
-    layouts = Zero1(optax.adam(1.0), Zero(), 1, SHARDED, Flat(AXIS, 2)).layouts(shapes)
+    layouts = Zero1(optax.adam(1.0), Zero(), 1, Everywhere(), SHARDED, Flat(AXIS, 2)).layouts(
+        shapes
+    )
     assert jax.tree.leaves(layouts) == [Replicated(), Sharded((3,)), Sharded((3,))]
     layouts = PlacedOptimizer(optax.adam(1.0), Zero(), 1, Everywhere()).layouts(shapes)
     assert jax.tree.leaves(layouts) == [Replicated()] * 3
-
-
-def test_an_optimizer_in_which_parameters_depend_on_each_other_is_refused_for_shards_alone():
-    params = {"w": jnp.ones(3), "b": jnp.ones(1)}
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    PlacedOptimizer(tx, Zero(), 1, Everywhere()).check(params)
-    with pytest.raises(ConfigError, match="applies .* to several parameters at once"):
-        Zero1(tx, Zero(), 1, SHARDED, Flat(AXIS, 2)).check(params)
 
 
 @pytest.mark.parametrize("sharded_by", [None, SHARDED])

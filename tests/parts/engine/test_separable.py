@@ -6,15 +6,15 @@ import numpy as np
 import optax
 import pytest
 
-from jddp.engine.separable import Inseparable, divided_update, find_mixing, is_same
+from jddp.engine.separable import is_elementwise, is_same, mixes_elements
 from jddp.reduce.shards import AlongDim, Flat, Groups
 
 ARRAY, ITS_PART = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((6, 4), (12, 1)))
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 
-def mixing(function):
-    return find_mixing(function, ARRAY, ARRAY, SCALAR)
+def mixes(function):
+    return not is_elementwise(function, ARRAY, ARRAY, SCALAR)
 
 
 def depends_on_shapes(function):
@@ -48,7 +48,7 @@ MIXING = {
 
 @pytest.mark.parametrize("function", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_what_works_element_by_element_is_known(function):
-    assert mixing(function) == ""
+    assert not mixes(function)
     assert not depends_on_shapes(function)
 
 
@@ -62,9 +62,9 @@ SHAPED = {
 }
 
 
-def test_what_mixes_elements_is_named_and_what_depends_on_shapes_is_found():
+def test_what_mixes_elements_and_what_depends_on_shapes_is_found():
     for name, function in MIXING.items():
-        assert name in mixing(function)
+        assert mixes(function), name
     for name, function in SHAPED.items():
         assert depends_on_shapes(function), name
     by_dims = optax.add_decayed_weights(0.1, mask=lambda x: x.ndim > 1)
@@ -74,7 +74,7 @@ def test_what_mixes_elements_is_named_and_what_depends_on_shapes_is_found():
     def decay(x, y, s):
         return by_columns.update(x, by_columns.init(y), y)[0]
 
-    assert mixing(decay) == ""
+    assert not mixes(decay)
     assert depends_on_shapes(decay)
 
 
@@ -101,87 +101,27 @@ def shapes_of(**shapes):
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
 
-def by_norm(axis=None):
-    """Divides each gradient by its largest element, or each of its slices by theirs."""
-
-    def one(x):
-        axes = tuple(range(x.ndim))[axis:]
-        return x / (jnp.abs(x).max(axes, keepdims=True) + 1)
-
-    return optax.stateless(lambda grads, params: jax.tree.map(one, grads))
-
-
-def found_in(tx, **shapes):
-    """Parameters by how they are updated: positions of those in parts, in slices and whole."""
-    update = divided_update(tx, shapes_of(**shapes), Flat("data", 2))
-    in_parts = [x for x in update.in_parts[1].results if x < len(shapes)]
-    return in_parts, *(
-        [x.results[0] for x in update.owned if x.sliced is sliced] for sliced in (True, False)
-    )
-
-
-def test_each_parameter_is_judged_by_its_own_equations():
-    shapes = {"a": (4, 6), "b": (4, 6), "c": (6, 4), "d": (3, 4, 6), "e": (5,), "f": ()}
-    muon = optax.contrib.muon(
-        0.1,
-        muon_weight_dimension_numbers=lambda params: jax.tree.map(
-            lambda x: optax.contrib.MuonDimensionNumbers(-2, -1) if x.ndim > 1 else None, params
-        ),
-    )
-    # Two of one shape are updated together; those that Adam updates, in parts.
-    assert found_in(muon, **shapes) == ([4, 5], [(3,)], [(0, 1), (2,)])
-    assert found_in(by_norm(), **shapes) == ([], [], [(0, 1), (2,), (3,), (4,), (5,)])
-    assert found_in(by_norm(1), a=(4, 6), b=(4, 6)) == ([], [(0,), (1,)], [])
-    assert divided_update(optax.adam(0.1), shapes_of(**shapes), Flat("data", 2)) is None
-    decayed = optax.masked(by_norm(), {"a": True, "b": False})
-    assert found_in(decayed, a=(4, 6), b=(4, 6)) == ([1], [], [(0,)])
-    # Equal equations with another constant are not the same.
-    rates = optax.chain(by_norm(), optax.masked(optax.scale(2.0), {"a": True, "b": False}))
-    assert found_in(rates, a=(4, 6), b=(4, 6)) == ([], [], [(0,), (1,)])
-
-
-def test_slices_that_depend_on_each_other_are_not_separated():
-    def judge(function):
-        return found_in(
-            optax.stateless(lambda grads, params: jax.tree.map(function, grads)), a=(3, 4, 3)
-        )
-
-    kept = {
-        "products": jax.vmap(lambda x: x @ x.T @ x),
-        "sums": lambda x: x * x.sum((1, 2), keepdims=True),
-        "factors": jax.vmap(lambda x: x @ jnp.linalg.qr(x)[1]),
-        "reshapes": lambda x: (x.reshape(len(x), 12) / x.max((1, 2))[:, None]).reshape(x.shape),
+@pytest.mark.parametrize("division", [Flat("data", 2), AlongDim("data", Groups(2))])
+def test_an_optimizer_needs_whole_arrays_unless_it_updates_each_element_by_itself(division):
+    shapes = shapes_of(a=(4, 6), b=(6, 4), c=(5,), d=())
+    in_parts = {
+        "adamw": optax.adamw(0.1),
+        "lion": optax.lion(0.1),
+        "schedule_free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
+        "clip": optax.chain(optax.clip(1.0), optax.sgd(0.1)),
     }
-    mixed = {
-        "products": lambda x: jnp.einsum("iaj,jbk->iak", x, x),
-        "sums": lambda x: x * x.sum(0, keepdims=True),
-        "transposes": lambda x: x * jnp.swapaxes(x, 0, 2),
-        "reversal": lambda x: x * x[::-1].max((1, 2), keepdims=True),
-        "places": lambda x: x * x.max((1, 2), keepdims=True) * jnp.arange(3.0)[:, None, None],
-        "shapes written down": lambda x: (x.reshape(3, 12) / x.max((1, 2))[:, None]).reshape(
-            3, 4, 3
+    whole = {
+        "muon": optax.contrib.muon(0.1),
+        "lamb": optax.lamb(0.1),
+        "lars": optax.lars(0.1),
+        "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
+        "clip_by_global_norm": optax.clip_by_global_norm(1.0),
+        "a mask by size": optax.adamw(
+            0.1, mask=lambda params: jax.tree.map(lambda x: x.size > 20, params)
         ),
-        "numbers of slices": lambda x: x * x.max((1, 2), keepdims=True) * len(x),
+        "shapes written down": optax.stateless(
+            lambda grads, params: {**grads, "a": grads["a"].reshape(2, 12).reshape(4, 6)}
+        ),
     }
-    for name, function in kept.items():
-        assert judge(function) == ([], [(0,)], []), name
-    for name, function in mixed.items():
-        assert judge(function) == ([], [], [(0,)]), name
-
-
-def test_parameters_that_depend_on_each_other_are_refused_with_the_operation():
-    shapes = shapes_of(a=(4, 6), b=(4, 6))
-    for tx, name in (
-        (optax.clip_by_global_norm(1.0), "'add'"),
-        (
-            optax.stateless(lambda grads, params: {**grads, "a": grads["b"] * grads["a"].max()}),
-            "mul",
-        ),
-    ):
-        with pytest.raises(Inseparable, match=f"{name}.* several parameters"):
-            divided_update(tx, shapes, AlongDim("data", Groups(2)))
-    number = optax.GradientTransformation(
-        lambda params: jnp.float32(0), lambda grads, state, params=None: (grads, grads["a"].max())
-    )
-    with pytest.raises(Inseparable, match="keeps a number"):
-        divided_update(number, shapes, AlongDim("data", Groups(2)))
+    assert [name for name, tx in in_parts.items() if mixes_elements(tx, shapes, division)] == []
+    assert [name for name, tx in whole.items() if not mixes_elements(tx, shapes, division)] == []
