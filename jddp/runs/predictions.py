@@ -23,11 +23,9 @@ from jddp.config.schema import Config
 from jddp.data import ArrayExamples, eval_batches
 from jddp.data.examples import Examples
 from jddp.data.image_transforms import LARGEST, normalize
-from jddp.data.sources.columns import ENDINGS
-from jddp.data.sources.encoding import Encoding
 from jddp.data.sources.image_folder import images_in
 from jddp.data.sources.mapped import map_npy, map_npz
-from jddp.data.sources.table import rows_in
+from jddp.data.sources.table import ENDINGS, Encoding, rows_in
 from jddp.data.transforms import Transform, Transformed
 from jddp.distributed.resolve import resolve_identity
 from jddp.engine.state import by_path

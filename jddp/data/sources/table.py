@@ -1,4 +1,4 @@
-"""Rows of CSV and Parquet files, by the names of their columns.
+"""Rows of CSV and Parquet files, by the names of their columns, read by Arrow.
 
     data.name=table  data.dir=houses
     data.kwargs: {inputs: [area, rooms, city], categorical: [city], target: price}
@@ -6,24 +6,40 @@
 Numbers are normalized by the mean and the standard deviation of the training part, and categories
 are numbered by it. The run keeps both, for `jddp predict RUN --data new.csv`.
 
+Columns of a CSV file are read as text and parsed when they are asked for: one rule, and one error,
+for text where numbers should be, whatever the format. A column whose types differ between files is
+read as text too, and booleans and whole numbers are equal however a format writes them.
+
 All rows are in memory: 4 bytes for each input of each row, and, while files are read, their
 columns as text.
 """
 
-from collections.abc import Sequence
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jddp.data.examples import ArrayExamples, NumpyBatch
 from jddp.data.extras import import_extra
 from jddp.data.source import DataSource, make_data_set, spec_of
-from jddp.data.sources.columns import ENDINGS, MISSING, Columns, read_columns
-from jddp.data.sources.encoding import FILL, Encoding, encoding_of
-from jddp.data.sources.mapped import files_of
+from jddp.data.sources.mapped import files_of, refusing_damage, require_file
 from jddp.data.split import selected_parts
-from jddp.errors import ConfigError, check_choice
+from jddp.errors import ConfigError, DataError, check_choice
+from jddp.names import did_you_mean
+from jddp.typing import JsonObject
+
+ENDINGS = (".csv", ".parquet")
+MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null", "None")  # for numbers
+FILL = "fill_missing"
+FILE, ROW = "\0file", "\0row"  # columns beside those of the files: where a row is
+
+_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(?i:inf|infinity)$"
+_WHOLE = re.compile(r"^(-?(?:0|[1-9][0-9]*))\.0*$")  # "1.0"
 
 
 def table_in_files(
@@ -46,7 +62,8 @@ def table_in_files(
       target: Name of the column that it predicts.
       categorical: The inputs that are categories; the others are numbers.
       normalize: Whether numbers get mean 0 and standard deviation 1 over the training part;
-        "fill_missing" if in addition missing ones get the mean.
+        "fill_missing" if in addition missing ones get the mean. A column of one number, or of
+        numbers that differ by rounding alone, gets mean 0 and keeps its scale.
       task: "classification" or "regression"; by default regression if the target is numbers of
         which one is not whole.
       unseen: "error", or "reserve": a category that the training part lacks gets a number of its
@@ -58,34 +75,49 @@ def table_in_files(
       DataError: If a file is missing or damaged, lacks a column, has text where numbers are
         needed, or a category or class that only the test part has.
     """
-    _check(inputs, categorical, target)
+    if not inputs or len({*inputs, target}) != len(inputs) + 1:
+        raise ConfigError(
+            f"data.kwargs.inputs: {[*inputs]} with target {target!r}. Name at least one column, "
+            "each once, and not the target."
+        )
+    if others := sorted({*categorical} - {*inputs}):
+        raise ConfigError(f"data.kwargs.categorical: {others[0]!r} is no input. Add it to inputs.")
     check_choice("data.kwargs.normalize", normalize, (True, False, FILL))
     check_choice("data.kwargs.task", task, (None, "classification", "regression"))
     check_choice("data.kwargs.unseen", unseen, ("error", "reserve"))
-    import_extra("pyarrow", needed_by="table")
-    names = [*inputs, target]
     training, testing = selected_parts(
-        lambda part: read_columns(files_of(directory, part, *ENDINGS), names),
+        lambda part: _read(files_of(directory, part, *ENDINGS), [*inputs, target]),
         test_share,
-        Columns.take,
+        lambda rows, indices: rows.take(indices),
     )
-    encoding = encoding_of(training, inputs, categorical, normalize=normalize, unseen=unseen)
-    classes = _classes(training, target, task)
-    parts = [
-        encoding.arrays(part) | _targets(part, target, classes) for part in (training, testing)
-    ]
-    counts = _counts(parts[0]["label"], classes) if classes else ""
-    kept = encoding.to_json()
-    digest = sha256(repr((kept, classes)).encode())
-    for part in parts:
-        for array in part.values():
+    fills = normalize == FILL
+    numeric = [name for name in inputs if name not in categorical]
+    scales = {name: _scale(training, name, fills) if normalize else (0.0, 1.0) for name in numeric}
+    encoding = Encoding(
+        {name: mean for name, (mean, _) in scales.items()},
+        {name: std for name, (_, std) in scales.items()},
+        {name: _categories(training, name) for name in inputs if name in categorical},
+        unseen == "reserve",
+        fills,
+    )
+    classes = [] if task == "regression" else _classes(training, target, task)
+    digest = sha256(repr((encoding.to_json(), classes)).encode())
+    parts = []
+    for rows in (training, testing):
+        arrays = encoding.arrays(rows)
+        if classes:
+            arrays["label"] = _numbers_of(rows, target, classes)
+        else:
+            arrays["y"] = _numbers(rows, target).astype(np.float32)[:, None]
+        for array in arrays.values():
             digest.update(array.tobytes())
+        parts.append(arrays)
     data = make_data_set(
-        f"table {directory}{counts}",
+        f"table {directory}{_rarest(parts[0]['label'], classes) if classes else ''}",
         *parts,
         sha256_hex=digest.hexdigest(),
         classes=classes,
-        encoding=kept,
+        encoding=encoding.to_json(),
     )
     return DataSource(
         spec_of(data.train),
@@ -95,48 +127,238 @@ def table_in_files(
     )
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """What is computed from the inputs of a table: decided by the training part, then kept.
+
+    Attributes:
+      means: Number that is subtracted from a column of numbers, by its name.
+      stds: Divisor after the subtraction, by the name of the column.
+      categories: Categories of a categorical column, in the order of their numbers, by its name.
+      reserves_unseen: Whether any other category has the number after the last one; without, it is
+        an error.
+      fills_missing: Whether a missing number is the mean of its column; without, it is an error.
+    """
+
+    means: Mapping[str, float]
+    stds: Mapping[str, float]
+    categories: Mapping[str, Sequence[str]]
+    reserves_unseen: bool = False
+    fills_missing: bool = False
+
+    @property
+    def num_categories(self) -> list[int]:
+        """Number of categories of each categorical column, with the reserved one."""
+        return [len(names) + self.reserves_unseen for names in self.categories.values()]
+
+    def arrays(self, rows: Any) -> NumpyBatch:
+        """float32 "x" `(rows, numbers)`, and int32 "categories" `(rows, columns)` if there are any.
+
+        Raises:
+          DataError: If an entry is no number, or its category is unseen and none is reserved.
+        """
+        x = np.empty((len(rows), len(self.means)), np.float32)
+        for i, (name, mean) in enumerate(self.means.items()):
+            numbers = _numbers(rows, name, fills=self.fills_missing)
+            x[:, i] = np.nan_to_num((numbers - mean) / self.stds[name])
+        found = [
+            _numbers_of(rows, name, known, unseen=len(known) if self.reserves_unseen else None)
+            for name, known in self.categories.items()
+        ]
+        return {"x": x, **({"categories": np.stack(found, 1)} if found else {})}
+
+    def to_json(self) -> JsonObject:
+        """The arguments that make it again; without those that the manifests of old runs lack."""
+        return {name: x for name, x in asdict(self).items() if x or name != "fills_missing"}
+
+
 def rows_in(path: Path, encoding: Encoding) -> ArrayExamples:
     """The inputs of a CSV or Parquet file, encoded like those of a run.
 
     Raises:
       DataError: As for `table`.
     """
-    return ArrayExamples(encoding.arrays(read_columns([path], encoding.columns)))
+    names = [*encoding.means, *encoding.categories]
+    return ArrayExamples(encoding.arrays(_read([path], names)))
 
 
-def _check(inputs: Sequence[str], categorical: Sequence[str], target: str) -> None:
-    if not inputs or len({*inputs, target}) != len(inputs) + 1:
-        raise ConfigError(
-            f"data.kwargs.inputs: {[*inputs]} with target {target!r}. Name at least one column, "
-            "each once, and not the target."
+def _read(files: Sequence[Path], names: list[str]) -> Any:
+    """An Arrow table of these columns of all files, one below the other, and of their places."""
+    arrow = _arrow()
+    parts = [_read_file(path, names) for path in files]
+    if not sum(map(len, parts)):
+        raise DataError(f"{files[0]}: no rows. Add some.")
+    columns = {}
+    for name in names:
+        types = {part[name].type for part in parts}
+        found = [part[name] for part in parts]
+        if len(types) > 1 or not _is_numeric(types.pop()):
+            found = [_text(path, name, column) for path, column in zip(files, found, strict=True)]
+        columns[name] = arrow.chunked_array([chunk for column in found for chunk in column.chunks])
+    lengths = [len(part) for part in parts]
+    numbers = np.repeat(np.arange(len(files)), lengths)
+    columns[FILE] = arrow.DictionaryArray.from_arrays(numbers, [*map(str, files)])
+    columns[ROW] = np.concatenate([np.arange(1, length + 1) for length in lengths])
+    return arrow.table(columns)
+
+
+def _read_file(path: Path, names: list[str]) -> Any:
+    """An Arrow table of these columns of one file."""
+    require_file(path)
+    if path.suffix == ".parquet":
+        parquet = _arrow("pyarrow.parquet")
+        with refusing_damage(path, "Parquet file"), parquet.ParquetFile(path) as file:
+            _refuse_missing(path, file.schema_arrow.names, names)
+            return file.read(columns=names).select(names)
+    csv = _arrow("pyarrow.csv")
+    with refusing_damage(path, "CSV file"):
+        with csv.open_csv(path) as file:
+            _refuse_missing(path, file.schema.names, names)
+        texts = dict.fromkeys(names, "string")
+        options = csv.ConvertOptions(include_columns=names, column_types=texts)
+        return csv.read_csv(path, convert_options=options)
+
+
+def _arrow(module: str = "pyarrow") -> Any:
+    return import_extra(module, needed_by="table")
+
+
+def _refuse_missing(path: Path, there: Sequence[str], names: Sequence[str]) -> None:
+    for name in names:
+        if there.count(name) != 1:
+            how_often = "more than one" if name in there else "no"
+            raise DataError(
+                f"{path}: {how_often} column {name!r}.{did_you_mean(name, there)} It has "
+                f"{', '.join(there)}."
+            )
+
+
+def _is_numeric(kind: Any) -> bool:
+    types = _arrow("pyarrow.types")
+    tests = (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal)
+    return any(test(kind) for test in tests)
+
+
+def _text(path: Path, name: str, column: Any) -> Any:
+    """A column as text; missing entries are empty."""
+    lib = _arrow().lib
+    try:
+        return column.cast("string").fill_null("")
+    except (lib.ArrowInvalid, lib.ArrowNotImplementedError) as error:
+        raise DataError(f"{path}: column {name!r} is {column.type}. Leave it out.") from error
+
+
+def _parsed(rows: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """A column as float64, NaN where an entry is no number; and where it is missing."""
+    compute = _arrow("pyarrow.compute")
+    column = rows[name]
+    if column.type != "string":
+        numbers = column.cast("double", safe=False).to_numpy()
+        return numbers, np.isnan(numbers)
+    is_number = compute.match_substring_regex(column, _NUMBER)
+    numbers = compute.if_else(is_number, column, "nan").cast("double")
+    is_missing = compute.is_in(column, value_set=_arrow().array(MISSING))
+    return numbers.to_numpy(), is_missing.to_numpy()
+
+
+def _numbers(rows: Any, name: str, *, fills: bool = False) -> np.ndarray:
+    """A column of numbers, float64; with `fills` NaN where one is missing, if not all are.
+
+    Raises:
+      DataError: If any other entry is no finite number.
+    """
+    numbers, is_missing = _parsed(rows, name)
+    is_allowed = is_missing & fills & ~is_missing.all()
+    way_out = "missing inputs can be the training mean: data.kwargs.normalize=fill_missing"
+    _refuse(rows, name, ~np.isfinite(numbers) & ~is_allowed, f"no finite number ({way_out})")
+    return numbers
+
+
+def _scale(rows: Any, name: str, fills: bool) -> tuple[float, float]:
+    """Mean and standard deviation; 1 in its place where it is the rounding of one number."""
+    numbers = _numbers(rows, name, fills=fills)
+    numbers = numbers[~np.isnan(numbers)]
+    lowest, highest = float(numbers.min()), float(numbers.max())
+    if lowest == highest:  # whose mean would be rounded
+        return lowest, 1.0
+    rounding = {"halffloat": 2**-10, "float": 2**-23}.get(str(rows[name].type), 2**-52)
+    std = float(numbers.std())
+    return float(numbers.mean()), std if std > rounding * max(-lowest, highest) else 1.0
+
+
+def _canonical(text: str) -> str:
+    """One text for each boolean and whole number, however a format writes it; others as they are.
+
+    CSV files of pandas have "True" where Parquet has "true", and "1.0" where a column has gaps.
+    """
+    return text.lower() if text.lower() in ("true", "false") else _WHOLE.sub(r"\1", text)
+
+
+def _categories(rows: Any, name: str) -> list[str]:
+    """The different entries of a column: in the order of numbers if all are whole numbers."""
+    unique = rows[name].cast("string").fill_null("").unique().to_pylist()
+    names = {_canonical(text): text for text in sorted(unique, reverse=True)}.values()
+    are_whole = all(re.fullmatch("-?[0-9]+", name) for name in names)
+    return sorted(names, key=int if are_whole else None)
+
+
+def _numbers_of(
+    rows: Any, name: str, categories: Sequence[str], *, unseen: int | None = None
+) -> np.ndarray:
+    """The number of the category of each row, int32.
+
+    Args:
+      rows: Rows of a table.
+      name: Name of the column.
+      categories: Categories in the order of their numbers.
+      unseen: Number of any other category; None if it is an error.
+
+    Raises:
+      DataError: If a category is not among them.
+    """
+    texts = rows[name].cast("string").fill_null("").dictionary_encode().combine_chunks()
+    known = {_canonical(x): i for i, x in reversed([*enumerate(categories)])}
+    known |= {x: i for i, x in enumerate(categories)}
+    unique = texts.dictionary.to_pylist()
+    numbers = np.array([known.get(x, known.get(_canonical(x), -1)) for x in unique], np.int32)
+    found = numbers[texts.indices.to_numpy()]
+    is_unseen = found < 0
+    if unseen is None:
+        rule = f"none of the {len(categories)} categories of the training part"
+        _refuse(rows, name, is_unseen, rule)
+    elif is_unseen.all():
+        text = "%s: column %r has no category of the training part."
+        logging.getLogger("jddp").warning(text, rows[FILE][0], name)
+    return np.where(is_unseen, np.int32(unseen or 0), found)
+
+
+def _refuse(rows: Any, name: str, is_wrong: np.ndarray, rule: str) -> None:
+    """Refuses entries of a column: one error, with their number."""
+    if is_wrong.any():
+        wrong = np.flatnonzero(is_wrong)
+        first = rows.slice(wrong[0], 1).to_pylist()[0]
+        raise DataError(
+            f"{first[FILE]}: row {first[ROW]:,} (from 1, after the names) has {first[name]!r} in "
+            f"column {name!r}: {rule}. Such rows: {len(wrong):,}. Correct or remove them."
         )
-    if others := sorted({*categorical} - {*inputs}):
-        raise ConfigError(f"data.kwargs.categorical: {others[0]!r} is no input. Add it to inputs.")
 
 
-def _classes(training: Columns, target: str, task: str | None) -> list[str]:
+def _classes(training: Any, target: str, task: str | None) -> list[str]:
     """The classes of the target, in the order of their numbers; empty for regression.
 
     A missing entry is no class: it is refused where the entries are numbered.
     """
-    if task == "regression":
-        return []
-    is_numeric = training.is_numeric(target)
+    numbers, is_missing = _parsed(training, target)
+    is_numeric = not (np.isnan(numbers) & ~is_missing).any()
     if task is None and is_numeric:
-        numbers = training.numbers([target], allows_missing=True)[target]
+        numbers = _numbers(training, target, fills=True)
         if (np.nan_to_num(numbers) % 1).any():
             return []
     missing = MISSING if is_numeric else ("",)
-    return [name for name in training.categories(target) if name not in missing]
+    return [name for name in _categories(training, target) if name not in missing]
 
 
-def _targets(part: Columns, target: str, classes: Sequence[str]) -> NumpyBatch:
-    if classes:
-        return {"label": part.numbers_of(target, classes)}
-    return {"y": part.numbers([target])[target].astype(np.float32)[:, None]}
-
-
-def _counts(labels: np.ndarray, classes: Sequence[str]) -> str:
+def _rarest(labels: np.ndarray, classes: Sequence[str]) -> str:
     """Words on the number of training rows of the rarest classes."""
     counts = np.bincount(labels, minlength=len(classes))
     rarest = np.argsort(counts, kind="stable")[:10]

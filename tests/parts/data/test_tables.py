@@ -7,8 +7,7 @@ import pytest
 
 from jddp.data import make_source
 from jddp.data.examples import column_of
-from jddp.data.sources.encoding import Encoding
-from jddp.data.sources.table import rows_in
+from jddp.data.sources.table import Encoding, rows_in
 from jddp.data.split import rows_for_testing
 from jddp.errors import ConfigError, DataError
 
@@ -163,14 +162,11 @@ def test_a_bad_entry_is_named_by_file_row_and_column(folder, change, message):
     assert "\n" not in str(error.value)
 
 
-def test_missing_numbers_of_all_columns_are_counted_in_one_error(folder):
-    (folder / "train.csv").write_text(as_csv(TRAIN | {"area": [1, "NA", "", ""], "rooms": "12x4"}))
+def test_missing_numbers_of_all_files_are_counted_in_one_error(folder):
+    (folder / "train.csv").write_text(as_csv(TRAIN | {"area": [1, "NA", "", ""]}))
     (folder / "train2.csv").write_text(as_csv(TRAIN | {"area": ["NaN", 2, 3, 4]}))
-    with pytest.raises(DataError, match="fill_missing") as error:
+    with pytest.raises(DataError, match=r"train.csv: row 2 .*fill_missing\)\. Such rows: 4\."):
         source_in(folder, inputs=["area", "rooms"], categorical=[])
-    assert "train.csv: row 2 " in str(error.value)
-    assert "4 in 'area', first train.csv 2, train.csv 3, train.csv 4; " in str(error.value)
-    assert "1 in 'rooms', first train.csv 3." in str(error.value)
 
 
 def test_missing_numbers_may_be_the_mean_of_the_training_part(folder, tmp_path):
@@ -184,7 +180,7 @@ def test_missing_numbers_may_be_the_mean_of_the_training_part(folder, tmp_path):
     found = rows_of(rows_in(tmp_path / "new.parquet", Encoding(**data.encoding)))
     np.testing.assert_allclose(found["x"][:, 0], [0, -1])
     (folder / "train.csv").write_text(as_csv(TRAIN | {"area": [""] * 4}))
-    with pytest.raises(DataError, match="4 in 'area'"):
+    with pytest.raises(DataError, match="Such rows: 4"):
         source_in(folder, normalize="fill_missing")
 
 
@@ -314,7 +310,7 @@ def test_dates_are_no_numbers(tmp_path):
     dates = {**TRAIN, "area": np.array(["2020-01-01"] * 4, "datetime64[s]")}
     for part in ("train", "test"):
         pq.write_table(pa.table(dates), tmp_path / f"{part}.parquet")
-    with pytest.raises(DataError, match="column 'area' is timestamp.*listed in data.kwargs.cat"):
+    with pytest.raises(DataError, match="'2020-01-01.* in column 'area': no finite number"):
         source_in(tmp_path)
 
 
