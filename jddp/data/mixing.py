@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from jddp.data.examples import NumpyBatch
-from jddp.data.extras import import_extra
 from jddp.data.transforms import namespace_of
 from jddp.errors import ConfigError
 
@@ -57,7 +56,8 @@ class Mix:
         Raises:
           ConfigError: If the examples are not images with labels.
         """
-        scipy = import_extra("scipy.special", needed_by="data.mixup")  # which takes a while
+        from scipy.special import betaincinv  # here, as its import takes a while
+
         if not {"image", "label"} <= batch.keys():
             held = ", ".join(batch)
             raise ConfigError(
@@ -66,7 +66,7 @@ class Mix:
         share_of_cuts = 0.0 if self.cutmix is None else 1.0 if self.mixup is None else 0.5
         is_cut = uniform[:, 1] < share_of_cuts
         parameter = np.where(is_cut, self.cutmix or 1.0, self.mixup or 1.0)
-        weight = scipy.betaincinv(parameter, parameter, uniform[:, 2])
+        weight = betaincinv(parameter, parameter, uniform[:, 2])
         if "mask" in others:
             weight[~others["mask"].reshape(len(weight), -1).any(1)] = 1
         how = np.column_stack([is_cut, weight, uniform[:, 3:]]).astype(np.float32)

@@ -2,7 +2,6 @@
 
     order = MixtureOrder((1_000, 50_000), weights=(0.3, 0.7), seed=0)
     order.examples_at(np.arange(8))        # numbers of the joined sources: 0 to 50,999
-    order.num_drawn(51_000)                # (15300, 35700)
 
 An epoch has as many positions as all sources have examples. After any number of epochs the share
 of each source is exact to one example: the sums of shares are rounded down, and the differences of
@@ -27,7 +26,6 @@ from jddp.errors import ConfigError
 from jddp.typing import Settings
 
 SEEDS = 2**32  # The orders of sources of one size differ.
-_CHUNK = 2**20  # positions at a time
 
 Positions = TypeVar("Positions", int, np.ndarray)
 
@@ -103,16 +101,6 @@ class MixtureOrder:
         for source, here, draws in self._draws(positions):
             numbers[here] = self._orders[source].uniform(draws, num_draws)
         return numbers
-
-    def num_drawn(self, position: int) -> tuple[int, ...]:
-        """How many of the examples before a position are of each source."""
-        current = self._round_of(position)
-        counts = self._num_before(current)
-        for first in range(self._begin_of(current), position, _CHUNK):
-            positions = np.arange(first, min(first + _CHUNK, position))
-            for source, here, _ in self._draws(positions):
-                counts[source] += len(here)
-        return tuple(counts.tolist())
 
     @functools.cached_property
     def _orders(self) -> list[Order]:

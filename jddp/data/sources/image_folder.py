@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,23 +38,6 @@ LAYOUT = (
 )
 
 
-class HashSplit(NamedTuple):
-    """One side of a split of images into those for training and those for testing.
-
-    Attributes:
-      test_share: Fraction of the images that are for testing.
-      is_test: Whether this side is for testing.
-    """
-
-    test_share: float
-    is_test: bool
-
-    def takes(self, name: str) -> bool:
-        """Whether an image with this name is on this side: a hash of the name decides."""
-        draw = int.from_bytes(sha256(name.encode(errors="surrogateescape")).digest()[:8]) / 2**64
-        return (draw < self.test_share) == self.is_test
-
-
 @dataclass(eq=False)
 class FolderExamples:
     """Images of a folder, and the number of the class of each.
@@ -68,12 +50,11 @@ class FolderExamples:
         an error otherwise.
       is_labelled: Whether there is a folder for each class; otherwise all images in the folder and
         below it are used, with label 0.
-      split: Share of the images to use, chosen by their names; None for all.
       files: Paths of the images, relative to `root`, in their order.
       classes: Names of the classes, in the order of their numbers.
 
     Raises:
-      DataError: If there are no images.
+      DataError: If there are no images, or none of a class.
     """
 
     root: Path
@@ -81,31 +62,39 @@ class FolderExamples:
     margin: float = 0.0
     keep_undecodable: bool = False
     is_labelled: bool = True
-    split: HashSplit | None = None
 
     def __post_init__(self) -> None:
-        root = self.root
-        if not root.is_dir():
-            raise DataError(f"{root}: no such folder. {LAYOUT}")
-        self.classes = _class_folders(root) if self.is_labelled else [""]
-        found = [
-            (path.relative_to(root).as_posix(), label)
-            for label, name in enumerate(self.classes)
-            for path in _images_in(root / name)
-        ]
-        if not found:
+        if not self.root.is_dir():
+            raise DataError(f"{self.root}: no such folder. {LAYOUT}")
+        self.classes = _class_folders(self.root) if self.is_labelled else [""]
+        images = [_images_in(self.root / name) for name in self.classes]
+        if not any(images):
             where = "in folders of classes" if self.is_labelled else "here or below"
-            raise DataError(f"{root}: no images {where}. Add some.")
-        if empty := sorted({*range(len(self.classes))} - {label for _, label in found}):
-            name = self.classes[empty[0]]
-            raise DataError(
-                f"{_shown(root / name)}: no images of this class. Add some, or remove the folder."
-            )
-        if self.split is not None:
-            found = [(name, label) for name, label in found if self.split.takes(name)]
-        self.files = [name for name, _ in found]
+            raise DataError(f"{self.root}: no images {where}. Add some.")
+        for name, paths in zip(self.classes, images, strict=True):
+            if not paths:
+                where = _shown(self.root / name)
+                raise DataError(
+                    f"{where}: no images of this class. Add some, or remove the folder."
+                )
+        self.files = [x.relative_to(self.root).as_posix() for paths in images for x in paths]
+        self.labels = np.repeat(np.arange(len(images), dtype=np.int32), [*map(len, images)])
         self._masked: set[int] | None = set() if self.keep_undecodable else None
-        self.labels = np.array([label for _, label in found], np.int32)
+
+    def keep_part(self, test_share: float, part: str) -> None:
+        """Keeps the images of a part, "train" or "test": a hash of its name decides for each.
+
+        Raises:
+          DataError: If there are none.
+        """
+        is_kept = [(_draw(name) < test_share) == (part == "test") for name in self.files]
+        self.files = [name for name, is_here in zip(self.files, is_kept, strict=True) if is_here]
+        self.labels = self.labels[is_kept]
+        if not self.files:
+            raise DataError(
+                f"{self.root}: test_share={test_share} leaves no image for {part}. Choose another "
+                "share."
+            )
 
     def __len__(self) -> int:
         return len(self.files)
@@ -136,25 +125,23 @@ class FolderExamples:
         return sha256("".join(sizes).encode(errors="surrogateescape")).hexdigest()
 
 
+def _draw(name: str) -> float:
+    """A number from 0 to 1 by the hash of a name."""
+    return int.from_bytes(sha256(name.encode(errors="surrogateescape")).digest()[:8]) / 2**64
+
+
 def _images_in(folder: Path) -> list[Path]:
     """The image files in a folder and below, by their endings, in the order of their names.
 
     Raises:
       DataError: If one is not a file, but a pipe, for example, which would never end.
     """
-    images = []
-    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS):
-        if path.is_file():
-            images.append(path)
-        elif not path.is_dir():
-            raise DataError(f"{_shown(path)}: {_kind_of(path)}, not an image. Remove it.")
-    return images
-
-
-def _kind_of(path: Path) -> str:
-    if path.is_symlink():
-        return "a link that leads to no file"
-    return "a named pipe" if path.is_fifo() else "no file"
+    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+    for path in images:
+        if not (path.is_file() or path.is_dir()):
+            what = "a link that leads to no file, a named pipe or a device"
+            raise DataError(f"{_shown(path)}: {what}, not an image. Remove it.")
+    return [path for path in images if path.is_file()]
 
 
 def _shown(path: Path) -> str:
@@ -163,17 +150,8 @@ def _shown(path: Path) -> str:
 
 
 def _class_folders(root: Path) -> list[str]:
-    """The names of the folders, without hidden ones, which editors and notebooks make.
-
-    Raises:
-      DataError: If one is a link to a folder above it, whose images would count twice.
-    """
-    folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    around = {root.resolve(), *root.resolve().parents}
-    for path in folders:
-        if path.is_symlink() and path.resolve() in around:
-            raise DataError(f"{_shown(path)}: a link to a folder that contains it. Remove it.")
-    return sorted(path.name for path in folders)
+    """The names of the folders, without hidden ones, which editors and notebooks make."""
+    return sorted(x.name for x in root.iterdir() if x.is_dir() and not x.name.startswith("."))
 
 
 def image_folder(
@@ -209,27 +187,32 @@ def image_folder(
     scaling = normalize(mean, std)
 
     def examples(part: str, margin: float) -> FolderExamples:
-        split = None if test_share is None else HashSplit(test_share, is_test=part == "test")
-        root = directory if test_share is not None else directory / part
-        found = FolderExamples(root, image_size, margin, keep_undecodable=masks, split=split)
-        if not found.files:
-            raise DataError(
-                f"{root}: test_share={test_share} leaves no image for {part}. Choose another share."
-            )
-        return found
+        root = directory / part if test_share is None else directory
+        images = FolderExamples(root, image_size, margin, keep_undecodable=masks)
+        if test_share is not None:
+            images.keep_part(test_share, part)
+        return images
 
     def load() -> DataSet:
         if test_share is not None and {"train", "test"} <= {*_class_folders(directory)}:
             raise DataError(f"{directory} has folders train and test. Leave test_share out.")
-        train = examples("train", 0.0)
-        test = examples("test", TEST_MARGIN)
-        _refuse_other_classes(directory, train.classes, test.classes, num_classes)
-        digest = sha256((train.fingerprint() + test.fingerprint()).encode()).hexdigest()
+        train, test = examples("train", 0.0), examples("test", TEST_MARGIN)
+        if odd := sorted({*train.classes} ^ {*test.classes}):
+            part, other = ("train", "test") if odd[0] in train.classes else ("test", "train")
+            raise DataError(
+                f"{directory}: class {odd[0]!r} is in {part}, but not in {other}. Both need the "
+                "same class folders."
+            )
+        if num_classes not in (None, len(train.classes)):
+            raise DataError(
+                f"{directory} has {len(train.classes)} classes, but num_classes is {num_classes}. "
+                "Leave it out, or give the number of folders."
+            )
         return make_data_set(
             f"image_folder {directory}",
             Transformed(train, scaling),
             Transformed(test, scaling),
-            sha256_hex=digest,
+            sha256_hex=sha256((train.fingerprint() + test.fingerprint()).encode()).hexdigest(),
             classes=train.classes,
         )
 
@@ -239,23 +222,6 @@ def image_folder(
     root = directory if test_share is not None else directory / "train"
     found = num_classes or (len(_class_folders(root)) if root.is_dir() else 0)
     return DataSource(spec, load, (CropAndFlip(),), {"num_classes": found} if found else {})
-
-
-def _refuse_other_classes(
-    directory: Path, train: Sequence[str], test: Sequence[str], num_classes: int | None
-) -> None:
-    """Refuses classes that only one side has, and a wrong number of classes."""
-    for part, other, names in (("train", "test", train), ("test", "train", test)):
-        if missing := sorted({*names} - {*(test if part == "train" else train)}):
-            raise DataError(
-                f"{directory}: class {missing[0]!r} is in {part}, but not in {other}. Both "
-                "need the same class folders."
-            )
-    if num_classes not in (None, len(train)):
-        raise DataError(
-            f"{directory} has {len(train)} classes, but num_classes is {num_classes}. Leave it "
-            "out, or give the number of folders."
-        )
 
 
 def images_in(
