@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jddp.distributed.huge_pages import huge_pages
+from jddp.distributed.gpus import huge_pages
 
 ROOT = Path(__file__).resolve().parent.parent
 Turn = Callable[[int], float]  # Takes that many steps; returns the seconds of all.

@@ -7,8 +7,7 @@ import jax
 
 from acceptance.published import topology
 from acceptance.result import Machine, PartResult, worst
-from jddp.distributed import nvidia_smi
-from jddp.distributed.gpus import INSTALL, may_use_gpus, why_missing
+from jddp.distributed.gpus import INSTALL, may_use_gpus, run_program, why_missing
 from jddp.distributed.join import require_devices
 from jddp.doctor.busy import check_busy
 from jddp.doctor.devices import check_devices
@@ -51,9 +50,9 @@ def find_devices(machine: Machine) -> PartResult:
     details += [f"        JAX may use {in_words(limit)} of each"] if limit else []
     details += [
         "",
-        *digest(nvidia_smi.run_program(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader")),
+        *digest(run_program(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader")),
     ]
-    details += [line for line in nvidia_smi.run_program("-q") if line.startswith("CUDA Version")]
+    details += [line for line in run_program("-q") if line.startswith("CUDA Version")]
     details += ["", *topology()]
     text = "\n".join(details).rstrip()
     facts = {"num_devices": len(devices), "kind": devices[0].device_kind}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jddp.distributed import nvidia_smi
+from jddp.distributed import gpus
 
 NVLINK, PCIE = "NVLink", "PCIe"
 _ML = "https://github.com/stas00/ml-engineering/blob/master/network/benchmarks/README.md"
@@ -54,7 +54,7 @@ FIGURES = (
 
 def topology() -> list[str]:
     """The lines of `nvidia-smi topo -m`, which underlines the first."""
-    return [re.sub(r"\x1b\[\d*m", "", line) for line in nvidia_smi.run_program("topo", "-m")]
+    return [re.sub(r"\x1b\[\d*m", "", line) for line in gpus.run_program("topo", "-m")]
 
 
 def choose_figure(kind: str, link: str | None) -> Published | None:

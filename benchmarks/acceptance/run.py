@@ -17,8 +17,7 @@ from acceptance.page import page, verdict
 from acceptance.part import PROGRAM, read_result
 from acceptance.parts import PARTS
 from acceptance.result import SKIP, Machine, Part, PartResult
-from jddp.distributed.atomics import add_flag
-from jddp.distributed.gpus import may_use_gpus
+from jddp.distributed.gpus import add_flag, may_use_gpus
 from jddp.doctor.finding import BAD, Finding
 from jddp.errors import DeviceError, ExitCode, file_errors, show
 from jddp.launcher.group import Cleanup

@@ -19,7 +19,7 @@ import numpy as np
 
 from acceptance.result import Machine, PartResult
 from jddp.checkpoint.folders import finished
-from jddp.distributed.nvidia_smi import list_gpus
+from jddp.distributed.gpus import list_gpus
 from jddp.doctor.finding import BAD, OK, WARN
 
 _CACHE = "XDG_CACHE_HOME"

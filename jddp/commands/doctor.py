@@ -106,8 +106,7 @@ def _print_failures(run: Path) -> int:
 def _examine(arguments: argparse.Namespace) -> int:
     import jax
 
-    from jddp.distributed.agree import agree
-    from jddp.distributed.chosen_gpus import refuse_gpus
+    from jddp.distributed.agree import agree, refuse_gpus
     from jddp.distributed.coordination import gather, process_index
     from jddp.distributed.gpus import gpu_facts
     from jddp.distributed.join import configure_devices, initialize, require_devices

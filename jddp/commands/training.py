@@ -29,9 +29,9 @@ from jddp.config.files import dump_values, load_config
 from jddp.config.keys import describe_keys
 from jddp.config.permissions import private_cache
 from jddp.config.schema import Config
-from jddp.distributed.atomics import add_flag
 from jddp.distributed.exits import process
 from jddp.distributed.failure_file import RESULT, describe_failure, write_failure
+from jddp.distributed.gpus import add_flag
 from jddp.distributed.resolve import resolve_identity
 from jddp.distributed.signals import stop_signals
 from jddp.errors import Error, ExitCode, report, show

@@ -1,21 +1,36 @@
-"""Refuses a job whose processes differ in something that must be the same in all.
+"""What the processes of a job compare before their first collective.
 
-agree("config or version", {"sha256": digest})    # before their first collective
+    agree("config or version", {"sha256": digest})   # the same in all
+    refuse_gpus(identity)                            # each GPU exists, and belongs to one process
+    use_if_shared()                                  # one cache of compiled programs, or none
+
+Processes with different code, configs or data would hang, or compute nonsense without an error.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from jddp.distributed.coordination import gather
+import jax
+
+from jddp.distributed.coordination import from_first, gather, num_processes, process_index
+from jddp.distributed.gpus import list_instances, may_use_gpus, num_nvidia, plugins
+from jddp.distributed.identity import CUDA, Identity, shown
 from jddp.distributed.rendezvous import refuse_differences
+from jddp.errors import ConfigError, report
 
-_AGREE_SECONDS = 120.0  # the other processes may still be busy
+_SECONDS = 120.0  # the other processes may still be busy
+_IS_ON, _FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
+_LATE_SECONDS = 2.0  # in which a file system shows what another host has written
+_NO_CACHE, _SEEN, _UNSEEN = "no cache", "seen", "not seen"
 
 
 def agree(subject: str, values: Mapping[str, str]) -> None:
     """Compares the values of all processes with those of process 0, before their first collective.
-
-    Processes with different code, configs or data would hang, or compute nonsense without an error.
 
     Args:
       subject: Common name of the values, for the error.
@@ -24,6 +39,174 @@ def agree(subject: str, values: Mapping[str, str]) -> None:
     Raises:
       ProcessMismatchError: On every process, if any differs.
     """
-    texts = gather(f"agree/{subject}", json.dumps(values), timeout_seconds=_AGREE_SECONDS)
+    texts = gather(f"agree/{subject}", json.dumps(values), timeout_seconds=_SECONDS)
     of_all = ((str(process), json.loads(text)) for process, text in enumerate(texts))
     refuse_differences("process", subject, of_all)
+
+
+def refuse_gpus(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuses GPUs that do not exist, MIG instances in a job, and GPUs that two processes share.
+
+    Every process calls it, before devices start. CUDA silently leaves out GPUs that do not exist.
+    NCCL connects neither MIG instances nor two processes on one GPU, and reports this only minutes
+    later. Numbers are compared as UUIDs, because each task of a scheduler may count its GPUs from
+    0. Without `nvidia-smi` only UUIDs are known.
+
+    Raises:
+      ConfigError: On every process, if any has such a GPU.
+    """
+    uses_cuda = any(name.startswith("cuda") for name in plugins())
+    is_open = num_processes() > 1 or CUDA in environ
+    own = list[str]()
+    mistake = ""
+    if uses_cuda and is_open and num_nvidia() and may_use_gpus(environ.get("JAX_PLATFORMS")):
+        try:
+            own = choose(environ, identity.local_device_ids, list_instances())
+        except ConfigError as error:
+            mistake = str(error)
+    texts = gather("gpus", json.dumps([own, mistake]), timeout_seconds=_SECONDS)
+    check(list(map(json.loads, texts)))
+
+
+def choose(
+    environ: Mapping[str, str],
+    local_ids: Sequence[int] | None,
+    instances: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """UUIDs of the GPUs, or of the MIG instance, that a process has.
+
+    Args:
+      environ: Environment, with CUDA_VISIBLE_DEVICES.
+      local_ids: Numbers of its GPUs among the visible ones; None for all.
+      instances: MIG instances of each GPU of the host; empty if the GPUs are not known.
+
+    Raises:
+      ConfigError: If one does not exist.
+    """
+    # CUDA shows a process the first instance of a GPU.
+    known = [next(iter(of_gpu), gpu) for gpu, of_gpu in instances.items()]
+    text = environ.get(CUDA)
+    if text is None:
+        visible = [uuid for uuid in known if _is_mig(uuid)][:1] or known
+    else:
+        names = _names(text)
+        if not known and any(name.isdecimal() for name in names):
+            return []
+        visible = [_find(name, text, known, instances) for name in names]
+        if len(visible) > 1 and any(map(_is_mig, visible)):
+            raise ConfigError(
+                f"{CUDA}={shown(text)}: CUDA shows a process only its first MIG instance. Name one."
+            )
+    if local_ids is None or not visible:
+        return visible
+    if max(local_ids) >= len(visible):
+        raise ConfigError(
+            f"local device {max(local_ids)} does not exist: this process sees {len(visible)} GPUs. "
+            "Start no more processes than there are devices."
+        )
+    return [visible[i] for i in local_ids]
+
+
+def check(of_processes: Sequence[tuple[list[str], str]]) -> None:
+    """Checks the GPUs of all processes.
+
+    Args:
+      of_processes: UUIDs of each process, and its mistake, if there is one.
+
+    Raises:
+      ConfigError: If there is a mistake, or NCCL would not connect them.
+    """
+    owners = dict[str, int]()
+    is_job = len(of_processes) > 1
+    for process, (own, mistake) in enumerate(of_processes):
+        if mistake:
+            raise ConfigError(f"process {process}: {mistake}" if is_job else mistake)
+        for uuid in own if is_job else ():
+            if _is_mig(uuid):
+                raise ConfigError(
+                    f"process {process} has the MIG instance {uuid}, and NCCL connects none: "
+                    "train with one process for each alone, or turn MIG off (nvidia-smi -mig 0)."
+                )
+            if (other := owners.setdefault(uuid, process)) != process:
+                raise ConfigError(
+                    f"processes {other} and {process} have the same GPU, {uuid}, and NCCL cannot "
+                    "connect them: start one process for each GPU, or one for all GPUs, and leave "
+                    f"{CUDA} to the launcher."
+                )
+
+
+def _names(text: str) -> list[str]:
+    """The names in a list, up to the first that hides the others."""
+    names = [name.strip() for name in text.split(",")]
+    hidden = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
+    return names[:hidden]
+
+
+def _find(
+    name: str, text: str, known: Sequence[str], instances: Mapping[str, Sequence[str]]
+) -> str:
+    """The UUID of a GPU or instance, by its number or the beginning of its UUID."""
+    if not known:
+        return name
+    if name.isdecimal() and int(name) < len(known):
+        return known[int(name)]
+    for uuid, (gpu, of_gpu) in zip(known, instances.items(), strict=True):
+        if name.startswith("GPU-") and gpu.startswith(name):
+            return uuid
+        if _is_mig(name) and (gpu in name or name in of_gpu):
+            return name
+    raise ConfigError(
+        f"{CUDA}={shown(text)}: {name[:60]} is none of the {len(known)} GPUs that nvidia-smi -L "
+        "lists here. Unset the variable if it was set for another host."
+    )
+
+
+def _is_mig(uuid: str) -> bool:
+    return uuid.startswith("MIG-")
+
+
+def use_if_shared() -> None:
+    """Switches JAX's cache of programs off unless all processes see a file of process 0 there.
+
+    Every process of a job calls it, before it compiles anything. Every process reads the cache, and
+    only process 0 writes it. If the others do not see its folder, process 0 finds programs there at
+    the next start that the others have to compile. XLA's autotuner on GPUs divides its work over
+    all processes: they would wait, up to a day, for one that does not compile.
+    """
+    place = (getattr(jax.config, _FOLDER) or "") if getattr(jax.config, _IS_ON) else ""
+    is_first = process_index() == 0
+    mark = Path(place, f".jddp-{secrets.token_hex(8)}")
+    if is_first and place and "://" not in place:
+        with contextlib.suppress(OSError):  # then no process sees it
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+    sent = from_first("cache/mark", json.dumps([place, mark.name]), timeout_seconds=_SECONDS)
+    seen = gather("cache/seen", _look_for(place, *json.loads(sent)), timeout_seconds=_SECONDS)
+    if is_first and place and "://" not in place:
+        with contextlib.suppress(OSError):
+            mark.unlink()
+    if set(seen) in ({_NO_CACHE}, {_SEEN}):
+        return
+    jax.config.update(_IS_ON, False)
+    if is_first:
+        blind = len(seen) - seen.count(_SEEN)
+        where = place or "a cache that it does not have"
+        report(
+            f"the cache of compiled programs is off: {blind} of {len(seen)} processes do not see "
+            f"the files of process 0 in {where}, and would wait for programs that it does not "
+            "compile. Set XDG_CACHE_HOME to a directory that all of them share."
+        )
+
+
+def _look_for(place: str, first_place: str, name: str) -> str:
+    """Whether this process, with a cache at `place`, sees the file of process 0."""
+    if not place:
+        return _NO_CACHE
+    if not first_place or "://" in first_place:
+        return _SEEN if place == first_place else _UNSEEN
+    until = time.monotonic() + _LATE_SECONDS
+    while not Path(place, name).exists():
+        if time.monotonic() > until:
+            return _UNSEEN
+        time.sleep(0.05)
+    return _SEEN

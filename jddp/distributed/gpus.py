@@ -2,17 +2,26 @@
 
     gpu_facts(os.environ)             # compared between the processes of a job
     why_missing(reasons)              # if JAX has none: the missing part, and the way out
+    list_gpus()                       # as `nvidia-smi` reports them
+    add_flag(os.environ)              # for atomic adds, before JAX is started
+    environ |= huge_pages(environ)    # of a process that is to be started
 
 If its plugin for GPUs fails, JAX computes on CPUs. If one process of a job has no GPU and others
 have one, the others wait for it in the first exchange of their devices.
+
+Without the program `nvidia-smi`, which a container may lack, its reports are empty. It takes about
+a second, or several if a driver has to start first.
 """
 
 import contextlib
 import logging
+import os
 import pkgutil
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +38,17 @@ _CONTAINER = (
     "A container needs --gpus all (Docker), --device nvidia.com/gpu=all (Podman) or the limit "
     "nvidia.com/gpu (Kubernetes)."
 )
+# jaxlib 0.10.2 to 0.11.0 compile a scatter that adds float32, such as the gradient of an embedding,
+# to loops of compare-and-swap, up to 450 times slower where rows collide. An option of LLVM restores
+# atomics: https://github.com/openxla/xla/issues/46225, https://github.com/jax-ml/jax/issues/38806.
+_NAME = "xla_backend_extra_options"
+FLAG = f"--{_NAME}=-nvptx-allow-ftz-atomics"
+_FIRST_SLOW, _LAST_SLOW = (0, 10, 2), (0, 11, 0)
+# glibc reads its tunables when a process starts.
+_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
+_OLDEST_GLIBC = (2, 35)  # that has the tunable
+_KERNEL = Path("sys/kernel/mm/transparent_hugepage/enabled")
+_SECONDS = 60  # for nvidia-smi
 
 
 class Missing(NamedTuple):
@@ -101,25 +121,25 @@ def why_missing(reasons: Sequence[str] = ()) -> Missing | None:
     Args:
       reasons: Errors that JAX's plugins have raised.
     """
-    version = driver_version()
+    driver = driver_version()
     installed = plugins()
     cuda = next((name[4:] for name in installed if name.startswith("cuda")), "")
     reason = "".join(f": {reason.rstrip('.?')}" for reason in reasons[:1])
-    if version is None:
+    if driver is None:
         lacks = f"finds no GPU{reason}" if num_amd() else "is installed, but no driver for it"
         fix = "Install the driver; or uninstall the plugin if there is no GPU."
         fix += f" {_CONTAINER}" if cuda else ""
         return Missing(f"JAX's plugin {', '.join(installed)} {lacks}.", fix) if installed else None
     if not num_nvidia():
-        return Missing(f"NVIDIA's driver is {version}, but there is no /dev/nvidia*.", _CONTAINER)
+        return Missing(f"NVIDIA's driver is {driver}, but there is no /dev/nvidia*.", _CONTAINER)
     if not cuda:
-        what = f"NVIDIA's driver is {version}, but JAX has no plugin for it."
+        what = f"NVIDIA's driver is {driver}, but JAX has no plugin for it."
         return Missing(what, INSTALL)
-    if version < (oldest := OLDEST_DRIVER.get(cuda, 0)):
-        what = f"NVIDIA's driver is {version}, but CUDA {cuda} needs {oldest}."
-        older = ", or jddp[cuda12]" if version >= OLDEST_DRIVER["12"] else ""
+    if driver < (oldest := OLDEST_DRIVER.get(cuda, 0)):
+        what = f"NVIDIA's driver is {driver}, but CUDA {cuda} needs {oldest}."
+        older = ", or jddp[cuda12]" if driver >= OLDEST_DRIVER["12"] else ""
         return Missing(what, f"Install a newer driver{older}.")
-    what = f"NVIDIA's driver is {version}, but JAX's plugin cuda{cuda} finds no GPU{reason}."
+    what = f"NVIDIA's driver is {driver}, but JAX's plugin cuda{cuda} finds no GPU{reason}."
     return Missing(what, "LD_LIBRARY_PATH must name no CUDA or cuDNN but pip's.")
 
 
@@ -159,3 +179,107 @@ def plugin_errors() -> Iterator[list[str]]:
         yield reasons
     finally:
         logger.removeFilter(collect)
+
+
+class Gpu(NamedTuple):
+    """A GPU, as `nvidia-smi` reports it.
+
+    Attributes:
+      uuid: Unique name.
+      kind: Name of the product.
+      used_mib: Memory in use; None if it is not reported.
+      total_mib: Memory in all; None if it is not reported.
+    """
+
+    uuid: str
+    kind: str
+    used_mib: int | None
+    total_mib: int | None
+
+
+def list_gpus() -> list[Gpu]:
+    """The NVIDIA GPUs, in the order of their numbers."""
+    rows = _query("--query-gpu=uuid,name,memory.used,memory.total", 4)
+    return [Gpu(uuid, kind, _number(used), _number(total)) for uuid, kind, used, total in rows]
+
+
+def list_programs() -> list[tuple[str, str, str]]:
+    """The processes that compute on GPUs: UUID of the GPU, number of the process, its program.
+
+    A container does not see processes outside of it.
+    """
+    return [
+        (gpu, pid, name)
+        for gpu, pid, name in _query("--query-compute-apps=gpu_uuid,pid,process_name", 3)
+    ]
+
+
+def list_instances() -> dict[str, list[str]]:
+    """The UUIDs of the GPUs by their numbers, each with the UUIDs of its MIG instances."""
+    gpus = dict[str, list[str]]()
+    for line in run_program("-L"):
+        uuid = re.search(r"\(UUID: ([^)]+)\)", line)
+        if uuid is not None and line.startswith("GPU"):
+            gpus[uuid[1]] = []
+        elif uuid is not None and gpus:
+            gpus[next(reversed(gpus))].append(uuid[1])
+    return gpus
+
+
+def smallest_bytes() -> int | None:
+    """Memory of the smallest GPU; None if it is not known."""
+    known = [gpu.total_mib for gpu in list_gpus() if gpu.total_mib is not None]
+    return min(known) * 2**20 if known else None
+
+
+def run_program(*arguments: str) -> list[str]:
+    """The lines that `nvidia-smi` prints; none if it is absent, fails or hangs."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeError):
+        return []
+    return done.stdout.splitlines()
+
+
+def _query(what: str, num_columns: int) -> list[list[str]]:
+    rows = (line.split(", ") for line in run_program(what, "--format=csv,noheader,nounits"))
+    return [row for row in rows if len(row) == num_columns]
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+def lacks_atomics(environ: Mapping[str, str]) -> bool:
+    """Whether JAX will compile slow loops: by its version, unless the user has set the flag."""
+    numbers = tuple(map(int, re.findall(r"\d+", version("jaxlib"))[:3]))
+    return _FIRST_SLOW <= numbers <= _LAST_SLOW and _NAME not in environ.get("XLA_FLAGS", "")
+
+
+def add_flag(environ: MutableMapping[str, str]) -> None:
+    """Adds the flag where there are GPUs that need it, before JAX is started."""
+    if num_nvidia() and may_use_gpus(environ.get("JAX_PLATFORMS")) and lacks_atomics(environ):
+        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {FLAG}".lstrip()
+
+
+def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that gives a new process huge pages; {} where they are set or would not help.
+
+    Where the kernel gives huge pages to programs that ask for them, and there is no GPU, a step
+    that is bound by memory has fewer page faults, and is faster (benchmarks/README.md).
+
+    Args:
+      environ: The other environment variables of the process.
+    """
+    before = environ.get(_TUNABLES, "")
+    names = getattr(os, "confstr_names", {})
+    library = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in names else None
+    glibc = re.fullmatch(r"glibc (\d+)\.(\d+)", library or "")
+    has_tunable = glibc is not None and (int(glibc[1]), int(glibc[2])) >= _OLDEST_GLIBC
+    kernel = ROOT / _KERNEL
+    are_offered = has_tunable and kernel.exists() and "[madvise]" in kernel.read_text()
+    if _HUGE_PAGES in before or has_gpu(environ) or not are_offered:
+        return {}
+    return {_TUNABLES: ":".join(filter(None, [before, f"{_HUGE_PAGES}=1"]))}

@@ -43,9 +43,9 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
     """
     import jax
 
+    from jddp.distributed.agree import use_if_shared
     from jddp.distributed.coordination import background
     from jddp.distributed.failure import keep_uncaught, watch_over_job
-    from jddp.distributed.program_cache import use_if_shared
 
     if identity.coordinator is not None or environ.get(FAILURE_FILE):
         keep_uncaught(identity.process_id)

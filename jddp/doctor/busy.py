@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jddp.distributed.nvidia_smi import Gpu, list_gpus, list_programs
+from jddp.distributed.gpus import Gpu, list_gpus, list_programs
 from jddp.doctor.finding import OK, WARN, Finding
 
 _IDLE_MIB = 1024  # the most that a driver takes by itself
@@ -13,7 +13,7 @@ def check_busy() -> Iterator[Finding]:
     gpus, programs = list_gpus(), list_programs()
     is_busy = False
     for number, gpu in enumerate(gpus):
-        names = [f"{x.name} ({x.pid})" for x in programs if x.gpu == gpu.uuid]
+        names = [f"{name} ({pid})" for uuid, pid, name in programs if uuid == gpu.uuid]
         if names or (gpu.used_mib or 0) > _IDLE_MIB:
             is_busy = True
             by = ", ".join(names) or "programs that are not visible from here"

@@ -6,8 +6,14 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from jddp.distributed.atomics import FLAG, lacks_atomics
-from jddp.distributed.gpus import OLDEST_DRIVER, ON_PURPOSE, Missing, driver_version
+from jddp.distributed.gpus import (
+    FLAG,
+    OLDEST_DRIVER,
+    ON_PURPOSE,
+    Missing,
+    driver_version,
+    lacks_atomics,
+)
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 from jddp.engine.mesh import kinds_of
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jddp.distributed.nvidia_smi import smallest_bytes
+from jddp.distributed.gpus import smallest_bytes
 from jddp.engine.mesh import platform
 from jddp.engine.trainable import Steps, Trainable
 from jddp.html import Shown, TextTable

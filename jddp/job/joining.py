@@ -8,8 +8,7 @@ import jax
 from jddp.config.files import flatten
 from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
-from jddp.distributed.agree import agree
-from jddp.distributed.chosen_gpus import refuse_gpus
+from jddp.distributed.agree import agree, refuse_gpus
 from jddp.distributed.coordination import process_index
 from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_memory
 from jddp.distributed.join import configure_devices, initialize, require_devices

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jddp.distributed.gpus import num_amd, num_nvidia
-from jddp.distributed.huge_pages import huge_pages
+from jddp.distributed.gpus import huge_pages, num_amd, num_nvidia
 from jddp.distributed.identity import CUDA, JOB, ROCR, VARIABLES, visible_in
 from jddp.distributed.resolve import LAUNCHED
 from jddp.errors import ConfigError

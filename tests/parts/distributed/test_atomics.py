@@ -8,8 +8,8 @@ import sys
 import pytest
 from runs import ROOT, environment
 
-from jddp.distributed import atomics
-from jddp.distributed.atomics import FLAG, add_flag, lacks_atomics
+from jddp.distributed import gpus
+from jddp.distributed.gpus import FLAG, add_flag, lacks_atomics
 
 OTHER = "--xla_backend_extra_options=-another"
 
@@ -37,8 +37,8 @@ OTHER = "--xla_backend_extra_options=-another"
 def test_the_flag_is_added_for_versions_that_need_it_unless_it_is_set(
     monkeypatch, jaxlib, environ, num_gpus, flags
 ):
-    monkeypatch.setattr(atomics, "version", lambda package: jaxlib)
-    monkeypatch.setattr(atomics, "num_nvidia", lambda: num_gpus)
+    monkeypatch.setattr(gpus, "version", lambda package: jaxlib)
+    monkeypatch.setattr(gpus, "num_nvidia", lambda: num_gpus)
     add_flag(environ)
     assert environ.get("XLA_FLAGS") == flags
     assert not (flags and lacks_atomics(environ))

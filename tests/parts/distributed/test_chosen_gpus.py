@@ -2,10 +2,9 @@
 
 import pytest
 
-from jddp.distributed import chosen_gpus, nvidia_smi
-from jddp.distributed.chosen_gpus import check, choose, refuse_gpus
+from jddp.distributed import agree, gpus
+from jddp.distributed.agree import check, choose, refuse_gpus
 from jddp.distributed.identity import Identity
-from jddp.distributed.nvidia_smi import Listed, list_devices
 from jddp.errors import ConfigError
 
 LINES = """\
@@ -14,13 +13,13 @@ GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bb-2)
   MIG 1g.5gb      Device  0: (UUID: MIG-x)
   MIG 1g.5gb      Device  1: (UUID: MIG-y)
 """
-PLAIN = [Listed("GPU-aa-1"), Listed("GPU-bb-2"), Listed("GPU-cc-3")]
-SLICED = [Listed("GPU-aa-1"), Listed("GPU-bb-2", ("MIG-x", "MIG-y"))]
+PLAIN = {"GPU-aa-1": [], "GPU-bb-2": [], "GPU-cc-3": []}
+SLICED = {"GPU-aa-1": [], "GPU-bb-2": ["MIG-x", "MIG-y"]}
 
 
 def test_gpus_and_their_mig_instances_are_read_from_nvidia_smi(monkeypatch):
-    monkeypatch.setattr(nvidia_smi, "run_program", lambda *given: LINES.splitlines())
-    assert list_devices() == SLICED
+    monkeypatch.setattr(gpus, "run_program", lambda *given: LINES.splitlines())
+    assert gpus.list_instances() == SLICED
 
 
 @pytest.mark.parametrize(
@@ -33,9 +32,9 @@ def test_gpus_and_their_mig_instances_are_read_from_nvidia_smi(monkeypatch):
         ("GPU-bb", None, PLAIN, ["GPU-bb-2"]),  # the beginning is enough
         ("0,-1,1", None, PLAIN, ["GPU-aa-1"]),  # which hides the rest
         ("", None, PLAIN, []),
-        ("0,1", None, [], []),  # without nvidia-smi
-        (None, (1,), [], []),
-        ("MIG-x", None, [], ["MIG-x"]),
+        ("0,1", None, {}, []),  # without nvidia-smi
+        (None, (1,), {}, []),
+        ("MIG-x", None, {}, ["MIG-x"]),
         (None, None, SLICED, ["MIG-x"]),  # CUDA shows a process one instance
         ("1", None, SLICED, ["MIG-x"]),
         ("MIG-y", None, SLICED, ["MIG-y"]),
@@ -54,7 +53,7 @@ def test_the_gpus_of_a_process_are_known_by_their_uuids(visible, ids, listed, wa
         ("0,GPU-dd-4", None, PLAIN, "GPU-dd-4 is none of the 3 GPUs"),
         ("MIG-z", None, SLICED, "MIG-z is none of the"),
         ("cuda:0", None, PLAIN, "cuda:0 is none of the"),
-        ("MIG-x,MIG-y", None, [], "shows a process only its first MIG instance"),
+        ("MIG-x,MIG-y", None, {}, "shows a process only its first MIG instance"),
         ("MIG-x,MIG-y", None, SLICED, "shows a process only its first MIG instance"),
         ("0", (1,), PLAIN, "local device 1 does not exist: this process sees 1 GPUs"),
         (None, (7,), PLAIN, "local device 7 does not exist: this process sees 3 GPUs"),
@@ -91,13 +90,13 @@ def test_nvidia_smi_is_asked_only_where_cuda_may_choose_other_gpus(monkeypatch):
     def never():
         raise AssertionError
 
-    monkeypatch.setattr(chosen_gpus, "plugins", lambda: ["cuda12"])
-    monkeypatch.setattr(chosen_gpus, "num_nvidia", lambda: 3)
-    monkeypatch.setattr(chosen_gpus, "list_devices", never)
+    monkeypatch.setattr(agree, "plugins", lambda: ["cuda12"])
+    monkeypatch.setattr(agree, "num_nvidia", lambda: 3)
+    monkeypatch.setattr(agree, "list_instances", never)
     refuse_gpus(Identity(), {})  # every GPU, for one process
     refuse_gpus(Identity(), {"CUDA_VISIBLE_DEVICES": "9", "JAX_PLATFORMS": "cpu"})
-    monkeypatch.setattr(chosen_gpus, "list_devices", lambda: PLAIN)
+    monkeypatch.setattr(agree, "list_instances", lambda: PLAIN)
     with pytest.raises(ConfigError, match="9 is none of the 3 GPUs"):
         refuse_gpus(Identity(), {"CUDA_VISIBLE_DEVICES": "9"})
-    monkeypatch.setattr(chosen_gpus, "list_devices", list)  # there is no such program
+    monkeypatch.setattr(agree, "list_instances", dict)  # there is no such program
     refuse_gpus(Identity(), {"CUDA_VISIBLE_DEVICES": "9"})

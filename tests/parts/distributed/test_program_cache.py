@@ -1,5 +1,6 @@
 """The cache of compiled programs is used where all processes of a job share it, else by none."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -8,15 +9,15 @@ import jax
 import pytest
 from runs import run_job
 
-from jddp.distributed import program_cache
-from jddp.distributed.program_cache import use_if_shared
+from jddp.distributed import agree
+from jddp.distributed.agree import use_if_shared
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """The cache of this process, which was on before and is again afterwards."""
     folder, before = tmp_path / "cache", jax.config.jax_enable_compilation_cache
-    monkeypatch.setattr(program_cache, "_LATE_SECONDS", 0.0)
+    monkeypatch.setattr(agree, "_LATE_SECONDS", 0.0)
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     yield folder
@@ -32,7 +33,7 @@ def settle(monkeypatch, *others):
         seen.append(value)
         return [value, *(others or [value])]
 
-    monkeypatch.setattr(program_cache, "gather", gather)
+    monkeypatch.setattr(agree, "gather", gather)
     use_if_shared()
     assert len(seen) == 1
     return seen[0]
@@ -62,12 +63,12 @@ def test_a_folder_that_cannot_be_written_is_used_by_none(here, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mark, seen", [("gs://a/b", "seen"), ("gs://a/c", "not seen"), ("", "not seen")]
+    "first, seen", [("gs://a/b", "seen"), ("gs://a/c", "not seen"), ("", "not seen")]
 )
-def test_a_url_is_shared_by_those_that_name_the_same(here, monkeypatch, mark, seen):
+def test_a_url_is_shared_by_those_that_name_the_same(here, monkeypatch, first, seen):
     jax.config.update("jax_compilation_cache_dir", "gs://a/b")
-    monkeypatch.setattr(program_cache, "process_index", lambda: 1)
-    monkeypatch.setattr(program_cache, "from_first", lambda key, value, **_: mark)
+    monkeypatch.setattr(agree, "process_index", lambda: 1)
+    monkeypatch.setattr(agree, "from_first", lambda *_, **__: json.dumps([first, ""]))
     assert settle(monkeypatch) == seen
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jddp.distributed import nvidia_smi
+from jddp.distributed import gpus
 from jddp.doctor.busy import check_busy
 
 GPUS = """\
@@ -50,9 +50,9 @@ def test_free_gpus_are_one_line_and_without_the_program_there_is_none(installed,
     installed({"--query-gpu": GPUS.splitlines()[0]})
     (finding,) = check_busy()
     assert finding == ("ok", "1 GPUs, and no other program on them", "")
-    assert nvidia_smi.smallest_bytes() == 81559 * 2**20
+    assert gpus.smallest_bytes() == 81559 * 2**20
     installed({"--query-gpu": GPUS}, code=9)  # a driver that does not answer
     assert list(check_busy()) == []
     monkeypatch.setenv("PATH", "/nowhere")
     assert list(check_busy()) == []
-    assert nvidia_smi.smallest_bytes() is None
+    assert gpus.smallest_bytes() is None

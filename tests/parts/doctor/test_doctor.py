@@ -15,7 +15,7 @@ import pytest
 from runs import environment, free_port
 
 from jddp.commands.doctor import _print, main
-from jddp.distributed import atomics, gpus
+from jddp.distributed import gpus
 from jddp.distributed.failure_file import VARIABLE, describe_failure, write_failure
 from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
@@ -78,11 +78,11 @@ def test_a_driver_is_held_against_the_cuda_of_jax():
 
 
 def test_slow_scatters_are_named_with_their_flag_unless_it_is_set(monkeypatch):
-    monkeypatch.setattr(atomics, "version", lambda package: "0.10.2")
-    cuda, is_set = "PJRT C API\ncuda 12090", {"XLA_FLAGS": atomics.FLAG}
+    monkeypatch.setattr(gpus, "version", lambda package: "0.10.2")
+    cuda, is_set = "PJRT C API\ncuda 12090", {"XLA_FLAGS": gpus.FLAG}
     (found,) = devices.check_atomics(cuda, {})
     assert found.level == "warn"
-    assert f"XLA_FLAGS={atomics.FLAG};" in found.fix
+    assert f"XLA_FLAGS={gpus.FLAG};" in found.fix
     assert levels(devices.check_atomics(cuda, is_set)) == []
     assert levels(devices.check_atomics("rocm 60000", {})) == []
 
@@ -152,8 +152,8 @@ def test_a_plugin_without_a_gpu_is_reported_by_the_doctor_and_in_one_line_of_tra
 
 WITH_GPU = """
 import sys
-from jddp.distributed import chosen_gpus, gpus
-gpus.num_nvidia = chosen_gpus.num_nvidia = lambda: 1
+from jddp.distributed import agree, gpus
+gpus.num_nvidia = agree.num_nvidia = lambda: 1
 from jddp.commands.doctor import main
 sys.exit(main(sys.argv[1:]))
 """
