@@ -39,8 +39,8 @@ _CONTAINER = (
     "nvidia.com/gpu (Kubernetes)."
 )
 # jaxlib 0.10.2 to 0.11.0 compile a scatter that adds float32, such as the gradient of an embedding,
-# to loops of compare-and-swap, up to 450 times slower where rows collide. An option of LLVM restores
-# atomics: https://github.com/openxla/xla/issues/46225, https://github.com/jax-ml/jax/issues/38806.
+# to loops of compare-and-swap, up to 450 times slower where rows collide. LLVM has an option for
+# atomics: github.com/openxla/xla/issues/46225, github.com/jax-ml/jax/issues/38806.
 _NAME = "xla_backend_extra_options"
 FLAG = f"--{_NAME}=-nvptx-allow-ftz-atomics"
 _FIRST_SLOW, _LAST_SLOW = (0, 10, 2), (0, 11, 0)

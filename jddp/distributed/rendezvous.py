@@ -12,22 +12,109 @@ reports whether it has failed. A member whose connection breaks without this rep
 connect again. Member 0's end is in `rendezvous_server`.
 """
 
+import contextlib
+import json
 import math
 import os
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import wait
 
-from jddp.distributed.connection import Connection
 from jddp.errors import CoordinatorError, ProcessMismatchError, report, words_of
 from jddp.typing import JsonObject, Settings
 
 POLL_SECONDS = 0.02
 _SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up
 NOTICE_SECONDS = 5.0  # after which a line reports that members are missing
+_LONGEST = 2**20  # bytes of a message
+_CHUNK = 2**16
+_SEND_SECONDS = 5.0
+_PROBES = 4  # unanswered probes, after which a connection is lost
 Infos = dict[int, JsonObject]  # by the numbers of the members
+
+
+class Connection:
+    """A TCP connection on which each message is a line, an object of JSON.
+
+    Args:
+      stream: The socket.
+      silence_seconds: Time without a sign of life after which the connection breaks.
+
+    Attributes:
+      begun: Time at which an incomplete message began, by `time.monotonic`, or the connection if
+        nothing has arrived on it; None after a message.
+    """
+
+    def __init__(self, stream: socket.socket, silence_seconds: int):
+        self._socket = stream
+        self.fileno = stream.fileno
+        self._received = b""
+        self.begun: float | None = time.monotonic()
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        between = max(1, silence_seconds // (_PROBES + 1))
+        for name, value in (("KEEPIDLE", between), ("KEEPINTVL", between), ("KEEPCNT", _PROBES)):
+            if option := getattr(socket, f"TCP_{name}", None):  # Linux, and macOS in part
+                stream.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def close(self) -> None:
+        """Closes it."""
+        self._socket.close()
+
+    def send(self, message: JsonObject) -> None:
+        """Sends a message, unless the connection is broken."""
+        self._socket.settimeout(_SEND_SECONDS)
+        with contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, seconds: float) -> JsonObject:
+        """The next message.
+
+        Raises:
+          OSError: If it is not complete after this time, or the connection is broken or closed.
+          ValueError: If the other end is another program.
+        """
+        until = time.monotonic() + seconds
+        while (message := self._next()) is None:
+            if (left := until - time.monotonic()) <= 0:
+                raise TimeoutError
+            self._read(left)
+        return message
+
+    def arrived(self) -> list[JsonObject]:
+        """The messages that are complete by now, if something has arrived on the connection.
+
+        Raises:
+          OSError: If the connection is broken or closed.
+          ValueError: If the other end is another program.
+        """
+        with contextlib.suppress(BlockingIOError):
+            self._read(0)
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    def _read(self, seconds: float) -> None:
+        self._socket.settimeout(seconds)
+        if not (chunk := self._socket.recv(_CHUNK)):
+            raise ConnectionError
+        self.begun = self.begun or time.monotonic()
+        self._received += chunk
+
+    def _next(self) -> JsonObject | None:
+        line, end, rest = self._received.partition(b"\n")
+        if not end:
+            if len(line) >= _LONGEST:
+                raise ValueError(f"a message of more than {_LONGEST} bytes")
+            return None
+        self._received = rest
+        self.begun = time.monotonic() if rest else None
+        try:
+            return dict(json.loads(line))
+        except (TypeError, RecursionError):
+            raise ValueError from None
 
 
 class Notice:
@@ -63,38 +150,26 @@ class Member:
 
     def __post_init__(self) -> None:
         """Refuses a message of another program."""
-        given = (self.number, self.count, self.same, self.info, self.where)
-        if [*map(type, given)] != [int, int, dict, dict, str]:
+        if [*map(type, vars(self).values())] != [int, int, dict, dict, str]:
             raise TypeError
 
-    @property
-    def host(self) -> str:
-        """The machine that it runs on."""
-        return self.where.partition(",")[0]
 
+class RendezvousClient:
+    """The end of a member other than 0, which connects to member 0 and awaits its answer.
 
-@dataclass(eq=False)
-class End:
-    """One end of a rendezvous.
-
-    Attributes:
+    Args:
       kind: Name of a member: "process" or "node".
       address: host:port of member 0.
       silence_seconds: Time without a sign of life after which a member is lost.
     """
 
-    kind: str
-    address: str
-    _: KW_ONLY
-    silence_seconds: int = 100
-
-
-class RendezvousClient(End):
-    """The end of a member other than 0, which connects to member 0 and awaits its answer."""
-
-    _server: Connection | None = None
-    _goodbye: JsonObject | None = None  # of member 0
-    _has_lost = False
+    def __init__(self, kind: str, address: str, *, silence_seconds: int = 100):
+        self.kind = kind
+        self.address = address
+        self._silence_seconds = silence_seconds
+        self._server: Connection | None = None
+        self._goodbye: JsonObject | None = None  # of member 0
+        self._has_lost = False
 
     def close(self) -> None:
         """Closes the connection."""
@@ -112,18 +187,15 @@ class RendezvousClient(End):
                 self._has_lost = True
         return [0] if self._has_lost or self._goodbye == {"failed": True} else []
 
-    def send(self, message: JsonObject) -> None:
-        """Sends member 0 a message, if it is connected."""
-        if self._server is not None:
-            self._server.send(message)
-
     def send_failure(self, failure: JsonObject) -> None:
-        """Informs member 0 of the first failure here."""
-        self.send({"failure": failure})
+        """Informs member 0 of the first failure here, if it is connected."""
+        if self._server is not None:
+            self._server.send({"failure": failure})
 
     def say_goodbye(self, *, failed: bool) -> None:
-        """Informs member 0 that this member leaves for good."""
-        self.send({"failed": failed})
+        """Informs member 0, if it is connected, that this member leaves for good."""
+        if self._server is not None:
+            self._server.send({"failed": failed})
 
     def gather(self, mine: Member, *, seconds: float) -> Infos:
         """The information of all members.
@@ -154,8 +226,8 @@ class RendezvousClient(End):
         """Member 0's answer."""
         if self._server is None:
             stream = connect_to(self.address, f"{self.kind} {mine.number} of {mine.count}", until)
-            self._server = Connection(stream, self.silence_seconds)
-        self.send({"kind": self.kind, **asdict(mine)})
+            self._server = Connection(stream, self._silence_seconds)
+        self._server.send({"kind": self.kind, **asdict(mine)})
         try:
             return self._server.receive(max(0, until - time.monotonic()) + _SLACK)
         except ValueError:

@@ -1,50 +1,70 @@
 """Member 0's end of a rendezvous: it listens, and sends each member the information of all."""
 
+import contextlib
 import errno
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from jddp.distributed.connection import Connection
-from jddp.distributed.open_files import allow_connections, too_few
-from jddp.distributed.rendezvous import POLL_SECONDS, End, Infos, Member, Notice, refuse_differences
+from jddp.distributed.rendezvous import (
+    POLL_SECONDS,
+    Connection,
+    Infos,
+    Member,
+    Notice,
+    refuse_differences,
+)
 from jddp.errors import CoordinatorError, Error, ProcessMismatchError, words_of
 from jddp.typing import JsonObject
 
 PATIENCE_SECONDS = 30.0  # for further members, when there are enough
 _MESSAGE_SECONDS = 10.0  # for the first message of a connection, and for the rest of one
 _SHOWN = 8  # numbers of missing members in a message
+_SPARE_FILES = 256  # for libraries, and for connections of other programs
+_FILES_PER_MEMBER = 2  # for a connection to the process itself, and one to JAX's service
 
 
-@dataclass(eq=False)
-class RendezvousServer(End):
+class RendezvousServer:
     """Member 0's end.
 
-    Attributes:
+    Args:
+      kind: Name of a member: "process" or "node".
+      address: host:port of member 0.
       listens: host:port to listen on, if it differs from the address.
+      silence_seconds: Time without a sign of life after which a member is lost.
       is_enough: Function that returns whether these members suffice; None if all are needed.
         Missing members are still awaited for `PATIENCE_SECONDS`, except for members that took part
         in an earlier round and have left.
+
+    Attributes:
       failure: The failure that a member has sent since the last round.
 
     Raises:
       CoordinatorError: If the port is taken, or the address is not one of this machine.
     """
 
-    listens: str | None = None
-    is_enough: Callable[[Infos], bool] | None = None
-    failure: JsonObject | None = None
-
-    def __post_init__(self) -> None:
-        """Listens."""
+    def __init__(
+        self,
+        kind: str,
+        address: str,
+        listens: str | None = None,
+        *,
+        silence_seconds: int = 100,
+        is_enough: Callable[[Infos], bool] | None = None,
+    ):
+        self.kind = kind
+        self.address = address
+        self.failure: JsonObject | None = None
+        self._silence_seconds = silence_seconds
+        self._is_enough = is_enough
         self._is_first_round = True
         self._waiting: dict[Connection, Member | None] = {}  # with who awaits an answer
         self._present: dict[Connection, Member] = {}  # took part in the last round
         self._lost: list[int] = []  # members of the last round
-        self._listening = listen(self.listens or self.address)
+        self._listening = listen(listens or address)
         self._listening.setblocking(False)  # a client may have gone before it is accepted
 
     def close(self) -> None:
@@ -94,12 +114,12 @@ class RendezvousServer(End):
         allow_connections(mine.count)
         while True:
             members = [mine, *self._members().values()]
-            _refuse_mismatch(self.kind, members)
+            self._refuse_mismatch(members)
             infos = {member.number: member.info for member in members}
             now = time.monotonic()
             if len(infos) == mine.count:
                 return infos
-            if self.is_enough is not None and self.is_enough(infos):
+            if self._is_enough is not None and self._is_enough(infos):
                 enough_since = enough_since or now
                 is_complete = None not in self._waiting.values() and not self._is_first_round
                 if is_complete or now > enough_since + PATIENCE_SECONDS:
@@ -130,8 +150,9 @@ class RendezvousServer(End):
         self._receive(0.0)
         newcomers = [(x, member) for x, member in self._members().items() if x not in self._present]
         for client, member in newcomers:
+            host = member.where.partition(",")[0]
             for other, present in list(self._present.items()):
-                if (present.number, present.host) == (member.number, member.host):
+                if present.number == member.number and present.where.partition(",")[0] == host:
                     self._forget(other)
             if member.number in (0, *(present.number for present in self._present.values())):
                 taken = f"another has already connected as {self.kind} {member.number}."
@@ -157,7 +178,7 @@ class RendezvousServer(End):
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise too_few(len(self._waiting) + 1) from error
             return  # a client that has gone again
-        self._waiting[Connection(stream, self.silence_seconds)] = None
+        self._waiting[Connection(stream, self._silence_seconds)] = None
 
     def _read(self, client: Connection) -> None:
         try:
@@ -190,6 +211,26 @@ class RendezvousServer(End):
             f"{who} of {count} did not connect to {self.address} within {seconds:.0f} s. Was each "
             "started, with its own number, and can it reach this address?"
         )
+
+    def _refuse_mismatch(self, members: Iterable[Member]) -> None:
+        """Raises the first contradiction between members."""
+        kind = self.kind
+        seen: dict[int, Member] = {}
+        for x in members:
+            if not 0 <= x.number < x.count:
+                raise ProcessMismatchError(
+                    f"{x.where} has connected as {kind} {x.number} of {x.count}: numbers are from "
+                    f"0 to {x.count - 1}. Give each its own."
+                )
+            if (other := seen.setdefault(x.number, x)) is not x:
+                raise ProcessMismatchError(
+                    f"two have connected as {kind} {x.number}: {other.where}, and {x.where}. "
+                    "Give each its own number."
+                )
+        same = (
+            (f"{x.number} ({x.where})", {"count": str(x.count)} | x.same) for x in seen.values()
+        )
+        refuse_differences(kind, "job", same)
 
     def _plural(self, num: int) -> str:
         if num == 1:
@@ -228,19 +269,28 @@ def _numbers(infos: Infos, count: int) -> str:
     return ", ".join(numbers[:_SHOWN]) + more
 
 
-def _refuse_mismatch(kind: str, members: Iterable[Member]) -> None:
-    """Raises the first contradiction between members."""
-    seen: dict[int, Member] = {}
-    for x in members:
-        if not 0 <= x.number < x.count:
-            raise ProcessMismatchError(
-                f"{x.where} has connected as {kind} {x.number} of {x.count}: numbers are from 0 to "
-                f"{x.count - 1}. Give each its own."
-            )
-        if (other := seen.setdefault(x.number, x)) is not x:
-            raise ProcessMismatchError(
-                f"two have connected as {kind} {x.number}: {other.where}, and {x.where}. "
-                "Give each its own number."
-            )
-    each = ((f"{x.number} ({x.where})", {"count": str(x.count)} | x.same) for x in seen.values())
-    refuse_differences(kind, "job", each)
+def allow_connections(num: int) -> None:
+    """Raises the soft limit of open files: 1,024 in many shells, and 256 on macOS.
+
+    Raises:
+      CoordinatorError: If the hard limit is lower than this number of connections.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES_PER_MEMBER * num + _SPARE_FILES
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < num:
+        raise too_few(num)
+
+
+def too_few(num: int) -> CoordinatorError:
+    """The error of a process that has fewer open files than connections."""
+    return CoordinatorError(
+        f"{num} connections need as many open files, but the limit here is "
+        f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}. Raise it: ulimit -n "
+        f"{_FILES_PER_MEMBER * num + _SPARE_FILES} (or the hard limit of the service that starts "
+        "the job)."
+    )
