@@ -13,7 +13,7 @@ from pathlib import Path
 from acceptance.run import accept
 
 from jddp.config.cli import Parser, run_command
-from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.schedulers import resolve_identity
 from jddp.errors import ExitCode, UsageError
 
 

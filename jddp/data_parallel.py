@@ -29,7 +29,7 @@ from jddp.config.options import (
     Reduction,
     SyncBatchNorm,
 )
-from jddp.distributed.unjoined import refuse_unjoined
+from jddp.distributed.schedulers import refuse_unjoined
 from jddp.engine.calls import run_compiled
 from jddp.engine.clip import choose_clip
 from jddp.engine.compiled import CompiledSteps

@@ -110,7 +110,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     from jddp.distributed.coordination import gather, process_index
     from jddp.distributed.gpus import gpu_facts
     from jddp.distributed.join import configure_devices, initialize, require_devices
-    from jddp.distributed.resolve import resolve_identity
+    from jddp.distributed.schedulers import resolve_identity
     from jddp.doctor.agreement import check_directory, check_job
     from jddp.doctor.busy import check_busy
     from jddp.doctor.devices import check_devices

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jddp.config.files import load_config
 from jddp.config.permissions import expand
-from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.schedulers import resolve_identity
 from jddp.errors import Error, ExitCode, UsageError, report, show
 from jddp.job.sweep import Sweep
 from jddp.names import few

@@ -32,7 +32,7 @@ from jddp.config.schema import Config
 from jddp.distributed.exits import process
 from jddp.distributed.failure_file import RESULT, describe_failure, write_failure
 from jddp.distributed.gpus import add_flag
-from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.schedulers import resolve_identity
 from jddp.distributed.signals import stop_signals
 from jddp.errors import Error, ExitCode, report, show
 

@@ -40,7 +40,7 @@ from jddp.distributed.failure_file import (
     read_failure,
     write_failure,
 )
-from jddp.distributed.resolve import LAUNCHED
+from jddp.distributed.schedulers import LAUNCHED
 from jddp.distributed.waits import LongestWait, is_waiting_for
 from jddp.errors import Error, ExitCode, report
 from jddp.typing import JsonObject

@@ -1,21 +1,31 @@
-"""Identities from the environment variables of torchrun, MPI, Slurm and Kubernetes.
+"""Finds which process of a job this is: one small function for each launcher, tried in order.
+
+    identity = resolve_identity()
+    refuse_unjoined()                # before anything is compiled
 
 Each function reads only the environment, and returns None if its launcher has not started this
-process.
+process. JAX's own detection is not used: it mistakes a notebook inside a Slurm allocation for a
+job, and Open MPI's launcher for the first process.
 
 MPI is tried before Slurm, because `mpirun` inside an allocation starts its daemons as a step of
 Slurm, and its processes inherit the numbers of this step.
 """
 
+import contextlib
+import os
 import re
 import socket
 from collections.abc import Callable
 
+from jddp.distributed.exits import is_at_prompt
 from jddp.distributed.identity import (
     ADDRESS,
     COUNT,
+    ID,
     MOST_PROCESSES,
+    VARIABLES,
     Environ,
+    HalfSetError,
     Identity,
     Names,
     identify,
@@ -25,8 +35,10 @@ from jddp.distributed.identity import (
     shown,
     visible_in,
 )
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, UsageError
 
+LAUNCHED = "JDDP_LAUNCHED"  # by jddp: JAX's variables count, whatever scheduler is around
+JOIN = "from jddp import distributed", "distributed.initialize(distributed.resolve_identity())"
 Resolver = Callable[[Environ], Identity | None]
 KUBERNETES_PORT = 8476  # each pod has an address of its own
 _POD, _JOB, _PODS = "JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"
@@ -37,6 +49,108 @@ _OMPI = "OMPI_COMM_WORLD_"
 OPEN_MPI = Names(_OMPI + "SIZE", _OMPI + "RANK", _OMPI + "LOCAL_SIZE", _OMPI + "LOCAL_RANK")
 MPICH = Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
+
+
+def resolve_identity(
+    environ: Environ = os.environ,
+    *,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    is_interactive: bool | None = None,
+) -> Identity:
+    """Finds out which process of which job this is.
+
+    The three arguments override everything. Otherwise the first launcher that has set its variables
+    decides: jddp's own, JAX's variables, torchrun, Open MPI, MPICH, a step of Slurm, an Indexed Job
+    of Kubernetes. If none has, this process is alone.
+
+    Args:
+      environ: The environment.
+      coordinator: host:port of process 0.
+      num_processes: Number of processes of the job.
+      process_id: Number of this process.
+      is_interactive: Whether a user types here, as in a notebook: then schedulers are ignored.
+        Detected if None.
+
+    Raises:
+      ConfigError: If numbers are incomplete, out of range or contradictory.
+    """
+    given = (coordinator, num_processes, process_id)
+    overlay = {n: str(x) for n, x in zip(VARIABLES, given, strict=True) if x is not None}
+    if len(overlay) == len(given):
+        return _from_arguments(*overlay.values())
+    environ = {**environ, **overlay}
+    if is_interactive is None:
+        # At a prompt, in a notebook, or in the shell of `srun --pty`.
+        is_in_pty = bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0)
+        is_interactive = is_at_prompt() or is_in_pty
+    half_set = None
+    for source in (jax_variables, torchrun, *(() if is_interactive else SCHEDULERS)):
+        try:
+            identity = source(environ)
+        except HalfSetError as error:
+            half_set = half_set or error
+            continue
+        if identity is not None:
+            _refuse_contradiction(identity, environ)
+            return identity
+    if half_set is not None:
+        raise half_set
+    is_in_slurm = environ.get("SLURM_JOB_ID")
+    return Identity(source="Slurm, without a step of several tasks" if is_in_slurm else "")
+
+
+def jax_variables(environ: Environ) -> Identity | None:
+    """The three variables that jddp's launcher sets, also on Ray, and Kubeflow's JAX runtime.
+
+    jddp's launcher has split the devices, whatever scheduler is around it.
+    """
+    launcher = environ.get(LAUNCHED)
+    names = Names(COUNT, ID, needed=VARIABLES)
+    found = identify(environ, names, lambda: None, launcher or COUNT)
+    if found is not None and not launcher:
+        for source in (torchrun, *SCHEDULERS):
+            _refuse_other_numbers(found, source, environ)
+    return found
+
+
+def _from_arguments(coordinator: str, num_processes: str, process_id: str) -> Identity:
+    numbers = {"num_processes": num_processes, "process_id": process_id}
+    names = Names("num_processes", "process_id", address="coordinator")
+    found = identify(numbers, names, lambda: coordinator, "the arguments")
+    assert found is not None
+    return found
+
+
+def _refuse_other_numbers(found: Identity, source: Resolver, environ: Environ) -> None:
+    """Refuses numbers in JAX's variables that contradict the numbers of the scheduler.
+
+    A job may have more processes than its scheduler has tasks, if each task starts several. It
+    cannot have fewer. If it has as many, both numbers of a process must be equal.
+    """
+    other = None
+    with contextlib.suppress(ConfigError):
+        other = source({name: x for name, x in environ.items() if name not in (COUNT, ID)})
+    if other is None or other.num_processes == 1:
+        return
+    is_other = other.num_processes == found.num_processes and other.process_id != found.process_id
+    if is_other or other.num_processes > found.num_processes:
+        raise ConfigError(
+            f"{COUNT}={found.num_processes} and {ID}={found.process_id}, but {other.source} has "
+            f"started process {other.process_id} of {other.num_processes}. Unset {COUNT} and {ID}, "
+            "or give each process its own number."
+        )
+
+
+def _refuse_contradiction(found: Identity, environ: Environ) -> None:
+    """Refuses single variables of JAX that contradict the launcher."""
+    for name, number in ((COUNT, found.num_processes), (ID, found.process_id)):
+        if environ.get(name, "") not in ("", str(number)):
+            raise ConfigError(
+                f"{name}={environ[name]}, but {found.source} has set {number}. Unset {name}, or "
+                "start that many processes."
+            )
 
 
 def torchrun(environ: Environ) -> Identity | None:
@@ -211,3 +325,53 @@ def _num_sharing(environ: Environ, hosts: list[str]) -> str:
     for count, times in per_node:
         counts += [count] * min(int(times[:9] or 1), len(hosts))
     return dict(zip(hosts, counts, strict=False)).get(environ.get("SLURMD_NODENAME", ""), "")
+
+
+def started_job(environ: Environ = os.environ) -> Identity | None:
+    """The job of several processes that a launcher's variables describe; None for a job of one.
+
+    Incomplete or contradictory variables describe none.
+    """
+    given = {name: value for name, value in environ.items() if value}
+    # An address of process 0 if a launcher gives none, so that the numbers alone decide.
+    address = {ADDRESS: "process-0:1"}
+    for placeholder in (address, address | {"MASTER_ADDR": "process-0", "MASTER_PORT": "1"}):
+        with contextlib.suppress(ConfigError):
+            identity = resolve_identity(placeholder | given)
+            if identity.num_processes > 1:
+                return identity
+    return None
+
+
+def unjoined_job(environ: Environ = os.environ) -> Identity | None:
+    """The job that a launcher describes, if JAX has one process, which has not joined the job."""
+    import jax
+
+    job = started_job(environ)
+    return job if job is not None and jax.process_count() == 1 else None
+
+
+def explain_unjoined(job: Identity) -> tuple[str, str]:
+    """The mistake of a process that has not joined this job, and the way out."""
+    what = (
+        f"{job.source} has started {job.num_processes} processes, of which this is number "
+        f"{job.process_id}, but it has not joined them: each would train by itself."
+    )
+    first, second = JOIN
+    way_out = (
+        f"Add two lines before JAX is used: `{first}` and `{second}`. To train by itself on "
+        f"purpose, unset {job.count_in}."
+    )
+    return what, way_out
+
+
+def refuse_unjoined() -> None:
+    """Refuses to train in one process of several that have not connected.
+
+    Without this, a program that forgets to join would train once in each of its processes.
+
+    Raises:
+      UsageError: If a launcher's variables describe a job of several, and JAX has one process.
+    """
+    if (job := unjoined_job()) is not None:
+        raise UsageError(" ".join(explain_unjoined(job)))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jddp.config.versions import versions
 from jddp.distributed import coordination
-from jddp.distributed.unjoined import explain_unjoined, unjoined_job
+from jddp.distributed.schedulers import explain_unjoined, unjoined_job
 from jddp.doctor.finding import BAD, OK, WARN, Finding
 from jddp.errors import words_of
 

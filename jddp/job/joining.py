@@ -12,7 +12,7 @@ from jddp.distributed.agree import agree, refuse_gpus
 from jddp.distributed.coordination import process_index
 from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_memory
 from jddp.distributed.join import configure_devices, initialize, require_devices
-from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.schedulers import resolve_identity
 from jddp.errors import report
 
 # Options of JAX that change the results of a program.

@@ -12,7 +12,7 @@ from typing import Any
 
 from jddp.distributed.gpus import huge_pages, num_amd, num_nvidia
 from jddp.distributed.identity import CUDA, JOB, ROCR, VARIABLES, visible_in
-from jddp.distributed.resolve import LAUNCHED
+from jddp.distributed.schedulers import LAUNCHED
 from jddp.errors import ConfigError
 
 

@@ -27,7 +27,7 @@ from jddp.data.sources.image_folder import images_in
 from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.data.sources.table import ENDINGS, Encoding, rows_in
 from jddp.data.transforms import Transform, Transformed
-from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.schedulers import resolve_identity
 from jddp.engine.state import by_path
 from jddp.errors import DataError, FileSystemError, UsageError, file_errors
 from jddp.files import replace_file

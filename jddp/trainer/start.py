@@ -12,7 +12,7 @@ import jax
 from jddp.data import TrainBatches
 from jddp.distributed.agree import agree
 from jddp.distributed.coordination import take_sigterm_back
-from jddp.distributed.unjoined import refuse_unjoined
+from jddp.distributed.schedulers import refuse_unjoined
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.padding import refuse_padding

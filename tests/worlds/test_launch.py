@@ -23,7 +23,7 @@ from runs import ROOT, compiling_as_here, environment, free_port, wait_until
 import jddp
 from jddp.commands.launch import main
 from jddp.distributed.failure import owned_process
-from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.schedulers import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
 from jddp.inspection.trace import read_trace

@@ -6,8 +6,7 @@ import socket
 import pytest
 
 from jddp.distributed.identity import FIRST_PORT, NUM_PORTS, Identity, loopback, port_of
-from jddp.distributed.resolve import resolve_identity
-from jddp.distributed.schedulers import list_hosts
+from jddp.distributed.schedulers import list_hosts, resolve_identity
 from jddp.errors import ConfigError
 
 

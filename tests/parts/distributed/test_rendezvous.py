@@ -22,7 +22,7 @@ from jddp.distributed.identity import VARIABLES, Identity
 from jddp.distributed.join import HEARTBEAT, START, initialize, rendezvous
 from jddp.distributed.rendezvous import Member, RendezvousClient, connect_to
 from jddp.distributed.rendezvous_server import RendezvousServer
-from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.schedulers import resolve_identity
 from jddp.errors import ConfigError, CoordinatorError, ProcessMismatchError
 
 

@@ -20,7 +20,7 @@ from test_identity import (
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.distributed.unjoined import explain_unjoined, started_job
+from jddp.distributed.schedulers import explain_unjoined, started_job
 from jddp.doctor.agreement import check_job
 from jddp.errors import UsageError
 

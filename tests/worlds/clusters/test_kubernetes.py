@@ -19,7 +19,7 @@ from runs import ROOT, wait_until
 from clusters.hosts import Hosts
 from jddp.commands.launch import _parser, plan_launch
 from jddp.distributed.identity import Identity
-from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.schedulers import resolve_identity
 from jddp.errors import ExitCode
 from jddp.launcher.outcome import DETERMINISTIC
 

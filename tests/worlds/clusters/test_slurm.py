@@ -24,7 +24,7 @@ WHO = """
 import json
 import socket
 
-from jddp.distributed.resolve import resolve_identity
+from jddp.distributed.schedulers import resolve_identity
 
 i = resolve_identity()
 print(json.dumps([i.process_id, i.num_processes, i.coordinator, socket.gethostname(),
