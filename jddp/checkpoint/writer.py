@@ -32,8 +32,7 @@ from jddp.checkpoint.checksums import seal
 from jddp.checkpoint.counters import keep_level
 from jddp.checkpoint.quiet import keep_quiet
 from jddp.checkpoint.storage import Storage
-from jddp.distributed.coordination import from_first, gather
-from jddp.distributed.waits import computing
+from jddp.distributed.coordination import computing, from_first, gather
 from jddp.engine.digest import digests, find_divergence
 from jddp.errors import FileSystemError, ReplicaMismatchError
 from jddp.files import SameFolder, make_folder

@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from jddp.distributed import coordination
+from jddp.distributed.coordination import LongestWait, is_waiting_for
 from jddp.distributed.exits import exit_now, is_at_prompt, process, show_cursor
 from jddp.distributed.failure_file import (
     IS_LOST,
@@ -41,7 +42,6 @@ from jddp.distributed.failure_file import (
     write_failure,
 )
 from jddp.distributed.schedulers import LAUNCHED
-from jddp.distributed.waits import LongestWait, is_waiting_for
 from jddp.errors import Error, ExitCode, report
 from jddp.typing import JsonObject
 

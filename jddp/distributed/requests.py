@@ -23,9 +23,9 @@ import threading
 from collections.abc import Iterable
 
 from jddp.distributed import coordination
+from jddp.distributed.coordination import awaiting
 from jddp.distributed.exits import process, write_line
 from jddp.distributed.signals import Hearing, leave_early
-from jddp.distributed.waits import awaiting
 
 _ANSWER_SECONDS = 30.0  # in which the threads of all processes answer
 _DAY = 86_400.0  # no limit: the watchdog, or the end of another process, ends the wait

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
 
-from jddp.distributed import coordination, failure, failure_file, silence
+from jddp.distributed import coordination, failure, failure_file
 from jddp.distributed.apart import started_apart
 from jddp.distributed.exits import process
 from jddp.errors import ExitCode
@@ -192,7 +192,7 @@ def _watch_for_silence(stacks: TextIO) -> Iterator[IO[bytes]]:
     A timer in this process would count a pause (SIGSTOP, Ctrl-Z) too.
     """
     faulthandler.register(signal.SIGQUIT, stacks, chain=True)
-    with started_apart(silence.__file__, str(os.getpid())) as silent:
+    with started_apart("silence", str(os.getpid())) as silent:
         yield silent
     faulthandler.unregister(signal.SIGQUIT)
 

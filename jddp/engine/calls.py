@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import jax
 
-from jddp.distributed.waits import computing
+from jddp.distributed.coordination import computing
 from jddp.errors import ConfigError
 from jddp.typing import PyTree
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
-from jddp.distributed.waits import computing
+from jddp.distributed.coordination import computing
 from jddp.engine.calls import call
 from jddp.engine.first_state import make_init
 from jddp.engine.mesh import is_key, replicate, replicated, sharded, sharding_of

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.stages import Wrapped
 from jaxtyping import Array, UInt32
 
-from jddp.distributed.waits import computing
+from jddp.distributed.coordination import computing
 from jddp.engine.mesh import axis_of, in_a_row, num_parts, over_replicas
 from jddp.engine.state import name_of
 from jddp.errors import UsageError

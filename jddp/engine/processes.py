@@ -12,8 +12,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jddp.distributed.coordination import collect
-from jddp.distributed.waits import awaiting
+from jddp.distributed.coordination import awaiting, collect
 from jddp.engine.mesh import axis_of, is_key, over_replicas, platform, sharded
 from jddp.reduce.shards import Groups
 from jddp.typing import Leaf, PyTree

@@ -6,7 +6,7 @@
     group.close(moment_seconds=2, grace_seconds=30)
 
 Each process has its own session, so that its child processes end with it, and so that Ctrl-C in a
-terminal does not reach it. All are killed if the launcher is killed (`cleanup`). Nothing here
+terminal does not reach it. All are killed if the launcher is killed (`apart`). Nothing here
 imports JAX.
 """
 
@@ -21,10 +21,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from jddp.distributed.apart import started_apart
+from jddp.distributed.apart import kill_group, started_apart
 from jddp.distributed.failure_file import VARIABLE
 from jddp.errors import file_errors
-from jddp.launcher import cleanup
 from jddp.launcher.environments import Launch, Place, environments
 from jddp.launcher.output import Output
 
@@ -54,7 +53,7 @@ class Worker(subprocess.Popen[bytes]):
 
     def kill(self) -> None:
         """Kills it and its child processes."""
-        cleanup.kill(self.pid)
+        kill_group(self.pid)
 
 
 class Cleanup:
@@ -62,7 +61,7 @@ class Cleanup:
 
     def __init__(self) -> None:
         self._open = ExitStack()
-        self._input = self._open.enter_context(started_apart(cleanup.__file__))
+        self._input = self._open.enter_context(started_apart("cleanup"))
 
     def watch(self, groups: Iterable[int]) -> None:
         """Replaces the process groups."""

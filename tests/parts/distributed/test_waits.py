@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from jddp.distributed import waits
-from jddp.distributed.waits import LongestWait, awaiting, computing, is_waiting_for
+from jddp.distributed import coordination
+from jddp.distributed.coordination import LongestWait, awaiting, computing, is_waiting_for
 
 
 def test_a_wait_is_seen_while_it_lasts_by_the_processes_that_it_is_for():
@@ -18,7 +18,7 @@ def test_a_wait_is_seen_while_it_lasts_by_the_processes_that_it_is_for():
 
 def test_the_longest_wait_is_that_for_one_thing_and_not_for_many_in_a_row(monkeypatch):
     now, longest = [0.0], LongestWait()
-    monkeypatch.setattr(waits.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(coordination.time, "monotonic", lambda: now[0])
     for _ in range(3):
         with awaiting({1}):
             assert longest.seconds({1}) == 0.0

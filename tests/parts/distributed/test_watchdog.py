@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from runs import environment, wait_until
 
-from jddp.distributed import silence
+from jddp.distributed import apart
 from jddp.distributed.watchdog import Limits, Watchdog, describe_hang
 
 
@@ -77,7 +77,7 @@ def test_the_limit_of_a_phase_is_passed_on_as_soon_as_it_begins():
 @pytest.fixture
 def silent():
     """A process that does nothing, and what watches it, with its standard input."""
-    watch = [sys.executable, silence.__file__]
+    watch = [sys.executable, apart.__file__, "silence"]
     sleeps = [sys.executable, "-c", "import time; print(flush=True); time.sleep(100)"]
     with (
         subprocess.Popen(sleeps, stdout=subprocess.PIPE) as process,
@@ -106,7 +106,9 @@ def test_what_watches_a_process_ends_with_its_input_and_with_the_process(silent)
     watches.stdin.close()
     assert watches.wait(timeout=60) == 0
     assert process.poll() is None
-    gone = subprocess.run([sys.executable, silence.__file__, "0"], input=b"1\n", timeout=60)
+    gone = subprocess.run(
+        [sys.executable, apart.__file__, "silence", "0"], input=b"1\n", timeout=60
+    )
     assert gone.returncode == 0
 
 
@@ -130,7 +132,7 @@ def test_what_watches_a_process_holds_none_of_its_streams():
         assert process.stdout.readline().strip().isdigit()
         (watches,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         mine = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (0, 1)]
-        wait_until(lambda: b"silence.py" in Path(f"/proc/{watches}/cmdline").read_bytes())
+        wait_until(lambda: b"apart.py" in Path(f"/proc/{watches}/cmdline").read_bytes())
         held = set()
         for opened in Path(f"/proc/{watches}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # of a file that it reads as it starts

@@ -51,7 +51,7 @@ def workers_of(hosts, name, number="JAX_PROCESS_ID"):
     """The processes of a job that run on a host, by their numbers in the job."""
     found = {}
     for pid in hosts.pids(name):
-        if "silence.py" in read_proc(pid, "cmdline"):  # what watches a worker, in its environment
+        if "apart.py" in read_proc(pid, "cmdline"):  # what watches a worker, in its environment
             continue
         for variable in read_proc(pid, "environ").splitlines():
             if variable.startswith(f"{number}="):
