@@ -23,11 +23,10 @@ from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.plan import Plan
 from jddp.trainer.prefetch import Source
 from jddp.trainer.profile import Profile
-from jddp.trainer.reports.guarded import GuardedSink
 from jddp.trainer.reports.lines import EXPOSED_SHARE, Course, Pause, summary
 from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.reports.sink import Sink, Start
+from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
 from jddp.trainer.run import Run
 from jddp.trainer.slow_process import Processes
 from jddp.trainer.throughput import Work

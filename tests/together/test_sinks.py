@@ -14,7 +14,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.errors import ConfigError
-from jddp.trainer.reports.sink import Start
+from jddp.trainer.reports.sinks import Start
 
 TESTS = [make_batch(8, seed=9)]
 
@@ -162,7 +162,7 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_takes_again(ddp, tmp_pat
 
 
 def test_arrays_are_a_histogram_and_a_table_in_tensorboard(tmp_path):
-    from jddp.trainer.reports.tensorboard import TensorBoard
+    from jddp.trainer.reports.boards import TensorBoard
 
     sink = TensorBoard(Start(tmp_path, {}, 0))
     recall, confusion = [0.5, float("nan"), 1.0], [[3, 1], [0, 4]]
@@ -180,7 +180,7 @@ def test_arrays_are_a_histogram_and_a_table_in_tensorboard(tmp_path):
 
 
 def test_an_array_without_a_finite_number_costs_no_other_value_in_tensorboard(tmp_path):
-    from jddp.trainer.reports.tensorboard import TensorBoard
+    from jddp.trainer.reports.boards import TensorBoard
 
     sink = TensorBoard(Start(tmp_path, {}, 0))
     arrays = {"nan": np.full(3, np.nan), "empty": np.zeros((0, 2)), "good": np.arange(3.0)}

@@ -1,17 +1,69 @@
-"""Chooses sinks: a word for one of jddp's, `package.module:Name` or an object for your own.
+"""Sinks: objects that take the records of a run, such as the metrics file or TensorBoard.
 
     choose_sinks(["tensorboard", "my_sinks:Lines"], key="report.sinks")
 
-A package that only a sink needs is looked for here, before training, and imported in its thread.
+A word names one of jddp's, `package.module:Name` or an object is your own. A package that only a
+sink needs is looked for here, before training, and imported in its thread. Whatever a sink does, it
+neither stops nor slows the training:
+
+    guarded = GuardedSink("wandb", make)
+    guarded.begin(start)          # a thread makes the sink
+    guarded.log(record)           # never waits
+    guarded.close()               # waits for half a minute at most
 """
 
+import contextlib
+import copy
 import importlib.util
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jddp.errors import ConfigError
 from jddp.names import did_you_mean, name_of_callable, resolve_target
-from jddp.trainer.reports.sink import Sink, Start
+from jddp.typing import Record, Settings
+
+MOST_WAITING = 1000  # records
+SECONDS_TO_CLOSE = 30.0
+# By word: the package that it needs, and the class in `boards`.
+WORDS = {"tensorboard": ("tensorboardX", "TensorBoard"), "wandb": ("wandb", "WeightsAndBiases")}
+log = logging.getLogger("jddp")
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes the records of a run, on process 0."""
+
+    def log(self, record: Record) -> None:
+        """Takes a record.
+
+        Args:
+          record: Values by name: numbers, and lists (of lists) of numbers for metrics that are
+            arrays; from `run.log` also text, and numpy arrays of float32, or of uint8 for images.
+            "step" is the number of finished steps. "split" is "train" for the last step before the
+            record, "eval" for an evaluation, "layers" for norms of each layer, or "callback".
+        """
+
+    def close(self) -> None:
+        """Writes what is left; called once, after the last record, also if training has failed."""
+
+
+class Start(NamedTuple):
+    """A start of a run, the argument with which a sink is made.
+
+    Attributes:
+      run_dir: Run directory, or None.
+      config: Config of the run, or the settings of `fit(config=...)`; {} if there are none.
+      step: Number of finished steps; 0 unless the run resumes.
+    """
+
+    run_dir: Path | None
+    config: Settings
+    step: int
+
 
 # A word, a target, a sink, or a class or function that makes one.
 GivenSink = str | Sink | Callable[[Start], Sink]
@@ -38,23 +90,6 @@ class ChosenSink(NamedTuple):
         """
         if self.needs_run_dir:
             raise ConfigError(f"The sink {self.name} needs run_dir= (run.dir), where it writes.")
-
-
-def _tensorboard(start: Start) -> Sink:
-    from jddp.trainer.reports.tensorboard import TensorBoard
-
-    return TensorBoard(start)
-
-
-def _wandb(start: Start) -> Sink:
-    from jddp.trainer.reports.wandb import WeightsAndBiases
-
-    return WeightsAndBiases(start)
-
-
-METHODS = ("log", "close")
-# By word: the package that it needs, and the function that makes it.
-WORDS = {"tensorboard": ("tensorboardX", _tensorboard), "wandb": ("wandb", _wandb)}
 
 
 def choose_sinks(given: object, *, key: str) -> list[ChosenSink]:
@@ -84,19 +119,101 @@ def _of_word(word: str, key: str) -> ChosenSink:
     if word not in WORDS:
         known = f"Known: {', '.join(WORDS)}; your own is package.module:Name."
         raise ConfigError(f"{key}: no sink {word!r}.{did_you_mean(word, WORDS.keys())} {known}")
-    package, make = WORDS[word]
+    package, name = WORDS[word]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"{key}: {word} needs {package}, which is not installed: pip install 'jddp[{word}]'."
         )
-    return ChosenSink(word, make, needs_run_dir=True)
+    from jddp.trainer.reports import boards  # TensorBoard and Weights & Biases alone need it.
+
+    return ChosenSink(word, getattr(boards, name), needs_run_dir=True)
 
 
 def _of_object(name: str, found: Any, key: str) -> ChosenSink:
-    missing = [method for method in METHODS if not callable(getattr(found, method, None))]
+    missing = [method for method in ("log", "close") if not callable(getattr(found, method, None))]
     is_class = isinstance(found, type)
     if missing and (is_class or not callable(found)):
         raise ConfigError(
             f"{key}: {name} has no method {missing[0]!r}. A sink has log(record) and close()."
         )
     return ChosenSink(name, found if is_class or missing else lambda _: found)
+
+
+class GuardedSink:
+    """A sink that passes records to another sink, in a thread.
+
+    The other sink may fail, be slow, or hang, for example because its network is down. Its first
+    failure is reported in one line, and at the end the number of records that it has lost.
+
+    Args:
+      name: Name of the other sink, for its failures.
+      make: Function that makes it.
+      most_waiting: Number of records that may wait for it; more are lost.
+      seconds_to_close: Time in which it takes the waiting records, and closes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[Start], Sink],
+        *,
+        most_waiting: int = MOST_WAITING,
+        seconds_to_close: float = SECONDS_TO_CLOSE,
+    ) -> None:
+        self._name, self._make = name, make
+        self._most_waiting, self._seconds_to_close = most_waiting, seconds_to_close
+        self._waiting: queue.SimpleQueue[Record | None] = queue.SimpleQueue()  # None is the end
+        self._num_given = self._num_taken = 0
+        self._is_reported = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self, start: Start) -> None:
+        """Begins to make the sink, and to pass records to it."""
+        self._thread = threading.Thread(target=self._run, args=(start,), daemon=True)
+        self._thread.start()
+
+    def log(self, record: Record) -> None:
+        """Passes a record on, unless too many wait already."""
+        self._num_given += 1
+        if self._waiting.qsize() < self._most_waiting:
+            self._waiting.put(record)
+        else:
+            self._report(f"takes no record, and {self._most_waiting:,} wait")
+
+    def close(self) -> None:
+        """Waits for the sink to close, for a limited time; reports the records that are lost."""
+        if self._thread is None:
+            return
+        self._waiting.put(None)
+        self._thread.join(self._seconds_to_close)
+        if self._thread.is_alive():
+            self._report(f"has not closed within {self._seconds_to_close:g} s")
+        if num_lost := self._num_given - self._num_taken:
+            log.warning("sink %s: %d of %d records lost", self._name, num_lost, self._num_given)
+
+    def _run(self, start: Start) -> None:
+        with self._reporting("begin"):
+            sink = self._make(start)
+            with self._reporting("close"):
+                self._pass_on(sink)
+
+    def _pass_on(self, sink: Sink) -> None:
+        while (record := self._waiting.get()) is not None:
+            with self._reporting(f"take the record of step {record['step']}"):
+                sink.log(copy.deepcopy(record))  # which it may change
+                self._num_taken += 1
+        sink.close()
+
+    @contextlib.contextmanager
+    def _reporting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # also an exit, with which a thread ends in silence
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._report(f"cannot {what}: {reason.rstrip('.')}")
+
+    def _report(self, what: str) -> None:
+        """Reports the first failure."""
+        if not self._is_reported:
+            self._is_reported = True
+            log.warning("sink %s %s. The training continues.", self._name, what)

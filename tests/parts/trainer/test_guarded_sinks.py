@@ -8,13 +8,11 @@ import threading
 import pytest
 
 from jddp.errors import ConfigError
-from jddp.trainer.reports.charts import chart_of
-from jddp.trainer.reports.guarded import GuardedSink
+from jddp.trainer.reports.boards import chart_of
 from jddp.trainer.reports.lines import Course
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.reports.progress import Progress
-from jddp.trainer.reports.sink import Sink, Start
-from jddp.trainer.reports.sinks import choose_sinks
+from jddp.trainer.reports.sinks import GuardedSink, Sink, Start, choose_sinks
 
 START = Start(None, {"seed": 3}, 0)
 RECORDS = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 11)]
