@@ -125,7 +125,7 @@ def open_run(
     records = MetricsFile(run_dir / "metrics.jsonl", is_writer=False)
     run.read_earlier = records.read
     # The last evaluation came after the checkpoint of its step.
-    run.evaluations = records.read_evaluations(run.step)
+    run.evaluations = [x for x in records.read(split="eval") if x["step"] <= run.step]
     return run
 
 

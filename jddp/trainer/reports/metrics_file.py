@@ -2,8 +2,7 @@
 
 A run that resumes from step 400 first removes the records of later steps, so that no step is there
 twice. A line is complete or, if the process died in the middle of it, dropped when the file is cut.
-Other lines, such as notes, are kept and are no records. The file may have millions of lines: it is
-cut in one pass, without parsing what jddp itself has written.
+Other lines, such as notes, are kept and are no records.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -23,8 +21,6 @@ from jddp.typing import JsonObject, Record
 
 log = logging.getLogger("jddp")
 
-# A record as `log` writes it; the groups are its step and its split.
-_OWN = re.compile(rb'\{"step": (\d{1,18}), "split": "(train|eval|layers|callback)".*\}\n')
 # Errors of a write that a file system may report only when the file is synced.
 _REPORTED_LATE = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 
@@ -48,7 +44,6 @@ class MetricsFile:
         self._folder = folder or SameFolder(path.parent)
         self._waiting: list[tuple[int, bytes]] = []  # step and line
         self._failure: OSError | None = None
-        self._is_synced = True
         self.lost: FileSystemError | None = None
 
     def log(self, record: Record) -> None:
@@ -72,42 +67,28 @@ class MetricsFile:
             self._write()
         if self._failure is not None:
             self.lost = self._unwritten(self._failure)
-            return
-        try:
+        elif self._is_writer:
             self._sync()
-        except OSError as error:
-            if error.errno in _REPORTED_LATE:
-                what = f"{self.path}: cannot be synced to the disk: {words_of(error)}."
-                rest = "The last records may be lost; checkpoints are not."
-                self.lost = FileSystemError(f"{what} {rest}")
 
-    def read(self, size: int | None = None) -> list[JsonObject]:
+    def read(self, size: int | None = None, *, split: str | None = None) -> list[JsonObject]:
         """Returns the complete records, in order; none if there is no file yet.
 
         Args:
           size: Number of bytes to read; None for all.
+          split: The split of the records; None for all of them.
 
         Raises:
           FileSystemError: If the file cannot be read.
         """
         records = list[JsonObject]()
         seen = 0
-        for line, step, _ in self._lines():
+        for line, record in self._lines():
             seen += len(line)
             if size is not None and seen > size:
                 break
-            if step is not None and (record := _record(line)) is not None:
+            if record is not None and split in (None, record.get("split")):
                 records.append(record)
         return records
-
-    def read_evaluations(self, until: int) -> list[JsonObject]:
-        """Returns the records of evaluations up to a step, as `read` does.
-
-        Raises:
-          FileSystemError: If the file cannot be read.
-        """
-        lines = (line for line, step, is_eval in self._lines() if is_eval and (step or 0) <= until)
-        return [json.loads(line) for line in lines]
 
     def resume_at(self, step: int) -> tuple[int, list[JsonObject]]:
         """Drops records of steps after `step`, and a torn line.
@@ -118,25 +99,17 @@ class MetricsFile:
         Raises:
           FileSystemError: If the file cannot be read or written.
         """
-        size = seen = 0
-        evaluations = list[JsonObject]()
-        if not self._is_writer:
-            return 0, evaluations
-        is_beginning = True  # of the file: what stays
-        for line, of, is_eval in self._lines():
-            if _stays(line, of, step):
-                is_beginning = is_beginning and size == seen and line.endswith(b"\n")
-                size += len(_ended(line))
-                if is_eval:
-                    evaluations.append(json.loads(line))
-            seen += len(line)
+        size, evaluations = 0, list[JsonObject]()
+        if not (self._is_writer and self.path.exists()):
+            return size, evaluations
+        for line, record in self._lines_until(step):
+            size += len(line)
+            if record is not None and record.get("split") == "eval":
+                evaluations.append(record)
         with file_errors(f"{self.path}: cannot be written"):
-            if not is_beginning:
-                lines = (_ended(line) for line, of, _ in self._lines() if _stays(line, of, step))
+            if size != self.path.stat().st_size:
+                lines = (line for line, _ in self._lines_until(step))
                 self._folder.replace(self.path.name, lines)
-            elif size < seen:
-                with self._folder.open(self.path.name, "r+b") as file:
-                    file.truncate(size)
         return size, evaluations
 
     def _unwritten(self, failure: OSError) -> FileSystemError:
@@ -155,28 +128,33 @@ class MetricsFile:
         except OSError as error:
             self._failure = error
         else:
-            self._failure, self._is_synced = None, False
+            self._failure = None
             self._waiting.clear()
 
     def _sync(self) -> None:
-        if not self._is_synced:
+        try:
             with self._folder.open(self.path.name, "rb") as file:
                 os.fsync(file.fileno())
-            self._is_synced = True
+        except OSError as error:
+            if error.errno in _REPORTED_LATE:
+                what = f"{self.path}: cannot be synced to the disk: {words_of(error)}."
+                rest = "The last records may be lost; checkpoints are not."
+                self.lost = FileSystemError(f"{what} {rest}")
 
-    def _lines(self) -> Iterator[tuple[bytes, int | None, bool]]:
-        """Every line, with the step of its record, or None, and whether that is an evaluation."""
+    def _lines(self) -> Iterator[tuple[bytes, JsonObject | None]]:
+        """Every line, with its record if it is one."""
         if not self.path.exists():
             return
         with file_errors(f"{self.path}: cannot be read"), self.path.open("rb") as file:
             for line in file:
-                own = _OWN.fullmatch(line)
-                if own and own[2] != b"eval":
-                    yield line, int(own[1]), False
-                elif record := _record(line):
-                    yield line, record["step"], record.get("split") == "eval"
-                else:
-                    yield line, None, False
+                yield line, _record(line)
+
+    def _lines_until(self, step: int) -> Iterator[tuple[bytes, JsonObject | None]]:
+        """The lines that stay in a run that resumes at a step."""
+        for line, record in self._lines():
+            is_whole = line.endswith(b"\n")  # A process may have died while it wrote the last one.
+            if is_whole if record is None else record["step"] <= step:
+                yield (line if is_whole else line + b"\n"), record
 
 
 def _append(file: IO[bytes], content: bytes) -> None:
@@ -190,15 +168,6 @@ def _append(file: IO[bytes], content: bytes) -> None:
         with contextlib.suppress(OSError):
             file.truncate(size)
         raise
-
-
-def _stays(line: bytes, step: int | None, last: int) -> bool:
-    # A process may have died while it wrote the last line, which is then no record.
-    return line.endswith(b"\n") if step is None else step <= last
-
-
-def _ended(line: bytes) -> bytes:
-    return line if line.endswith(b"\n") else line + b"\n"
 
 
 def _record(line: bytes) -> JsonObject | None:

@@ -315,29 +315,6 @@ def test_metrics_keep_every_digit_lines_stay_json_and_what_cannot_be_read_is_an_
             act()
 
 
-def write_records(path, num_steps):
-    values = {"loss": 2.3456789, "accuracy": 0.123456, "count": 256.0, "step_seconds": 0.123456}
-    with path.open("w") as file:
-        for step in range(1, num_steps + 1):
-            file.write(json.dumps({"step": step, "split": "train", **values}) + "\n")
-            if step % 1000 == 0:
-                file.write(json.dumps({"step": step, "split": "eval", **values}) + "\n")
-
-
-def test_a_long_file_of_metrics_is_cut_in_place_and_only_its_evaluations_are_parsed(
-    tmp_path, monkeypatch
-):
-    write_records(tmp_path / "metrics.jsonl", 20_000)
-    inode, parsed, loads = (tmp_path / "metrics.jsonl").stat().st_ino, [], json.loads
-    monkeypatch.setattr(json, "loads", lambda line: parsed.append(line) or loads(line))
-    size, evaluations = MetricsFile(tmp_path / "metrics.jsonl").resume_at(19_500)
-    assert len(parsed) <= 2 * 20
-    assert [x["step"] for x in evaluations] == [*range(1000, 20_000, 1000)]
-    assert (tmp_path / "metrics.jsonl").stat().st_size == size
-    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 19_500
-
-
 def test_half_a_line_that_a_full_disk_left_is_not_continued(tmp_path, monkeypatch):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.log({"step": 1, "split": "train"})
