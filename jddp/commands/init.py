@@ -3,12 +3,17 @@
 They train as they are; replace them by yours.
 """
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
-from jddp.errors import show
+from jddp.errors import UsageError, file_errors, show
+
+# A wheel carries the files inside the package, a checkout has them in examples/project.
+_ROOT = Path(__file__).parents[2]
+FOLDERS = (_ROOT / "jddp" / "project", _ROOT / "examples" / "project")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(directory: Path) -> None:
-    from jddp.commands.project import start_project
-
-    show(f"{directory} holds {', '.join(start_project(directory))}")
+    files = sorted(next(folder for folder in FOLDERS if folder.is_dir()).glob("*.*"))
+    with file_errors(f"{directory} cannot be written"):
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise UsageError(f"{directory} is not empty. Name a new folder.")
+        for file in files:
+            shutil.copyfile(file, directory / file.name)
+    show(f"{directory} holds {', '.join(file.name for file in files)}")
     show(f"Start with: cd {directory} && jddp train --config config.yaml")

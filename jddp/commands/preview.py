@@ -10,7 +10,6 @@ import dataclasses
 import math
 import textwrap
 
-from jddp.commands.layers import layer_table
 from jddp.data import DataSet
 from jddp.inspection.memory import Memory, in_words
 from jddp.inspection.memory import memory as memory_of
@@ -23,11 +22,10 @@ from jddp.trainer.prefetch import NUM_AHEAD
 
 
 def preview(job: Job) -> str:
-    """Returns layers, bucket plan, groups of the optimizer, memory, and whether data keep up."""
+    """Returns the bucket plan, groups of the optimizer, memory, and whether data keep up."""
     memory = memory_of(job.ddp, job.batch_spec)
     optimizers = optimizer_table(job.config, job.ddp.steps.abstract_state(job.batch_spec))
     parts = [
-        layer_table(job.parameter_shapes),
         [str(job.ddp.steps.planned(job.batch_spec).plan)],
         optimizers,
         memory_table(job, memory),

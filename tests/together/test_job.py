@@ -419,8 +419,7 @@ def test_a_preview_says_what_a_run_would_be_and_writes_nothing(mine):
     text = preview(build(own_config(ddp={"accumulate_steps": 2}), needs_data=False))
     assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert text.startswith("layer ")
-    assert "\n\n1 bucket, " in text
+    assert text.startswith("1 bucket, ")
     assert "fits: " in text
 
 
