@@ -10,7 +10,7 @@ import math
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from jddp.config.files import dump_values, flatten
 from jddp.errors import ConfigError
 from jddp.files import make_folder, replace_file
 from jddp.trainer.reports.lines import shape_of, table_of
-from jddp.trainer.reports.sinks import Start
 from jddp.typing import Record, Settings
+
+if TYPE_CHECKING:
+    from jddp.trainer.reports.sinks import Start
 
 COLUMNS = 240  # of a page
 PLAIN = bool | int | float | str
@@ -84,7 +86,7 @@ class TensorBoard:
       start: The start of the run, which has a run directory.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: "Start") -> None:
         from tensorboardX import SummaryWriter  # which changes loggers and warnings
 
         resumed = {"purge_step": start.step + 1} if start.step else {}
@@ -153,7 +155,7 @@ class WeightsAndBiases:
       ConfigError: If there are no credentials.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: "Start") -> None:
         import wandb
 
         assert start.run_dir is not None, "its word needs one"
