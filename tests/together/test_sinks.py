@@ -14,7 +14,6 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.errors import ConfigError
-from jddp.trainer.reports.sinks import Start
 
 TESTS = [make_batch(8, seed=9)]
 
@@ -164,7 +163,7 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_takes_again(ddp, tmp_pat
 def test_arrays_are_a_histogram_and_a_table_in_tensorboard(tmp_path):
     from jddp.trainer.reports.boards import TensorBoard
 
-    sink = TensorBoard(Start(tmp_path, {}, 0))
+    sink = TensorBoard(tmp_path, {}, 0)
     recall, confusion = [0.5, float("nan"), 1.0], [[3, 1], [0, 4]]
     sink.log({"step": 2, "split": "eval", "recall": recall, "confusion": confusion})
     sink.close()
@@ -182,7 +181,7 @@ def test_arrays_are_a_histogram_and_a_table_in_tensorboard(tmp_path):
 def test_an_array_without_a_finite_number_costs_no_other_value_in_tensorboard(tmp_path):
     from jddp.trainer.reports.boards import TensorBoard
 
-    sink = TensorBoard(Start(tmp_path, {}, 0))
+    sink = TensorBoard(tmp_path, {}, 0)
     arrays = {"nan": np.full(3, np.nan), "empty": np.zeros((0, 2)), "good": np.arange(3.0)}
     sink.log({"step": 2, "split": "callback", **arrays, "huge": np.array([-3e38, 3e38])})
     sink.close()

@@ -10,7 +10,7 @@ import math
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from jddp.errors import ConfigError
 from jddp.files import make_folder, replace_file
 from jddp.trainer.reports.lines import shape_of, table_of
 from jddp.typing import Record, Settings
-
-if TYPE_CHECKING:
-    from jddp.trainer.reports.sinks import Start
 
 COLUMNS = 240  # of a page
 PLAIN = bool | int | float | str
@@ -83,17 +80,19 @@ class TensorBoard:
     the earlier values of steps that are taken again.
 
     Args:
-      start: The start of the run, which has a run directory.
+      run_dir: Run directory.
+      config: Config of the run.
+      step: Number of finished steps.
     """
 
-    def __init__(self, start: "Start") -> None:
+    def __init__(self, run_dir: Path, config: Settings, step: int) -> None:
         from tensorboardX import SummaryWriter  # which changes loggers and warnings
 
-        resumed = {"purge_step": start.step + 1} if start.step else {}
-        suffix = f".{start.step}"  # A start within the same second has a file of its own.
-        self._writer = SummaryWriter(str(start.run_dir), filename_suffix=suffix, **resumed)
-        if start.config:
-            self._add_config(start.config)
+        resumed = {"purge_step": step + 1} if step else {}
+        suffix = f".{step}"  # A start within the same second has a file of its own.
+        self._writer = SummaryWriter(str(run_dir), filename_suffix=suffix, **resumed)
+        if config:
+            self._add_config(config)
         self._writer.flush()
 
     def log(self, record: Record) -> None:
@@ -149,27 +148,28 @@ class WeightsAndBiases:
     files choose project, team and mode (WANDB_PROJECT, WANDB_ENTITY), and have the credentials.
 
     Args:
-      start: The start of the run, which has a run directory.
+      run_dir: Run directory.
+      config: Config of the run.
+      step: Number of finished steps.
 
     Raises:
       ConfigError: If there are no credentials.
     """
 
-    def __init__(self, start: "Start") -> None:
+    def __init__(self, run_dir: Path, config: Settings, step: int) -> None:
         import wandb
 
-        assert start.run_dir is not None, "its word needs one"
         # Otherwise a terminal is asked for a key, in the middle of the progress.
         is_online = wandb.setup().settings.mode == "online"
         if is_online and not wandb.login(prompt=False, verify=False):
             raise ConfigError("no credentials. Call `wandb login`, or set WANDB_MODE=offline.")
         self._wandb = wandb
         self._run = wandb.init(
-            dir=start.run_dir,
-            name=start.run_dir.name,
-            id=_id_of(start.run_dir / "wandb"),
+            dir=run_dir,
+            name=run_dir.name,
+            id=_id_of(run_dir / "wandb"),
             resume="allow",
-            config=dict(start.config),
+            config=dict(config),
             settings=wandb.Settings(console="off"),  # The terminal belongs to the loop.
         )
         # Its own step counts calls, of which a step may have two, and never goes back.

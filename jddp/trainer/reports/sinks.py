@@ -126,7 +126,8 @@ def _of_word(word: str, key: str) -> ChosenSink:
         )
     from jddp.trainer.reports import boards  # TensorBoard and Weights & Biases alone need it.
 
-    return ChosenSink(word, getattr(boards, name), needs_run_dir=True)
+    make = getattr(boards, name)
+    return ChosenSink(word, lambda start: make(*start), needs_run_dir=True)
 
 
 def _of_object(name: str, found: Any, key: str) -> ChosenSink:
