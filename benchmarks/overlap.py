@@ -7,7 +7,7 @@ ResNet-50 and GPT-2 124M are compiled through `jddp.DataParallel`, without a GPU
 that XLA makes are added up at the rates printed below the table. Nothing is measured: a number here
 is what the schedule allows, not what a machine does. The second table walks the same schedules at
 other rates. `leaf, end` is what one gets by averaging gradients without further thought; the gate
-in tests/parts/inspection/test_overlap_on_gpus.py requires that the model finds fault with it.
+in tests/parts/workbench/test_overlap_on_gpus.py requires that the model finds fault with it.
 
     all-reduces    above 64 KiB: gradients; how many of them run while nothing else does
     exposed        share of the step that waits for these
@@ -26,9 +26,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 from jddp.inspection.hlo import HloProgram
-from jddp.inspection.modelled import GPUS, Timeline, walk
-from jddp.inspection.modelled.timeline import Transfer
 from jddp.inspection.purposes import purpose_of
+from jddp.workbench.modelled import GPUS, Timeline, walk
+from jddp.workbench.modelled.timeline import Transfer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from described import VARIANTS, compile_gpt2, compile_resnet50

@@ -34,7 +34,7 @@ import jax
 
 import jddp
 from jddp.inspection.collectives import collectives
-from jddp.inspection.modelled import GPUS, walk
+from jddp.workbench.modelled import GPUS, walk
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from described import OPTIMIZERS, compile_layers, compile_resnet50

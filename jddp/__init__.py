@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from jddp.inspection.memory import memory as memory
     from jddp.inspection.norms import diagnose as diagnose
     from jddp.job.job import train as train
-    from jddp.job.objective import objective as objective
     from jddp.launcher.supervisor import launch as launch
     from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
     from jddp.modules.functional import sync_batch_norm as sync_batch_norm
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from jddp.trainer.watching import EarlyStopping as EarlyStopping
     from jddp.trainer.watching import KeepBest as KeepBest
     from jddp.verification.verify import verify as verify
+    from jddp.workbench.objective import objective as objective
 
 __version__ = "0.1.0"
 
@@ -88,7 +88,7 @@ _HOMES = {
     "fit": "trainer.fit",
     "launch": "launcher.supervisor",
     "memory": "inspection.memory",
-    "objective": "job.objective",
+    "objective": "workbench.objective",
     "open_run": "runs.opened",
     "powersgd": "reduce.powersgd",
     "register_batch_norm": "modules.batch_norm",

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from jddp.config.versions import versions
 from jddp.errors import ExitCode, report
+from jddp.names.plugins import COMMANDS as ADDED
+from jddp.names.plugins import find, run_added
 
 COMMANDS = {
     "init": "start a project: a config, a model, a loss and data to change",
@@ -25,6 +27,7 @@ COMMANDS = {
     "checkpoint": "list, verify, export and share checkpoints",
     "data": "write token files, or list the examples of a step",
 }
+WORKBENCH = {"report", "compare", "tune"}  # Found by their entry points.
 TABLE = "\n".join(f"  jddp {name:<11} {about}" for name, about in COMMANDS.items())
 HELP = f"""\
 usage: jddp COMMAND [--help] ..., or jddp --version
@@ -38,6 +41,8 @@ Start with: jddp train train.num_steps=20 run.dir=runs/try"""
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that is named first with the other arguments; returns its exit code."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in WORKBENCH:
+        return run_added(name, rest)
     if name in COMMANDS:
         return int(importlib.import_module(f"jddp.commands.{name}").main(rest))
     if name == "--version":
@@ -45,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jddp {found.pop('jddp')}")
         print("\n".join(f"  {package} {version}" for package, version in found.items()))
         return ExitCode.DONE
+    if find(ADDED, name) is not None:
+        return run_added(name, rest)
     print(HELP)
     if name in ("-h", "--help"):
         return ExitCode.DONE

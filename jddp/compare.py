@@ -1,8 +1,11 @@
 """`python -m jddp.compare RUN...`: which run is better, by how much, and what differs?"""
 
+import functools
 import sys
 
-from jddp.commands.compare import main
+from jddp.names.plugins import run_added
+
+main = functools.partial(run_added, "compare")
 
 if __name__ == "__main__":
     sys.exit(main())

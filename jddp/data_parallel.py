@@ -56,14 +56,13 @@ from jddp.engine.schedule import choose_backward
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, Values
 from jddp.engine.strategy import Strategy, choose_strategy
-from jddp.html import Shown
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, thaw
 from jddp.modules.functional import functional
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_DATA_PARALLEL
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree
+from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree, Shown
 from jddp.zoo.losses import outputs
 
 

@@ -1,8 +1,11 @@
 """`python -m jddp.tune`: with which keys is a job's step fastest?"""
 
+import functools
 import sys
 
-from jddp.commands.tune import main
+from jddp.names.plugins import run_added
+
+main = functools.partial(run_added, "tune")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,10 +4,14 @@ JAX has no static type for "a tree of arrays": most names below mean the same to
 show a reader which tree a function takes. Arrays whose shapes matter are annotated where they are
 used, as in `Float[Array, "b"]`.
 
-This module imports no library, so that code that runs before JAX can name these types.
+It also has the base class of objects that notebooks show. It imports no library, so that code that
+runs before JAX can name these types.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 # A nest of dicts, tuples and registered classes with arrays, shapes, specs or None as leaves.
@@ -57,3 +61,69 @@ RESERVED = (
 # `loss_fn(model, batch)`, or one that also names `train`, `constants` or `key`: a loss for each
 # example, or losses and a dict of metrics. Also what `evaluate` and `predict` call in its place.
 LossFn = Callable[..., Any]
+
+# Tables and text in notebooks. An export may give `<pre>` a proportional font, in which columns are
+# lost, and notebooks stripe and center tables, each in its own way. So elements themselves have
+# their style, which style sheets of a page do not override. It has no color: text is light or dark
+# as its page.
+STYLE = "font-family: monospace; white-space: pre; line-height: 1.25"
+_BOX = "overflow: auto; max-height: 36em; margin-bottom: .6em"
+_CELL = "padding: .15em 1em .15em 0; vertical-align: top; background: none; max-width: 40em"
+_NUMBER = re.compile(r"-?[\d,.]+(e[-+]?\d+)?( ?%)?|unknown|-|")
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text; a column of numbers is aligned at the right.
+
+    Attributes:
+      title: Text above it.
+      rows: Rows of cells.
+      head: Heads of the columns; () for none.
+      notes: Sentences below it.
+    """
+
+    title: str
+    rows: Sequence[Sequence[str]] = ()
+    head: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        """The table as HTML."""
+        aligned = [_alignment(column) for column in zip(*self.rows, strict=True)]
+        head = _row("th", self.head, aligned) if self.rows and self.head else ""
+        rows = "".join(_row("td", row, aligned) for row in self.rows)
+        notes = "".join(f"<div>{escape(note)}</div>" for note in self.notes)
+        return (
+            f'<div style="{_BOX}"><b>{escape(self.title)}</b>'
+            f'<table style="border-collapse: collapse; margin: 0">{head}{rows}</table>{notes}</div>'
+        )
+
+
+def _alignment(column: Iterable[str]) -> str:
+    return "right" if all(_NUMBER.fullmatch(cell) for cell in column) else "left"
+
+
+def _row(tag: str, cells: Sequence[str], aligned: Sequence[str]) -> str:
+    made = (
+        f'<{tag} style="{_CELL}; text-align: {side}">{escape(cell)}</{tag}>'
+        for cell, side in zip(cells, aligned, strict=True)
+    )
+    return f'<tr style="border-bottom: 1px solid #8884; background: none">{"".join(made)}</tr>'
+
+
+class Shown:
+    """Base class of objects that notebooks show as tables, or as their text if they have none.
+
+    class Plan(Shown):              # has `__repr__` or `__str__`: in a notebook, its columns,
+        def _tables(self):          # or these tables
+            yield TextTable("a plan", [("0", "1.25")], ["bucket", "MiB"])
+    """
+
+    def _tables(self) -> Iterable[TextTable]:
+        """What the object holds."""
+        return ()
+
+    def _repr_html_(self) -> str:
+        text = f'<pre style="{STYLE}">{escape(str(self))}</pre>'
+        return "".join(map(str, self._tables())) or text

@@ -36,7 +36,8 @@ def room_of(name: str) -> str:
     Modules that are run and never imported, `jddp.train` and its like, belong to the commands.
     """
     room, _, inner = name.removeprefix("jddp.").partition(".")
-    is_door = inner == "__main__" or ((PACKAGE / "commands" / f"{room}.py").exists() and not inner)
+    homes = (PACKAGE / home / f"{room}.py" for home in ("commands", "workbench"))
+    is_door = inner == "__main__" or (not inner and any(home.exists() for home in homes))
     return "commands" if is_door or room == "__main__" else room
 
 

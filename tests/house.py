@@ -11,7 +11,8 @@ MODULES = sorted(set(PACKAGE.rglob("*.py")) - {FRONT_DOOR})
 
 # Modules of three lines, which are run, `python -m jddp.train`, and never imported.
 DOORS = {path for path in MODULES if path.name == "__main__.py"}
-DOORS |= {PACKAGE / path.name for path in (PACKAGE / "commands").glob("[a-z]*.py")} & {*MODULES}
+for home in ("commands", "workbench"):
+    DOORS |= {PACKAGE / path.name for path in (PACKAGE / home).glob("[a-z]*.py")} & {*MODULES}
 
 
 def room_of(path):

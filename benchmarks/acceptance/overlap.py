@@ -11,8 +11,8 @@ from acceptance.result import SKIP, Machine, PartResult
 from jddp.config.options import Reduction
 from jddp.doctor.finding import OK, WARN
 from jddp.errors import DataError
-from jddp.inspection.kernels import DeviceTime
-from jddp.inspection.trace import read_trace
+from jddp.workbench.kernels import DeviceTime
+from jddp.workbench.trace import read_trace
 
 _NUM_STEPS = 5
 

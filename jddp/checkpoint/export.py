@@ -20,6 +20,9 @@ from jddp.engine.state import Replicated, by_path
 from jddp.errors import file_errors
 from jddp.typing import Settings
 
+# The fields of a state that a run evaluates.
+EVALUATED = ["params", "ema_params", "model_state", "ema_state"]
+
 
 def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> None:
     """Writes fields of a checkpoint's state into one file.

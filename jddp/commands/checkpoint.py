@@ -9,6 +9,7 @@ from jddp.checkpoint.storage import local_copy
 from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
 from jddp.errors import FileSystemError, UsageError, show
+from jddp.names.plugins import tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,8 +90,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from jddp.checkpoint.export import export
-    from jddp.runs import hub
+    from jddp.checkpoint.export import EVALUATED, export
 
     file, names = arguments.file, arguments.names
     if arguments.all and (names or not file.suffix):
@@ -98,11 +98,11 @@ def _export(arguments: argparse.Namespace) -> None:
 
     def write(folder: Path) -> str:
         if not file.suffix:
-            hub.export_folder(folder, file, names)
+            tool("export-folder", "a folder of the Hub")(folder, file, names)
         elif names:
-            hub.export_by_names(folder, file, names)
+            tool("names")(folder, file, names)
         else:
-            export(folder, file, None if arguments.all else hub.EXPORTED)
+            export(folder, file, None if arguments.all else EVALUATED)
         return folder.name
 
     step = _with_checkpoint(arguments, write)
@@ -111,7 +111,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _push(arguments: argparse.Namespace) -> None:
-    from jddp.runs.hub import push
+    push = tool("push", "jddp checkpoint push")
 
     def write(folder: Path) -> str:
         return f"step {folder.name} is in {push(folder, arguments.repository, arguments.names)}"
@@ -120,8 +120,7 @@ def _push(arguments: argparse.Namespace) -> None:
 
 
 def _pull(arguments: argparse.Namespace) -> None:
-    from jddp.runs.hub import pull
-
+    pull = tool("pull", "jddp checkpoint pull")
     pull(arguments.repository, arguments.folder, revision=arguments.revision)
     show(f"{arguments.repository} is in {arguments.folder}; model.init_from takes this folder")
 

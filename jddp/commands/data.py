@@ -3,11 +3,11 @@
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from jddp.config.cli import Parser, add_trust, run_command
 from jddp.config.permissions import expand
 from jddp.errors import show
+from jddp.names.plugins import tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def _parser() -> Parser:
     add("--end-of-document", metavar="TOKEN", help="token after each document; zero for bytes")
     add("--test-share", type=float, default=0.1, help="fraction of documents for testing (0.1)")
     add("--shard-tokens", type=int, default=2**27, help="tokens per file (2^27)")
-    tokenize.set_defaults(run=_tokenize)
+    tokenize.set_defaults(run=lambda arguments: tool("tokenize", "jddp data tokenize")(arguments))
     rows = commands.add_parser("rows", help="list the examples of a step of a run")
     add = rows.add_argument
     add("run_dir", metavar="RUN", help="a run directory, or its URL")
@@ -43,24 +43,3 @@ def _rows(arguments: argparse.Namespace) -> None:
 
     found = rows_of_step(arguments.run_dir, arguments.step, trust=arguments.trust)
     show(json.dumps(found.as_json()) if arguments.json else str(found))
-
-
-def _tokenize(arguments: argparse.Namespace) -> None:
-    from jddp.data.sources.tokenize import BYTES, documents_in, tokenizer_in, write_tokens
-
-    chosen = arguments.tokenizer
-    end = arguments.end_of_document
-    index = write_tokens(
-        documents_in(arguments.texts),
-        arguments.directory,
-        tokenizer=BYTES if chosen == "bytes" else tokenizer_in(Path(chosen), end_of_document=end),
-        test_share=arguments.test_share,
-        shard_tokens=arguments.shard_tokens,
-    )
-    for part, num_tokens in index["tokens"].items():
-        num_documents, num_bytes = index["documents"][part], index["bytes"][part]
-        show(f"{part:5}  {num_documents:,} documents, {num_tokens:,} tokens, {num_bytes:,} bytes")
-    show(
-        f"train with data.name=tokens data.dir={arguments.directory} "
-        f"data.kwargs.sequence_length=... , and a model of vocab_size {index['vocab_size']:,}"
-    )

@@ -10,6 +10,7 @@ from typing import Any
 from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
 from jddp.config.permissions import expand
 from jddp.errors import UsageError, show
+from jddp.names.plugins import tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,9 +41,8 @@ def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
     share_gpus()  # with the run, which may still train
     if prompt is not None:
         from jddp.runs.opened import open_run
-        from jddp.runs.sampling import continue_text
 
-        show(continue_text(open_run(**run, mesh=1), prompt, **chosen))
+        show(tool("prompt")(open_run(**run, mesh=1), prompt, **chosen))
     else:
         from jddp.runs.predictions import predict_file
 

@@ -20,14 +20,14 @@ from jddp.config.versions import versions
 from jddp.data.source import DataSet, Streams
 from jddp.job.job import Job
 from jddp.job.length import periods_of
+from jddp.names.plugins import OPTIONS, find
 from jddp.runs.results import METRICS
 from jddp.trainer.reports.lines import Pause, unbroken, wrap
-from jddp.trainer.reports.page.facts import read_facts
-from jddp.trainer.reports.page.page import NAME
 from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching
 
 MOST_MODULES = 6
+PAGE = "report.html"  # of `jddp.workbench`
 
 
 def opening(job: Job, name: str, detected: str, *, columns: int) -> str:
@@ -80,8 +80,8 @@ def closing(job: Job, run: Run, *, columns: int) -> str:
 
 def _page(job: Job, run: Run) -> str:
     """The path of the page of a run, if it has been written."""
-    is_there = run.run_dir is not None and (run.run_dir / NAME).exists()
-    return f"{job.config.run.dir}/{NAME}" if is_there else ""
+    is_there = run.run_dir is not None and (run.run_dir / PAGE).exists()
+    return f"{job.config.run.dir}/{PAGE}" if is_there else ""
 
 
 def _commands(config: Config) -> list[str]:
@@ -193,13 +193,14 @@ def _files(job: Job) -> str:
     """The files of the run directory, and when they are written."""
     every = periods_of(job.config).checkpoints
     when = "at the end" if every is None else f"every {every}"
-    return f"metrics.jsonl, logs, {NAME}, checkpoints {when}"
+    return f"metrics.jsonl, logs, {PAGE}, checkpoints {when}"
 
 
 def _times(run: Run) -> Iterator[str]:
     """The steps and the seconds of all starts, and the goodput, as the page of the run has them."""
     yield f"{run.step:,} steps"
-    if run.run_dir is not None:
+    read_facts = find(OPTIONS, "facts")
+    if run.run_dir is not None and read_facts is not None:
         facts = read_facts(run.run_dir, is_over=True)
         yield f"{facts.history.seconds:.0f} s in all"
         yield "" if facts.goodput is None else f"goodput {100 * facts.goodput:.0f} %"

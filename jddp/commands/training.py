@@ -35,6 +35,7 @@ from jddp.distributed.gpus import add_flag
 from jddp.distributed.schedulers import resolve_identity
 from jddp.distributed.signals import stop_signals
 from jddp.errors import Error, ExitCode, report, show
+from jddp.names.plugins import tool
 
 EXAMPLES = """\
 e.g. python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
@@ -58,9 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(describe_keys(Config))
         return ExitCode.DONE
     if arguments.sweep:
-        from jddp.commands.sweeping import run_sweep
-
-        return run_sweep(arguments)
+        return int(tool("sweep")(arguments))
     config, name = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
         print(dump_values(config.model_dump()), end="")
@@ -122,9 +121,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int
 
 
 def _find_rate(config: Config, *, is_writer: bool) -> int:
-    from jddp.job.range_test import find_rate
-
-    found = find_rate(config)
+    found = tool("find-rate")(config)
     if is_writer:
         show(f"\n{found}")
     return ExitCode.DONE

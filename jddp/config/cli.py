@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jddp.distributed.exits import process
-from jddp.errors import Error, ExitCode, UsageError, report
+from jddp.errors import Error, ExitCode, UsageError, file_errors, report
+from jddp.files import check_writable
 from jddp.names import did_you_mean
 
 
@@ -135,3 +136,48 @@ def leave_job(code: int, error: BaseException) -> None:
 
         if num_processes() > 1:
             end_job(code, error)
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of GPUs that need not be there: their kind, topology and links."""
+    add = parser.add_argument
+    add("--target", metavar="GPU", help="model the step on these GPUs: h100, h200 or a100")
+    add("--topology", metavar="HOSTSxGPUS", help="of the target (default: 1x8)")
+    link = "assume another link of the target: nvlink=300GB/s,2us, nic=25GB/s,14us"
+    add("--link", action="append", default=[], metavar="NAME=BANDWIDTH,LATENCY", help=link)
+
+
+def check_target(arguments: argparse.Namespace, *more: str) -> None:
+    """Refuses options of a target where there is none.
+
+    Args:
+      arguments: The parsed arguments.
+      *more: Names of options of a target beside its topology and links.
+
+    Raises:
+      UsageError: If one is given without `--target`.
+    """
+    for name in ("topology", "link", *more):
+        if getattr(arguments, name) and arguments.target is None:
+            raise UsageError(f"--{name} needs --target, such as --target h100.")
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Refuses a file that cannot be written, if one is named; what is there stays as it is.
+
+    Raises:
+      FileSystemError: If it cannot.
+    """
+    if path is not None:
+        with file_errors(f"{option} {path} cannot be written"):
+            check_writable(path)
+
+
+def write_output(option: str, path: Path, text: str) -> None:
+    """Writes a file.
+
+    Raises:
+      FileSystemError: If it cannot be written.
+    """
+    with file_errors(f"{option} {path} cannot be written"):
+        path.write_text(text, encoding="utf-8")

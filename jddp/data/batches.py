@@ -21,10 +21,9 @@ from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
 from jddp.data.transforms import Transform, chain_of
 from jddp.errors import ConfigError, DataError
-from jddp.html import Shown, TextTable
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_BATCHES
-from jddp.typing import TRANSFORM, Batch
+from jddp.typing import TRANSFORM, Batch, Shown, TextTable
 
 ENDLESS = 2**62
 

@@ -19,10 +19,9 @@ from jddp.data.shares import Share
 from jddp.data.split import Subset
 from jddp.data.transforms import Chain, Transform, chain_of
 from jddp.errors import ConfigError, DataError
-from jddp.html import Shown, TextTable
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_EVAL_BATCHES
-from jddp.typing import TRANSFORM, Batch
+from jddp.typing import TRANSFORM, Batch, Shown, TextTable
 
 
 @dataclass(frozen=True, repr=False)

@@ -13,8 +13,7 @@ from jddp.data.shares import Share
 from jddp.data.split import hold_back
 from jddp.data.transforms import Transform
 from jddp.errors import UsageError
-from jddp.html import Shown, TextTable
-from jddp.typing import Batches, JsonObject
+from jddp.typing import Batches, JsonObject, Shown, TextTable
 
 Spec = dict[str, tuple[tuple[int, ...], np.dtype]]
 

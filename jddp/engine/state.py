@@ -21,10 +21,20 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from jddp.errors import UsageError
-from jddp.html import Shown, TextTable
 from jddp.reduce.plan import in_mebibytes
 from jddp.reduce.shards import Shape
-from jddp.typing import Batch, HookState, Leaf, ModelState, OptState, Params, Path, PyTree
+from jddp.typing import (
+    Batch,
+    HookState,
+    Leaf,
+    ModelState,
+    OptState,
+    Params,
+    Path,
+    PyTree,
+    Shown,
+    TextTable,
+)
 
 KeepsOwn = Callable[[Path, Leaf], bool]  # whether each replica has its own of a leaf
 Values = tuple[Params, ModelState]  # what a model computes with

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -18,20 +19,14 @@ from jddp.engine.mesh import platform
 from jddp.engine.protocols import Synchronization
 from jddp.engine.trainable import Steps, Trainable
 from jddp.errors import UsageError
-from jddp.html import Shown, TextTable
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
 from jddp.inspection.memory import FIELDS, Memory, assigned_memory
-from jddp.inspection.modelled.compiling import compile_for, rows_of_host
-from jddp.inspection.modelled.described import Target
-from jddp.inspection.modelled.picture import modelled_picture
-from jddp.inspection.modelled.prediction import Prediction, predict
-from jddp.inspection.modelled.scaling import weak_scaling
-from jddp.inspection.pictures.page import draw_page
 from jddp.inspection.purposes import GRADIENTS, PARAMETERS, purpose_of
+from jddp.names.plugins import tool
 from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes
 from jddp.reduce.units import BETWEEN, UNIT
-from jddp.typing import Batch, JsonObject
+from jddp.typing import Batch, JsonObject, Shown, TextTable
 
 SENT = (GRADIENTS, PARAMETERS)
 
@@ -47,7 +42,8 @@ class Explanation(Shown):
       compiled: The collectives of the compiled program, in its order.
       sync: How often replicas synchronize.
       memory: Memory of the compiled step on each device.
-      prediction: The step on described GPUs; None for devices at hand.
+      prediction: The step on described GPUs, a `Prediction` of `jddp.workbench.modelled`; None for
+        devices at hand.
     """
 
     plan: BucketPlan
@@ -56,7 +52,7 @@ class Explanation(Shown):
     compiled: tuple[Collective, ...]
     sync: Synchronization
     memory: Memory
-    prediction: Prediction | None = None
+    prediction: Any = None
 
     @property
     def bytes_per_step(self) -> float:
@@ -113,7 +109,7 @@ class Explanation(Shown):
         """
         if self.prediction is None:
             raise UsageError('There is no modelled step to draw. Give explain target="h100".')
-        return draw_page(modelled_picture(self.prediction))
+        return str(tool("picture", "as_html")(self.prediction))
 
     def _runs(self, collective: Collective) -> float:
         every, purpose = self.sync.every, purpose_of(collective)
@@ -258,16 +254,12 @@ def explain(
     Raises:
       ConfigError: If the target, topology or a link is unknown, JAX cannot compile for it here, the
         rows do not divide over it, or the step does not compile for it.
-      UsageError: If the step holds what cannot be modelled.
+      UsageError: If the step holds what cannot be modelled, or `jddp.workbench` is not installed.
     """
     if target is None:
         return _explained(ddp.steps, batch, ddp.steps.lower(batch).compile())
-    described = Target.named(target, topology, links)
-    own = compile_for(described, ddp.steps, rows_of_host(described, ddp.steps, batch))
-    prediction = predict(described, own)
-    if scaling:
-        rows = weak_scaling(described, ddp.steps, own)
-        prediction = dataclasses.replace(prediction, scaling=rows)
+    model = tool("target", "target=")
+    own, prediction = model(ddp.steps, batch, target, topology, links, scaling=scaling)
     return dataclasses.replace(_explained(*own), prediction=prediction)
 
 

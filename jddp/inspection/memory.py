@@ -17,9 +17,8 @@ import jax
 from jddp.distributed.gpus import smallest_bytes
 from jddp.engine.mesh import platform
 from jddp.engine.trainable import Steps, Trainable
-from jddp.html import Shown, TextTable
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, read_program
-from jddp.typing import Batch, PyTree
+from jddp.typing import Batch, PyTree, Shown, TextTable
 
 FIELDS = ("parameters", "gradients", "optimizer", "other_state", "batch", "temporaries")
 _PREFIX = re.compile(r"(?:jit\([^)]*\)/)?(?:shard_map/)?")

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from jddp.config.schema import CallbackConfig, Config
 from jddp.errors import ConfigError
 from jddp.names import check_arguments, named
+from jddp.names.plugins import ADDED_CALLBACKS, added
 from jddp.trainer.callbacks import Callback
-from jddp.trainer.sample_text import SampleText
 from jddp.trainer.watching import EarlyStopping, KeepBest
 
 CALLBACKS: dict[str, Callable[..., Callback]] = {
     "early_stopping": EarlyStopping,
     "keep_best": KeepBest,
-    "sample_text": SampleText,
 }
 Make = Callable[[], Callback]
 
@@ -28,7 +27,7 @@ def find_callbacks(config: Config) -> list[Make]:
 
 
 def _find(key: str, section: CallbackConfig) -> Make:
-    make = named(section, key, CALLBACKS, "callback")
+    make = named(section, key, CALLBACKS | dict(added(ADDED_CALLBACKS)), "callback")
     check_arguments(make, section.kwargs, key=f"{key}.kwargs")
     return functools.partial(_made, key, make, section)
 

@@ -12,16 +12,20 @@ import os
 import time
 from dataclasses import dataclass
 
+import jax
+import numpy as np
+
 from jddp.engine.mesh import platform
 from jddp.errors import UsageError
 from jddp.inspection.flops import count_flops
+from jddp.inspection.memory import memory
 from jddp.job.job import Job
-from jddp.job.step_scores import TimedStep
 from jddp.modules.rows import count_rows
 
 SECONDS = 2.0  # of reading
 # Time of a worker for a batch over the time of a thread: the batch goes through shared memory.
 SENDING = 1.25  # 2.7 to 3.0 ms of its processor for an image, and 2.4 ms: benchmarks/data.py
+NUM_STEPS = 4  # that are timed at once
 MOST_FLOPS = 2e10  # of a step that is timed on CPUs, which takes a second or two
 
 
@@ -106,6 +110,33 @@ def _step_seconds(job: Job) -> float | None:
         return None
     step = TimedStep(job)
     return step.seconds() if step.memory.fits else None
+
+
+@dataclass
+class TimedStep:
+    """A job's step, on rows of ones.
+
+    Attributes:
+      job: The job.
+    """
+
+    job: Job
+
+    def __post_init__(self) -> None:
+        """Compiles the step."""
+        ddp, spec = self.job.ddp, self.job.batch_spec
+        self._batch = ddp.shard_batch(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), spec))
+        self._state = ddp.init(0, self._batch)
+        self.memory = memory(ddp, self._batch)
+        self.seconds()
+
+    def seconds(self) -> float:
+        """The time of a step, on average over a few."""
+        start = time.perf_counter()
+        for _ in range(NUM_STEPS):
+            self._state, metrics = self.job.ddp.step(self._state, self._batch)
+        jax.block_until_ready(metrics)
+        return (time.perf_counter() - start) / NUM_STEPS
 
 
 def _flops(job: Job) -> float:

@@ -36,7 +36,6 @@ from jddp.engine.state import TrainState, by_path
 from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
 from jddp.job.callbacks import make_callbacks
-from jddp.job.initial_weights import initial_weights
 from jddp.job.joining import join
 from jddp.job.length import num_steps_of, periods_of
 from jddp.job.optimizers import Schedule, optimizer_of
@@ -48,6 +47,7 @@ from jddp.job.transforms import (
     note_on_bytes,
     training_transforms,
 )
+from jddp.names.plugins import OPTIONS, find
 from jddp.reduce.shards import Shape
 from jddp.trainer.arguments import steps_left
 from jddp.trainer.callbacks import Callback
@@ -60,7 +60,6 @@ from jddp.trainer.start import start
 from jddp.typing import Batch, Batches, JsonObject
 from jddp.verification.compare import Verification
 from jddp.verification.verify import verify
-from jddp.zoo.state_dicts import OtherModel
 
 
 def train(
@@ -212,9 +211,10 @@ class Job:
         model, seed = self.config.model, self.config.seed
         partial = model.weights_partial
         try:
-            given, library = initial_weights(path, self.parts.model, partial=partial)
+            read = find(OPTIONS, "init-from")  # knows the names of other libraries
+            given, library = read(path, self.parts.model, partial=partial) if read else (path, "")
             state = self.ddp.init(seed, batch, given, partial=partial)
-        except (Misfit, OtherModel) as error:
+        except Misfit as error:
             raise ConfigError(
                 f"model.init_from: {model.init_from} does not fit the model at {error.where}. With "
                 "model.weights_partial=true the model keeps its own there."

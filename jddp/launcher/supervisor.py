@@ -8,6 +8,7 @@ from jddp.errors import ExitCode
 from jddp.launcher.environments import Launch
 from jddp.launcher.node_runner import NodeRunner
 from jddp.launcher.runner import Runner, Signals
+from jddp.names.plugins import tool
 
 
 def launch(
@@ -54,9 +55,7 @@ def run_launch(launch: Launch) -> int:
     """Runs a launch, here or on Ray; returns and raises as `launch` does."""
     if launch.ray is None:
         return supervise(NodeRunner(launch))
-    from jddp.launcher.ray_job import RayRunner  # and Ray, which takes a second
-
-    return supervise(RayRunner(launch, launch.ray))
+    return supervise(tool("ray")(launch, launch.ray))
 
 
 def supervise(runner: Runner) -> int:

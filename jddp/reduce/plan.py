@@ -18,8 +18,7 @@ import jax
 import numpy as np
 
 from jddp.errors import ConfigError
-from jddp.html import Shown, TextTable
-from jddp.typing import Path, PyTree
+from jddp.typing import Path, PyTree, Shown, TextTable
 
 MEBIBYTE = 2**20
 

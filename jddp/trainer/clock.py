@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from jddp.inspection.trace import DATA
+from jddp.trainer.profile import DATA
 
 
 class Spent(NamedTuple):

@@ -8,10 +8,9 @@ import jax
 from jddp.distributed.coordination import from_first
 from jddp.distributed.exits import ending_forked_children
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError
+from jddp.names.plugins import RUN_ENDED, added
 from jddp.trainer.callbacks import call_each
 from jddp.trainer.loop import Interrupted, Loop
-from jddp.trainer.reports.page.facts import read_facts
-from jddp.trainer.reports.page.page import NAME, draw_run
 from jddp.trainer.saving import LATEST
 
 log = logging.getLogger("jddp")
@@ -125,20 +124,23 @@ def close(loop: Loop, *, failed: bool = False) -> None:
         is_raised = False
         raise
     finally:
-        _write_page(loop)
+        _tell_others(loop)
         _finish_records(loop, is_raised=is_raised)
 
 
-def _write_page(loop: Loop) -> None:
-    """Writes report.html; that it cannot be made is no reason to end a run otherwise."""
+def _tell_others(loop: Loop) -> None:
+    """Writes the files that other packages make of a run; a failure is logged, and changes nothing.
+
+    `jddp.workbench` makes report.html.
+    """
     if loop.files is None or jax.process_index() != 0:
         return
-    try:
-        facts = read_facts(loop.files.path, name=str(loop.files.where), is_over=True)
-        text = draw_run(facts)
-        loop.files.folder.replace(NAME, [text.encode(errors="replace")])
-    except Exception as error:
-        log.warning("%s is not written: %r", NAME, error)
+    for name, make in added(RUN_ENDED):
+        try:
+            for file, content in make(loop.files.path, str(loop.files.where)).items():
+                loop.files.folder.replace(file, [content])
+        except Exception as error:
+            log.warning("%s is not written: %r", name, error)
 
 
 def _finish_records(loop: Loop, *, is_raised: bool) -> None:

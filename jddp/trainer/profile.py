@@ -9,10 +9,11 @@ import jax
 
 from jddp.engine.state import TrainState
 from jddp.errors import DataError
-from jddp.inspection.trace import STEP, read_trace
+from jddp.names.plugins import OPTIONS, find
 from jddp.trainer.reports.lines import EXPOSED_SHARE
 
 log = logging.getLogger("jddp")
+STEP, DATA = "jddp step", "jddp data"  # names of what a run annotates in its traces
 
 
 class Profile:
@@ -56,11 +57,12 @@ class Profile:
     def take_fields(self) -> dict[str, float]:
         """The share of the traced steps in which devices only communicate, for one record.
 
-        Empty before the trace has ended, and after the share was taken.
+        Empty before the trace has ended, after the share was taken, and where nothing reads it.
         """
-        if not self._is_recorded or self._folder is None:
-            return {}
+        read_trace = find(OPTIONS, "trace") if self._is_recorded else None
         self._is_recorded = False
+        if read_trace is None or self._folder is None:
+            return {}
         try:
             times = read_trace(self._folder).times
         except DataError as error:

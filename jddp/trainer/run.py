@@ -18,11 +18,20 @@ from jddp.data import eval_batches
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, UsageError
-from jddp.html import Shown, TextTable
 from jddp.trainer.reports.curves import plot
 from jddp.trainer.reports.lines import is_metric, shape_of
 from jddp.trainer.reports.run_directory import OWN_NAMES
-from jddp.typing import Batches, JsonObject, LossFn, Metrics, PyTree, Record, Settings
+from jddp.typing import (
+    Batches,
+    JsonObject,
+    LossFn,
+    Metrics,
+    PyTree,
+    Record,
+    Settings,
+    Shown,
+    TextTable,
+)
 from jddp.zoo.losses import outputs
 
 EVAL_BATCH_SIZE = 1024  # examples in a batch of a dict of arrays by default

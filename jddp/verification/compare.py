@@ -7,8 +7,7 @@ import jax
 import numpy as np
 
 from jddp.engine.state import by_path
-from jddp.html import Shown
-from jddp.typing import Grads, PyTree
+from jddp.typing import Grads, PyTree, Shown
 
 UPDATE = 0.05  # allowed difference of an update, relative to its norm
 _NOT_COMPARED = {"update": "zero on both, as at a learning rate of 0"}

@@ -11,11 +11,11 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.config.schema import Config
-from jddp.data.sources.tokenize import BYTES, write_tokens
 from jddp.errors import ConfigError, DataError, UsageError
 from jddp.job.job import train
-from jddp.runs.sampling import continue_text
-from jddp.trainer.sample_text import SampleText
+from jddp.workbench.continue_text import continue_text
+from jddp.workbench.sample_text import SampleText
+from jddp.workbench.tokenize import BYTES, write_tokens
 
 LENGTH = 8
 

@@ -7,10 +7,10 @@ import pytest
 import jddp
 from jddp.commands.summary import opening
 from jddp.config.schema import Config
-from jddp.data.sources.tokenize import BYTES, write_tokens
 from jddp.errors import ConfigError
 from jddp.job.job import build, train
 from jddp.runs.rows import rows_of_step
+from jddp.workbench.tokenize import BYTES, write_tokens
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 

@@ -9,8 +9,8 @@ import safetensors.numpy
 from jddp.config.schema import Config
 from jddp.errors import ConfigError
 from jddp.job.job import train
+from jddp.workbench.state_dicts import to_state_dict
 from jddp.zoo.models import GPT
-from jddp.zoo.state_dicts import to_state_dict
 
 SIZES = {"vocab_size": 16, "num_layers": 2, "num_heads": 2, "width": 16, "max_length": 8}
 

@@ -26,10 +26,10 @@ from jddp.distributed.failure import owned_process
 from jddp.distributed.schedulers import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
-from jddp.inspection.trace import read_trace
 from jddp.launcher.environments import Launch, Place, environments, split_gpus
 from jddp.launcher.nodes import Nodes
 from jddp.launcher.outcome import DETERMINISTIC
+from jddp.workbench.trace import read_trace
 
 SECONDS = 60  # for what takes a few
 HOST, LOCAL = socket.gethostname(), "127.0.0.1"

@@ -27,17 +27,17 @@ from jddp.data.image_transforms import CropAndFlip
 from jddp.data.source import spec_of
 from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
-from jddp.data.sources.tokenize import (
+from jddp.data.sources.tokens import TokenExamples
+from jddp.data.split import rows_for_testing
+from jddp.data.transforms import as_stored
+from jddp.errors import ConfigError, DataError, FileSystemError
+from jddp.workbench.tokenize import (
     BYTES,
     documents_in,
     tokenizer_in,
     tokens_of,
     write_tokens,
 )
-from jddp.data.sources.tokens import TokenExamples
-from jddp.data.split import rows_for_testing
-from jddp.data.transforms import as_stored
-from jddp.errors import ConfigError, DataError, FileSystemError
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
 Y = np.arange(8) % 4

@@ -7,8 +7,8 @@ from jddp.data import make_source
 from jddp.data.packing import pack_items
 from jddp.data.source import spec_of
 from jddp.data.sources.packed_tokens import PackedExamples
-from jddp.data.sources.tokenize import BYTES, write_tokens
 from jddp.errors import ConfigError, DataError
+from jddp.workbench.tokenize import BYTES, write_tokens
 
 
 def best_fit_decreasing(lengths, capacity):

@@ -22,7 +22,7 @@ from jddp.commands import doctor
 from jddp.commands.doctor import main
 from jddp.distributed import gpus
 from jddp.doctor import links
-from jddp.inspection.kernels import DeviceTime
+from jddp.workbench.kernels import DeviceTime
 from jddp.zoo.losses import cross_entropy
 
 ONE = Machine("gpu", 1, "NVIDIA H200")

@@ -13,10 +13,10 @@ from networks import Network, make_network
 from jddp.errors import ConfigError, UsageError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import HloShape, read_program
-from jddp.inspection.modelled import GPUS, described_mesh, walk
-from jddp.inspection.modelled.cost import cost
-from jddp.inspection.modelled.gpus import target_config
 from jddp.reduce.plan import MEBIBYTE
+from jddp.workbench.modelled import GPUS, described_mesh, walk
+from jddp.workbench.modelled.cost import cost
+from jddp.workbench.modelled.gpus import target_config
 
 # A second for the product below, nothing for anything else.
 FREE = {"bytes_per_second": float("inf"), "kernel_seconds": 0.0}

@@ -13,8 +13,8 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.data import ArrayExamples, TrainBatches, WorkerBatches, eval_batches
 from jddp.data.source import make_data_set
-from jddp.html import Shown, TextTable
 from jddp.trainer.run import Run
+from jddp.typing import Shown, TextTable
 
 SHOWN = {"BucketPlan", "DataParallel", "DataSet", "Explanation", "Memory", "Run", "TrainBatches"}
 SHOWN |= {"TrainState", "Verification", "WorkerBatches"}

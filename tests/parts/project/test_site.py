@@ -316,18 +316,18 @@ def shell_lines(text):
 def test_commands_options_keys_and_files_of_shell_lines_are_there(path):
     wrong = []
     shared = "\n".join(x.read_text() for x in ROOT.glob("jddp/config/*.py"))
-    commands = ROOT / "jddp" / "commands"
-    parts = ["training", "target"]  # of commands: files with options of several
+    homes = [ROOT / "jddp" / "commands", ROOT / "jddp" / "workbench"]
     for line in shell_lines(path.read_text()):
         files = re.findall(r"(?<![\w/.])(?:scripts|benchmarks|examples|configs)/[\w./]+", line)
         wrong += [file for file in files if not (ROOT / file).exists()]
         for part in re.split(r"&&|\|\|?|;|\bsrun\b|\$\(", line):
             for command in re.split(r"(?:python3?|--| ) ?-m (?=jddp)|\bjddp (?=[a-z])", part)[1:]:
                 name, *words = re.sub(r"'| \S+\.py .*", " ", command).split()
-                code = commands / f"{name.removeprefix('jddp.')}.py"
-                known = code.read_text() + shared if code.exists() else ""
-                used = [x for x in parts if f"jddp.commands.{x}" in known]
-                known += "".join((commands / f"{x}.py").read_text() for x in used)
+                paths = (home / f"{name.removeprefix('jddp.')}.py" for home in homes)
+                code = next((path for path in paths if path.exists()), None)
+                known = code.read_text() + shared if code is not None else ""
+                if "jddp.commands.training" in known:
+                    known += (homes[0] / "training.py").read_text()
                 wrong += [name] * (not known)
                 options = [x.partition("=")[0] for x in words if x.startswith("--")]
                 wrong += [x for x in options if known and f'"{x}"' not in known]

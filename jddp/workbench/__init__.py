@@ -1,0 +1,1 @@
+"""Tools that look at runs, machines and programs: found by entry points, nothing imports them."""

@@ -1,0 +1,288 @@
+"""A step on GPUs that are not there: its time, memory and communication, as modelled.
+
+    found = predict(target, compile_for(target, ddp.steps, rows))
+    print(found.verdict)
+
+Nothing here is measured. The time of computing is that of `cost`, the time of collectives that of
+`links`, their order that of the compiled program.
+"""
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+
+import jax
+
+from jddp.engine.trainable import Steps
+from jddp.inspection.memory import Memory, assigned_memory
+from jddp.modules.rows import count_rows
+from jddp.reduce.plan import BucketPlan
+from jddp.typing import Batch, JsonObject, Shown
+from jddp.workbench.modelled.compiling import CompiledFor, compile_for, rows_of_host
+from jddp.workbench.modelled.described import Target
+from jddp.workbench.modelled.links import START_SECONDS
+from jddp.workbench.modelled.scaling import MEASURED_ERROR, ScaledStep, weak_scaling
+from jddp.workbench.modelled.schedule import walk
+from jddp.workbench.modelled.timeline import Timeline
+from jddp.workbench.modelled.transfer_groups import TransferGroup, group_transfers
+from jddp.workbench.pictures.figures import in_ms
+from jddp.workbench.pictures.times import MODELLED, StepTimes
+
+MEGABYTE = 10**6
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Prediction(Shown):
+    """A modelled step; its `str` fits a terminal of 80 columns.
+
+    Attributes:
+      target: The GPUs and their links.
+      plan: The buckets.
+      timeline: The schedule, walked.
+      groups: What is sent, by bucket.
+      memory: Memory on each GPU.
+      num_rows: Rows of one GPU and micro-batch.
+      accumulate_steps: Micro-batches of a step.
+      every: Steps from one to the next in which replicas synchronize; None if they do in each.
+      scaling: The step on more and on fewer hosts, with as many rows on each, if it was asked for.
+    """
+
+    target: Target
+    plan: BucketPlan
+    timeline: Timeline
+    groups: tuple[TransferGroup, ...]
+    memory: Memory
+    num_rows: int
+    accumulate_steps: int
+    every: int | None = None
+    scaling: tuple[ScaledStep, ...] = ()
+
+    @property
+    def planned(self) -> tuple[TransferGroup, ...]:
+        """Those that send gradients or parameters."""
+        return tuple(x for x in self.groups if x.purpose.startswith(("gradients", "parameters")))
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the step that waits for gradients and parameters."""
+        return sum(x.waited_seconds for x in self.planned) / self.timeline.step_seconds
+
+    @property
+    def other_exposed_share(self) -> float:
+        """The share that waits for anything else: metrics, statistics of batch norm."""
+        waited = sum(x.waited_seconds for x in self.groups)
+        return waited / self.timeline.step_seconds - self.exposed_share
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each GPU sends in a step."""
+        return sum(x.sent_bytes for x in self.groups)
+
+    @property
+    def times(self) -> StepTimes:
+        """Where the time of a step goes."""
+        time = self.timeline
+        exposed = time.step_seconds - time.compute_seconds
+        return StepTimes(MODELLED, time.step_seconds, time.compute_seconds, exposed)
+
+    @property
+    def verdict(self) -> str:
+        """What a step sends, and how much of it waits, in a sentence; first, whether it fits."""
+        others = self.other_exposed_share
+        rest = f", and {others:.1%} for other values," if others >= 0.0005 else ""
+        step = (
+            f"Modelled{self._when}: {self._sent_in_words} {self.exposed_share:.1%} of the step "
+            f"waits for them{rest} on {self.target}."
+        )
+        return step if self.memory.fits else f"{self._too_large} {step}"
+
+    @property
+    def _when(self) -> str:
+        every = self.every
+        return "" if every is None else f", for the one of {every} steps that synchronizes replicas"
+
+    @property
+    def _sent_in_words(self) -> str:
+        if not self.planned:
+            return "no gradients are sent, and"
+        megabytes = sum(x.bytes for x in self.planned) / MEGABYTE
+        size = f"{megabytes:,.0f} MB" if megabytes >= 10 else f"{megabytes:.2g} MB"
+        if {x.purpose for x in self.planned} != {"gradients"}:
+            nouns = sorted({x.purpose.partition(",")[0] for x in self.planned})
+            num = sum(len(x.transfers) for x in self.planned)
+            collectives = "1 collective" if num == 1 else f"{num} collectives"
+            return f"{' and '.join(nouns)} of {size} are sent in {collectives};"
+        widths = {x.wire_dtype.itemsize * 8 for x in self.plan.buckets}
+        width = f"{widths.pop()}-bit " if len(widths) == 1 else ""
+        return f"{width}gradients of {size} leave in {self.plan.in_words};"
+
+    @property
+    def _too_large(self) -> str:
+        needs, has = self.memory.total / 1e9, self.memory.limit / 1e9
+        cut = next(self.memory.cuts(self.num_rows), None)
+        needed = self.memory.fixed + (self.memory.batch + self.memory.temporaries) / (cut or 1)
+        way = (
+            f"accumulate_steps={self.accumulate_steps * cut} is estimated to fit "
+            f"({needed / 1e9:.1f} GB)."
+            if cut
+            else 'No number of micro-batches would do: try strategy="fsdp", more GPUs or a smaller '
+            "model."
+        )
+        return f"Does not fit: a step needs {needs:.1f} GB of a GPU, which has {has:.1f} GB. {way}"
+
+    def as_json(self) -> JsonObject:
+        """The same as numbers and words, in bytes and seconds."""
+        fabric = self.target.fabric
+        return {
+            "verdict": self.verdict,
+            "is_modelled": True,
+            "gpu": self.target.gpu.name,
+            "num_hosts": fabric.num_hosts,
+            "devices_per_host": fabric.devices_per_host,
+            "step_seconds": self.timeline.step_seconds,
+            "compute_seconds": self.timeline.compute_seconds,
+            "exposed_share": self.exposed_share,
+            "other_exposed_share": self.other_exposed_share,
+            "sent_bytes_per_device": self.sent_bytes,
+            "memory_bytes": self.memory.total,
+            "memory_limit_bytes": self.memory.limit,
+            "links": {
+                name: dataclasses.asdict(link) for name, link in self.target.fabric.links.items()
+            },
+            "weak_scaling": [x.as_json() for x in self.scaling],
+            "transfers": [_group_as_json(x) for x in self.groups],
+        }
+
+    def __repr__(self) -> str:
+        """The verdict, the figures, what is sent, and what is assumed."""
+        parts = [
+            textwrap.wrap(self.verdict, 79),
+            self._figures(),
+            self._scaled(),
+            self._sent(),
+            self._algorithms(),
+            self._assumed(),
+        ]
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+    def _figures(self) -> list[str]:
+        times, fabric = self.times, self.target.fabric
+        rows = {
+            "step": f"{in_ms(times.step)}, of which computing {in_ms(times.compute)} "
+            f"and waiting {in_ms(times.exposed)}",
+            "waits for": f"gradients and parameters {self.exposed_share:.2%}, "
+            f"others {self.other_exposed_share:.2%} of the step",
+            "sends": f"{self.sent_bytes / MEGABYTE:,.1f} MB from each GPU in a step",
+            "memory": f"{self.memory.total / 1e9:.1f} of {self.memory.limit / 1e9:.1f} GB of a GPU",
+        }
+        head = f"modelled: {fabric.num_hosts} x {fabric.devices_per_host} {self.target.gpu.name}"
+        return [
+            f"{head}, jax {jax.__version__}",
+            *(f"  {name:<10}{x}" for name, x in rows.items()),
+        ]
+
+    def _scaled(self) -> list[str]:
+        lines = [
+            f"{x.num_devices:>6} {in_ms(x.step_seconds):>13} {x.waiting_share:>7.2%} "
+            f"{x.efficiency:>10.1%}  {x.origin}"
+            for x in self.scaling
+        ]
+        head = f"{'GPUs':>6} {'step':>13} {'waits':>7} {'efficiency':>10}  program"
+        return [f"weak scaling, modelled: {MEASURED_ERROR}", head, *lines] if lines else []
+
+    def _sent(self) -> list[str]:
+        lines = [
+            f"{'sent':<9} {'runs':>4} {'MB':>8} {'collective':<14} {'algorithm':<12} "
+            f"{'takes ms':>8} {'waits ms':>8}"
+        ]
+        for x in self.groups:
+            size = f"{x.bytes / MEGABYTE:8,.2f} {x.op:<14} {x.choice.algorithm:<12}"
+            times = f"{1e3 * x.needed_seconds:8.3f} {1e3 * x.waited_seconds:8.3f}"
+            lines.append(f"{x.label or 'other':<9} {len(x.transfers):>4} {size} {times}")
+            lines.append(f"  {x.name if len(x.name) <= 77 else '...' + x.name[-74:]}")
+        return lines
+
+    def _algorithms(self) -> list[str]:
+        """What an all-reduce of S bytes moves by each algorithm that there is for the topology."""
+        lines = [f"{'all-reduce of S':<15} {'hops':>5} {'GPU sends':>10} {'host sends':>10}"]
+        for x in self.target.fabric.choices(1.0):
+            moved = f"{x.sent_bytes:8.3f} S {x.host_bytes:8.3f} S"
+            lines.append(f"{x.algorithm:<15} {x.hops:>5} {moved}")
+        return lines
+
+    def _assumed(self) -> list[str]:
+        gpu = self.target.gpu
+        rates = (
+            f"products {gpu.product_flops / 1e12:.0f} TFLOP/s, convolutions "
+            f"{gpu.convolution_flops / 1e12:.0f}, memory {gpu.bytes_per_second / 1e12:.1f} TB/s"
+        )
+        lines = [f"{'assumed link':<13} {'GB/s':>6} {'us a hop':>8}  source"]
+        for name, link in self.target.fabric.links.items():
+            figures = f"{link.bytes_per_second / 1e9:6.1f} {1e6 * link.hop_seconds:8.2f}"
+            lines.append(f"{name:<13} {figures}  {link.source}")
+        simple, low = (1e6 * x for x in START_SECONDS.values())
+        start = f"A collective starts in {simple:g} us, in LL in {low:g} us."
+        return [*lines, f"{start} Other links:", "  --link nic=25GB/s,14us", f"A GPU: {rates}."]
+
+
+def model_step(
+    steps: Steps,
+    batch: Batch,
+    gpu: str,
+    topology: str,
+    links: Sequence[str],
+    *,
+    scaling: bool,
+) -> tuple[CompiledFor, Prediction]:
+    """Compiles and models a step for described GPUs; for arguments and errors see `jddp.explain`.
+
+    Returns:
+      The step as it was compiled, and as it is modelled.
+    """
+    target = Target.named(gpu, topology, links)
+    own = compile_for(target, steps, rows_of_host(target, steps, batch))
+    prediction = predict(target, own)
+    if scaling:
+        rows = weak_scaling(target, steps, own)
+        prediction = dataclasses.replace(prediction, scaling=rows)
+    return own, prediction
+
+
+def predict(target: Target, own: CompiledFor) -> Prediction:
+    """Walks the schedule of a step that was compiled for a target.
+
+    Raises:
+      UsageError: If the program holds what cannot be modelled.
+    """
+    timeline = walk(own.program, target.gpu, target.fabric)
+    plan = own.steps.sent(own.rows)
+    split = own.steps.rows
+    return Prediction(
+        target=target,
+        plan=plan,
+        timeline=timeline,
+        groups=group_transfers(timeline, plan, target.fabric),
+        memory=assigned_memory(own.compiled, own.steps, own.rows, target.gpu.memory_bytes),
+        num_rows=max(1, count_rows(own.rows) // split.num_local_micro_batches),
+        accumulate_steps=split.accumulate_steps,
+        every=own.steps.spec.sync.every,
+    )
+
+
+def _group_as_json(group: TransferGroup) -> JsonObject:
+    return {
+        "label": group.label,
+        "purpose": group.purpose,
+        "parameters": [*group.paths],
+        "collective": group.op,
+        "dtype": group.dtype,
+        "bytes": group.bytes,
+        "num_runs": len(group.transfers),
+        "algorithm": group.choice.algorithm,
+        "hops": group.choice.hops,
+        "sent_bytes_per_device": group.sent_bytes,
+        "sent_bytes_per_host": group.host_bytes,
+        "assumed_bytes_per_second": group.choice.bytes_per_second,
+        "needed_seconds": group.needed_seconds,
+        "waited_seconds": group.waited_seconds,
+    }

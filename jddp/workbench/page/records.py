@@ -1,0 +1,172 @@
+"""The records of a run as curves, read in one pass: a million of them take a few seconds.
+
+    records = read_records(run_dir / "metrics.jsonl")
+    records.train["loss"].values; records.evaluations["accuracy"].largest
+
+Lines that are no records are counted. Numbers that are not finite are left out of their curve.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from jddp.typing import JsonObject
+from jddp.workbench.thinned import Thinned, is_drawable
+
+_SLOW = 1.2  # times the step of the others: from here on a process is slow
+MOST_TEXTS = 64  # of a name: of more, every second one is dropped
+MOST_BYTES = 64 * 2**20  # of records that are all read, which takes a second or two
+_TRAIN = re.compile(rb'\{"step": \d+, "split": "train"')  # as a run writes it
+_MOST_STEPS = 2**53
+_NO_CURVES = {"step", "split", "count", "examples", "predicted_memory_bytes", "slowest_process"}
+
+
+class Slow(NamedTuple):
+    """A process that the others wait for.
+
+    Attributes:
+      process: Number of the process.
+      host: Name of its host.
+      phase: What takes it long: "data", "compute" or "host".
+    """
+
+    process: str
+    host: str
+    phase: str
+
+
+@dataclass
+class Records:
+    """What the records of a run hold.
+
+    Attributes:
+      train: Curves of the train records, by name.
+      evaluations: Curves of the evaluations, by name.
+      num_train: Number of train records.
+      num_evaluations: Number of evaluations.
+      last_train: The last train record; {} before the first.
+      last_evaluation: The last evaluation, with its arrays; {} before the first.
+      step_seconds: Time in steps, after the first record or resume.
+      data_wait_seconds: The part of it in which they waited for data.
+      slow: Number of train records in which a process was slow, by process and phase.
+      slow_ratio: The last ratio of a slow process's step to the others'.
+      texts: Texts that callbacks have logged, by name and step; of very many some.
+      num_strange: Number of lines that are no records.
+      every: Distance of the train records that are read, in a file that is too long to read all.
+    """
+
+    every: int = 1
+    train: dict[str, Thinned] = field(default_factory=dict)
+    evaluations: dict[str, Thinned] = field(default_factory=dict)
+    num_train: int = 0
+    num_evaluations: int = 0
+    last_train: JsonObject = field(default_factory=dict)
+    last_evaluation: JsonObject = field(default_factory=dict)
+    step_seconds: float = 0.0
+    data_wait_seconds: float = 0.0
+    slow: Counter[Slow] = field(default_factory=Counter)
+    slow_ratio: float = 0.0
+    texts: dict[str, dict[int, str]] = field(default_factory=dict)
+    num_strange: int = 0
+
+    @property
+    def last_step(self) -> int:
+        """The step of the newest record; 0 before the first."""
+        return max(x.get("step", 0) for x in (self.last_train, self.last_evaluation))
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of the last evaluation; 1 if it is not known."""
+        found = self.last_evaluation.get("examples")
+        return max(1, int(found)) if is_drawable(found) else 1
+
+    def last(self, name: str) -> float:
+        """The last value of a name in the train records; 0 if there is none that is finite."""
+        return (self.train[name].last or 0.0) if name in self.train else 0.0
+
+    def add(self, line: bytes) -> None:
+        """Adds a line of the file."""
+        record = _record(line)
+        if record is None:
+            self.num_strange += 1
+        elif (split := record.get("split")) == "eval":
+            self.num_evaluations += 1
+            self.last_evaluation = record
+            _add_to(self.evaluations, record)
+        elif split == "train":  # there may be others, as of norms of layers
+            self._add_times(record)
+            self.num_train += 1
+            self.last_train = record
+            _add_to(self.train, record)
+        elif split == "callback":
+            self._add_texts(record)
+
+    def _add_times(self, record: JsonObject) -> None:
+        num_steps = record["step"] - self.last_train.get("step", 0)
+        seconds, waited, ratio = (
+            x if is_drawable(x := record.get(name)) else 0.0
+            for name in ("step_seconds", "data_wait_seconds", "slowest_ratio")
+        )
+        if num_steps > 0:
+            self.step_seconds += num_steps * seconds
+            self.data_wait_seconds += num_steps * waited
+        if ratio > _SLOW:
+            names = (record.get(f"slowest_{name}", "") for name in Slow._fields)
+            self.slow[Slow(*map(str, names))] += 1
+            self.slow_ratio = ratio
+
+    def _add_texts(self, record: JsonObject) -> None:
+        for name, text in record.items():
+            if name == "split" or not isinstance(text, str):
+                continue
+            kept = self.texts.setdefault(name, {})
+            kept[record["step"]] = text
+            if len(kept) > MOST_TEXTS:
+                self.texts[name] = dict([*kept.items()][::2])
+
+
+def read_records(path: Path) -> Records:
+    """Reads a file of records, of which a process may be writing the last line.
+
+    Raises:
+      OSError: If it cannot be read.
+    """
+    records = Records(every=1 + path.stat().st_size // MOST_BYTES)
+    with path.open("rb") as file:
+        last = b""
+        for number, line in enumerate(file):
+            last = line if number % records.every and _TRAIN.match(line) else b""
+            if not last and (line.endswith(b"\n") or _record(line)):
+                records.add(line)
+    if last:
+        records.add(last)
+    for curve in (*records.train.values(), *records.evaluations.values()):
+        curve.finish()
+    return records
+
+
+def _record(line: bytes) -> JsonObject | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    step = record.get("step")
+    return record if type(step) is int and 0 <= step < _MOST_STEPS else None
+
+
+def _add_to(curves: dict[str, Thinned], record: Mapping[str, object]) -> None:
+    """Adds the numbers of a record; also None, which stands for a number that is not finite."""
+    step = record["step"]
+    assert isinstance(step, int)
+    for name, value in record.items():
+        if name in _NO_CURVES or not (value is None or isinstance(value, int | float)):
+            continue
+        if name not in curves:
+            curves[name] = Thinned()
+        curves[name].add(step, value)

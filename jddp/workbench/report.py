@@ -1,0 +1,67 @@
+"""`python -m jddp.report RUN`: writes a page on a run, and prints its verdict.
+
+Files of its directory are read, and nothing is run but, on request, its model; the run may be
+running.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jddp.config.cli import Parser, add_trust, run_command, share_gpus
+from jddp.config.permissions import expand
+from jddp.errors import UsageError, file_errors, show
+from jddp.files import replace_file
+
+if TYPE_CHECKING:
+    from jddp.workbench.page.examples import TestAnswers
+
+# Of which a run directory has at least one.
+FILES = ("metrics.jsonl", "config.yaml", "manifest.json", "logs", "checkpoints")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    description = "Write report.html: a verdict on a run, its curves, its times and its config."
+    parser = Parser(prog="python -m jddp.report", description=description)
+    add = parser.add_argument
+    add("run_dir", metavar="RUN", help="a run directory, or its URL; the run may be running")
+    add("--out", type=expand, metavar="FILE", help="the page (default: report.html in RUN)")
+    examples = "also run the model on its test data: classes and mistakes, or losses and a sample"
+    add("--examples", action="store_true", help=examples)
+    add_trust(parser)
+    return run_command(lambda: _report(**vars(parser.parse_args(argv))))
+
+
+def _report(*, run_dir: str, out: Path | None, examples: bool, trust: str | None) -> None:
+    from jddp.checkpoint.storage import local_copy
+    from jddp.workbench.page.facts import read_facts
+    from jddp.workbench.page.page import NAME, draw_run
+    from jddp.workbench.page.verdict import judge
+
+    if out is None and "://" in run_dir:
+        raise UsageError(f"{run_dir} is a URL: give --out FILE for the page.")
+    folder = local_copy(run_dir)
+    if not any((folder / name).exists() for name in FILES):
+        raise UsageError(f"{run_dir} is no run directory: it has none of {', '.join(FILES)}.")
+    facts = read_facts(folder, name=run_dir)
+    if examples:
+        facts = replace(facts, examples=_examples(folder, trust))
+    path = out or folder / NAME
+    with file_errors(f"{path}: cannot be written"):
+        replace_file(path, draw_run(facts).encode(errors="replace"))
+    verdict, *others = judge(facts)
+    show(f"{verdict.sentence}\n  {verdict.evidence}\n  next: {verdict.next_step}")
+    for judgement in others:
+        show(f"also: {judgement.sentence}")
+    show(f"page: {path}")
+
+
+def _examples(run_dir: Path, trust: str | None) -> "TestAnswers":
+    """What the model of the newest checkpoint does with its test examples."""
+    share_gpus()  # with the run, which may still train
+    from jddp.runs.opened import open_run
+    from jddp.workbench.examples import examples_of
+
+    return examples_of(open_run(run_dir, mesh=1, trust=trust))

@@ -1,0 +1,140 @@
+"""`python -m jddp.tune [--config FILE]... [key.path=value]...`: with which keys is a step fastest?
+
+Takes a job as `jddp.train` does, and tries sizes and forms of its buckets: on the devices at hand,
+in turn with the config as it is, or modelled for GPUs that need not be there (`--target`). With
+`--batch` it finds the largest batch that fits. Nothing is trained, and the data may be absent. The
+result is kept in the user's cache, so that the same call answers at once (`--again` does not).
+"""
+
+import argparse
+import json
+import os
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jddp.config.cli import (
+    Parser,
+    add_config_arguments,
+    add_target_arguments,
+    check_output,
+    check_target,
+    run_command,
+    share_gpus,
+    write_output,
+)
+from jddp.config.permissions import private_cache
+from jddp.errors import Error, ExitCode, report, show, words_of
+
+if TYPE_CHECKING:
+    from jddp.config.schema import Config
+    from jddp.workbench.modelled.described import Target
+    from jddp.workbench.step_scores import Scorer
+    from jddp.workbench.tuning import Tuned
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    description = "Find the keys with which a job's step is fastest, or its largest batch."
+    parser = Parser(prog="python -m jddp.tune", description=description)
+    add_config_arguments(parser)
+    add = parser.add_argument
+    add_target_arguments(parser)
+    add("--minutes", type=float, default=10.0, help="begin no candidate after these (default: 10)")
+    add("--again", action="store_true", help="search again, though an earlier search is kept")
+    add("--out", type=Path, metavar="FILE", help="write the best keys as a config")
+    add("--batch", action="store_true", help="find the largest batch that fits, instead")
+    add("--json", action="store_true", help="print one line of JSON instead")
+    return run_command(lambda: _tune(parser.parse_intermixed_args(argv)))
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from jddp.config.files import load_config
+
+    config, _ = load_config(arguments.config, arguments.overrides)
+    check_target(arguments)
+    check_output("--out", arguments.out)
+    score, how = _scorer(arguments)
+    if arguments.batch:
+        return _largest(arguments, config, score, how)
+    found = _tuned(arguments, config, score, how)
+    if arguments.out is not None:
+        write_output("--out", arguments.out, found.fragment)
+    show(json.dumps(found.as_json()) if arguments.json else str(found))
+    return ExitCode.DONE
+
+
+def _tuned(arguments: argparse.Namespace, config: "Config", score: "Scorer", how: str) -> "Tuned":
+    """The result of an earlier search, if it is kept, or of a new one, which then is."""
+    from jddp.workbench.kept_searches import KeptSearch, facts_of
+    from jddp.workbench.tuning import AS_IT_IS, Candidate, tune
+
+    def note(candidate: Candidate) -> None:
+        step = candidate.refused or f"{1e3 * candidate.seconds:.2f} ms"
+        report(f"{str(candidate) or AS_IT_IS}: {step}")
+
+    kept = KeptSearch(_cache(), facts_of(config, _target(arguments)))
+    if not arguments.again and (earlier := kept.read()):
+        return earlier
+    found = tune(config, score, how, seconds=60 * arguments.minutes, note=note)
+    try:
+        kept.write(found)
+    except OSError as error:
+        report(f"this search is not kept: {words_of(error)}")
+    return found
+
+
+def _cache() -> Path | None:
+    try:
+        return private_cache("tune", "the cache of searches")
+    except Error as error:  # without it the next search is only slower
+        report(f"{error} Until then no search is kept.")
+        return None
+
+
+def _scorer(arguments: argparse.Namespace) -> "tuple[Scorer, str]":
+    """The scorer that was asked for, and what it is, for people."""
+    if arguments.target is not None:
+        # With GPUs of its own JAX would compile for those alone.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    from jddp.workbench.step_scores import measured, modelled
+
+    if arguments.target is None:
+        share_gpus()  # with a job that may run there
+        return measured(), "measured on the devices at hand"
+    topology = arguments.topology or "1x8"
+    score = modelled(arguments.target, topology, arguments.link)
+    return score, f"modelled for {topology} {arguments.target}"
+
+
+def _largest(arguments: argparse.Namespace, config: "Config", score: "Scorer", how: str) -> int:
+    from jddp.trainer.reports.lines import COLUMNS
+    from jddp.workbench.step_scores import largest_batch
+
+    multiple = config.ddp.accumulate_steps * _num_devices(arguments, config)
+    found = largest_batch(config, score, multiple_of=multiple)
+    needed, limit = found.score.bytes, found.score.limit
+    needs = f"{needed / 1e9:.1f} of {limit / 1e9:.1f} GB of a device, {how}"
+    rest = "; the data hold no more" if found.holds_all_data else ""
+    text = f"data.global_batch_size={found.size} is the largest that fits, to 3 %: {needs}{rest}"
+    values = {"global_batch_size": found.size, "bytes": needed, "limit": limit}
+    show(json.dumps(values) if arguments.json else textwrap.fill(text, COLUMNS))
+    return ExitCode.DONE
+
+
+def _num_devices(arguments: argparse.Namespace, config: "Config") -> int:
+    if (target := _target(arguments)) is not None:
+        return target.fabric.num_devices
+    import jax
+
+    num = config.mesh.num_devices
+    return jax.device_count() if num == "auto" else num
+
+
+def _target(arguments: argparse.Namespace) -> "Target | None":
+    from jddp.workbench.modelled.described import Target
+
+    if arguments.target is None:
+        return None
+    return Target.named(arguments.target, arguments.topology or "1x8", arguments.link)

@@ -1,0 +1,134 @@
+"""Charts are SVG of a few kilobytes that show every value, of curves of any length."""
+
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from jddp.workbench.charts import (
+    HEIGHT,
+    WIDTH,
+    Series,
+    bar,
+    curves,
+    number,
+    series_of,
+    smoothed,
+    ticks,
+)
+from jddp.workbench.pages import make_page, table
+from jddp.workbench.thinned import MOST_POINTS, Thinned
+
+
+def drawn(html):
+    """The elements of a figure, as XML, and the values for its script."""
+    svg = re.search("<svg.*</svg>", html)[0].replace("<svg ", '<svg xmlns="" ')
+    return ElementTree.fromstring(svg), json.loads(re.search(r"json\">(.*?)</script>", html)[1])
+
+
+def places(path):
+    return [(float(x), float(y)) for x, y in re.findall(r"([-\d.]+),([-\d.]+)", path.get("d"))]
+
+
+def test_a_long_curve_is_thinned_to_points_with_the_range_of_their_values():
+    curve = Thinned()
+    for step in range(100_000):
+        curve.add(step, 100.0 if step == 54_321 else step % 7)
+    assert MOST_POINTS / 2 <= len(curve.steps) <= MOST_POINTS
+    assert curve.steps[-1] < 99_999
+    curve.finish()
+    assert curve.steps[-1] == 99_999
+    assert max(curve.high) == 100
+    assert set(curve.low) == {0}
+    assert min(curve.high) == 6
+    assert curve.last == 99_999 % 7
+    assert curve.steps == sorted(curve.steps)
+    spike = curve.steps[curve.high.index(100.0)]
+    assert 0 <= spike - 54_321 < 100_000 / len(curve.steps) + 2
+
+
+def test_a_short_curve_is_kept_as_it_is_and_values_that_are_not_finite_are_left_out():
+    curve = Thinned()
+    values = [1.0, None, 3, math.nan, math.inf, 10**400, 2.5]
+    for step, value in enumerate(values, 1):
+        curve.add(step, value)
+    assert (curve.steps, curve.values) == ([1, 3, 7], [1, 3, 2.5])
+    assert curve.last == 2.5
+    assert (curve.smallest, curve.largest) == ((1, 1), (3, 3))
+    assert series_of("train", curve).low == ()
+
+
+def test_all_points_are_inside_the_drawing_and_larger_values_are_higher():
+    html = curves([Series("a", [10, 20, 30], [1, 3, 2]), Series("b", [10, 30], [2.5, 0])], "loss")
+    svg, data = drawn(html)
+    lines = [places(path) for path in svg.iter("path") if path.get("class") == "line"]
+    assert [len(line) for line in lines] == [3, 2]
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for line in lines for x, y in line)
+    heights = [y for _, y in lines[0]]
+    assert heights[1] < heights[2] < heights[0]
+    assert [x for x, _ in lines[0]][::2] == [x for x, _ in lines[1]]
+    assert data[0] == {"name": "a", "steps": [10, 20, 30], "values": [1, 3, 2]}
+
+
+def test_values_over_two_powers_of_ten_are_on_a_logarithmic_axis_unless_one_is_not_positive():
+    powers = [1e-4, 1e-2, 1.0]
+    html = curves([Series("a", [1, 2, 3], powers)], "rate")
+    ((_, low), (_, middle), (_, high)) = places(next(iter(drawn(html)[0].findall("g/path"))))
+    assert low - middle == pytest.approx(middle - high, abs=0.2)
+    assert "logarithmic" in html
+    assert "logarithmic" not in curves([Series("a", [1, 2, 3], [0, *powers[1:]])], "rate")
+
+
+def test_a_curve_without_values_is_not_drawn_and_one_value_or_a_constant_is():
+    assert curves([Series("a", [], [])], "loss") == ""
+    for values in ([2.0], [0.0], [5.0] * 60):
+        one = Series("a", [*range(len(values))], values, is_smoothed=True)
+        svg, _ = drawn(curves([one], "loss"))
+        assert "nan" not in ElementTree.tostring(svg, encoding="unicode")
+
+
+def test_the_smoothed_line_is_not_late():
+    ramp = [float(x) for x in range(200)]
+    assert smoothed(ramp, 5)[60:140] == pytest.approx(ramp[60:140], abs=1e-3)
+    assert smoothed([3.0] * 50, 10) == pytest.approx([3.0] * 50)
+
+
+def test_names_cannot_leave_their_place():
+    name = '</script><script>alert("&")</script>'
+    html = curves([Series(name, [1, 2], [1, 2])], name, name) + bar({name: 1.0}, "s")
+    assert html.count("<script") == html.count("</script>") == 1
+    assert drawn(html)[1][0]["name"] == name
+
+
+def test_parts_of_a_whole_are_named_with_their_shares():
+    html = bar({"data wait": 0.03, "computing": 0.09, "saving": 0.0}, "s")
+    assert "data wait 0.03 s (25%)" in html
+    assert "computing 0.09 s (75%)" in html
+    assert "saving" not in html
+
+
+@pytest.mark.parametrize(
+    "low, high, found",
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (1, 30_000, [10_000, 20_000, 30_000]),
+        (-1, 1, [-1, 0, 1]),
+    ],
+)
+def test_ticks_are_round(low, high, found):
+    assert ticks(low, high, 5 if low >= 0 else 2) == pytest.approx(found)
+
+
+def test_numbers_are_short():
+    numbers = [0.000012345, 0.0123, 2.3026, 1500, 12_345, 4_500_000, -12_345, 0]
+    shown = ["1.23e-5", "0.0123", "2.3", "1,500", "12.3k", "4.5M", "-12.3k", "0"]
+    assert [*map(number, numbers)] == shown
+
+
+def test_a_page_loads_nothing_and_escapes_its_title():
+    html = make_page("a < b", table(["name"], [["1"]], numbers={0}), script="let x")
+    assert "<title>a &lt; b</title>" in html
+    assert '<td class="number">1</td>' in html
+    assert not re.search(r"https?:|src=|@import|url\(", html)

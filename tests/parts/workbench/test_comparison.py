@@ -1,0 +1,229 @@
+"""Runs are compared by their records, over seeds, and settings that differ are named."""
+
+import json
+
+import pytest
+
+from jddp.errors import ConfigError, UsageError
+from jddp.runs.results import find_runs, read_runs
+from jddp.workbench.compare import main
+from jddp.workbench.comparison import compare_runs
+from jddp.workbench.comparison_page import comparison_page
+
+
+def compare(paths, *options):
+    return compare_runs(read_runs(paths), *options)
+
+
+RATES = {"a": 0.001, "b": 0.003}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes a run: its evaluations by step, the time of a step, and its config."""
+
+    def make(name, values, seconds=0.1, metric="accuracy", rate=None, seed=0, **others):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        lines = [{"step": 1, "split": "train", "loss": 1.0, "step_seconds": seconds}]
+        lines += [
+            {"step": step, "split": "eval", metric: value, "examples": 10}
+            for step, value in enumerate(values, 1)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "metrics.jsonl").write_text(text + '{"step": 9, "split": "ev')
+        if rate is not None:
+            about = {"run": {"dir": str(folder)}, "optimizer": {"learning_rate": rate}}
+            (folder / "config.yaml").write_text(json.dumps({"seed": seed, **about, **others}))
+        return folder
+
+    return make
+
+
+def keep_digest(run, *starts):
+    """Writes the digest of the data at each start of a run."""
+    first, *later = [{"data": {"sha256": digest}} for digest in starts]
+    (run / "manifest.json").write_text(
+        json.dumps(first | ({"later_starts": later} if later else {}))
+    )
+
+
+def of_seeds(make, name, values, **options):
+    return [
+        make(f"{name}{seed}", [value], seed=seed, rate=RATES[name], **options)
+        for seed, value in enumerate(values)
+    ]
+
+
+def test_the_better_of_two_configs_is_named_with_its_error_over_seeds_its_time_and_its_keys(make):
+    runs = [
+        *of_seeds(make, "a", [0.900, 0.904, 0.902]),
+        *of_seeds(make, "b", [0.910, 0.914, 0.912], seconds=0.108),
+    ]
+    found = compare(runs)
+    b, a = found.groups
+    assert (found.metric, found.mode) == ("accuracy", "max")
+    assert [x.path for x in b.results] == [str(x) for x in runs[3:]]
+    assert found.verdict == (
+        f"{b.name} is better than {a.name} by 0.01 +- 0.0016 accuracy. Steps of the first take "
+        "1.08 times as long. They differ in optimizer.learning_rate."
+    )
+    assert (b.name, a.name) == ("b* (3 seeds)", "a* (3 seeds)")
+
+
+def test_what_chance_may_have_made_is_not_called_better(make):
+    runs = [*of_seeds(make, "a", [0.90, 0.92]), *of_seeds(make, "b", [0.91, 0.92])]
+    assert (
+        "are equal within their spread: they differ by 0.005 +- 0.011 accuracy"
+        in compare(runs).verdict
+    )
+    one_of_each = compare([runs[0], runs[2]]).verdict
+    assert "one seed does not show how much of that is chance" in one_of_each
+
+
+@pytest.mark.parametrize(
+    "one, other, key",
+    [
+        ({"train": {"num_steps": 5}}, {"train": {"num_steps": 60}}, "train.num_steps"),
+        ({"train": {"num_epochs": 1}}, {"train": {"num_epochs": 2}}, "train.num_epochs"),
+        ({"train": {"eval_every_steps": 1}}, {}, "train.eval_every_steps"),
+        ({"data": {"dir": "a"}}, {"data": {"dir": "b"}}, "data.dir"),
+        ({"callbacks": [{"name": "early_stopping"}]}, {}, "callbacks"),
+    ],
+)
+def test_runs_of_other_lengths_or_data_are_no_seeds_of_one_setting(make, one, other, key):
+    a, b = make("a", [0.9], rate=0.1, **one), make("b", [0.8], rate=0.1, seed=1, **other)
+    found = compare([a, b])
+    assert [len(x.results) for x in found.groups] == [1, 1]
+    assert f"They differ in {key}." in found.verdict
+    same = make("c", [0.8], rate=0.1, seed=1, report={"sinks": ["wandb"]}, **one)
+    assert len(compare([a, same]).groups) == 1
+
+
+def test_data_are_told_apart_by_their_digest_and_not_by_their_folder(make):
+    places = [{"dir": "a"}, {"dir": "moved"}, {"dir": "a"}]
+    runs = [make(f"r{i}", [0.9], rate=0.1, seed=i, data=x) for i, x in enumerate(places)]
+    for run, starts in zip(runs, (["one"], ["old", "one"], ["another"]), strict=True):
+        keep_digest(run, *starts)
+    found = compare(runs)
+    assert [len(x.results) for x in found.groups] == [2, 1]
+    assert found.as_json()["differing"] == ["data.sha256"]
+    (runs[0] / "manifest.json").write_text("{")  # damaged: as if it had none
+    assert len(compare(runs[:2]).groups) == 2
+
+
+def test_one_seed_twice_is_one_value(make):
+    runs = [make(f"a{i}", [0.9], rate=0.1, seed=7) for i in range(2)]
+    (group,) = compare(runs).groups
+    assert (group.values, group.variance) == ((0.9,), None)
+    assert group.name == "a* (1 seed)"
+    runs.append(make("a2", [0.8], rate=0.1, seed=8))
+    (group,) = compare(runs).groups
+    assert (group.mean, group.name) == (pytest.approx(0.85), "a* (2 seeds)")
+
+
+def test_equal_values_are_called_equal(make):
+    runs = [make("a", [0.9], rate=0.1), make("b", [0.9], rate=0.2)]
+    assert compare(runs).verdict.startswith("a and b are equal: accuracy is 0.9. ")
+
+
+def test_language_models_are_compared_by_their_loss(make):
+    runs = [make(name, [0.5], metric="accuracy") for name in ("a", "b")]
+    for run, loss in zip(runs, (3.1, 2.9), strict=True):
+        line = {"step": 2, "split": "eval", "loss": loss, "accuracy": 0.5, "perplexity": 20.0}
+        (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    found = compare(runs)
+    assert (found.metric, found.mode, found.groups[0].name) == ("loss", "min", "b")
+    assert compare(runs, "accuracy").verdict.startswith("a and b are equal")
+
+
+def test_a_smaller_loss_is_better_and_numbers_that_are_none_are_left_out(make):
+    worse, better = make("worse", [1.0, 0.9], metric="loss"), make("c", [0.8, None], metric="loss")
+    found = compare([worse, better])
+    assert (found.mode, found.groups[0].results[0].path) == ("min", str(better))
+    assert (found.groups[0].results[0].step, found.groups[0].results[0].last) == (1, 0.8)
+    assert compare([better]).verdict == f"loss is 0.8: {better}."
+
+
+def test_what_cannot_be_compared_is_refused_in_one_line(make, tmp_path):
+    run = make("run", [0.5], metric="oddness")
+    with pytest.raises(UsageError, match=r"No evaluation .* 'auc'. They have oddness\."):
+        compare([run], "auc")
+    with pytest.raises(UsageError, match=r"no accuracy or loss in common: .*run .oddness"):
+        compare([run])
+    with pytest.raises(ConfigError, match="--mode 'auto': the name 'oddness' does not show"):
+        compare([run], "oddness")
+    assert compare([run], "oddness", "min").groups[0].mean == 0.5
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="empty holds no metrics.jsonl, and no run"):
+        find_runs([tmp_path / "empty"])
+
+
+def test_runs_are_compared_by_a_metric_that_all_of_them_have(make):
+    classifier, other = make("a", [0.9]), make("b", [0.5], metric="perplexity")
+    with pytest.raises(UsageError) as error:
+        compare([classifier, other])
+    assert str(error.value) == (
+        "These runs have no accuracy or loss in common: a (accuracy), b (perplexity). Give "
+        "--metric."
+    )
+    found = compare([classifier, other], "perplexity")
+    assert [x.results[0].name for x in found.groups] == ["b", "a"]
+    broken = make("broken", [])  # before its first evaluation
+    assert compare([broken, classifier]).groups[0].results[0].name == "a"
+
+
+def test_names_leave_out_the_folders_that_all_runs_have_in_common(make):
+    runs = [make("x/a/run", [0.9]), make("x/b/run", [0.8])]
+    assert [x.name for x in compare(runs).groups] == ["a/run", "b/run"]
+    assert compare(runs[:1]).groups[0].name == str(runs[0])
+
+
+def test_the_command_prints_a_table_of_a_folder_of_runs_or_json(make, tmp_path, capsys):
+    of_seeds(make, "a", [0.92, 0.9])
+    of_seeds(make, "b", [0.8])
+    assert main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    lines = lines[lines.index("") - 1 :]
+    assert lines[2].split() == ["run", "accuracy", "step", "last", "step", "s"]
+    assert lines[3].split() == ["a0", "0.92", "1", "0.92", "0.1"]
+    assert lines[4] == "  seed=0  optimizer.learning_rate=0.001"
+    assert lines[7] == "  mean of 2 seeds: 0.91 +- 0.01 (standard error)"
+    assert main([str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["differing"] == ["optimizer.learning_rate"]
+    assert [group["mean"] for group in told["groups"]] == [0.91, 0.8]
+    assert main([str(tmp_path / "none")]) == 2
+
+
+def test_seeds_are_named_by_what_their_names_have_in_common(make):
+    runs = [make(f"seed={seed},x=1", [0.9], seed=seed, rate=0.1) for seed in (8, 9, 10)]
+    assert compare(runs).groups[0].name == "seed=*,x=1 (3 seeds)"
+
+
+def test_the_page_has_the_verdict_a_table_and_the_curves_over_each_other(make, tmp_path, capsys):
+    of_seeds(make, "a", [0.92, 0.9])
+    make("<b>", [0.5, 0.8])
+    html = tmp_path / "page.html"
+    assert main([str(tmp_path), "--html", str(html)]) == 0
+    text = html.read_text()
+    assert "<h1>a* (2 seeds) is better than &lt;b&gt;" in text
+    assert "<b>0.91 +- 0.01</b>" in text
+    assert text.count('<figure class="chart curves">') == 2  # accuracy, and the training loss
+    assert '"name": "a1"' in text or "a1" in text.partition("<figure")[2]
+    assert "http" not in text.replace("http://www.w3.org", "")
+    assert main([str(tmp_path), "--html", str(tmp_path / "none" / "page.html")]) == 74
+
+
+def test_the_page_draws_the_curves_of_a_few_of_many_runs(make):
+    runs = read_runs([make(f"run{i:02}", [i / 100]) for i in range(20)])
+    text = comparison_page(compare_runs(runs), runs)
+    assert "Curves of the best 8 of 20 runs." in text
+    assert text.count("run19") > 1
+    assert text.count("run00") == 1
+
+
+def test_values_that_are_not_finite_are_left_out_of_the_curves(make):
+    runs = read_runs([make("a", [0.5, None, 0.7]), make("broken", [])])
+    assert "0.7" in comparison_page(compare_runs(runs), runs)

@@ -1,0 +1,245 @@
+"""The page of a run is made of whatever is there of its directory, and loads nothing."""
+
+import json
+import random
+import re
+
+import pytest
+
+from jddp.checkpoint.lock import held, holder_of
+from jddp.config.files import dump_values, load_config
+from jddp.errors import ExitCode
+from jddp.workbench.page import history
+from jddp.workbench.page import records as reading
+from jddp.workbench.page.facts import read_facts
+from jddp.workbench.page.history import read_history
+from jddp.workbench.page.page import SECTIONS, draw_run
+from jddp.workbench.page.records import read_records
+from jddp.workbench.report import main
+
+EVENTS = """\
+10:00:00.000 begin {"host": "node1"}
+10:00:10.000 step {"step": 10, "num_steps": 40}
+10:00:20.000 step {"step": 20, "num_steps": 40}
+10:00:25.000 eval {"step": 20}
+10:00:26.500 warning {"text": "The disk of \\"node1\\" is <slow>."}
+11:00:00.000 begin {"host": "node2"}
+11:00:01.000 resumed {"step": 10}
+11:00:02.000 skipped {"step": 13}
+11:00:10.000 step {"step": 20, "num_steps": 40}
+11:00:19.000 spike {"step": 27}
+11:00:20.000 step {"step": 30, "num_steps": 40}
+11:00:30.000 step {"step": 40, "num_steps": 40}
+"""
+EVALUATION = {
+    "confusion": [[90.0, 10.0], [20.0, 80.0]],
+    "recall": [0.9, None],
+    "loss_by_position": [3.0, 2.0, 1.5, 1.2, 1.1],
+}
+BUCKETS = [{"bytes": 2**20, "paths": ["dense/bias", "dense/kernel"]}]
+CLASSES = ["shirt <b>", "boot"]
+
+
+def lines_of(events):
+    """The lines of a file of events, which are given by time, kind and facts."""
+    for event in events.splitlines():
+        time, kind, facts = event.split(" ", 2)
+        yield json.dumps(
+            {"time": f"2026-01-01T{time}", "kind": kind, "text": ""} | json.loads(facts)
+        )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with all that a run leaves."""
+    times = {"step_seconds": 1.0, "data_wait_seconds": 0.02}
+    memory = {"peak_memory_bytes": 3 * 2**30, "memory_limit_bytes": 4 * 2**30}
+    lines = [
+        {"step": step, "split": "train", "loss": 2 / step, "learning_rate": 0.1, **times, **memory}
+        for step in range(1, 41)
+    ]
+    evaluated = {"split": "eval", "loss": 0.1, "accuracy": 0.85, "examples": 200}
+    lines[20]["exposed_communication"] = 0.25
+    lines.append({"step": 40, **evaluated, **EVALUATION})
+    for step in range(1, 101):
+        lines.append({"step": step, "split": "callback", "sample": f"<text {step}>", "score": 1.0})
+    config, _ = load_config([], {"train.num_steps": 40, "run.dir": str(tmp_path)})
+    files = {
+        "metrics.jsonl": "".join(json.dumps(line) + "\n" for line in lines),
+        "config.yaml": dump_values(config.model_dump()),
+        "manifest.json": json.dumps({"versions": {"jax": "1.2"}, "data": {"classes": CLASSES}}),
+        "lock": "",
+        "logs/events.jsonl": "\n".join(lines_of(EVENTS)) + "\n",
+        "checkpoints/40/run.json": json.dumps({"buckets": BUCKETS}),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def heads(html):
+    return re.findall("<h2>(.*?)</h2>", html)
+
+
+def test_the_newest_text_of_a_callback_is_shown_and_some_earlier_ones_below_it(run):
+    html = draw_run(read_facts(run))
+    steps = [int(x) for x in re.findall(r"<pre>&lt;text (\d+)&gt;</pre>", html)]
+    assert (steps[0], steps) == (100, sorted(steps, reverse=True))
+    assert 5 <= len(steps) <= 9
+    assert "<h3>score</h3>" not in html
+
+
+def test_a_page_has_all_sections_in_order_and_loads_nothing(run):
+    html = draw_run(read_facts(run))
+    assert heads(html) == [x for x in SECTIONS if x != "Test examples"]
+    assert html.index("<h1>restarted once, with 10 steps taken again") < html.index("<h2>")
+    numbers = [
+        "<b>0.85</b>best accuracy, at step 40",
+        "<b>0:56</b>for 40 of 40 steps",
+        "<b>71%</b>",
+    ]
+    for words in (*numbers, "used 3 GiB (75%)", "dense/kernel 1 MiB (100%)"):
+        assert words in html
+    assert "computing 29.4 s (52%)" in html
+    assert "waiting for communication, in traced steps 9.8 s (17%)" in html
+    assert not re.search(r"https?:|src=|@import|url\(|<link", html)
+
+
+def test_starts_and_marks_are_read_from_the_events(run):
+    history = read_history(run / "logs" / "events.jsonl")
+    first, second = history.starts
+    assert (first.host, first.last_step, first.seconds) == ("node1", 20, 26.5)
+    assert (second.host, second.resumed_from, second.last_step) == ("node2", 10, 40)
+    assert (history.lost_steps, history.num_steps, history.pause_seconds) == (10, 40, 5.0)
+    steps = {kind: [mark.step for mark in marks] for kind, marks in history.events.items()}
+    assert steps == {"warning": [20], "resumed": [10], "skipped": [13], "spike": [27]}
+    facts = read_facts(run)
+    assert facts.goodput == pytest.approx(40 / 56.5)
+    html = draw_run(facts)
+    assert "The disk of &quot;node1&quot; is &lt;slow&gt;." in html
+
+
+def test_arrays_become_a_matrix_scores_of_classes_and_a_curve(run):
+    html = draw_run(read_facts(run))
+    assert '<td style="background:hsl(210 65% 50% / 0.68)">90</td>' in html
+    assert "shirt &lt;b&gt;" in html
+    assert "shirt <b>" not in html
+    scores = html[html.index("recall") :]
+    assert scores.index("boot") < scores.index("shirt")  # which has no recall: it comes first
+    assert "<b>loss_by_position</b>" in html
+
+
+def test_a_config_is_shown_by_what_differs_from_the_defaults(run):
+    html = draw_run(read_facts(run))
+    table = html[html.index("Config") : html.index("<details>", html.index("Config"))]
+    assert "<code>train.num_steps</code>" in table
+    assert "<code>train.log_every_steps</code>" not in table
+
+
+def test_a_directory_with_nothing_to_read_has_a_page_that_says_so(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    html = draw_run(read_facts(tmp_path))
+    assert "too short to tell" in html
+    assert "metrics.jsonl: there is none" in html
+    assert heads(html) == ["Commands", "Left out"]
+
+
+def test_lines_that_are_no_records_are_counted_and_half_a_line_at_the_end_is_not(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "split": "layers", "gradient_norm/a": 1}\n')
+        file.write('[1]\nnot json\n{"step": "x"}\n{"step": 41, "split": "tr')
+    facts = read_facts(run)
+    assert (facts.records.num_strange, facts.records.num_train) == (3, 40)
+    assert "3 lines are no records" in draw_run(facts)
+
+
+def test_numbers_that_are_not_finite_are_gaps(tmp_path):
+    values = ["1.0", "NaN", "null", "-Infinity", "1e999", "2.0", "1e308"]
+    lines = [f'{{"step": {i}, "split": "train", "loss": {x}}}\n' for i, x in enumerate(values)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    facts = read_facts(tmp_path)
+    assert facts.records.train["loss"].values == [1.0, 2.0]
+    paths = " ".join(re.findall(' d="([^"]*)"', draw_run(facts)))
+    assert not re.search("nan|inf", paths)
+
+
+def test_of_a_file_that_is_too_long_all_evaluations_and_some_train_records_are_read(
+    run, monkeypatch
+):
+    size = (run / "metrics.jsonl").stat().st_size
+    monkeypatch.setattr(reading, "MOST_BYTES", size // 4)
+    found = read_records(run / "metrics.jsonl")
+    assert (found.every, found.num_train, found.num_evaluations) == (5, 8, 1)
+    whole = sum(1.0 for _ in range(36))  # up to the last record that was read
+    assert found.step_seconds == whole
+    assert "one in 5 is read" in draw_run(read_facts(run))
+
+
+def test_a_run_that_is_running_says_which_process_runs_it(run):
+    assert holder_of(run / "lock") == ""
+    with held(run / "lock"):
+        facts = read_facts(run)
+        assert facts.holder == "another run of this process"
+        assert "for 40 of 40 steps, running: another run" in draw_run(facts)
+    (run / "lock").write_text("process 1 on a host that was lost")
+    assert read_facts(run).holder == ""
+
+
+ODD = ["null", "NaN", "1e999", "-1e308", "[]", "[1,[2]]", "{}", "true", "9" * 30, "[[1],[null]]"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_damaged_or_foreign_run_has_a_page(run, seed):
+    rng = random.Random(seed)
+    for name in ("metrics.jsonl", "config.yaml", "manifest.json", "logs/events.jsonl"):
+        text = (run / name).read_text()
+        parts = re.split(r"(\d+(?:\.\d+)?)", text)
+        odd = [rng.choice(ODD) if i % 2 and rng.random() < 0.1 else x for i, x in enumerate(parts)]
+        content = bytearray("".join(odd).encode())
+        for _ in range(rng.choice([0, 3, 50])):
+            content[rng.randrange(len(content))] = rng.randrange(256)
+        (run / name).write_bytes(content[: rng.choice([len(content), len(content) // 2])])
+    html = draw_run(read_facts(run))
+    assert html.startswith("<!DOCTYPE html>")
+    assert not re.search("nan|inf", " ".join(re.findall(' d="([^"]*)"', html)))
+
+
+def test_the_command_prints_the_verdict_and_writes_the_page(run, tmp_path, capsys):
+    assert main([str(run)]) == ExitCode.DONE
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "restarted once, with 10 steps taken again"
+    assert last == f"page: {run / 'report.html'}"
+    assert main([str(run), "--out", str(tmp_path / "page.html")]) == ExitCode.DONE
+    assert (tmp_path / "page.html").read_bytes() == (run / "report.html").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "arguments, code, words",
+    [
+        (["nowhere"], ExitCode.USAGE, "nowhere is no run directory: it has none of metrics.jsonl"),
+        (["s3://bucket/run"], ExitCode.USAGE, "is a URL: give --out FILE"),
+        ([".", "--out", "no/such/page.html"], ExitCode.FILE_SYSTEM, "page.html: cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, code, words, run, monkeypatch, capsys):
+    monkeypatch.chdir(run)
+    assert main(arguments) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_the_error_that_ended_a_run_is_kept_and_half_an_event_is_left_out(run):
+    events = run / "logs" / "events.jsonl"
+    failed = '{"time": "2026-01-01T11:00:31.000", "kind": "failed", "text": "", "error": "E: no"}\n'
+    with events.open("a") as file:
+        file.write(f"{failed}{failed[:30]}")
+    assert read_history(events).error == "E: no"
+
+
+def test_the_last_events_of_a_kind_are_kept(run, monkeypatch):
+    monkeypatch.setattr(history, "MOST_EVENTS", 2)
+    events = "\n".join(f'10:00:0{i}.000 warning {{"text": "{i}"}}' for i in range(5))
+    (run / "logs" / "events.jsonl").write_text("\n".join(lines_of(events)) + "\n")
+    found = read_history(run / "logs" / "events.jsonl").events["warning"]
+    assert [mark.text for mark in found] == ["3", "4"]

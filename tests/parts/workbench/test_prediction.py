@@ -1,0 +1,265 @@
+"""A modelled step is told in words, numbers and a picture that say that it is modelled."""
+
+import dataclasses
+import itertools
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from jddp.errors import ConfigError
+from jddp.inspection.collectives import Collective
+from jddp.inspection.memory import Memory
+from jddp.reduce.plan import Bucket, BucketPlan, GatheredUnit
+from jddp.workbench.modelled.described import Target
+from jddp.workbench.modelled.picture import modelled_picture
+from jddp.workbench.modelled.prediction import Prediction
+from jddp.workbench.modelled.scaling import ScaledStep
+from jddp.workbench.modelled.timeline import Stretch, Timeline, Transfer
+from jddp.workbench.modelled.transfer_groups import group_transfers
+from jddp.workbench.pictures.figures import in_mb
+from jddp.workbench.pictures.page import draw_page
+
+MEMORY = Memory(10**9, 10**9, 2 * 10**9, 0, 10**6, 8 * 10**9, limit=80 * 10**9)
+
+
+def bucket(number, size=25_000, dtype="float32"):
+    paths = (f"layer_{number}/kernel", f"layer_{number}/<bias>")
+    return Bucket(paths, (0, 1), ((size,), (0,)), np.dtype(dtype), np.dtype(dtype))
+
+
+def transfer(number, scope, start, *, op="all-reduce", size=25_000, waited=0.0):
+    name = f"{op}-start.{number}"
+    sent = Collective(name, f"jit(step)/{scope}/psum", op, ("f32",), size, 4 * size, True)
+    return Transfer(
+        name=name,
+        collectives=(sent,),
+        bytes=4 * size,
+        is_async=True,
+        needed_seconds=0.5e-3,
+        waited_seconds=waited,
+        hiding_seconds=0.5e-3,
+        num_products=1,
+        started_at=start,
+        ended_at=start + 0.5e-3,
+        done_at=start + 0.7e-3,
+    )
+
+
+def timeline(transfers, seconds=0.1):
+    spans = (Stretch("forward", 0, seconds / 3), Stretch("backward", seconds / 3, seconds))
+    waited = sum(x.waited_seconds for x in transfers)
+    return Timeline(seconds, seconds - waited, tuple(transfers), spans)
+
+
+def prediction(transfers, plan, topology="1x8", **fields):
+    target, time = Target.named("h100", topology), timeline(transfers)
+    found = Prediction(
+        target, plan, time, group_transfers(time, plan, target.fabric), MEMORY, num_rows=8,
+        accumulate_steps=1,
+    )  # fmt: skip
+    return dataclasses.replace(found, **fields)
+
+
+def of_buckets(num, **fields):
+    plan = BucketPlan(tuple(map(bucket, range(num))))
+    sent = [transfer(i, f"bucket_{i}", 0.03 + 0.06 * i / num) for i in range(num)]
+    sent.append(transfer(num, "metrics", 0.098, size=4, waited=0.1e-3))
+    sent[0] = dataclasses.replace(sent[0], waited_seconds=0.4e-3)
+    return prediction(sent, plan, **fields)
+
+
+def test_the_verdict_says_what_leaves_and_what_waits():
+    found = of_buckets(3)
+    assert found.verdict == (
+        "Modelled: 32-bit gradients of 0.3 MB leave in 3 buckets; 0.4% of the step waits for them, "
+        "and 0.1% for other values, on 8 x NVIDIA H100 80GB HBM3."
+    )
+    assert found.exposed_share == pytest.approx(0.4e-3 / 0.1)
+    assert found.sent_bytes == pytest.approx(2 * 7 / 8 * (3 * 100_000 + 16))
+
+
+def test_a_step_that_needs_more_memory_than_there_is_says_so_first_and_what_would_fit():
+    memory = dataclasses.replace(MEMORY, temporaries=100 * 10**9)
+    found = of_buckets(3, memory=memory)
+    assert found.verdict.startswith(
+        "Does not fit: a step needs 104.0 GB of a GPU, which has 80.0 GB. accumulate_steps=2 is "
+        "estimated to fit (54.0 GB). Modelled: 32-bit"
+    )
+    memory = dataclasses.replace(MEMORY, optimizer=100 * 10**9)
+    assert 'try strategy="fsdp"' in of_buckets(3, memory=memory).verdict
+    assert 'try strategy="fsdp"' in of_buckets(3, memory=memory, num_rows=1).verdict
+
+
+def test_the_text_fits_a_terminal_and_lists_each_bucket_and_each_assumption():
+    found = str(of_buckets(12))
+    assert max(map(len, found.splitlines())) <= 80
+    assert found.startswith("Modelled")
+    for number in range(12):
+        assert f"layer_{number}/kernel .. layer_{number}/<bias>" in found
+    for assumed in ("nvlink         450.0     3.40", "nic ", "products 650 TFLOP/s", "8.4 us"):
+        assert assumed in found
+
+
+def test_larger_worlds_say_which_schedule_they_run_and_how_far_published_runs_are():
+    scaling = (ScaledStep(8, 0.1, 0.0, 1.0, 8), ScaledStep(256, 0.125, 0.2, 0.8, 64))
+    found = of_buckets(3, scaling=scaling)
+    text = str(found)
+    assert "weak scaling, modelled: published runs reach 8.5 points less, at worst 28.8" in text
+    assert re.search(r"\n +8 +100.00 ms +0.00% +100.0%  compiled\n", text)
+    assert re.search(r"\n +256 +125.00 ms +20.00% +80.0%  the schedule of 64 GPUs\n", text)
+    assert [x["num_devices"] for x in found.as_json()["weak_scaling"]] == [8, 256]
+    shown = draw_page(modelled_picture(found))
+    assert "Modelled: published runs reach 8.5 points less" in shown
+    assert "the schedule of 64 GPUs" in shown
+    assert "Weak scaling" not in draw_page(modelled_picture(of_buckets(3)))
+
+
+def test_the_same_is_told_as_json():
+    told = json.loads(json.dumps(of_buckets(2).as_json()))
+    assert told["is_modelled"] is True
+    assert [x["label"] for x in told["transfers"]] == ["bucket 0", "bucket 1", ""]
+    assert told["transfers"][1]["algorithm"] == "ring LL"
+    assert told["links"]["nvlink"]["bytes_per_second"] == 450e9
+
+
+def test_each_bucket_has_its_algorithm_and_what_that_moves():
+    found = of_buckets(2, topology="8x8")
+    sent, by_host = 2 * 63 / 64 * 100_000, 2 * 7 / 8 * 100_000
+    for told in found.as_json()["transfers"][:2]:
+        assert (told["algorithm"], told["hops"]) == ("tree LL", 2 * (7 + 3))
+        assert told["sent_bytes_per_device"] == pytest.approx(sent)
+        assert told["sent_bytes_per_host"] == pytest.approx(by_host)
+    moved = [line.split() for line in str(found).splitlines() if line.endswith(" S")]
+    assert moved == [
+        ["ring", "126", "1.969", "S", "1.969", "S"],
+        ["tree", "20", "1.969", "S", "1.750", "S"],
+        ["hierarchical", "28", "1.969", "S", "1.750", "S"],
+    ]
+    (head, first, *_) = re.findall(
+        r"<tr>.*?</tr>", draw_page(modelled_picture(found)).partition("What is sent")[2]
+    )
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in (head, first)]
+    row = dict(zip(*cells, strict=True))
+    assert (row["algorithm"], row["hops"]) == ("tree LL", "20")
+    assert (row["GPU sends MB"], row["host sends MB"]) == (in_mb(sent), in_mb(by_host))
+
+
+def test_gathers_are_named_by_the_units_of_their_sizes_forward_and_back():
+    units = [GatheredUnit(bucket(i, size), 1, 2) for i, size in enumerate((1000, 8000, 8000))]
+    there = "jvp(unit_of_parameters)"
+    back = "transpose(jvp())/unit_of_parameters"
+    sizes = [1000, 8000, 8000, 8000, 8000, 1000]
+    sent = [
+        transfer(i, there if i < 3 else back, 0.01 * i, op="all-gather", size=size)
+        for i, size in enumerate(sizes)
+    ]
+    found = prediction(sent, BucketPlan((), units=tuple(units)))
+    labels = [x.label for x in found.groups]
+    assert labels == ["unit 0", "unit 1", "unit 2", "unit 2", "unit 1", "unit 0"]
+    assert "parameters of 0.14 MB are sent in 6 collectives" in found.verdict
+
+
+def test_all_runs_of_a_collective_in_a_loop_are_one_row():
+    runs = [transfer(0, "bucket_0", 0.01 * i) for i in range(1, 9)]
+    found = prediction(runs, BucketPlan((bucket(0),)))
+    (group,) = found.groups
+    assert (len(group.transfers), group.bytes) == (8, 8 * 100_000)
+
+
+def svg(text):
+    return ElementTree.fromstring(re.search(r"<svg.*?</svg>", text, re.DOTALL)[0])
+
+
+def titles(root):
+    return [x.text for x in root.iter("{http://www.w3.org/2000/svg}title")]
+
+
+def test_the_picture_is_sound_names_every_bucket_and_sums_what_is_exposed():
+    text = draw_page(modelled_picture(of_buckets(12)))
+    root = svg(text)
+    for number in range(12):
+        (title,) = (x for x in titles(root) if x.startswith(f"bucket {number}:"))
+        assert f"layer_{number}/kernel .. layer_{number}/<bias> (2 parameters)" in title
+        assert "0.10 MB of f32, all-reduce x 1" in title
+        assert "GB/s assumed" in title
+        assert "modelled" in title
+    assert sum("waits 0.40 ms" in x or "waits 0.10 ms" in x for x in titles(root)) >= 2
+    words = " ".join(root.itertext())
+    assert "waiting: 0.50 ms, modelled" in words
+    assert len([x for x in root.iter() if x.get("class") == "exposed"]) == 2 + 1  # and a legend
+    assert "Modelled, not measured" in text
+
+
+def test_a_picture_of_160_buckets_is_small_and_loads_nothing():
+    text = draw_page(modelled_picture(of_buckets(160)))
+    assert len(text.encode()) < 300_000
+    assert len([x for x in titles(svg(text)) if x.startswith("bucket ")]) == 160
+    links = re.findall(r"""(?:href|src|url)\s*[=(]\s*["']?([^"')\s>]+)""", text)
+    assert set(links) == {"#hatch"}
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_labels_that_would_take_more_room_than_their_bars_are_left_to_titles():
+    def texts(num, seconds):
+        plan = BucketPlan(tuple(map(bucket, range(num))))
+        sent = [transfer(i, f"bucket_{i}", 1e-3 * i) for i in range(num)]
+        found = dataclasses.replace(prediction(sent, plan), timeline=timeline(sent, seconds))
+        root = svg(draw_page(modelled_picture(found)))
+        return {x.text for x in root.iter("{http://www.w3.org/2000/svg}text")}, root
+
+    few, _ = texts(12, seconds=0.1)
+    many, root = texts(60, seconds=1.0)
+    assert {"0", "11"} <= few
+    assert not {"1", "59"} & many
+    assert float(root.get("viewBox").split()[3]) < 300
+    assert len([x for x in titles(root) if x.startswith("bucket ")]) == 60
+
+
+def test_labels_of_buckets_that_stand_close_leave_room_to_the_next_bar_and_to_the_edge():
+    num = 26
+    plan = BucketPlan(tuple(map(bucket, range(num))))
+    sent = [transfer(i, f"bucket_{i}", 0.07 + 1.1e-3 * i) for i in range(num)]
+    root = svg(draw_page(modelled_picture(prediction(sent, plan))))
+    namespace, rows = "{http://www.w3.org/2000/svg}", {}
+    for group in root.iter(f"{namespace}g"):
+        bar, label = group.findall(f"{namespace}path")[-1], group.find(f"{namespace}text")
+        left, top = map(float, re.match(r"M([\d.]+),([\d.]+)", bar.get("d")).groups())
+        end = float(label.get("x")) + 8 * len(label.text)  # a digit of 12 px takes 6.7 to 7.7
+        rows.setdefault(top, []).append((left, end))
+    assert sum(map(len, rows.values())) == num
+    for row in map(sorted, rows.values()):
+        assert row[-1][1] <= float(root.get("viewBox").split()[2])
+        assert all(after[0] >= before[1] + 6 for before, after in itertools.pairwise(row))
+
+
+def test_bars_stay_inside_of_the_picture():
+    root = svg(draw_page(modelled_picture(of_buckets(40))))
+    width = float(root.get("viewBox").split()[2])
+    for shape in root.iter("{http://www.w3.org/2000/svg}path"):
+        for x in re.findall(r"M([\d.]+),", shape.get("d")):
+            assert 0 <= float(x) <= width
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("h10",), "No GPU 'h10' is described. Did you mean 'h100_sxm'"),
+        (("tpu",), "Known: h100_sxm, h200_sxm, a100_sxm"),
+        (("h100", "8"), "'8' is not HOSTSxGPUS.*Did you mean '1x8'"),
+        (("h100", "64"), "Did you mean '8x8'"),
+        (("h100", "0x8"), "'0x8' is not HOSTSxGPUS"),
+        (("h100", "1x8", ["pcie=1GB/s,1us"]), "Link 'pcie' is unknown"),
+    ],
+)
+def test_unknown_targets_topologies_and_links_are_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        Target.named(*words)
+
+
+def test_a_gpu_is_named_by_its_beginning():
+    assert Target.named("H100").gpu == Target.named("h100_sxm").gpu
+    assert str(Target.named("a100", "2x4")) == "8 x NVIDIA A100-SXM4-80GB"

@@ -1,0 +1,213 @@
+"""State dicts of PyTorch's models give the zoo's the same outputs, and come back unchanged."""
+
+import importlib.util
+import logging
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax.traverse_util import flatten_dict
+from sweeps import swept
+
+from jddp.checkpoint.formats import read_file
+from jddp.errors import ConfigError
+from jddp.workbench.state_dicts import from_state_dict, to_state_dict
+from jddp.workbench.state_dicts.schemes import library_of, unlike
+from jddp.zoo.models import CNN, GPT, ResNet, ViT, gpt2, resnet18, vit_b16
+from jddp.zoo.models.resnet import BasicBlock, BottleneckBlock
+
+if has_torch := importlib.util.find_spec("torch") is not None:
+    import torch
+
+    from peers import published
+
+pytestmark = pytest.mark.skipif(not has_torch, reason="PyTorch is not installed")
+SIZES = {"num_layers": 2, "num_heads": 2, "width": 8}
+STAGES = {"stage_sizes": (1, 2), "width": 4, "num_classes": 5}
+VIT = SIZES | {"patch_size": 4, "num_classes": 5}
+TOKEN = VIT | {"pooling": "token", "gelu": "exact"}
+TEXT = SIZES | {"vocab_size": 11, "max_length": 7}
+PAIRS = {  # a model of the zoo, its library, its twin; images of 32 pixels stride evenly
+    "resnet, torchvision": (
+        ResNet(block=BasicBlock, **STAGES),
+        lambda: published.ResNet(**STAGES, is_bottleneck=False),
+    ),
+    "deep resnet, torchvision": (
+        ResNet(block=BottleneckBlock, **STAGES),
+        lambda: published.ResNet(**STAGES, is_bottleneck=True),
+    ),
+    "deep resnet, huggingface": (
+        ResNet(block=BottleneckBlock, **STAGES),
+        lambda: published.HuggingFaceResNet(**STAGES, is_bottleneck=True),
+    ),
+    "vit, torchvision": (
+        ViT(**TOKEN),
+        lambda: published.VisionTransformer(num_patches=64, **VIT),
+    ),
+    "vit, huggingface": (
+        ViT(**TOKEN, norm_epsilon=1e-12),
+        lambda: published.HuggingFaceViT(num_patches=64, **VIT),
+    ),
+    "gpt, huggingface": (GPT(**TEXT), lambda: published.GPT2(**TEXT)),
+    "stacked gpt, huggingface": (GPT(**TEXT, scan_layers=True), lambda: published.GPT2(**TEXT)),
+}
+
+
+def pair(name):
+    model, make_twin = PAIRS[name]
+    with torch.no_grad():
+        return model, published.with_random_weights(make_twin())
+
+
+def inputs_of(model):
+    rng = np.random.default_rng(0)
+    if isinstance(model, GPT):
+        return rng.integers(0, 11, (2, 6))
+    return rng.standard_normal((2, 32, 32, 3), dtype=np.float32)
+
+
+def outputs_of(twin, inputs):
+    x = torch.tensor(inputs)
+    with torch.no_grad():
+        return twin(x.movedim(-1, 1) if x.ndim == 4 else x).numpy()
+
+
+@pytest.mark.parametrize("name", swept([*PAIRS], every=3))
+def test_weights_of_pytorch_give_equal_logits_and_come_back_unchanged(name):
+    model, twin = pair(name)
+    tensors, inputs = published.tensors_of(twin), inputs_of(model)
+    variables, library = from_state_dict(model, tensors), library_of(model, tensors)
+    assert library == name.split(", ")[1]
+    own = jax.eval_shape(model.init, jax.random.key(0), inputs)
+    shapes = {path: x.shape for path, x in flatten_dict(own, sep="/").items()}
+    assert {path: x.shape for path, x in flatten_dict(variables, sep="/").items()} == shapes
+    got = jax.jit(model.apply)(variables, inputs)
+    np.testing.assert_allclose(got, outputs_of(twin, inputs), rtol=1e-5, atol=1e-5)
+    back = to_state_dict(model, variables, library)
+    for key, x in back.items():
+        np.testing.assert_array_equal(x, tensors[key])
+    back |= {name: x for name, x in tensors.items() if name == "lm_head.weight"}  # as it is tied
+    twin.load_state_dict({key: torch.tensor(x) for key, x in back.items()}, strict=True)
+
+
+@pytest.mark.parametrize(
+    "name, renamed",
+    [
+        ("resnet, torchvision", lambda x: f"module._orig_mod.{x}"),
+        ("gpt, huggingface", lambda x: x.removeprefix("transformer.")),
+        ("gpt, huggingface", lambda x: f"module.{x}"),
+        (
+            "vit, torchvision",
+            lambda x: x.replace("mlp.0", "mlp.linear_1").replace("mlp.3", "mlp.linear_2"),
+        ),
+    ],
+)
+def test_names_of_wrapped_bare_and_older_models_are_known(name, renamed):
+    model, twin = pair(name)
+    tensors = published.tensors_of(twin)
+    want = from_state_dict(model, tensors)
+    got = from_state_dict(model, {renamed(key): x for key, x in tensors.items()})
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_names_of_modules_in_transformers_5_are_known():
+    model, twin = pair("vit, huggingface")
+    tensors = published.tensors_of(twin)
+    newer = {
+        "encoder.layer.": "layers.",
+        "attention.attention.query": "attention.q_proj",
+        "attention.attention.key": "attention.k_proj",
+        "attention.attention.value": "attention.v_proj",
+        "attention.output.dense": "attention.o_proj",
+        "intermediate.dense": "mlp.fc1",
+        ".output.dense": ".mlp.fc2",
+    }
+    renamed = {}
+    for name, x in tensors.items():
+        for older, name_now in newer.items():
+            name = name.replace(older, name_now)
+        renamed[name] = x
+    assert not renamed.keys() & {x for x in tensors if "encoder" in x}
+    want = from_state_dict(model, tensors)
+    jax.tree.map(np.testing.assert_array_equal, from_state_dict(model, renamed), want)
+
+
+def test_missing_and_extra_tensors_are_named_in_one_line_and_with_partial_left_to_the_model():
+    model, twin = pair("gpt, huggingface")
+    tensors = published.tensors_of(twin)
+    tensors["transformer.h.0.attn.bias"] = np.ones((1, 1, 7, 7), bool)  # a causal mask
+    want = from_state_dict(model, tensors)
+    tensors["score.weight"] = np.ones((2, 8), np.float32)
+    message = r"at score.weight \(not in the model\), by the names of huggingface\. With partial"
+    with pytest.raises(ConfigError, match=message):
+        from_state_dict(model, tensors)
+    for name in ("ln_1.bias", "ln_1.weight"):
+        del tensors[f"transformer.h.1.{name}"]
+    message = r"at transformer.h.1.ln_1.weight and 1 more \(missing\), score.weight \(not in"
+    with pytest.raises(ConfigError, match=message) as caught:
+        from_state_dict(model, tensors)
+    assert "\n" not in str(caught.value)
+    got = from_state_dict(model, tensors, partial=True)
+    assert got["params"]["score.weight"].shape == (2, 8)
+    assert "norm_1" not in got["params"]["block_1"]
+    np.testing.assert_array_equal(got["params"]["positions"], want["params"]["positions"])
+
+
+def test_an_untied_last_layer_is_no_copy_of_the_embedding():
+    model, twin = pair("gpt, huggingface")
+    tensors = published.tensors_of(twin)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    with pytest.raises(ConfigError, match=r"lm_head.weight \(not in the model\)"):
+        from_state_dict(model, tensors)
+
+
+def test_halves_become_the_float32_of_the_zoo_and_arrays_of_files_stay_there(tmp_path):
+    model, twin = pair("gpt, huggingface")
+    tensors = published.tensors_of(twin)
+    halves = {name: x.astype(np.float16) for name, x in tensors.items()}
+    leaves = jax.tree.leaves(from_state_dict(model, halves))
+    assert {x.dtype.name for x in leaves} == {"float32"}
+    safetensors.numpy.save_file(tensors, tmp_path / "x.safetensors")
+    found = read_file(tmp_path / "x.safetensors")
+    assert all(isinstance(x, np.memmap) for x in jax.tree.leaves(from_state_dict(model, found)))
+
+
+def test_a_model_that_computes_otherwise_than_the_library_is_refused_unless_partial(caplog):
+    _, twin = pair("vit, torchvision")
+    tensors, other = published.tensors_of(twin), ViT(**VIT, pooling="token")
+    message = r"at the fields gelu='tanh' \(there 'exact'\), by the names of torchvision\. With"
+    with pytest.raises(ConfigError, match=message):
+        from_state_dict(other, tensors)
+    with caplog.at_level(logging.WARNING, "jddp"):
+        from_state_dict(other, tensors, partial=True)
+    assert "gelu='tanh' (there 'exact')" in caplog.text
+
+
+def test_an_unknown_library_model_or_name_is_one_line():
+    model, twin = pair("gpt, huggingface")
+    tensors = published.tensors_of(twin)
+    variables = from_state_dict(model, tensors)
+    for call, message in (
+        (lambda: from_state_dict(model, {"x": np.ones(3)}), "none that a GPT has in huggingface"),
+        (lambda: from_state_dict(CNN(), tensors), "none that a CNN has in no library"),
+        (lambda: to_state_dict(model, variables, "timm"), "'timm' has no names for a GPT"),
+        (
+            lambda: to_state_dict(ViT(**VIT), {}, "torchvision"),
+            "no params/class_token, which is class_token in torchvision's ViT",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+def test_presets_are_the_published_models_and_the_small_vit_is_not():
+    assert not unlike(gpt2(), "huggingface")
+    assert not unlike(vit_b16(), "torchvision")
+    assert not unlike(vit_b16(norm_epsilon=1e-12), "huggingface")
+    assert (
+        unlike(ViT(), "torchvision")
+        == "pooling='mean' (there 'token'), gelu='tanh' (there 'exact')"
+    )
+    assert not unlike(resnet18(), "torchvision")

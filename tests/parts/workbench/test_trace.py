@@ -1,0 +1,249 @@
+"""The time of a device is divided into compute, exposed communication and idle time."""
+
+import dataclasses
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.profiler import ProfileData
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp.commands.explain import main
+from jddp.errors import ConfigError, DataError, ExitCode
+from jddp.trainer.plan import Plan
+from jddp.trainer.profile import Profile
+from jddp.workbench.kernels import DeviceTime, Kernels, kernels_of
+from jddp.workbench.measured_picture import measured_picture
+from jddp.workbench.pictures.page import draw_page
+from jddp.workbench.pictures.svg import LEFT, RIGHT, WIDTH
+from jddp.workbench.pictures.times import MODELLED, StepTimes, times_as_text
+from jddp.workbench.trace import Trace, read_trace
+
+pytestmark = pytest.mark.usefixtures("started_devices")
+SECOND = 10**12  # picoseconds
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+
+
+def plane(name, lines, stats=None):
+    """A plane in the text form of traces; kernels are (name, start, seconds)."""
+    numbers = {}
+    text = ""
+    for line, kernels in lines.items():
+        events = ""
+        for kernel, start, seconds in kernels:
+            number = numbers.setdefault(kernel, len(numbers) + 1)
+            events += f"events {{ metadata_id: {number} offset_ps: {start * SECOND} "
+            events += f"duration_ps: {seconds * SECOND} {stats or ''} }}\n"
+        text += f'lines {{ name: "{line}" {events} }}\n'
+    for kernel, number in numbers.items():
+        text += f'event_metadata {{ key: {number} value {{ id: {number} name: "{kernel}" }} }}\n'
+    for number, stat in ((1, "hlo_op"), (2, "device_ordinal")):
+        text += f'stat_metadata {{ key: {number} value {{ id: {number} name: "{stat}" }} }}\n'
+    return f'planes {{ name: "{name}" {text} }}\n'
+
+
+def planes_of(text):
+    return list(ProfileData.from_text_proto(text).planes)
+
+
+def device_times(text):
+    return {name: x.time for name, x in kernels_of(planes_of(text)).items()}
+
+
+def on_cpu(number):
+    """The stats of a kernel of a CPU device: its instruction and the device."""
+    stats = 'stats { metadata_id: 1 str_value: "x" }'
+    return f"{stats} stats {{ metadata_id: 2 int64_value: {number} }}"
+
+
+def test_communication_is_exposed_where_no_kernel_of_any_stream_computes():
+    streams = {
+        "Stream #10(Compute)": [
+            ("gemm", 0, 10),
+            ("fusion", 5, 10),
+            ("inner", 6, 1),
+            ("gemm", 20, 5),
+        ],
+        "Stream #11(MemcpyD2D,Compute)": [
+            (ALL_REDUCE, 10, 12),  # beside it 10 to 15 and 20 to 22 are computed
+            ("MemcpyD2D", 30, 10),
+            (ALL_REDUCE, 30, 8),  # beside a copy alone
+        ],
+        "XLA Ops": [("loop", 30, 10)],  # repeats the streams
+    }
+    text = plane("/device:GPU:0", streams)
+    text += plane("/device:GPU:1", {"Stream #10(Compute)": [("all-reduce.3", 0, 4)]})
+    text += plane("/host:CPU", {"python": [("gemm", 0, 50)]})
+    found = device_times(text)
+    assert found == {"GPU:0": DeviceTime(40, 20, 20, 13), "GPU:1": DeviceTime(4, 0, 4, 4)}
+    assert found["GPU:0"].idle == 7
+    assert found["GPU:0"].hidden_share == pytest.approx(7 / 20)
+
+
+def test_instructions_of_cpus_belong_to_their_device_and_loops_are_not_counted_twice():
+    kernels = [("while.2", 0, 30), ("dot.1", 0, 10), ("all-reduce.3", 12, 8), ("end: dot.1", 10, 1)]
+    text = plane("/host:CPU", {"tf_XLAEigen/1": kernels}, on_cpu(0))
+    assert device_times(text) == {"CPU:0": DeviceTime(20, 10, 8, 8)}
+    text = plane("/host:CPU", {"tf_XLAEigen/1": [("all_reduce_fusion", 0, 3)]}, on_cpu(1))
+    assert device_times(text) == {"CPU:1": DeviceTime(3, 3, 0, 0)}
+
+
+def kernels(computed, **sent):
+    """Kernels in 4 seconds; spans are in tenths of them."""
+
+    def spans(*tenths):
+        return [(a * 10**8, b * 10**8) for a, b in tenths]
+
+    return Kernels(0, 4 * 10**9, spans(*computed), {name: spans(*x) for name, x in sent.items()})
+
+
+def of_two_devices():
+    devices = {
+        "process_0 GPU:0": kernels([(0, 20)], all_reduce=[(15, 25)]),
+        "process_1 GPU:0": kernels([(0, 30)], all_reduce=[(30, 40)]),
+    }
+    return Trace((10, 11), devices, 0.25)
+
+
+def test_a_trace_is_a_table_of_means_in_80_columns():
+    trace = of_two_devices()
+    assert trace.verdict == (
+        "Measured: a step takes 2,000.00 ms, of which a device computes 62.5%, waits for "
+        "communication 18.8% and is idle 18.8%."
+    )
+    assert "process_1 GPU:0      2,000.00   1,500.00 " in str(trace)
+    assert "A process waits 125.00 ms a step for its batch." in str(trace)
+    assert max(map(len, str(trace).splitlines())) <= 80
+    assert trace.as_json()["devices"]["process_0 GPU:0"]["idle_seconds"] == 0.75
+    without = dataclasses.replace(trace, steps=())
+    assert "The trace has no steps of a run of jddp: times are of all of it; ms" in str(without)
+    assert without.times.data_wait is None
+
+
+@pytest.mark.slow
+def test_a_run_records_the_steps_that_its_config_asks_for(tmp_path, capsys):
+    job = {
+        "model": {"name": "mlp"},
+        "mesh": {"num_devices": 2},
+        "run": {"dir": str(tmp_path / "run")},
+    }
+    train = {"num_steps": 6, "profile_steps": [3, 4], "eval_every_steps": None}
+    run = jddp.train("fashion_mnist_cnn", **job, train=train)
+    trace = read_trace(tmp_path / "run")
+    shares = [x.get("exposed_communication") for x in run.history]
+    (share,) = filter(None, shares)  # once
+    assert share == pytest.approx(trace.times.exposed / trace.times.step)
+    assert f" {share:.1%} of traced steps exposed communication" in capsys.readouterr().out
+    assert trace.steps == (3, 4)
+    assert sorted(trace.devices) == ["CPU:0", "CPU:1"]
+    for time in trace.devices.values():
+        assert 0 < time.compute < time.span
+        assert 0 < time.exposed <= time.communication  # CPUs send and compute in turn
+    assert main(["--trace", str(tmp_path / "run"), "--json"]) == ExitCode.DONE
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["kind"] == "measured"
+    assert found["steps"] == [3, 4]
+    page = tmp_path / "measured.html"
+    assert main(["--trace", str(tmp_path / "run"), "--html", str(page)]) == ExitCode.DONE
+    assert re.search(r"<svg.*all-reduce.*measured.*</svg>", page.read_text(), re.DOTALL)
+    assert len(page.read_bytes()) < 300_000
+
+
+def test_the_picture_of_a_trace_hatches_what_is_exposed_and_says_that_it_is_measured():
+    page = draw_page(measured_picture(of_two_devices()))
+    least, most = (ElementTree.fromstring(x) for x in re.findall("<svg.*?</svg>", page, re.DOTALL))
+    for drawn, name, exposed in ((least, "process_0 GPU:0", 500), (most, "process_1 GPU:0", 1000)):
+        words = " ".join(drawn.itertext())
+        assert f"measured: {name}" in words
+        assert f"waiting: {exposed:,}.00 ms, measured" in words
+        assert "all_reduce: 1,000.00 ms in 1 runs, measured" in words
+        assert "modelled" not in words
+        (bar, _) = (x.get("d") for x in drawn.iter() if x.get("class") == "exposed")
+        width = float(re.search(r"h([\d.]+)v", bar)[1])
+        assert width == pytest.approx((WIDTH - LEFT - RIGHT) * exposed / 4000, abs=0.1)
+    assert "Measured, not modelled" in page
+
+
+def test_measured_and_modelled_times_stand_side_by_side():
+    modelled = StepTimes(MODELLED, 1.0, 0.75, 0.25)
+    assert times_as_text([of_two_devices().times, modelled]).splitlines() == [
+        "                                        measured             modelled",
+        "time                                 2,000.00 ms          1,000.00 ms",
+        "computing                    1,250.00 ms  62.50%    750.00 ms  75.00%",
+        "waiting for communication      375.00 ms  18.75%    250.00 ms  25.00%",
+        "idle                           375.00 ms  18.75%            not known",
+        "host waiting for its batch     125.00 ms   6.25%            not known",
+    ]
+
+
+def test_nccl_kernels_are_named_by_their_instructions():
+    stats = 'stats { metadata_id: 1 str_value: "all-reduce-start.7" }'
+    found = kernels_of(
+        planes_of(plane("/device:GPU:0", {"Stream #1": [(ALL_REDUCE, 0, 1)]}, stats))
+    )
+    assert list(found["GPU:0"].sent) == [f"{ALL_REDUCE} of all-reduce-start.7"]
+
+
+def test_a_trace_that_the_last_step_leaves_open_ends_with_the_run(tmp_path):
+    ddp, batch = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2), make_batch()
+    state = ddp.init(0, batch)
+    profile = Profile((1, 10), tmp_path)
+    for number in (1, 2):
+        with profile.step(number, state):
+            state, _ = ddp.step(state, batch)
+    jax.block_until_ready(state)
+    assert profile.take_fields() == {}
+    profile.close()
+    profile.close()
+    assert read_trace(tmp_path).steps == (1, 2)
+    assert profile.take_fields().keys() == {"exposed_communication"}
+    assert profile.take_fields() == {}  # once
+
+
+def test_a_trace_of_yours_goes_on_and_the_run_with_it(tmp_path, caplog):
+    state = np.zeros(2)
+    with jax.profiler.trace(tmp_path / "yours"):
+        profile = Profile((1, 1), tmp_path / "run")
+        with profile.step(1, state):
+            pass
+        profile.close()
+    assert "train.profile_steps: nothing is recorded: " in caplog.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path, capsys):
+    for folder, words in (("no", ["--target", "h100"]), ("none", ["--trace", str(tmp_path)])):
+        assert main([*words, "--html", str(tmp_path / folder / "a.html")]) == ExitCode.FILE_SYSTEM
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "a.html cannot be written: No such file or directory" in line
+    assert main(["--html", "a.html"]) == ExitCode.USAGE
+    assert "--html needs --target or --trace" in capsys.readouterr().err
+
+
+def test_a_trace_that_is_absent_damaged_or_empty_is_one_line(tmp_path, capsys):
+    with pytest.raises(DataError, match=r"holds no trace .*profile_steps=\[10,13\]"):
+        read_trace(tmp_path)
+    file = tmp_path / "host.xplane.pb"
+    file.write_bytes(b"\xff" * 100)
+    assert main(["--trace", str(tmp_path)]) == ExitCode.DATA
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{file} is damaged: " in line
+    file.write_bytes(b"")
+    with pytest.raises(DataError, match="the trace holds no kernel of a device"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize("steps", [[13, 10], [1], [0, 3], []], ids=str)
+def test_steps_to_profile_are_two_numbers_in_order(steps):
+    with pytest.raises(ConfigError, match=r"train.profile_steps: .* as \[10,13\]"):
+        jddp.Config(train={"num_steps": 20, "profile_steps": steps})
+
+
+def test_a_profile_needs_a_folder():
+    with pytest.raises(ConfigError, match=r"train.profile_steps needs run.dir"):
+        Plan(num_steps=20, profile_steps=[10, 13])

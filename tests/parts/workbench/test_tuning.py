@@ -1,0 +1,216 @@
+"""Candidates are scored one key after another, and the largest batch is found by its memory."""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+
+import pytest
+import yaml
+
+from jddp.config.files import load_config, with_overrides
+from jddp.config.schema import Config
+from jddp.errors import ConfigError, DataError, ExitCode
+from jddp.workbench.kept_searches import KeptSearch
+from jddp.workbench.step_scores import Score, TimedStep, largest_batch, measured
+from jddp.workbench.tune import main
+from jddp.workbench.tuning import AS_IT_IS, BUCKETS, tune
+
+pytestmark = pytest.mark.usefixtures("started_devices")
+GB = 10**9
+JOB = ["model.name=mlp", "data.global_batch_size=16", "mesh.num_devices=2"]
+
+
+def small(**ddp):
+    return Config(train={"num_steps": 1}, ddp=ddp)
+
+
+def scored(config):
+    """Buckets of 50 MB are the best, and better still in the flat layout; one form is refused."""
+    reduction = config.ddp.reduction
+    if reduction.overlap is True:
+        raise ConfigError("overlap\nis refused.")
+    seconds = 0.010 - 0.001 * (reduction.bucket_mb == [1.0, 50.0])
+    return Score(seconds - 0.002 * (reduction.layout == "flat"), 40 * GB, 80 * GB, 0.25)
+
+
+def test_each_key_is_varied_from_the_best_so_far_and_the_best_is_a_config(tmp_path):
+    noted = []
+    found = tune(small(), scored, "modelled", note=noted.append)
+    assert noted == list(found.candidates)
+    assert len(found.candidates) == 1 + len(BUCKETS) + 2 + 2
+    assert found.best.keys == {
+        "ddp.reduction.bucket_mb": [1.0, 50.0],
+        "ddp.reduction.layout": "flat",
+    }
+    assert found.verdict == (
+        "bucket_mb=[1.0,50.0] layout=flat is 1.429 times as fast as the config."
+    )
+    (tmp_path / "best.yaml").write_text(found.fragment)
+    config, _ = load_config(["fashion_mnist_cnn", str(tmp_path / "best.yaml")])
+    assert config.ddp.reduction.bucket_mb == [1.0, 50.0]
+    assert config.ddp.reduction.layout == "flat"
+
+
+def test_the_table_has_the_fastest_first_and_names_what_was_refused():
+    found = tune(small(), scored, "modelled for 1x8 h100")
+    lines = str(found).splitlines()
+    assert lines[4] == "      7.00   25.0%   40.0  bucket_mb=[1.0,50.0] layout=flat"
+    assert f"     10.00   25.0%   40.0  {AS_IT_IS}" in lines
+    assert any(x.startswith("refused: ") and x.endswith(": overlap is refused.") for x in lines)
+    assert yaml.safe_load(str(found).split("\n\n")[-1])["ddp"]["reduction"]["layout"] == "flat"
+    told = json.loads(json.dumps(found.as_json()))
+    assert told["candidates"][0]["seconds"] == 0.010
+    assert told["best"]["ddp.reduction.layout"] == "flat"
+
+
+def test_a_config_that_cannot_be_bettered_stays_and_one_that_does_not_fit_is_named():
+    same = tune(small(), lambda config: Score(0.01, GB, math.inf), "measured")
+    assert same.verdict == "The config is as fast as any candidate."
+
+    def barely(config):
+        return Score(0.01 - 1e-6 * (config.ddp.reduction.bucket_mb == [25.0]), GB, math.inf)
+
+    assert not tune(small(), barely, "modelled").best.keys
+    assert same.fragment == ""
+    assert same.as_json()["candidates"][0]["limit"] is None
+    large = tune(small(), lambda config: Score(0.01, 81 * GB, 80 * GB), "modelled")
+    assert large.verdict.startswith("No candidate fits into the memory of a device")
+    assert "does not fit" in str(large)
+
+    def only_leaf(config):
+        return Score(0.01, (80 + (config.ddp.reduction.layout != "leaf")) * GB, 80 * GB)
+
+    found = tune(small(), only_leaf, "modelled")
+    assert found.verdict == "The config does not fit as it is; layout=leaf does."
+
+
+def test_gathers_are_varied_under_fsdp_alone():
+    def keys(config):
+        return {key for x in tune(config, scored, "").candidates for key in x.keys}
+
+    regather = "ddp.strategy.regather"
+    assert regather in keys(small(strategy={"name": "fsdp"}))
+    assert regather not in keys(small())
+
+
+def test_no_candidate_is_begun_when_the_time_is_over():
+    found = tune(small(), scored, "modelled", seconds=-1.0)
+    assert [x.keys for x in found.candidates] == [{}]
+    assert "not tried, for want of time: 11 or more" in str(found)
+
+
+@pytest.mark.parametrize("rows", [8, 9, 100, 1000, 12_345])
+def test_the_largest_batch_is_found_to_three_per_cent(rows):
+    def score(config):
+        return Score(0.01, config.data.global_batch_size * GB, rows * GB)
+
+    found = largest_batch(small(), score, multiple_of=8)
+    assert found.size % 8 == 0
+    assert found.size <= rows
+    assert rows < found.size + 8 or rows <= 1.04 * found.size
+    assert found.score.bytes == found.size * GB
+    assert not found.holds_all_data
+
+
+def test_a_batch_is_no_larger_than_the_data_and_too_large_a_model_is_refused():
+    def score(config):
+        if config.data.global_batch_size > 100:
+            raise DataError("too few")
+        return Score(0.01, GB, 80 * GB)
+
+    found = largest_batch(small(), score, multiple_of=8)
+    assert found[:1] == (96,)
+    assert found.holds_all_data
+    with pytest.raises(
+        ConfigError, match=r"A batch of 8 rows needs 90.0 GB of a device, which has"
+    ):
+        largest_batch(small(), lambda config: Score(0.01, 90 * GB, 80 * GB), multiple_of=8)
+
+
+def test_steps_are_measured_in_turn_with_those_of_the_config_as_it_is():
+    config, _ = load_config([], JOB)
+    score = measured()
+    first, again = score(config), score(config)
+    for found in (first, again):
+        assert found.seconds > 0
+        assert found.bytes > 0
+        assert found.exposed_share is None
+    assert again.bytes == first.bytes
+
+
+def test_one_program_has_one_time_whatever_its_config_says():
+    score = measured()
+    config = load_config([], [*JOB, "ddp.reduction.bucket_mb=[50]"])[0]
+    first = score(config)
+    # The gradients of the model are one bucket of either size.
+    assert score(with_overrides(config, {"ddp.reduction.bucket_mb": [100.0]})) is first
+    assert score(with_overrides(config, {"ddp.reduction.layout": "flat"})) is not first
+
+
+@pytest.mark.parametrize("factors, is_same", [([0.9, 1.2], True), ([0.8, 0.9], False)])
+def test_a_step_that_is_faster_in_some_rounds_alone_is_no_faster(monkeypatch, factors, is_same):
+    times = itertools.repeat(1.0)
+    monkeypatch.setattr(TimedStep, "seconds", lambda step: next(times))
+    score = measured()
+    config = load_config([], JOB)[0]
+    first = score(config)
+    rounds = [(1.0, factor) for factor in factors] * 3
+    times = iter([1.0, *itertools.chain.from_iterable(rounds)])  # one before the rounds
+    other = score(with_overrides(config, {"ddp.reduction.layout": "flat"}))
+    assert (other.seconds == first.seconds) == is_same
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "jddp" / "tune"
+
+
+@pytest.mark.slow
+def test_a_search_is_kept_and_the_same_one_answers_with_it(own_cache, capsys):
+    first, again = ["--minutes", "-1"], ["--minutes", "-1", "--again"]
+
+    def dated(*words):
+        assert main([*JOB, *words]) == ExitCode.DONE
+        printed = capsys.readouterr()
+        return "from an earlier search of 20" in printed.out, AS_IT_IS in printed.err
+
+    assert dated(*first) == (False, True)
+    assert dated(*first) == (True, False)
+    assert dated(*again) == (False, True)
+    assert dated(*first, "ddp.reduction.bucket_mb=3") == (False, True)  # other candidates
+    (file, _) = own_cache.iterdir()
+    for kept in own_cache.iterdir():
+        kept.write_text("[]")
+    assert dated(*first) == (False, True)  # damaged
+    file.parent.chmod(0o777)
+    assert main([*JOB, *first]) == ExitCode.DONE
+    assert "can be written by others. Remove it" in capsys.readouterr().err
+
+
+def test_a_kept_search_is_what_was_found(tmp_path):
+    found = tune(small(), scored, "modelled")
+    kept = KeptSearch(tmp_path, ["program"])
+    assert kept.read() is None
+    kept.write(found)
+    again = KeptSearch(tmp_path, ["program"]).read()
+    assert dataclasses.replace(again, date="") == found
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", again.date)
+    assert KeptSearch(tmp_path, ["another"]).read() is None
+
+
+def test_the_command_prints_the_best_and_writes_it_where_it_is_asked(tmp_path, capsys):
+    out = tmp_path / "best.yaml"
+    assert main([*JOB, "--out", str(tmp_path)]) == ExitCode.FILE_SYSTEM
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("cannot be written: Is a directory.")
+    assert main([*JOB, "--minutes", "-1", "--out", str(out)]) == ExitCode.DONE
+    printed = capsys.readouterr()
+    assert printed.out.startswith("The config is as fast as any candidate.\n")
+    assert printed.err.startswith(f"jddp: {AS_IT_IS}: ")
+    assert out.read_text() == ""
+    assert main([*JOB, "--topology", "1x8"]) == ExitCode.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "jddp: --topology needs --target, such as --target h100."
