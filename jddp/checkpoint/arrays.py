@@ -165,39 +165,3 @@ def as_saved(words: Leaf, dtype: str) -> Leaf:
     """An array of a dtype named as by `describe_arrays`, from the numbers in a file."""
     impl = KEY_IMPLS.get(dtype)
     return words if impl is None else jax.random.wrap_key_data(words, impl=impl)
-
-
-def _form(shape: Sequence[int], dtype: object, layout: Layout) -> str:
-    """Shape and dtype of an array on one device, equal for any number of devices."""
-    rule = f" per replica ({layout.on_resize})" if isinstance(layout, PerReplica) else ""
-    return f"{layout.one_device_shape(tuple(shape))} {dtype}{rule}"
-
-
-def difference(
-    described: Described, wanted: Mapping[str, Leaf], there: Layouts, here: Layouts, most: int = 20
-) -> str:
-    """The paths at which two sets of arrays differ on a device, as a tree; empty if none differ.
-
-    Args:
-      described: Description of the checkpoint.
-      wanted: Arrays of the program.
-      there: Layouts of the checkpoint.
-      here: Layouts of the program.
-      most: Number of paths to show; parameters come first.
-    """
-    saved = {n: _form(x["shape"], x["dtype"], there[n]) for n, x in described.items()}
-    own = {n: _form(x.shape, x.dtype, here[n]) for n, x in wanted.items()}
-    names = sorted({*saved, *own}, key=lambda name: (not name.startswith("params"), name))
-    # A number of an optimizer is an array of one entry where shards of arrays are updated.
-    one = ("() ", "(1,) ")
-    differ = [n for n in names if saved.get(n, "").replace(*one) != own.get(n, "").replace(*one)]
-    lines: dict[tuple[str, ...], str] = {}  # by the parts of a path, as each level is shown once
-    for name in differ[:most]:
-        parts = tuple(name.split("/"))
-        for depth, part in enumerate(parts, 1):
-            lines.setdefault(parts[:depth], "  " * depth + part)
-        lines[parts] += f": {saved.get(name, 'absent')} there, {own.get(name, 'absent')} here"
-    shown = [*lines.values()]
-    if len(differ) > most:
-        shown.append(f"  and {len(differ) - most} more")
-    return "\n".join(shown)

@@ -15,53 +15,68 @@ A checkpoint is a folder with the step as its name:
 Every process calls `save` and `restore`. Arrays that are split over the processes are written by
 their owners, everything else by process 0. A checkpoint gets its name when all of it has been read
 back and is on the disk. A checkpoint with a wrong digest is renamed, never removed, and the one
-before it is used.
+before it is used. Writing goes on in the background, on all processes together:
+
+    copy off the devices ─► write ─► all have written? ─► seal ─► name ─► remove surplus ones
+    (the loop waits)        (each its part)               (process 0)
+
+If any process cannot write its part, no checkpoint is made, all get the reason, and earlier
+checkpoints stay.
 """
 
+import asyncio
+import concurrent.futures
 import contextlib
+import errno
 import functools
 import json
 import logging
+import os
+import re
+import shutil
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 from jddp.checkpoint import folders
-from jddp.checkpoint.arrays import Layouts, check_names, difference, find_altered, layouts_in
+from jddp.checkpoint.arrays import Layouts, check_names, describe_arrays, in_file
 from jddp.checkpoint.checksums import NAME as SUMS
-from jddp.checkpoint.reader import find_newest, read_described, read_object
-from jddp.checkpoint.resize import empty, on_this_mesh, to_read
-from jddp.checkpoint.storage import LocalFolder, Storage
-from jddp.checkpoint.writer import SECONDS, Writer
-from jddp.distributed.coordination import from_first
-from jddp.engine.moving_average import UNAVERAGED
-from jddp.engine.state import Replicated, TrainState, by_path
-from jddp.errors import ConfigError, FileSystemError
-from jddp.files import make_folder
-from jddp.typing import JsonObject, PyTree, Settings
+from jddp.checkpoint.checksums import seal
+from jddp.checkpoint.quiet import keep_quiet
+from jddp.checkpoint.reader import find_newest
+from jddp.checkpoint.restore import Damaged, Restored, layouts_of, restore
+from jddp.checkpoint.storage import Storage
+from jddp.distributed.coordination import computing, from_first, gather
+from jddp.engine.digest import digests, find_divergence
+from jddp.engine.state import TrainState, by_path
+from jddp.errors import FileSystemError, ReplicaMismatchError
+from jddp.files import SameFolder, make_folder
+from jddp.typing import PyTree, Settings
 
+DeviceArrays = Mapping[str, jax.Array]
 log = logging.getLogger("jddp")
 
+SECONDS = 1800.0  # that a process may take to write its part
 SEEN_SECONDS = 60.0  # in which a shared file system shows a new file to all hosts
+LEAST_BYTES = 2**18  # approximate size of a checkpoint without its arrays
+FILE_BYTES = 2**26  # approximate size of a file of arrays: several are digested at the same time
 
 
-class Restored(NamedTuple):
-    """The contents of a checkpoint.
-
-    Attributes:
-      step: Number of finished optimizer steps.
-      state: The training state, on the devices.
-      beside: The run data.
-    """
+class Snapshot(NamedTuple):
+    """What a checkpoint records of its arrays, and the text of the run data."""
 
     step: int
-    state: TrainState
-    beside: JsonObject
+    shapes: PyTree
+    digests: PyTree
+    layouts: Layouts
+    beside: str
 
 
 class CheckpointFolder:
@@ -72,6 +87,7 @@ class CheckpointFolder:
       keep: Number of the newest checkpoints that stay.
       keep_every: Interval in steps; checkpoints at its multiples stay too.
       storage: Storage of the run, whose folder contains `directory`; by default the folder above.
+        Once that path leads to another folder, nothing is written.
       is_written: Whether `save` will be called: the directory is made, and unfinished files of an
         ended process are removed. Another process may be writing there otherwise.
 
@@ -88,23 +104,42 @@ class CheckpointFolder:
         storage: Storage | None = None,
         is_written: bool = True,
     ) -> None:
+        keep_quiet()
         self._directory = Path(directory).absolute()
+        self._storage = storage or Storage(self._directory.parent)
+        self._surplus: folders.Surplus = functools.partial(
+            folders.surplus, keep=keep, keep_every=keep_every
+        )
+        self._own = SameFolder(self._directory)
+        # Each process then has a directory of its own, and process 0's is copied.
+        self._is_apart = not self._storage.is_shared and jax.process_count() > 1
+        self._handler = _handler_of_first() if self._is_apart else ocp.PyTreeCheckpointHandler()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "jddp-save")
+        # It stays open: after a failure TensorStore still reports later writes to it.
+        self._loop = asyncio.new_event_loop()
+        weakref.finalize(self, self._loop.close)
+        self._last: concurrent.futures.Future[FileSystemError | None] | None = None
+        # The kind of the last failure to save, and to remove; "" after a success.
+        self._reported = {"save": "", "remove": ""}
         try:
-            if is_written:
-                make_folder(self._directory, mode=0o700)
-            surplus = functools.partial(folders.surplus, keep=keep, keep_every=keep_every)
-            storage = storage or LocalFolder(self._directory.parent)
-            self._writer = Writer(self._directory, surplus, storage)
-            if is_written and jax.process_index() == 0:
-                if reason := folders.remove_unfinished(self._directory):
-                    log.warning("%s: leftovers cannot be removed: %s.", self._directory, reason)
-                (self._directory / "0.new").mkdir()  # finds now whether it can be written
-                (self._directory / "0.new").rmdir()
-            if is_written:
-                # Else process 0 could mistake the first files of a faster process for leftovers.
-                from_first("opened", self._directory.name, timeout_seconds=SECONDS)
+            self._open(is_written)
         except OSError as error:
             raise self._cannot("be opened for checkpoints", error) from error
+
+    def _open(self, is_written: bool) -> None:
+        if is_written:
+            make_folder(self._directory, mode=0o700)
+        self._storage.pinned.pin()
+        with contextlib.suppress(FileNotFoundError):
+            self._own.pin()
+        if is_written and jax.process_index() == 0:
+            if reason := folders.remove_unfinished(self._directory):
+                log.warning("%s: leftovers cannot be removed: %s.", self._directory, reason)
+            (self._directory / "0.new").mkdir()  # finds now whether it can be written
+            (self._directory / "0.new").rmdir()
+        if is_written:
+            # Else process 0 could mistake the first files of a faster process for leftovers.
+            from_first("opened", self._directory.name, timeout_seconds=SECONDS)
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, damaged ones included, in order.
@@ -114,6 +149,14 @@ class CheckpointFolder:
         """
         return folders.finished(self._directory)
 
+    def keep(self, num: int) -> None:
+        """Sets the number of the newest checkpoints that stay from now on."""
+        self._surplus = functools.partial(folders.surplus, keep=num)
+
+    def keep_only(self, steps: Sequence[int]) -> None:
+        """Sets the checkpoints that stay from now on, beside the one that was saved last."""
+        self._surplus = functools.partial(folders.surplus_but, steps)
+
     def save(self, step: int, state: TrainState, beside: Settings, layouts: PyTree = None) -> None:
         """Copies the state off the devices, and writes it in the background.
 
@@ -122,20 +165,145 @@ class CheckpointFolder:
 
         Args:
           step: Number of finished optimizer steps; a checkpoint of the same step is replaced.
-          state: The training state.
+          state: The training state, which may be donated afterwards.
           beside: The run data, as JSON.
           layouts: Layouts of its leaves; None if all are replicated.
         """
         check_names(state)
-        self._writer.start(step, by_path(state), beside, _layouts_of(state, layouts))
+        self._written()
+        arrays: DeviceArrays = by_path(state)
+        text = json.dumps({**beside, "step": step}, default=_number_or_text) + "\n"
+        shapes = jax.tree.map(_shape, arrays)
+        snapshot = Snapshot(step, shapes, digests(arrays), layouts_of(state, layouts), text)
+        reason, parts = "", list[Any]()
+        if self._is_apart:
+            arrays = _replicated(arrays)
+        try:
+            self._check_place()
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            folder = self._folder(step) / "state"
+            make_folder(folder, mode=0o700)
+            _refuse_full(folder, arrays)
+            if not self._is_apart or jax.process_index() == 0:
+                parts = self._copy(folder, arrays)
+        except (OSError, ValueError) as error:
+            reason = folders.first_line(error)
+        self._last = self._thread.submit(self._finish, snapshot, parts, reason)
 
-    def keep(self, num: int) -> None:
-        """Sets the number of the newest checkpoints that stay from now on."""
-        self._writer.surplus = functools.partial(folders.surplus, keep=num)
+    def _check_place(self) -> None:
+        """Raises an OSError if the directory belongs to another run, or was moved.
 
-    def keep_only(self, steps: Sequence[int]) -> None:
-        """Sets the checkpoints that stay from now on, beside the one that was saved last."""
-        self._writer.surplus = functools.partial(folders.surplus_but, steps)
+        A directory that was removed is made again, but a link in its place is not followed.
+        """
+        self._storage.pinned.check()
+        if self._directory.is_symlink():
+            self._own.check()
+
+    def _folder(self, step: int) -> Path:
+        return self._directory / f"{step}.new"
+
+    def _copy(self, folder: Path, arrays: DeviceArrays) -> list[Any]:
+        """Copies arrays to the host, and returns the futures of writing them."""
+        written = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses empty ones.
+        arguments = ocp.args.PyTreeSave(written, ocdbt_target_data_file_size=FILE_BYTES)
+
+        def begin() -> list[Any]:
+            save = self._handler.async_save(epath.Path(folder), args=arguments)
+            return self._loop.run_until_complete(save) or []
+
+        # In a thread: a notebook runs a loop of its own in this one.
+        return self._thread.submit(begin).result()
+
+    def _finish(self, saved: Snapshot, parts: list[Any], reason: str) -> FileSystemError | None:
+        """Completes a checkpoint when its parts are written; returns the error if it cannot.
+
+        Args:
+          saved: The snapshot to complete.
+          parts: Futures of writing the arrays of this process.
+          reason: Reason why this process cannot write them; empty if it can.
+
+        Raises:
+          ReplicaMismatchError: On all processes, if replicas differ.
+        """
+        for part in parts:
+            try:
+                part.result()
+            except (OSError, ValueError) as error:
+                reason = reason or folders.first_line(error)
+        step, name = saved.step, self._directory.name
+        if (divergence := find_divergence(saved.digests, saved.shapes)) is not None:
+            raise ReplicaMismatchError(f"Step {step} is not saved: {divergence}.")
+        votes = gather(f"save/{name}/{step}", reason, timeout_seconds=SECONDS)
+        reason = next((f"process {i}: {vote}" for i, vote in enumerate(votes) if vote), "")
+        if jax.process_index() == 0:
+            try:
+                if not reason:
+                    self._commit(saved)
+                    self._remove_surplus(step)
+            except (OSError, ValueError, FileSystemError) as error:
+                reason = f"process 0: {folders.first_line(error)}"
+        if self._is_apart or (reason and jax.process_index() == 0):
+            shutil.rmtree(self._folder(step), ignore_errors=True)
+        reason = from_first(f"saved/{name}/{step}", reason, timeout_seconds=SECONDS)
+        is_new = self._is_new("save", reason)
+        if not reason:
+            return None
+        failure = FileSystemError(
+            f"{self._directory}: step {step} cannot be saved: {reason}. Earlier checkpoints stay."
+        )
+        log.log(logging.ERROR if is_new else logging.DEBUG, "%s", failure)
+        return failure
+
+    def _commit(self, saved: Snapshot) -> None:
+        folder = self._folder(saved.step)
+        self._handler.finalize(epath.Path(folder / "state"))
+        described = describe_arrays(saved.shapes, saved.digests, saved.layouts)
+        (folder / "arrays.json").write_text(json.dumps(described, indent=1, default=in_file) + "\n")
+        (folder / "run.json").write_text(saved.beside)
+        seal(folder)
+        self._check_place()
+        folders.commit(self._directory, saved.step)
+        self._storage.publish(self._directory / str(saved.step))
+
+    def _remove_surplus(self, step: int) -> None:
+        """Removes checkpoints that are no longer kept; logs those that cannot be removed."""
+        try:
+            self._check_place()
+            old = self._surplus(folders.finished(self._directory), step)
+            reason = folders.remove(self._directory, old)
+            self._storage.remove_surplus(self._directory.name, step, self._surplus)
+        except (OSError, FileSystemError) as error:
+            reason = folders.first_line(error)
+        if self._is_new("remove", reason) and reason:
+            log.warning(
+                "%s: step %d is saved, but another checkpoint cannot be removed: %s. The removal "
+                "is tried again after each save.",
+                *(self._directory, step, reason),
+            )
+
+    def _is_new(self, doing: str, reason: str) -> bool:
+        """Whether a failure is of another kind than the last one."""
+        before, self._reported[doing] = self._reported[doing], _kind(reason)
+        return before != self._reported[doing]
+
+    def _written(self) -> FileSystemError | None:
+        """Waits until the last checkpoint is written; returns the error if it is not."""
+        return None if self._last is None else self._last.result()
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is written.
+
+        Raises:
+          FileSystemError: If it could not be written.
+        """
+        if (failure := self._written()) is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Waits as `wait` does, and frees the thread and orbax's resources."""
+        self._thread.shutdown()
+        self._handler.close()
+        self.wait()
 
     def restore(self, like: TrainState, layouts: TrainState | None = None) -> Restored | None:
         """Reads the newest checkpoint with valid digests onto the devices; None if there is none.
@@ -143,7 +311,7 @@ class CheckpointFolder:
         Args:
           like: State with the structure, shapes and shardings to restore to; not changed.
           layouts: Layouts of its leaves; None if all are replicated. The checkpoint may be from
-            another number of replicas, and its optimizer sharded or not: see `resize`.
+            another number of replicas, and its optimizer sharded or not.
 
         Raises:
           ConfigError: If the checkpoint is from another model or optimizer than `like`, or the path
@@ -151,11 +319,14 @@ class CheckpointFolder:
           FileSystemError: If there are checkpoints, but none is valid and readable.
         """
         check_names(like)
-        self._writer.wait()
+        self._written()
         there = self.steps()
         while (step := self._newest_sound()) is not None:
-            if (restored := self._read(step, like, layouts)) is not None:
-                return restored
+            try:
+                if (found := restore(self._directory / str(step), like, layouts)) is not None:
+                    return found
+            except Damaged as damage:
+                self._set_aside(step, str(damage))
         if there:
             raise FileSystemError(
                 f"{self._directory} holds checkpoints, but all are damaged: they are now named "
@@ -186,69 +357,8 @@ class CheckpointFolder:
             "The checkpoint of step %d is damaged: %s. It is kept as %s.", step, damage, aside
         )
 
-    def _read(self, step: int, like: TrainState, layouts: TrainState | None) -> Restored | None:
-        """Reads a checkpoint; None if it was removed, or renamed because an array has changed."""
-        folder = self._directory / str(step)
-        whole, here = by_path(like), _layouts_of(like, layouts)
-        try:
-            described = read_described(folder)
-            # An earlier version averaged parameters alone.
-            wanted = {
-                n: x for n, x in whole.items() if n in described or not n.startswith("ema_state/")
-            }
-            beside = read_object(folder / "run.json")
-            there = layouts_in(described)
-            if differ := difference(described, wanted, there, here):
-                raise ConfigError(
-                    f"{self._directory}: step {step} is from another model, optimizer or mesh. "
-                    f"Choose another directory, or resume with the job that saved it:\n{differ}"
-                )
-            target = {n: to_read(described[n]["shape"], there[n], x) for n, x in wanted.items()}
-            with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
-                given = ocp.args.StandardRestore({n: x for n, x in target.items() if x.size})
-                arrays = empty(target) | handler.restore(epath.Path(folder / "state"), args=given)
-        except ConfigError:
-            raise
-        except Exception as error:  # orbax raises anything for foreign files
-            if jax.process_count() == 1 and not folder.exists():
-                return None  # A run that trains there has removed it, and named a newer one.
-            if isinstance(error, FileSystemError):
-                raise
-            raise self._cannot(f"be read at step {step}", error) from error
-        if damage := find_altered(arrays, described):
-            self._set_aside(step, damage)
-            return None
-        del beside["step"]
-        found = {n: on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()}
-        if begun := whole.keys() - found.keys():
-            log.warning(UNAVERAGED, "begin it")
-            raw = {n: found[n.replace("ema", "model", 1)] for n in begun}
-            found |= {n: jax.numpy.array(x, whole[n].dtype) for n, x in raw.items()}
-        state = jax.tree.unflatten(jax.tree.structure(like), [found[n] for n in whole])
-        return Restored(step, state, beside)
-
-    def wait(self) -> None:
-        """Waits until the last checkpoint is written.
-
-        Raises:
-          FileSystemError: If it could not be written.
-        """
-        if (failure := self._writer.wait()) is not None:
-            raise failure
-
-    def close(self) -> None:
-        """Waits as `wait` does, and frees the writer's resources."""
-        self._writer.close()
-        self.wait()
-
-    def _cannot(self, done: str, error: BaseException) -> FileSystemError:
-        """An error of orbax, TensorStore or the file system, in one line."""
+    def _cannot(self, done: str, error: OSError) -> FileSystemError:
         return FileSystemError(f"{self._directory} cannot {done}: {folders.first_line(error)}")
-
-
-def _layouts_of(state: TrainState, layouts: TrainState | None) -> Layouts:
-    """Layouts by path."""
-    return by_path(jax.tree.map(lambda _: Replicated(), state) if layouts is None else layouts)
 
 
 def wait_until_seen(path: Path, text: str = "") -> None:
@@ -265,3 +375,56 @@ def wait_until_seen(path: Path, text: str = "") -> None:
                 "All processes need the same directory, on a shared file system."
             )
         time.sleep(0.1)
+
+
+def _kind(reason: str) -> str:
+    """The kind of a failure: its error number, or its text up to the first file name."""
+    numbers = re.findall(r"(?:Errno |error_code=')(\d+)", reason)
+    return str((numbers or re.split("[\"'/]", reason))[0])
+
+
+def _refuse_full(folder: Path, arrays: DeviceArrays) -> None:
+    """Raises an error for a full disk before orbax does: its errors are longer."""
+    room = os.statvfs(folder)
+    # Half of the arrays' size: they may be written smaller than they are.
+    least = sum(x.size * x.dtype.itemsize for x in arrays.values()) // 2 + LEAST_BYTES
+    if room.f_blocks and room.f_bfree * room.f_frsize < least:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+
+class _AnyNumber:
+    """Accepts files of one process of several, which orbax would refuse."""
+
+    def validate_all_array_metadatas(self, array_metadatas: object) -> None:
+        """Raises nothing."""
+
+
+def _handler_of_first() -> ocp.PyTreeCheckpointHandler:
+    """A handler that only process 0 calls, and that writes whole arrays.
+
+    Orbax's own handler lets processes share the writing, and wait for each other's files.
+    """
+    store = ocp.type_handlers.get_type_handler(jax.Array)._array_metadata_store  # of random keys
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, array_metadata_store=store)
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
+        array_metadata_validator=_AnyNumber(),
+    )
+
+
+def _replicated(arrays: DeviceArrays) -> DeviceArrays:
+    """The arrays, whole on every device."""
+    sharding: Any = next(iter(arrays.values())).sharding
+    everywhere = jax.NamedSharding(sharding.mesh, jax.P())
+    with computing(arrays):
+        replicated: DeviceArrays = jax.jit(lambda x: x, out_shardings=everywhere)(arrays)
+    return replicated
+
+
+def _number_or_text(x: object) -> object:
+    """A number of NumPy, as an argument of `fit` may be, or another value of your settings."""
+    return x.item() if isinstance(x, np.generic) else str(x)
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -19,10 +19,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from jddp.checkpoint.checkpoints import CheckpointFolder
+from jddp.checkpoint.checkpoints import SECONDS, CheckpointFolder
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.plain import from_plain, to_plain
-from jddp.checkpoint.writer import SECONDS
 from jddp.config.permissions import absolute
 from jddp.distributed.coordination import from_first
 from jddp.engine.state import TrainState

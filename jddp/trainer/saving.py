@@ -5,7 +5,8 @@ import contextlib
 import jax
 import jax.numpy as jnp
 
-from jddp.checkpoint.checkpoints import CheckpointFolder, Restored
+from jddp.checkpoint.checkpoints import CheckpointFolder
+from jddp.checkpoint.restore import Restored
 from jddp.distributed.coordination import gather
 from jddp.engine.state import TrainState, is_float
 from jddp.engine.trainable import Trainable

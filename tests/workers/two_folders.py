@@ -15,7 +15,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp import distributed
-from jddp.checkpoint import writer
+from jddp.checkpoint import checkpoints
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.errors import FileSystemError
 
@@ -23,7 +23,7 @@ STEP = 4
 FIRST, SECOND = NAMES = ("checkpoints", "best")
 
 has_voted = threading.Event()
-ends, votes, refuses = writer.Writer._finish, writer.gather, writer._refuse_full
+ends, votes, refuses = CheckpointFolder._finish, checkpoints.gather, checkpoints._refuse_full
 
 
 def vote(*arguments, **options):
@@ -45,7 +45,8 @@ def refuse_first(folder, arrays):
 
 if __name__ == "__main__":
     distributed.initialize(distributed.resolve_identity())
-    writer.Writer._finish, writer.gather, writer._refuse_full = finish, vote, refuse_first
+    CheckpointFolder._finish, checkpoints.gather = finish, vote
+    checkpoints._refuse_full = refuse_first
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
     state = ddp.init(0, make_batch(8))
     opened = [CheckpointFolder(Path(sys.argv[1]) / name, keep=1) for name in NAMES]

@@ -134,7 +134,7 @@ class RunDirectory:
         """While open, the directory is locked: another run that would write there is refused.
 
         The lock ends with the process, however that ends. Where a file system has no locks there
-        is none, nor at a URL (`remote`), where the last metrics and logs are copied to.
+        is none, nor at a URL, where the last metrics and logs are copied to.
 
         Args:
           config: Config of the run that begins, which is kept where keys differ that are free.
@@ -167,8 +167,7 @@ class RunDirectory:
           FileSystemError: If this process does not.
         """
         # With JAX, which a command imports after it has checked the directory, and set its cache.
-        from jddp.checkpoint.checkpoints import wait_until_seen
-        from jddp.checkpoint.writer import SECONDS
+        from jddp.checkpoint.checkpoints import SECONDS, wait_until_seen
         from jddp.distributed.coordination import from_first
 
         holder = from_first("held", self._holder, timeout_seconds=SECONDS)

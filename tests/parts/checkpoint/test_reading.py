@@ -12,7 +12,7 @@ from states import equal
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import checkpoints, reader
+from jddp.checkpoint import reader, restore
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.reader import newest_sound, read_newest
 from jddp.commands.checkpoint import main as checkpoint_command
@@ -59,7 +59,7 @@ def test_the_next_checkpoint_is_read_where_a_run_removes_one_as_it_is_read(
 
 @pytest.mark.parametrize("name", ["read_described", "read_object"])
 def test_the_next_checkpoint_is_restored_where_a_run_removes_one(saved, state, monkeypatch, name):
-    removing(monkeypatch, checkpoints, name, saved / "4")
+    removing(monkeypatch, restore, name, saved / "4")
     with contextlib.closing(CheckpointFolder(saved, keep=1, is_written=False)) as found:
         assert found.restore(like=state).step == 6
 

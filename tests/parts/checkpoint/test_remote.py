@@ -14,8 +14,7 @@ from runs import contents, environment
 
 from jddp.checkpoint import checksums
 from jddp.checkpoint.folders import finished, surplus
-from jddp.checkpoint.remote import Remote
-from jddp.checkpoint.storage import local_copy
+from jddp.checkpoint.storage import Remote, local_copy
 from jddp.errors import ConfigError, FileSystemError
 from jddp.trainer.reports.run_directory import RunDirectory
 
@@ -201,7 +200,7 @@ def test_a_url_without_its_packages_is_refused_in_one_line(url):
 REMAINS = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from jddp.checkpoint.remote import Remote
+from jddp.checkpoint.storage import Remote
 print(Remote("memory:///mine").folder, flush=True)
 sys.stdin.read()
 """

@@ -1,0 +1,182 @@
+"""Reads a checkpoint onto the devices of a program, whatever number of replicas has saved it.
+
+Replicated arrays stay as they are. Per-replica arrays have a row for each replica; on another
+number of replicas they start with the mean, a part of the sum, or a reset, as their layout states.
+An optimizer's state may be whole or sharded, and is converted.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import NamedSharding
+from jax.stages import Wrapped
+
+from jddp.checkpoint.arrays import Described, Layouts, find_altered, layouts_in
+from jddp.checkpoint.folders import first_line
+from jddp.checkpoint.reader import read_described, read_object
+from jddp.engine.mesh import in_a_row, replicated, sharded
+from jddp.engine.moving_average import UNAVERAGED
+from jddp.engine.state import Layout, PerReplica, Replicated, TrainState, by_path, merged
+from jddp.errors import ConfigError, FileSystemError
+from jddp.reduce.shards import Shape
+from jddp.typing import JsonObject, Leaf
+
+MOST_PATHS = 20  # of arrays that differ, in an error
+
+
+class Restored(NamedTuple):
+    """The contents of a checkpoint.
+
+    Attributes:
+      step: Number of finished optimizer steps.
+      state: The training state, on the devices.
+      beside: The run data.
+    """
+
+    step: int
+    state: TrainState
+    beside: JsonObject
+
+
+class Damaged(Exception):
+    """An array is not the one that was saved; the text names it."""
+
+
+def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Restored | None:
+    """Reads a checkpoint; None if it was removed meanwhile.
+
+    Args:
+      folder: Folder of the checkpoint, whose name is its step.
+      like: State with the structure, shapes and shardings to restore to.
+      layouts: Layouts of its leaves; None if all are replicated.
+
+    Raises:
+      ConfigError: If it is from another model or optimizer than `like`.
+      Damaged: If an array has changed.
+      FileSystemError: If it cannot be read.
+    """
+    whole, here = by_path(like), layouts_of(like, layouts)
+    try:
+        described = read_described(folder)
+        # An earlier version averaged parameters alone.
+        wanted = {
+            n: x for n, x in whole.items() if n in described or not n.startswith("ema_state/")
+        }
+        beside = read_object(folder / "run.json")
+        there = layouts_in(described)
+        if differ := difference(described, wanted, there, here):
+            raise ConfigError(
+                f"{folder.parent}: step {folder.name} is from another model, optimizer or mesh. "
+                f"Choose another directory, or resume with the job that saved it:\n{differ}"
+            )
+        target = {n: _to_read(described[n]["shape"], there[n], x) for n, x in wanted.items()}
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            given = ocp.args.StandardRestore({n: x for n, x in target.items() if x.size})
+            arrays = _empty(target) | handler.restore(epath.Path(folder / "state"), args=given)
+    except ConfigError:
+        raise
+    except Exception as error:  # orbax raises anything for foreign files
+        if jax.process_count() == 1 and not folder.exists():
+            return None  # A run that trains there has removed it, and named a newer one.
+        if isinstance(error, FileSystemError):
+            raise
+        raise FileSystemError(
+            f"{folder.parent} cannot be read at step {folder.name}: {first_line(error)}"
+        ) from error
+    if damage := find_altered(arrays, described):
+        raise Damaged(damage)
+    del beside["step"]
+    found = {n: _on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()}
+    if begun := whole.keys() - found.keys():
+        logging.getLogger("jddp").warning(UNAVERAGED, "begin it")
+        raw = {n: found[n.replace("ema", "model", 1)] for n in begun}
+        found |= {n: jnp.array(x, whole[n].dtype) for n, x in raw.items()}
+    state = jax.tree.unflatten(jax.tree.structure(like), [found[n] for n in whole])
+    return Restored(int(folder.name), state, beside)
+
+
+def layouts_of(state: TrainState, layouts: TrainState | None) -> Layouts:
+    """Layouts by path; None stands for replicated leaves."""
+    return by_path(jax.tree.map(lambda _: Replicated(), state) if layouts is None else layouts)
+
+
+def _to_read(shape: Sequence[int], layout: Layout, want: Leaf) -> jax.ShapeDtypeStruct:
+    """Shape and sharding for reading an array, which may have been saved on another mesh."""
+    mesh = in_a_row(want.sharding.mesh)
+    sharding = want.sharding
+    if tuple(shape) != want.shape:
+        fits = not layout.is_per_replica and shape and shape[0] % mesh.size == 0
+        sharding = sharded(mesh) if fits else replicated(mesh)
+    return jax.ShapeDtypeStruct(shape, want.dtype, sharding=sharding)
+
+
+def _empty(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays without elements, which no file has: orbax refuses them."""
+    return {n: jnp.zeros_like(x, device=x.sharding) for n, x in shapes.items() if not x.size}
+
+
+def _on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array:
+    """Converts an array that was saved in a layout to the shape and sharding wanted here."""
+    if x.shape == want.shape or layout == PerReplica("reset"):
+        return x if x.shape == want.shape else want
+    if not layout.is_per_replica:
+        size = math.prod(layout.one_device_shape(x.shape))
+        return _cut_again(size, want.shape, want.sharding)(x)
+    is_sum = layout == PerReplica("sum")
+    row = (x.sum(0) / want.shape[0]).astype(x.dtype) if is_sum else merged(x, layout)
+    return jax.device_put(jnp.broadcast_to(row, want.shape), want.sharding)
+
+
+@functools.lru_cache(maxsize=64)
+def _cut_again(size: int, shape: Shape, sharding: NamedSharding) -> Wrapped:
+    """Converts an array of `size` elements, whole or sharded, to a shape padded with zeros."""
+
+    def again(x: jax.Array) -> jax.Array:
+        flat = x.ravel()[:size]
+        return jnp.pad(flat, (0, math.prod(shape) - size)).reshape(shape)
+
+    return jax.jit(again, out_shardings=sharding)
+
+
+def _on_one_device(shape: Sequence[int], dtype: object, layout: Layout) -> str:
+    """Shape and dtype of an array on one device, equal for any number of devices."""
+    rule = f" per replica ({layout.on_resize})" if isinstance(layout, PerReplica) else ""
+    return f"{layout.one_device_shape(tuple(shape))} {dtype}{rule}"
+
+
+def difference(
+    described: Described, wanted: Mapping[str, Leaf], there: Layouts, here: Layouts
+) -> str:
+    """The paths at which two sets of arrays differ on a device, as a tree; empty if none differ.
+
+    Args:
+      described: Description of the checkpoint.
+      wanted: Arrays of the program.
+      there: Layouts of the checkpoint.
+      here: Layouts of the program.
+    """
+    saved = {n: _on_one_device(x["shape"], x["dtype"], there[n]) for n, x in described.items()}
+    own = {n: _on_one_device(x.shape, x.dtype, here[n]) for n, x in wanted.items()}
+    names = sorted({*saved, *own}, key=lambda name: (not name.startswith("params"), name))
+    # A number of an optimizer is an array of one entry where shards of arrays are updated.
+    one = ("() ", "(1,) ")
+    differ = [n for n in names if saved.get(n, "").replace(*one) != own.get(n, "").replace(*one)]
+    lines: dict[tuple[str, ...], str] = {}  # by the parts of a path, as each level is shown once
+    for name in differ[:MOST_PATHS]:
+        parts = tuple(name.split("/"))
+        for depth, part in enumerate(parts, 1):
+            lines.setdefault(parts[:depth], "  " * depth + part)
+        lines[parts] += f": {saved.get(name, 'absent')} there, {own.get(name, 'absent')} here"
+    shown = [*lines.values()]
+    if len(differ) > MOST_PATHS:
+        shown.append(f"  and {len(differ) - MOST_PATHS} more")
+    return "\n".join(shown)
