@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from jddp.runs.opened import open_run as open_run
     from jddp.trainer.callbacks import Callback as Callback
     from jddp.trainer.fit import fit as fit
+    from jddp.trainer.options import Checks as Checks
+    from jddp.trainer.options import Evaluation as Evaluation
+    from jddp.trainer.options import Keep as Keep
     from jddp.trainer.own_loop import Checkpoints as Checkpoints
-    from jddp.trainer.plan import Checks as Checks
-    from jddp.trainer.plan import Evaluation as Evaluation
-    from jddp.trainer.plan import Keep as Keep
     from jddp.trainer.run import Run as Run
     from jddp.trainer.watching import EarlyStopping as EarlyStopping
     from jddp.trainer.watching import KeepBest as KeepBest
@@ -59,7 +59,7 @@ _HOMES = {
     "BucketPlan": "reduce.plan",
     "Callback": "trainer.callbacks",
     "Checkpoints": "trainer.own_loop",
-    "Checks": "trainer.plan",
+    "Checks": "trainer.options",
     "CommHook": "reduce.hooks",
     "Config": "config.schema",
     "ConfigError": "errors",
@@ -67,9 +67,9 @@ _HOMES = {
     "DataParallel": "data_parallel",
     "EarlyStopping": "trainer.watching",
     "Error": "errors",
-    "Evaluation": "trainer.plan",
+    "Evaluation": "trainer.options",
     "FSDP": "engine.strategy",
-    "Keep": "trainer.plan",
+    "Keep": "trainer.options",
     "KeepBest": "trainer.watching",
     "LocalSteps": "engine.sync",
     "LogicalReplicas": "engine.strategy",

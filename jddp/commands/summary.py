@@ -19,9 +19,10 @@ from jddp.config.schema import Config
 from jddp.config.versions import versions
 from jddp.data.source import DataSet, Streams
 from jddp.job.job import Job
-from jddp.job.length import periods_of
+from jddp.job.length import period_of
 from jddp.names.plugins import OPTIONS, find
 from jddp.runs.results import METRICS
+from jddp.trainer.options import as_period
 from jddp.trainer.reports.lines import Pause, unbroken, wrap
 from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching
@@ -167,7 +168,7 @@ def _steps_per_epoch(job: Job) -> float | None:
 
 def _evaluations(job: Job) -> str:
     """The period of the evaluations, and how many there are in all."""
-    every = periods_of(job.config).evaluations
+    every = as_period(period_of(job.config.train, "eval_"))
     if every is None:
         return ""
     if job.num_steps is None:
@@ -191,7 +192,7 @@ def _rates(job: Job) -> str:
 
 def _files(job: Job) -> str:
     """The files of the run directory, and when they are written."""
-    every = periods_of(job.config).checkpoints
+    every = as_period(period_of(job.config.checkpoint))
     when = "at the end" if every is None else f"every {every}"
     return f"metrics.jsonl, logs, {PAGE}, checkpoints {when}"
 

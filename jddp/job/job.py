@@ -37,7 +37,7 @@ from jddp.errors import ConfigError, DataError, report
 from jddp.inspection.outputs import num_outputs
 from jddp.job.callbacks import make_callbacks
 from jddp.job.joining import join
-from jddp.job.length import num_steps_of, periods_of
+from jddp.job.length import num_steps_of, period_of
 from jddp.job.optimizers import Schedule, optimizer_of
 from jddp.job.parts import Parts, resolve_parts, with_labels
 from jddp.job.streams import check_first, open_data
@@ -49,10 +49,9 @@ from jddp.job.transforms import (
 )
 from jddp.names.plugins import OPTIONS, find
 from jddp.reduce.shards import Shape
-from jddp.trainer.arguments import steps_left
 from jddp.trainer.callbacks import Callback
+from jddp.trainer.options import Checks, Evaluation, Keep, Options
 from jddp.trainer.own_loop import Checkpoints
-from jddp.trainer.plan import Checks, Keep, Plan
 from jddp.trainer.prefetch import Source
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
@@ -150,30 +149,29 @@ class Job:
         """Trains to the end, resuming from the newest checkpoint if there is one."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
         config = self.config
-        own = make_callbacks(config)
-        periods = periods_of(config)
+        train, own = config.train, make_callbacks(config)
         with contextlib.closing(self.train_batches()) as batches:
             state = self.first_state(batches)
-            plan = Plan(
-                num_steps=config.train.num_steps or steps_left(batches),
-                num_epochs=config.train.num_epochs,
-                log_every=periods.records,
-                eval_every=periods.evaluations,
-                save_every=periods.checkpoints,
+            options = Options(
+                num_steps=train.num_steps,
+                num_epochs=train.num_epochs,
+                log_every_steps=period_of(train, "log_") or 50,
+                eval_every_steps=period_of(train, "eval_"),
+                save_every_steps=period_of(config.checkpoint),
                 keep=Keep(config.checkpoint.keep, config.checkpoint.keep_every_steps),
                 resume=config.checkpoint.resume,
-                evaluation=test_batches(config, self.data),
-                eval_params=config.train.eval_params,
-                limit_eval_batches=config.train.limit_eval_batches,
+                evaluation=Evaluation(
+                    test_batches(config, self.data), train.eval_params, train.limit_eval_batches
+                ),
                 learning_rate=self.learning_rate,
                 checks=Checks(
-                    replicas_every_steps=config.train.check_replicas_every_steps,
-                    max_consecutive_skips=config.train.max_consecutive_skips,
-                    on_spike=config.train.on_spike,
-                    evaluation=config.train.check_evaluation,
+                    replicas_every_steps=train.check_replicas_every_steps,
+                    max_consecutive_skips=train.max_consecutive_skips,
+                    on_spike=train.on_spike,
+                    evaluation=train.check_evaluation,
                     limits=Limits(**config.watchdog.limits),
                 ),
-                profile_steps=config.train.profile_steps,
+                profile_steps=train.profile_steps,
                 seed=config.seed,
                 run_dir=self._place(config.run.dir),
                 config=config.model_dump(),
@@ -182,7 +180,7 @@ class Job:
                 sinks=self.parts.sinks,
                 norms_every_steps=config.report.norms_every_steps,
             )
-            return start(self.ddp, batches, plan, state)
+            return start(self.ddp, batches, options, state)
 
     def first_state(self, batches: TrainBatches | Source) -> Callable[[Batch], TrainState] | None:
         """Function that makes the state of a new run from its first batch; None for `ddp.init`.

@@ -5,44 +5,27 @@ one step more than a run of that length from the start, so its length follows fr
 """
 
 from pathlib import Path
-from typing import NamedTuple
 
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.reader import read_object
 from jddp.config.permissions import absolute, is_url
 from jddp.config.schema import Config
+from jddp.config.sections import Section
 from jddp.data import count_steps
-from jddp.data.periods import Epochs, OptimizerSteps, Period
+from jddp.data.periods import Epochs
 from jddp.errors import FileSystemError
 
 
-class Periods(NamedTuple):
-    """What a job does again and again; a period of None is its length.
+def period_of(section: Section, prefix: str = "") -> int | Epochs | None:
+    """The period that a section has in steps or in epochs; None where it has neither.
 
-    Attributes:
-      records: Period of the records of training.
-      evaluations: Period of the evaluations.
-      checkpoints: Period of the checkpoints.
+    Args:
+      section: A section of a config.
+      prefix: What is due, such as "eval_".
     """
-
-    records: Period
-    evaluations: Period | None
-    checkpoints: Period | None
-
-
-def periods_of(config: Config) -> Periods:
-    """The periods of a job, each of which its config gives in steps or in epochs."""
-    train, saved = config.train, config.checkpoint
-    records = _period(train.log_every_steps, train.log_every_epochs)
-    assert records is not None  # as the config requires
-    evaluations = _period(train.eval_every_steps, train.eval_every_epochs)
-    return Periods(records, evaluations, _period(saved.every_steps, saved.every_epochs))
-
-
-def _period(steps: int | None, epochs: float | None) -> Period | None:
-    if epochs is not None:
-        return Epochs(epochs)
-    return None if steps is None else OptimizerSteps(steps)
+    epochs = getattr(section, f"{prefix}every_epochs")
+    every: int | None = getattr(section, f"{prefix}every_steps")
+    return every if epochs is None else Epochs(epochs)
 
 
 def num_steps_of(config: Config, num_examples: int, folder: Path) -> int:

@@ -32,6 +32,7 @@ from jddp.job.parts import find_eval_fn, find_loss, find_source
 from jddp.job.streams import open_data
 from jddp.job.trust import is_trusted, refusal
 from jddp.runs.saved import Saved, config_in, kept_of_data, model_in, read_saved
+from jddp.trainer.progress import Progress
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.run import Run
 from jddp.typing import Batch, JsonObject, LossFn
@@ -120,12 +121,16 @@ def open_run(
         eval_params=params or saved.evaluated,
         config=config.model_dump() if config else saved.beside.get("config"),
     )
-    run.step, run.stopped = int(saved.folder.name), saved.beside.get("stopped")
-    run.metrics = saved.beside.get("metrics", {})
+    step, kept = int(saved.folder.name), saved.beside
     records = MetricsFile(run_dir / "metrics.jsonl", is_writer=False)
     run.read_earlier = records.read
-    # The last evaluation came after the checkpoint of its step.
-    run.evaluations = [x for x in records.read(split="eval") if x["step"] <= run.step]
+    run.progress = Progress(
+        step,
+        metrics=kept.get("metrics", {}),
+        stopped=kept.get("stopped"),
+        # The last evaluation came after the checkpoint of its step.
+        evaluations=[x for x in records.read(split="eval") if x["step"] <= step],
+    )
     return run
 
 

@@ -24,7 +24,7 @@ def run_to_the_end(loop: Loop) -> None:
     """Takes steps until all are done, a callback stops the run, or a signal interrupts it."""
     run = loop.run
     begun_at = run.step
-    num_steps = loop.plan.num_steps
+    num_steps = loop.num_steps
     if run.step > num_steps:
         loop.reporter.note(f"num_steps={num_steps}: the run is at step {run.step} already")
     if loop.is_over and loop.is_evaluated:
@@ -55,7 +55,7 @@ def run_to_the_end(loop: Loop) -> None:
 
 def _call_on_exception(loop: Loop, error: BaseException) -> None:
     try:
-        call_each(loop.plan.callbacks, lambda callback: callback.on_exception(loop.run, error))
+        call_each(loop.options.callbacks, lambda callback: callback.on_exception(loop.run, error))
     except (Exception, SystemExit) as later:  # the error that ends the run is to be raised
         log.error("A callback has failed in on_exception: %r", later, exc_info=later)
 
@@ -95,7 +95,7 @@ def _save_after(loop: Loop, error: BaseException) -> None:
 
 
 def _saved(loop: Loop) -> str:
-    return f"saved step {loop.run.step} of {loop.plan.num_steps}"
+    return f"saved step {loop.run.step} of {loop.num_steps}"
 
 
 def _save_here(loop: Loop, note: str, kind: str = "") -> None:

@@ -4,6 +4,7 @@ run = jddp.fit(ddp, batches, num_steps=1000, evaluate=test_batches, run_dir="run
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_FIT
-from jddp.trainer.arguments import epochs_of, steps_left
+from jddp.trainer.arguments import epochs_of
 from jddp.trainer.callbacks import Callback
-from jddp.trainer.plan import CHECKS, LOG_EVERY, Checks, Evaluation, Keep, Plan, as_period
+from jddp.trainer.options import CHECKS, Checks, Evaluation, Keep, Options
 from jddp.trainer.reports.sinks import GivenSink, choose_sinks
 from jddp.trainer.run import EVAL_BATCH_SIZE, Run
 from jddp.trainer.start import start
@@ -108,22 +109,21 @@ def fit(
             multiple_of=ddp.steps.rows.num_micro_batches,
         )
     evaluation = evaluate if isinstance(evaluate, Evaluation) else Evaluation(evaluate)
-    tests = evaluation.batches
-    if isinstance(tests, Mapping):
-        tests = eval_batches(tests, global_batch_size=global_batch_size or EVAL_BATCH_SIZE)
+    if isinstance(evaluation.batches, Mapping):
+        size = global_batch_size or EVAL_BATCH_SIZE
+        tests = eval_batches(evaluation.batches, global_batch_size=size)
+        evaluation = dataclasses.replace(evaluation, batches=tests)
     if state is not None and not callable(state):
         ddp.check(state)
-    plan = Plan(
-        num_steps=steps_left(batches) if num_steps is None else num_steps,
+    options = Options(
+        num_steps=num_steps,
         num_epochs=num_epochs,
-        log_every=as_period("log_every_steps", log_every_steps) or LOG_EVERY,
-        eval_every=as_period("eval_every_steps", eval_every_steps),
-        save_every=as_period("save_every_steps", save_every_steps),
+        log_every_steps=log_every_steps,
+        eval_every_steps=eval_every_steps,
+        save_every_steps=save_every_steps,
         keep=keep if isinstance(keep, Keep) else Keep(keep),
         resume=resume,
-        evaluation=tests,
-        eval_params=evaluation.params,
-        limit_eval_batches=evaluation.limit,
+        evaluation=evaluation,
         learning_rate=learning_rate,
         checks=checks,
         seed=seed,
@@ -132,4 +132,4 @@ def fit(
         callbacks=callbacks,
         sinks=choose_sinks(sinks, key="sinks"),
     )
-    return start(ddp, batches, plan, state)
+    return start(ddp, batches, options, state)

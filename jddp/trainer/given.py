@@ -1,7 +1,7 @@
 """Compares the arguments and batches of a job's processes before the first step.
 
-    compare_calls(plan, batches, state)           # arguments of `fit`, seeds, orders, lengths
-    refuse_same_rows("batches", batch, plan)      # a first batch that several processes have
+    compare_calls(options, batches, state)        # arguments of `fit`, seeds, orders, lengths
+    refuse_same_rows("batches", batch, options)   # a first batch that several processes have
 
 Processes with different arguments hang in a collective, or compute nonsense. Processes that read
 the same rows repeat each other's work, and count every row of an evaluation several times. A job of
@@ -22,7 +22,7 @@ from jddp.distributed.coordination import gather
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.state import by_path
 from jddp.errors import ProcessMismatchError
-from jddp.trainer.plan import Plan
+from jddp.trainer.options import Options
 from jddp.typing import Batch, Batches
 
 SECONDS = 120.0  # the other processes may still be busy
@@ -37,11 +37,11 @@ WAY_OUT = (
 )
 
 
-def compare_calls(plan: Plan, batches: Batches, state: object) -> None:
+def compare_calls(options: Options, batches: Batches, state: object) -> None:
     """Compares the arguments of `fit` of all processes.
 
     Args:
-      plan: Length of the run, and periods of what it does.
+      options: Length of the run, and periods of what it does.
       batches: This process's training batches.
       state: Initial state, or a function that makes one.
 
@@ -50,16 +50,16 @@ def compare_calls(plan: Plan, batches: Batches, state: object) -> None:
     """
     if jax.process_count() == 1:
         return
-    facts: dict[str, object] = {**plan.common}
+    facts: dict[str, object] = {**options.common}
     facts["state"] = "a function" if callable(state) else "a state"
-    facts["run_dir"] = "none" if plan.run_dir is None else "given"
-    facts |= _about("batches", batches, plan.num_steps)
-    facts["evaluate"] = "none" if plan.evaluation is None else "given"
-    facts |= _about("evaluate", plan.evaluation, math.inf)
+    facts["run_dir"] = "none" if options.run_dir is None else "given"
+    facts |= _about("batches", batches, options.num_steps or math.inf)
+    facts["evaluate"] = "none" if options.evaluation.batches is None else "given"
+    facts |= _about("evaluate", options.evaluation.batches, math.inf)
     agree("call of fit", {name: str(value) for name, value in facts.items()})
-    for name, given in (("batches", batches), ("evaluate", plan.evaluation)):
+    for name, given in (("batches", batches), ("evaluate", options.evaluation.batches)):
         share = getattr(given, "share", None)
-        if isinstance(share, Share) and not plan.checks.same_batches:
+        if isinstance(share, Share) and not options.checks.same_batches:
             _refuse_equal(name, str(share), f"each reads {share} of the rows")
 
 
@@ -73,19 +73,19 @@ def _about(name: str, batches: object, most: float) -> dict[str, object]:
     return {f"{name}: {key}": value for key, value in known.items()}
 
 
-def refuse_same_rows(name: str, batch: Batch, plan: Plan) -> None:
+def refuse_same_rows(name: str, batch: Batch, options: Options) -> None:
     """Refuses a first batch that several processes have.
 
     Args:
       name: Argument of `fit` from which it comes.
       batch: The batch, on the host or on devices of this process.
-      plan: Settings of the run, one of which permits it.
+      options: Settings of the run, one of which permits it.
 
     Raises:
       ProcessMismatchError: On every process, if several have the same rows, unless all rows are
         equal, or so few and small that they may be the same by chance.
     """
-    if jax.process_count() > 1 and not plan.checks.same_batches:
+    if jax.process_count() > 1 and not options.checks.same_batches:
         _refuse_equal(name, digest_of_rows(batch), "the first batch has the same rows on each")
 
 

@@ -10,14 +10,13 @@ A run begins in `resume`, and ends in `ending`.
 """
 
 import copy
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import jax
 
-from jddp.checkpoint.plain import to_plain
 from jddp.data.periods import Period
 from jddp.distributed.coordination import num_processes
 from jddp.distributed.exits import process
@@ -32,29 +31,25 @@ from jddp.trainer.callbacks import call_each
 from jddp.trainer.clock import Clock
 from jddp.trainer.given import refuse_same_rows
 from jddp.trainer.numerics import Numerics, Sent
-from jddp.trainer.plan import Plan
+from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
 from jddp.trainer.profile import Profile
+from jddp.trainer.progress import Progress
 from jddp.trainer.replica_check import ReplicaCheck
 from jddp.trainer.reporter import Reporter
-from jddp.trainer.reports.metrics_file import as_json
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run
-from jddp.trainer.same_program import SameProgram
 from jddp.trainer.saving import LATEST, Saving
 from jddp.trainer.spikes import Spikes
 from jddp.trainer.throughput import measure
 from jddp.trainer.watching import best_steps, settings_of, watching
-from jddp.typing import Batch, JsonObject
-
-POSITION = "The position of the training batches"
+from jddp.typing import Batch
 
 
 class Interrupted(Exception):
     """A signal has come, and all processes stop here."""
 
 
-@dataclasses.dataclass(eq=False)
 class Loop:
     """A run from its current position to its end.
 
@@ -62,84 +57,89 @@ class Loop:
       ddp: A `jddp.DataParallel`, which steps and evaluates.
       source: The training batches.
       state: Initial state, unless there is a checkpoint.
-      plan: Length of the run, and periods of what it does.
+      options: Length of the run, and periods of what it does.
       files: The run directory, or None.
       watchdog: Watchdog, which gets each step and phase.
 
     Attributes:
-      run: The run in progress.
-      about: Metadata for every checkpoint: config, versions, settings.
-      position: Position in the data after the last step.
+      run: The run in progress, with its `Progress`.
       reached: How far the run has come, with its last step.
-      before: How far it had come before that step.
       notes: Notes on the checkpoint from which the run resumes.
-      program: The program of a run that is kept; None of another.
       signal: Name of the signal at which all processes stop, or None.
     """
 
-    ddp: Trainable
-    source: Source
-    state: dataclasses.InitVar[TrainState]
-    plan: Plan
-    files: RunDirectory | None
-    watchdog: Watchdog
-
-    def __post_init__(self, state: TrainState) -> None:
-        """Makes the parts of the loop."""
-        plan, files = self.plan, self.files
-        self.about: JsonObject = {"config": plan.config, "manifest": plan.manifest}
-        self.about["plan"] = plan.settings
+    def __init__(
+        self,
+        ddp: Trainable,
+        source: Source,
+        state: TrainState,
+        options: Options,
+        files: RunDirectory | None,
+        watchdog: Watchdog,
+    ) -> None:
+        self.ddp, self.source, self.options = ddp, source, options
+        self.files, self.watchdog = files, watchdog
+        self._evaluation = options.evaluation.batches
         self.run = Run(
-            self.ddp,
+            ddp,
             state,
             run_dir=None if files is None else files.path,
             save=self._ask_to_save,
-            evaluation=plan.evaluation,
-            eval_params=plan.eval_params,
-            config=copy.deepcopy(plan.config),
+            evaluation=self._evaluation,
+            eval_params=options.evaluation.params,
+            config=copy.deepcopy(options.config),
         )
         self.run.ask_to_stop = functools.partial(self._ask, "stop")
-        if not state.step.is_deleted():  # a donated state is refused by the step
-            self.run.step = int(state.step)
-        self.saving = Saving(self.ddp, files, plan)
+        step = 0 if state.step.is_deleted() else int(state.step)  # which the step refuses
+        self.reached = source.reached(step, source.position)
+        self.run.progress = Progress(
+            step,
+            source.position,
+            before=self.reached,
+            world=ddp.steps.topology,
+            config=options.config,
+            manifest=options.manifest,
+        )
+        self.saving = Saving(ddp, files, options)
+        checks = options.checks
+        self._spikes = Spikes(checks.on_spike, rows=_rows_command(options, files))
         folder = None if files is None else files.folder
-        self.spikes = Spikes(plan.checks.on_spike, rows=_rows_command(plan, files))
-        most = plan.checks.max_consecutive_skips
-        self.numerics = Numerics(self.ddp, self.source, folder, most, self.spikes)
-        self.replica_check = ReplicaCheck(plan.checks.replicas_every_steps)
+        numerics = Numerics(ddp, source, folder, checks.max_consecutive_skips, self._spikes)
+        self.replica_check = ReplicaCheck(checks.replicas_every_steps)
         profiles = None if files is None else files.profile(jax.process_index())
-        self.profile = Profile(plan.profile_steps, profiles)
-        self.reporter = Reporter(self.run, plan, files, self.numerics, self.profile, self.source)
+        self.profile = Profile(options.profile_steps, profiles)
+        self.reporter = Reporter(self.run, options, files, numerics, self.profile, source)
         self.run.give = self.reporter.give
         self.run.show = self.reporter.note
         self.requests = Requests()
         self.signal: str | None = None
-        self.position = self.source.position
-        self.reached = self.before = self.source.reached(self.run.step, self.position)
         self.notes = list[str]()
-        self.program: SameProgram | None = None
-        self._evaluation = plan.evaluation
-        limited = getattr(plan.evaluation, "limited", None)
-        if limited and plan.limit_eval_batches is not None:
-            self._evaluation = limited(plan.limit_eval_batches, plan.seed)
+        limited = getattr(self._evaluation, "limited", None)
+        if limited and options.evaluation.limit is not None:
+            self._evaluation = limited(options.evaluation.limit, options.seed)
         has_count = own_count(state.opt_state) is not None
         self._own_count = own_count if has_count else lambda opt_state: None
 
     @property
     def is_over(self) -> bool:
         """Whether no step is left to take."""
-        return self.run.step >= self.plan.num_steps or self.run.stopped is not None
+        return self.run.step >= self.num_steps or self.run.stopped is not None
 
     @property
     def is_evaluated(self) -> bool:
         """Whether there is no evaluation to do of this step."""
         return self._evaluation is None or self.run.eval_metrics.get("step") == self.run.step
 
+    @property
+    def num_steps(self) -> int:
+        """Total number of steps."""
+        assert self.options.num_steps is not None, "counted where a run begins"
+        return self.options.num_steps
+
     def set_length(self, num_steps: int) -> None:
         """Sets the number of steps of a run of some epochs."""
-        self.plan.num_steps = num_steps
+        self.options = replace(self.options, num_steps=num_steps)
         self.reporter.course.num_steps = num_steps
-        self.about["plan"] = self.plan.settings
 
     def begin(self) -> None:
         """Prints the notes, checks replicas and evaluation, and starts to read batches."""
@@ -151,13 +151,13 @@ class Loop:
         for number, note in enumerate(self.notes):
             self.reporter.note(note, "" if number else "resumed", step=run.step)
         self.reporter.reached = self.reached
-        call_each(self.plan.callbacks, lambda callback: callback.on_begin(run))
-        if self.notes and self._is_due(self.plan.eval_every):
+        call_each(self.options.callbacks, lambda callback: callback.on_begin(run))
+        if self.notes and self._is_due(self.options.eval_every):
             self._evaluate()  # if it was interrupted
         self.replica_check.begin(0, run.state)  # as it was made or read
         self.replica_check.finish()
         self._check_evaluation()
-        self.source.start(self.plan.num_steps - run.step, run.step + 1)
+        self.source.start(self.num_steps - run.step, run.step + 1)
 
     def end(self) -> None:
         """Evaluates and saves the last state, and reports the run."""
@@ -170,7 +170,7 @@ class Loop:
         self.reporter.report_throughput()
         if num_masked := self.source.num_masked:
             self.reporter.note(f"masked out: {num_masked:,} of the examples read by this process")
-        call_each(self.plan.callbacks, lambda callback: callback.on_end(run))
+        call_each(self.options.callbacks, lambda callback: callback.on_end(run))
         self.act(self.requests.last())
 
     def take_steps(self) -> None:
@@ -189,25 +189,26 @@ class Loop:
                 break
             batch = self._next_batch()
             with self.profile.step(run.step + 1, run.state), self.reporter.clock.on_devices():
-                limit = self.spikes.limits(run.step + 1)
+                limit = self._spikes.limits(run.progress.losses, run.step + 1)
                 run.state, metrics = self.ddp.step(run.state, batch, **limit)
-            run.step += 1
-            self.before = self.reached
+            position = self.source.position
+            run.progress = replace(
+                run.progress, step=run.step + 1, before=self.reached, position=position
+            )
             with self.reporter.clock.on_devices():
                 self.replica_check.finish()
             self.replica_check.begin(run.step, run.state)
-            self.position = self.source.position
-            self.reached = self.source.reached(run.step, self.position)
+            self.reached = self.source.reached(run.step, position)
             # Copied, since the next step takes it; most optimizers have none, which is known.
             count = jax.tree.map(jax.numpy.copy, self._own_count(run.state.opt_state))
-            self.reporter.next(Sent(run.step, metrics, batch, self.position, count))
+            self.reporter.next(Sent(run.step, metrics, batch, position, count))
             if run.step == first:
                 jax.block_until_ready(metrics)
                 process.is_early = False  # there is something to save
                 self.reporter.measured(measure(self.ddp, batch))
             self.watchdog.enter("step", run.step)
-            is_due = self._is_due(self.plan.eval_every, self.plan.save_every)
-            if is_due or self.numerics.in_a_row:  # which may end the run with this state
+            is_due = self._is_due(self.options.eval_every, self.options.save_every)
+            if is_due or run.progress.skipped.in_a_row:  # which may end the run with this state
                 self.reporter.next()
                 self.act(self.requests.due())
             if is_due and not self.is_over:  # at the end all is due
@@ -222,7 +223,7 @@ class Loop:
 
     def _next_batch(self) -> Batch:
         """Takes the batch of the next step, and records the norms of each layer with it, if due."""
-        every = self.plan.norms_every_steps
+        every = self.options.norms_every_steps
         is_due = every is not None and (self.run.step + 1) % every == 0
         if is_due:
             self.reporter.next()
@@ -242,16 +243,17 @@ class Loop:
 
     def _is_due(self, *periods: Period | None) -> bool:
         """Whether one of the periods has ended with the last step."""
-        return any(x.ended(self.before, self.reached) for x in periods if x is not None)
+        before = self.run.progress.before
+        return any(x.ended(before, self.reached) for x in periods if x is not None)
 
     def _evaluate_and_save(self, *, at_end: bool = False) -> None:
         """Evaluates and saves if due; at the end, if not yet done at this step."""
         run = self.run
-        if self.files is not None and (at_end or self._is_due(self.plan.save_every)):
+        if self.files is not None and (at_end or self._is_due(self.options.save_every)):
             self.save(LATEST)
             if at_end or not run.evaluations:  # so that mistakes in evaluation show
                 self.saving.settle()
-        if at_end or self._is_due(self.plan.eval_every):
+        if at_end or self._is_due(self.options.eval_every):
             self._evaluate()
         if at_end and self.files is not None and run.stopped is not None:
             self.save(LATEST)  # An evaluation may have stopped the run; a checkpoint records this.
@@ -269,24 +271,24 @@ class Loop:
             raise UsageError("evaluate= holds no batches. Was its iterator already used up?")
         if batches is self._evaluation:  # an iterator, which can be read only once
             self._evaluation = itertools.chain(first, batches)
-        refuse_same_rows("evaluate", first[0], self.plan)
-        names = self.ddp.trace_evaluation(self.run.state, first[0], self.plan.eval_params)
-        for callback in watching(self.plan.callbacks):
+        refuse_same_rows("evaluate", first[0], self.options)
+        names = self.ddp.trace_evaluation(self.run.state, first[0], self.options.evaluation.params)
+        for callback in watching(self.options.callbacks):
             callback.check(names)
-        if self.run.step == 0 and self.plan.checks.evaluation:
+        if self.run.step == 0 and self.options.checks.evaluation:
             self.watchdog.enter("evaluation", 0)
-            self.ddp.evaluate(self.run.state, first, self.plan.eval_params)
+            self.ddp.evaluate(self.run.state, first, self.options.evaluation.params)
 
     def _evaluate(self) -> None:
         if not self.is_evaluated:
             batches = self._batches_until_stopped()
             with self.reporter.clock.on_devices(), self.reporter.evaluations.measured():
-                found = self.ddp.evaluate(self.run.state, batches, self.plan.eval_params)
+                found = self.ddp.evaluate(self.run.state, batches, self.options.evaluation.params)
             self.reporter.evaluated(found)
             self.act(self.requests.due())
 
     def _batches_until_stopped(self) -> Iterator[Batch]:
-        for batch in itertools.islice(self._evaluation or (), self.plan.limit_eval_batches):
+        for batch in itertools.islice(self._evaluation or (), self.options.evaluation.limit):
             self.watchdog.enter("evaluation", self.run.step)
             self.act(self.requests.due())
             if self.signal is not None:
@@ -314,38 +316,31 @@ class Loop:
                 self.save(value)
                 self.watchdog.enter(phase, run.step)
             elif what == "stop":
-                run.stopped = run.stopped or value
+                run.progress = replace(run.progress, stopped=run.stopped or value)
             else:
                 self.signal = self.signal or value
 
     def save(self, where: str) -> None:
         """Saves the newest state and all that a run resumes from, into a folder of the run."""
-        run = self.run
+        run, callbacks = self.run, self.options.callbacks
         self.watchdog.enter("save", run.step)
-        beside = {
-            "position": to_plain(self.position, POSITION),
-            "before": self.before,
-            "metrics": as_json(run.metrics),
-            "evaluations": as_json(run.evaluations[-1:]),  # those before are in the file of metrics
-            "stopped": run.stopped,
-            "best": best_steps(run, self.plan.callbacks),
-            "early_stopping": settings_of(self.plan.callbacks),
-            "skipped": self.numerics.kept,
-            "updates": self.numerics.updates,
-            "losses": self.spikes.kept,
-            "world": self.ddp.steps.topology,
-            "learning_rate": self.reporter.learning_rate(),
-            "buckets": self.reporter.work.buckets,
-            "program": None if self.program is None else self.program.kept,
-            **self.about,
-        }
+        run.progress = replace(
+            run.progress,
+            best=best_steps(run, callbacks),
+            early_stopping=settings_of(callbacks),
+            learning_rate=self.reporter.learning_rate(),
+            buckets=self.reporter.work.buckets,
+            plan=self.options.settings,
+        )
+        # The evaluations before the last one are in the file of metrics.
+        kept = replace(run.progress, evaluations=run.evaluations[-1:])
         with self.reporter.saves.measured():
-            self.saving.save(where, run.step, run.state, beside)
-        call_each(self.plan.callbacks, lambda callback: callback.on_save(run))
+            self.saving.save(where, run.state, kept)
+        call_each(callbacks, lambda callback: callback.on_save(run))
 
 
-def _rows_command(plan: Plan, files: RunDirectory | None) -> str:
+def _rows_command(options: Options, files: RunDirectory | None) -> str:
     """The command that prints the examples of a step, without its number; "" for a run of `fit`."""
-    if files is None or plan.config is None:
+    if files is None or options.config is None:
         return ""
     return f"jddp data rows {files.where} --step"

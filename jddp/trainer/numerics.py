@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ from jddp.inspection.norms import Layers, diagnose
 from jddp.inspection.outputs import num_outputs
 from jddp.names import few
 from jddp.trainer.prefetch import Source
-from jddp.trainer.spikes import Spike, Spikes
+from jddp.trainer.progress import Progress, Skips
+from jddp.trainer.spikes import Spikes
 from jddp.typing import Batch, JsonObject, Leaf, Metrics, Settings
 
 WAY_OUT = "Lower the learning rate, clip with max_grad_norm, or look at the data"
@@ -76,13 +78,7 @@ class Numerics:
       source: The training batches.
       run_dir: Folder of the run, for the diagnostics; None keeps none.
       most: Number of skipped steps in a row that ends the run.
-      spikes: The losses so far, in which spikes are found.
-
-    Attributes:
-      skipped: Total number of skipped steps.
-      updates: Number of updates before the last step that was looked at; -1 before one.
-      in_a_row: Number of skipped steps since the last one that was taken, not counting steps that
-        only lower the loss scale.
+      spikes: The rule by which losses are spikes, and what is done about them.
     """
 
     def __init__(
@@ -98,25 +94,12 @@ class Numerics:
         self._run_dir = run_dir
         self._most = most
         self._spikes = spikes
-        self.skipped = self.in_a_row = 0
-        self.updates = -1
-        self._skipped_at: float | None = None  # the loss scale of the step before, if skipped
 
-    @property
-    def kept(self) -> tuple[int, int, float | None]:
-        """The counts, and the loss scale of the last step if it was skipped, for a checkpoint."""
-        return self.skipped, self.in_a_row, self._skipped_at
-
-    def restore(self, kept: tuple[int, int, float | None]) -> None:
-        """Continues to count from a checkpoint."""
-        skipped, in_a_row, self._skipped_at = kept
-        self.skipped = int(skipped)
-        self.in_a_row = int(in_a_row)
-
-    def look(self, sent: Sent, state: TrainState) -> Seen:
-        """Waits for a step, and returns the findings about it.
+    def look(self, progress: Progress, sent: Sent, state: TrainState) -> tuple[Progress, Seen]:
+        """Waits for a step, and returns the progress with its loss, and the findings about it.
 
         Args:
+          progress: The progress, with the losses and the skipped steps before.
           sent: The step.
           state: The newest state, after this step or the next one.
 
@@ -125,41 +108,39 @@ class Numerics:
         """
         metrics = {"skipped": 0, "loss_scale": LEAST, **sent.metrics}
         values = [metrics[name] for name in ("loss", "skipped", "loss_scale")]
-        loss, skipped, scale = map(float, jax.device_get(values))
-        spike = self._spikes.look(sent.step, loss)
-        was_skipped = skipped > self.skipped
+        loss, num_skipped, scale = map(float, jax.device_get(values))
+        losses, spike = self._spikes.look(progress.losses, sent.step, loss)
+        before = progress.skipped
+        was_skipped = num_skipped > before.total
         # One that leaves out steps by itself shows the last update; its schedule begins with 0.
         own = None if sent.updates is None else max(int(sent.updates) - 1, 0)
-        self.updates = sent.step - 1 - self.skipped if own is None else own
-        self.skipped = int(skipped)
-        # A step that is skipped because of other state leaves the loss scale as it was.
-        is_same = scale == self._skipped_at
-        self._skipped_at = scale if was_skipped else None
+        updates = sent.step - 1 - before.total if own is None else own
         left_out = spike if self._spikes.skips else None
+        # The loss scale is coming down; the forward pass was finite. A step that is skipped because
+        # of other state leaves the loss scale as it was.
         is_good = math.isfinite(loss) and left_out is None
-        if was_skipped and is_good and scale > LEAST and not is_same:
-            # The loss scale is coming down; the forward pass was finite.
-            return self._seen(spike)
-        self.in_a_row = self.in_a_row + 1 if was_skipped else 0
-        if self.in_a_row >= self._most or not (was_skipped or math.isfinite(loss)):
+        is_scaled = was_skipped and is_good and scale > LEAST and scale != before.loss_scale
+        in_a_row = before.in_a_row + (not is_scaled) if was_skipped else 0
+        if not is_scaled and (in_a_row >= self._most or not (was_skipped or math.isfinite(loss))):
             why = NOT_FINITE
             if left_out is not None:
                 why = f"loss is far above the losses before, {left_out.median:.4g} in the median"
-            raise NumericsError(self._describe(sent, state, loss, why))
-        skipped_first = f"step {sent.step} is skipped: its {NOT_FINITE}"
-        return self._seen(spike, skipped_first if self.in_a_row == 1 else "")
+            raise NumericsError(self._describe(sent, state, loss, why, in_a_row))
+        skipped = Skips(int(num_skipped), in_a_row, scale if was_skipped else None)
+        progress = replace(progress, losses=losses, skipped=skipped, updates=updates)
+        if spike is not None:
+            return progress, Seen(self._spikes.note(spike), {"spike": spike.num_mads})
+        is_first = in_a_row == 1 and not is_scaled
+        note = f"step {sent.step} is skipped: its {NOT_FINITE}" if is_first else ""
+        return progress, Seen(note, {})
 
-    def _seen(self, spike: Spike | None, note: str = "") -> Seen:
-        """The findings about a step: its spike, or else a note."""
-        if spike is None:
-            return Seen(note, {})
-        return Seen(self._spikes.note(spike), {"spike": spike.num_mads})
-
-    def _describe(self, sent: Sent, state: TrainState, loss: float, why: str) -> str:
+    def _describe(self, sent: Sent, state: TrainState, loss: float, why: str, in_a_row: int) -> str:
         found = f"The loss is {loss} at step {sent.step}"
-        if self.in_a_row:
-            found += f", the last of {self.in_a_row} in a row that were skipped: the {why}"
-        kept = "" if self._run_dir is None else self._keep(self._run_dir, sent, state, loss)
+        if in_a_row:
+            found += f", the last of {in_a_row} in a row that were skipped: the {why}"
+        kept = (
+            "" if self._run_dir is None else self._keep(self._run_dir, sent, state, loss, in_a_row)
+        )
         way_out = self._labels_beyond(sent.batch) or WAY_OUT
         return f"{found}.{kept} {way_out}; the last checkpoint is from before."
 
@@ -176,7 +157,9 @@ class Numerics:
                 )
         return ""
 
-    def _keep(self, run_dir: SameFolder, sent: Sent, state: TrainState, loss: float) -> str:
+    def _keep(
+        self, run_dir: SameFolder, sent: Sent, state: TrainState, loss: float, in_a_row: int
+    ) -> str:
         """Writes the diagnostics of the step; returns sentences on their place and contents."""
         rows = {name: own_rows(x) for name, x in by_path(sent.batch).items()}
         layers = self._layers(sent, state)
@@ -187,7 +170,7 @@ class Numerics:
         report = {
             "step": sent.step,
             "loss": loss,
-            "skipped_in_a_row": self.in_a_row,
+            "skipped_in_a_row": in_a_row,
             "metrics": {name: float(x) for name, x in jax.device_get(sent.metrics).items()},
             "examples": examples,
             "inputs_not_finite": broken,
@@ -201,7 +184,7 @@ class Numerics:
         wrong = [name for name, layer in layers.items() if layer["not_finite"]]
         kind = "rows" if examples is None else "examples"
         found = [f"inputs of {kind} {few(broken)}"] if broken else []
-        if wrong and self.in_a_row:  # else the state is not finite as a whole
+        if wrong and in_a_row:  # else the state is not finite as a whole
             found.append(f"gradients of {few(wrong)}")
         not_finite = f" Not finite: {'; '.join(found)}." if found else ""
         return f" {folder} has its rows and norms.{not_finite}"

@@ -20,7 +20,7 @@ from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.clock import Clock
 from jddp.trainer.numerics import Numerics, Sent
-from jddp.trainer.plan import Plan
+from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
 from jddp.trainer.profile import Profile
 from jddp.trainer.reports.lines import EXPOSED_SHARE, Course, Pause, summary
@@ -44,7 +44,7 @@ class Reporter:
 
     Args:
       run: The run.
-      plan: Periods of reports.
+      options: Periods of reports.
       files: The run directory, or None.
       numerics: Check of each step.
       profile: Trace of some steps.
@@ -63,7 +63,7 @@ class Reporter:
     """
 
     run: Run
-    plan: Plan
+    options: Options
     files: RunDirectory | None
     numerics: Numerics
     profile: Profile
@@ -72,15 +72,16 @@ class Reporter:
     def __post_init__(self) -> None:
         """Begins the display of progress."""
         is_writer = jax.process_index() == 0
-        plan, steps_per_epoch = self.plan, self.source.steps_per_epoch
-        self.evaluations = Pause.at_ends_of(plan.eval_every, steps_per_epoch)
-        self.saves = Pause.at_ends_of(plan.save_every, steps_per_epoch)
+        options, steps_per_epoch = self.options, self.source.steps_per_epoch
+        self._log_every = options.log_every
+        self.evaluations = Pause.at_ends_of(options.eval_every, steps_per_epoch)
+        self.saves = Pause.at_ends_of(options.save_every, steps_per_epoch)
         pauses = (self.evaluations, self.saves)
-        self.course = Course(plan.num_steps, steps_per_epoch=steps_per_epoch, pauses=pauses)
+        self.course = Course(options.num_steps or 0, steps_per_epoch=steps_per_epoch, pauses=pauses)
         self.reached = Reached(self.run.step)
         self.progress = Progress(self.course, is_writer=is_writer)
         self.note = self.progress.note
-        chosen = self.plan.sinks if is_writer else ()
+        chosen = self.options.sinks if is_writer else ()
         self._guarded = [GuardedSink(sink.name, sink.make) for sink in chosen]
         file = [] if self.files is None else [self.files.metrics]
         self._kept: list[Sink] = [*file, *self._guarded]  # which the terminal does not
@@ -136,10 +137,10 @@ class Reporter:
 
         # Before callbacks: the step is counted, also if one of them fails.
         before, self.reached = self.reached, self._reached_by(sent)
-        call_each(self.plan.callbacks, on_step)
+        call_each(self.options.callbacks, on_step)
         for number in EPOCH.ended(before, self.reached):
             on_epoch = operator.methodcaller("on_epoch", self.run, number)
-            call_each(self.plan.callbacks, on_epoch)
+            call_each(self.options.callbacks, on_epoch)
 
     def _reached_by(self, sent: Sent) -> Reached:
         return self.source.reached(sent.step, sent.position)
@@ -147,13 +148,14 @@ class Reporter:
     def _record(self, sent: Sent) -> dict[str, float]:
         """Waits for a step, and records its metrics if due; returns them if they were read."""
         with self.clock.on_devices():  # at each step: no later state may be saved
-            seen = self.numerics.look(sent, self.run.state)
+            progress, seen = self.numerics.look(self.run.progress, sent, self.run.state)
+        self.run.progress = progress
         if seen.note:
             self.note(seen.note, "spike" if seen.fields else "skipped", step=sent.step)
         now = self._reached_by(sent)
-        is_due = self.plan.log_every.ended(self.reached, now) or sent.step == self.plan.num_steps
+        is_due = self._log_every.ended(self.reached, now) or sent.step == self.course.num_steps
         is_logged = is_due or "spike" in seen.fields
-        if not (is_logged or self.plan.callbacks):
+        if not (is_logged or self.options.callbacks):
             return {}
         values = {name: float(x) for name, x in jax.device_get(dict(sent.metrics)).items()}
         values |= seen.fields
@@ -164,7 +166,7 @@ class Reporter:
     def _log(self, now: Reached, values: Mapping[str, float], num_rows: int) -> None:
         step = now.step
         record: JsonObject = {**now.fields, "split": "train", **values}
-        if self.plan.learning_rate is not None:
+        if self.options.learning_rate is not None:
             record["learning_rate"] = self.learning_rate()
         if (spent := self.clock.spent(step)) is not None:
             record |= {"step_seconds": spent.step, "data_wait_seconds": spent.data}
@@ -173,7 +175,8 @@ class Reporter:
             with self.clock.on_devices():
                 self.processes.measure(self.run.state.step)
         record |= self.profile.take_fields()
-        self.run.metrics = copy.deepcopy(record)  # a callback may change it
+        metrics = copy.deepcopy(record)  # a callback may change it
+        self.run.progress = dataclasses.replace(self.run.progress, metrics=metrics)
         self.run.records.append(record)
         # Before callbacks, which may save this step: a run that resumes there has its record.
         self._keep(record)
@@ -185,19 +188,21 @@ class Reporter:
 
     def learning_rate(self) -> float | None:
         """The learning rate of the last step; None without a step or a schedule."""
-        schedule, updates = self.plan.learning_rate, self.numerics.updates
+        schedule, updates = self.options.learning_rate, self.run.progress.updates
         return None if schedule is None or updates < 0 else float(np.asarray(schedule(updates)))
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Reports an evaluation of the newest state."""
         run = self.run
         record: JsonObject = {**self.reached.fields, "split": "eval", **metrics}
-        run.evaluations.append(copy.deepcopy(record))
+        evaluations = [*run.evaluations, copy.deepcopy(record)]
+        run.progress = dataclasses.replace(run.progress, evaluations=evaluations)
         self.run.records.append(record)
         self.progress.log(record)
         try:
             call_each(
-                self.plan.callbacks, lambda callback: callback.on_eval(run, copy.deepcopy(record))
+                self.options.callbacks,
+                lambda callback: callback.on_eval(run, copy.deepcopy(record)),
             )
         finally:  # A run that is killed before this evaluates, and calls them, again.
             self._keep(record)
@@ -231,7 +236,7 @@ class Reporter:
 
     def _watching(self) -> list[Watching]:
         """One callback for each metric that is watched."""
-        return list({x.metric: x for x in watching(self.plan.callbacks)}.values())
+        return list({x.metric: x for x in watching(self.options.callbacks)}.values())
 
     def report_throughput(self) -> None:
         """Prints a line on the speed of the run, that of its median record, and on peak memory."""

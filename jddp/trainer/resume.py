@@ -1,110 +1,122 @@
-"""The beginning of a run that resumes: the newest checkpoint, and the records up to its step."""
+"""The beginning of a run that resumes: its newest checkpoint, and notes on what has changed since.
 
+The effect of a key, in `config.schema`, decides whether it may differ at all. `run.json` keeps
+digests of the program, too, and a run that resumes compares its own. If a config allows a change
+(`train.num_steps`, `checkpoint.allow_changed`), the parts that its keys describe may differ.
+Another version of a package may trace the same code to different equations. Any other difference
+is refused, unless `resume="changed"` continues with the new program.
+"""
+
+import dataclasses
 import json
+import math
+from dataclasses import replace
 
 import jax
 
-from jddp.checkpoint.plain import from_plain, to_plain
-from jddp.data.periods import Reached
+from jddp.config.versions import DECODERS, source_hash
 from jddp.distributed.coordination import from_first
-from jddp.engine.state import is_float
-from jddp.errors import FileSystemError
-from jddp.trainer.loop import POSITION, Loop
-from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.resume_notes import (
-    changed_decoders,
-    changed_rate,
-    changed_settings,
-    differences,
-    length_before,
-)
+from jddp.engine.program import PARTS, Form, Program
+from jddp.engine.state import TrainState, is_float
+from jddp.engine.trainable import Trainable
+from jddp.errors import ConfigError, FileSystemError
+from jddp.trainer.loop import Loop
+from jddp.trainer.progress import Progress
+from jddp.trainer.reports.run_directory import RunDirectory, changed_keys, compare_keys, is_free
 from jddp.trainer.run import Run
-from jddp.trainer.same_program import SameProgram
 from jddp.trainer.saving import BEST
 from jddp.trainer.watching import EarlyStopping, judge_again
-from jddp.typing import JsonObject
+from jddp.typing import Batch, JsonObject, Settings
+from jddp.zoo.optimizers import schedule_lengths
 
 SECONDS = 600.0  # for process 0 to read the file of records
+# Packages of which another version may trace the same code to different equations.
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "jddp")
+# Sources of images that are decoded when they are read.
+DECODED = ("image_folder", "webdataset", "hugging_face")
 
 
 def resume(loop: Loop) -> None:
     """Restores the newest checkpoint, if there is one, and drops the records of later steps."""
-    run = loop.run
-    restored = None
-    if loop.files is not None:
-        to_plain(loop.position, POSITION)  # Refused now, and not when a checkpoint is due.
-        restored = loop.saving.restore(run.state)
-        loop.program = SameProgram(loop.ddp, run.state, loop.source.peek(), loop.about)
+    run, files = loop.run, loop.files
+    if files is None:
+        _count_steps(loop)
+        return
+    run.progress.to_json()  # A position that cannot be saved is refused now.
+    restored = loop.saving.restore(run.state)
+    program = _Comparison(loop.ddp, run.state, loop.source.peek())
+    run.progress = replace(run.progress, program=program.kept(run.progress.manifest))
     if restored is None:
         _count_steps(loop)
-    else:
-        run.step = restored.step
-        run.state = restored.state
-        try:
-            _restore_from(loop, restored.beside)
-            before = [EarlyStopping(**x) for x in restored.beside.get("early_stopping", [])]
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise FileSystemError(
-                f"{run.run_dir} holds, at step {run.step}, a run.json that this version of jddp "
-                f"cannot read: {error!r}. Choose another run.dir."
-            ) from error
-    recorded = [] if loop.files is None else _resume_records(run, loop.files)
-    if restored is not None:
-        # Records may have been lost; and the checkpoint came before the evaluation of its step.
-        last = recorded[-1]["step"] if recorded else -1
-        run.evaluations = recorded + [x for x in run.evaluations if x["step"] > last]
-        # A checkpoint knows the best ones; that of its own step, which came later, may be there.
-        best = {*run.checkpoints, *(f"{BEST}/{x}" for x in restored.beside.get("best", []))}
-        run.lost = {x["step"] for x in run.evaluations if f"{BEST}/{x['step']}" not in best}
-        loop.notes.insert(0, f"resumed from step {run.step} of {loop.plan.num_steps}")
-        if judge_again(run, loop.plan.callbacks, before):
-            loop.notes.append("early stopping has changed: the run it had stopped continues")
+        _resume_records(run, files)
+        return
+    run.state = restored.state
+    try:
+        before = Progress.from_json(restored.step, restored.beside)
+        stopping = [EarlyStopping(**x) for x in before.early_stopping]
+        _continue(loop, before, program)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FileSystemError(
+            f"{run.run_dir} holds, at step {restored.step}, a run.json that this version of jddp "
+            f"cannot read: {error!r}. Choose another run.dir."
+        ) from error
+    recorded = _resume_records(run, files)
+    # Records may have been lost; and the checkpoint came before the evaluation of its step.
+    last = recorded[-1]["step"] if recorded else -1
+    evaluations = recorded + [x for x in run.evaluations if x["step"] > last]
+    run.progress = replace(run.progress, evaluations=evaluations)
+    # A checkpoint knows the best ones; that of its own step, which came later, may be there.
+    best = {*run.checkpoints, *(f"{BEST}/{x}" for x in before.best)}
+    run.lost = {x["step"] for x in evaluations if f"{BEST}/{x['step']}" not in best}
+    loop.notes.insert(0, f"resumed from step {run.step} of {loop.num_steps}")
+    if judge_again(run, loop.options.callbacks, stopping):
+        loop.notes.append("early stopping has changed: the run it had stopped continues")
 
 
-def _restore_from(loop: Loop, beside: JsonObject) -> None:
-    """Restores the values that were saved beside the state."""
-    run = loop.run
-    run.stopped = beside["stopped"]
-    loop.numerics.restore(tuple(beside["skipped"]))
-    loop.numerics.updates = beside.get("updates", run.step - 1)  # none of an earlier version
-    loop.spikes.restore(beside.get("losses", []))  # none of an earlier version
-    run.metrics = dict(beside["metrics"])
-    run.evaluations = [x for x in beside["evaluations"] if x["step"] <= run.step]
-    in_another_world = _compare_worlds(loop, beside["world"])  # while the first batch is there
-    loop.position = from_plain(beside["position"])
-    loop.reached = loop.source.reached(run.step, loop.position)
-    loop.before = Reached(*beside.get("before", [run.step - 1]))  # none of an earlier version
-    loop.source.move_to(loop.position)
+def _continue(loop: Loop, before: Progress, program: "_Comparison") -> None:
+    """Continues from the progress of a checkpoint, and notes the differences."""
+    run, source, now = loop.run, loop.source, loop.run.progress
+    in_another_world = _compare_worlds(loop, before.world)  # while the first batch is there
+    run.progress = replace(
+        before,
+        evaluations=[x for x in before.evaluations if x["step"] <= before.step],
+        **{name: getattr(now, name) for name in ("world", "program", "config", "manifest")},
+    )
+    loop.reached = source.reached(run.step, before.position)
+    source.move_to(before.position)
     _count_steps(loop)
-    before = beside.get("learning_rate")
-    keep = length_before(loop.about["config"], beside.get("plan", {}))
-    now = loop.reporter.learning_rate()
-    notes = [changed_settings(beside, loop.about), changed_rate(run.step, before, now, keep)]
-    notes.append(changed_decoders(beside, loop.about))
-    if loop.program is not None:
-        notes.insert(0, loop.program.compare(run.step, beside, loop.plan.resume))
-    loop.notes += filter(None, [*notes, in_another_world])
+    run.progress = now = replace(run.progress, plan=loop.options.settings)
+    keep = length_before(now.config, before.plan)
+    rate = loop.reporter.learning_rate()
+    another, kept = program.compare(before, now, loop.options.resume)
+    run.progress = replace(now, program=kept)
+    notes = [
+        another,
+        changed_settings(before, now),
+        changed_rate(run.step, before.learning_rate, rate, keep),
+        changed_decoders(before, now),
+        in_another_world,
+    ]
+    loop.notes += filter(None, notes)
 
 
-def _compare_worlds(loop: Loop, before: JsonObject) -> str | None:
+def _compare_worlds(loop: Loop, before: Settings) -> str | None:
     """A note on a topology that differs from the checkpoint's, or None."""
     now = loop.ddp.steps.topology
     if before == now:
         return None
-    draws = loop.ddp.steps.planned(loop.source.peek()).uses_rng
-    stateful = any(map(is_float, jax.tree.leaves(loop.run.state.model_state)))
     return differences(
         before,
         now,
-        uses_rng=draws,
-        has_statistics=stateful,
+        uses_rng=loop.ddp.steps.planned(loop.source.peek()).uses_rng,
+        has_statistics=any(map(is_float, jax.tree.leaves(loop.run.state.model_state))),
         has_order=loop.source.resumes_exactly,
     )
 
 
 def _count_steps(loop: Loop) -> None:
     """Counts the steps of some epochs, which end with their last example."""
-    if loop.plan.num_epochs is not None:
+    if loop.options.num_epochs is not None:
         loop.set_length(loop.run.step + loop.source.num_left)
 
 
@@ -116,9 +128,202 @@ def _resume_records(run: Run, files: RunDirectory) -> list[JsonObject]:
     Raises:
       FileSystemError: If it cannot be read or written.
     """
-    kept = files.metrics.resume_at(run.step)
-    size, evaluations = json.loads(from_first("records", json.dumps(kept), timeout_seconds=SECONDS))
-    step = run.step
-    read = files.metrics.read
+    step, read = run.step, files.metrics.read
+    kept = json.dumps(files.metrics.resume_at(step))
+    size, evaluations = json.loads(from_first("records", kept, timeout_seconds=SECONDS))
     run.read_earlier = lambda: [record for record in read(size) if record["step"] <= step]
     return list(evaluations)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Comparison:
+    """The program of a run, and its comparison with the program of a checkpoint.
+
+    Args:
+      ddp: A `jddp.DataParallel`.
+      state: The first state, for its shapes.
+      batch: The first rows of this process, or their shapes.
+    """
+
+    ddp: Trainable
+    state: TrainState
+    batch: Batch
+
+    def kept(self, manifest: Settings) -> JsonObject:
+        """The program as a checkpoint keeps it."""
+        program = self._program()
+        made_by = {name: manifest["versions"][name] for name in PACKAGES}
+        made_by |= {"code of jddp": source_hash(), "platform": jax.default_backend()}
+        found = {"digests": dict(program.digests), "form": dataclasses.asdict(program.form)}
+        return {**found, "made_by": made_by, "changes": []}
+
+    def _program(self, form: Form | None = None) -> Program:
+        return self.ddp.steps.program(self.state, self.batch, form)
+
+    def compare(
+        self, before: Progress, now: Progress, resume: str
+    ) -> tuple[str | None, JsonObject | None]:
+        """Compares with the program of a checkpoint, which may keep none.
+
+        Returns:
+          A note on the difference, or None; and the program to keep, with all changes.
+
+        Raises:
+          ConfigError: If a part differs that may not.
+        """
+        kept, old = now.program, before.program
+        if kept is None or old is None:
+            return None, kept
+        kept = {**kept, "changes": old["changes"]}
+        if not (differ := self._differing(kept, old)):
+            return None, kept
+        made_by = kept["made_by"]
+        others = [f"{k} {x} -> {made_by[k]}" for k, x in old["made_by"].items() if x != made_by[k]]
+        refused = [part for part in differ if part not in _allowed(before, now)]
+        if refused and not others and resume != "changed":
+            raise ConfigError(
+                f"The program differs from the program of step {before.step} of this run: another "
+                f"{' and '.join(refused)}, in equations or constants. Undo the change, or choose "
+                "another run.dir; or continue this run with the new program: resume='changed' "
+                "(checkpoint.resume=changed of a config)."
+            )
+        change = {"step": before.step, "parts": differ, "digests": old["digests"]}
+        kept["changes"] = [*old["changes"], {**change, "made_by": old["made_by"]}]
+        if not refused:
+            return None, kept  # The keys that allow it are reported.
+        why = "as resume=changed allows"
+        if others:
+            why = f"as another version may make them ({', '.join(others)})"
+        verb = "differs" if len(differ) == 1 else "differ"
+        found = f"another program: {' and '.join(differ)} {verb} in equations or constants, {why}"
+        return found, kept
+
+    def _differing(self, kept: JsonObject, old: JsonObject) -> list[str]:
+        """The parts that differ, of programs in the same form."""
+        digests = kept["digests"]
+        if old["form"] != kept["form"]:
+            try:
+                digests = self._program(Form(**old["form"])).digests
+            except Exception:  # of the loss, which does not accept rows of that form
+                return list(PARTS)
+        return [part for part in PARTS if old["digests"][part] != digests[part]]
+
+
+def _allowed(before: Progress, now: Progress) -> set[str]:
+    """Parts that follow from keys of the config which differ, and may."""
+    if before.config is None or now.config is None:
+        return set()
+    allowed = set[str]()
+    # A schedule without its own length has the length of the run.
+    if before.plan["num_steps"] != now.plan["num_steps"]:
+        allowed.add("optimizer")
+    for key in changed_keys(before.config, now.config):
+        section = key.partition(".")[0]
+        allowed |= {section} if section in PARTS else set(PARTS)
+    return allowed
+
+
+def differences(
+    before: Settings,
+    now: Settings,
+    *,
+    uses_rng: bool,
+    has_statistics: bool,
+    has_order: bool = True,
+) -> str | None:
+    """A note on the difference of two topologies and its effect; None if they are equal.
+
+    Args:
+      before: Number of processes, of devices and of micro-batches, and the mode of batch norm, by
+        name, when the run was saved.
+      now: Topology of the run that resumes.
+      uses_rng: Whether a step uses random numbers.
+      has_statistics: Whether the model keeps batch statistics.
+      has_order: Whether batches continue exactly in the order of the examples.
+    """
+    differ = [name for name in now if before.get(name) != now[name]]
+    if not differ:
+        return None
+    numbers = ", ".join(f"{name} {now[name]} (was {before.get(name)})" for name in differ)
+    kept = "the order of examples and all counts continue" if has_order else "all counts continue"
+    exact = f"{numbers}: {kept} exactly"
+    options = [name for name in differ if name not in ("num_processes", "num_devices")]
+    if now["logical_replicas"] is not None and has_order and not options:
+        return f"{exact}; all numbers stay bitwise identical"
+    others = [name for name in options if not is_free(f"ddp.{name}", before, now)]
+    inexact = [f"another {name} changes what later steps compute" for name in others]
+    if uses_rng and differ != ["num_processes"]:
+        inexact.append("random numbers differ (keys depend on replica and micro-batch)")
+    is_whole = now["batch_norm"] == "sync" and now["batch_norm_group_size"] is None
+    split_otherwise = "accumulate_steps" in differ or not is_whole
+    if has_statistics and split_otherwise and differ != ["num_processes"]:
+        inexact.append("batch norm computes statistics over other parts of a batch")
+    if now.get("local_steps") and "num_devices" in differ:
+        inexact.append("each replica starts from the mean of the saved replicas")
+    return f"{exact}; {'; '.join(inexact) or 'all else is equal within rounding'}"
+
+
+def changed_settings(before: Progress, now: Progress) -> str | None:
+    """A note on the settings that have changed since the run was saved, or None."""
+    if now.config is not None and before.config is not None:
+        differ = compare_keys(before.config, now.config)[1]
+    else:
+        old = before.plan
+        differ = [f"{k} {old[k]} -> {x}" for k, x in now.plan.items() if old.get(k, x) != x]
+    return f"changed: {', '.join(differ)}; finished steps stay" if differ else None
+
+
+def changed_decoders(before: Progress, now: Progress) -> str | None:
+    """A note that images may be decoded to other pixels than before, or None."""
+    if (now.config or {}).get("data", {}).get("name") not in DECODED:
+        return None
+    old, new = (x.manifest.get("versions", {}) for x in (before, now))
+    differ = [
+        f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}"
+        for name in DECODERS
+        if old and old.get(name) != new.get(name)
+    ]
+    return f"another decoder may round pixels otherwise: {', '.join(differ)}" if differ else None
+
+
+def changed_rate(
+    step: int, before: float | None, now: float | None, keep: str | None = None
+) -> str | None:
+    """A note that the schedule differs from the one that finished steps followed, or None.
+
+    Args:
+      step: Number of finished steps.
+      before: Learning rate with which the last of them was taken; None if it is not known.
+      now: Learning rate of this step on the schedule with which the run resumes.
+      keep: Key and value that would keep the earlier schedule, if they are known.
+    """
+    # Another platform may round a schedule differently.
+    if before is None or now is None or math.isclose(before, now, rel_tol=1e-4, abs_tol=1e-12):
+        return None
+    way_back = "" if keep is None else f" To keep the old schedule: {keep}."
+    return (
+        f"learning rate: the schedule has changed, step {step} was taken at {before:.4g} and would "
+        f"now be at {now:.4g}. Finished steps stay as they are.{way_back}"
+    )
+
+
+def length_before(config: Settings | None, plan: Settings) -> str | None:
+    """The key and value that give a schedule its earlier length; None if it has no length.
+
+    Args:
+      config: Config of the run, as nested dicts; or settings of the user, or None.
+      plan: Settings of the run that was saved.
+    """
+    if config is None:
+        return None
+    try:
+        optimizer = config["optimizer"]
+        schedule = optimizer["schedule"]
+        lengths = schedule_lengths(
+            schedule["name"], num_steps=plan["num_steps"], warmup_steps=optimizer["warmup_steps"]
+        )
+        own = schedule["kwargs"]
+    except (LookupError, TypeError, AttributeError):  # settings of the user
+        return None
+    added = [f"optimizer.schedule.kwargs.{n}={x}" for n, x in lengths.items() if n not in own]
+    return added[0] if added else None

@@ -5,6 +5,7 @@ run.plot(); run.history; run.evaluate(other_batches); run.predict(batches)
 run = jddp.open_run(run_dir)  # the same for a run that has ended
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from jddp.data import eval_batches
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, UsageError
+from jddp.trainer.progress import Progress
 from jddp.trainer.reports.curves import plot
 from jddp.trainer.reports.lines import is_metric, shape_of
 from jddp.trainer.reports.run_directory import OWN_NAMES
@@ -43,13 +45,9 @@ class Run(Shown):
 
     Attributes:
       state: The most recent state.
-      step: Number of finished optimizer steps.
-      metrics: The last train record, a dict of floats.
-      evaluations: The records of all evaluations, including those before a resume.
       run_dir: Folder of the run's files, or None.
       config: The config of the run, or the settings of `fit(config=...)`, as nested dicts; or None.
         `jddp.Config(**run.config)` makes the object.
-      stopped: Reason that a callback gave for ending the run, or None.
       interrupted: Name of the signal that stopped the run before its end, or None. Such a run is
         saved, and resumes when it is started again.
     """
@@ -66,15 +64,12 @@ class Run(Shown):
         config: Settings | None = None,
     ) -> None:
         self.state = state
-        self.step = 0
-        self.metrics: Metrics = {}
-        self.evaluations: list[JsonObject] = []
+        self.progress = Progress()
         self.records: list[JsonObject] = []  # since it began or resumed
         self.read_earlier: Callable[[], list[JsonObject]] | None = None  # for `history`
         self.lost: set[int] = set()  # steps of evaluations before a resume that no checkpoint has
         self.run_dir = run_dir
         self.config = config
-        self.stopped: str | None = None
         self.interrupted: str | None = None
         self._ddp = ddp
         self._save = save
@@ -83,6 +78,26 @@ class Run(Shown):
         self.show: Callable[[str], None] | None = None  # in the terminal
         self._evaluation = evaluation
         self._eval_params = eval_params
+
+    @property
+    def step(self) -> int:
+        """Number of finished optimizer steps."""
+        return self.progress.step
+
+    @property
+    def metrics(self) -> Metrics:
+        """The last train record, a dict of floats."""
+        return self.progress.metrics
+
+    @property
+    def evaluations(self) -> list[JsonObject]:
+        """The records of all evaluations, including the ones before a resume."""
+        return self.progress.evaluations
+
+    @property
+    def stopped(self) -> str | None:
+        """Reason that a callback gave for ending the run, or None."""
+        return self.progress.stopped
 
     @property
     def history(self) -> list[JsonObject]:
@@ -124,7 +139,7 @@ class Run(Shown):
         is the current one if all call it there. `run.stopped` is set then.
         """
         if self.ask_to_stop is None:
-            self.stopped = self.stopped or reason
+            self.progress = dataclasses.replace(self.progress, stopped=self.stopped or reason)
         else:
             self.ask_to_stop(reason)
 

@@ -11,9 +11,9 @@ from jddp.distributed.coordination import gather
 from jddp.engine.state import TrainState, is_float
 from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
-from jddp.trainer.plan import Plan
+from jddp.trainer.options import Keep, Options
+from jddp.trainer.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.typing import Settings
 
 LATEST = "checkpoints"  # the folder to resume from; other folders hold one checkpoint
 BEST = "best"  # the folder of the checkpoints that are kept for their evaluations
@@ -53,11 +53,11 @@ class Saving:
     Args:
       ddp: A `jddp.DataParallel`, which has the layout of a state.
       files: The run directory, or None.
-      plan: Number of checkpoints to keep, and whether to resume.
+      options: Number of checkpoints to keep, and whether to resume.
     """
 
-    def __init__(self, ddp: Trainable, files: RunDirectory | None, plan: Plan) -> None:
-        self._ddp, self._files, self._plan = ddp, files, plan
+    def __init__(self, ddp: Trainable, files: RunDirectory | None, options: Options) -> None:
+        self._ddp, self._files, self._options = ddp, files, options
         self._folders: dict[str, CheckpointFolder] = {}
         self._last: dict[str, tuple[int, str | None]] = {}  # step and reason to stop, by folder
 
@@ -69,12 +69,12 @@ class Saving:
         """
         latest = self._folder(LATEST)
         steps, path = latest.steps(), self._files and self._files.where
-        if not steps and self._plan.resume == "must":
+        if not steps and self._options.resume == "must":
             raise ConfigError(
                 f"resume='must', but {path} holds no checkpoint. Choose the run.dir of a run that "
                 "was saved, or resume='auto'."
             )
-        if steps and self._plan.resume == "never":
+        if steps and self._options.resume == "never":
             raise ConfigError(
                 f"{path} holds a run at step {steps[-1]}, and resume='never' would overwrite it. "
                 "Choose another run.dir, or resume='auto'."
@@ -83,18 +83,19 @@ class Saving:
             self._last[LATEST] = restored.step, restored.beside.get("stopped")
         return restored
 
-    def save(self, where: str, step: int, state: TrainState, beside: Settings) -> None:
+    def save(self, where: str, state: TrainState, progress: Progress) -> None:
         """Starts writing a state, unless it is the one that was saved or restored last.
 
         Raises:
           NumericsError: If a run could not resume from it.
         """
-        refuse_unsound(step, state)
-        if (now := (step, beside["stopped"])) != self._last.get(where):
+        refuse_unsound(progress.step, state)
+        if (now := (progress.step, progress.stopped)) != self._last.get(where):
             folder = self._folder(where)
             if where == BEST:
-                folder.keep_only(beside["best"])
-            folder.save(step, state, beside, self._ddp.steps.layouts(state))
+                folder.keep_only(progress.best)
+            layouts = self._ddp.steps.layouts(state)
+            folder.save(progress.step, state, progress.to_json(), layouts)
             self._last[where] = now
 
     def all_are_at(self, step: int) -> bool:
@@ -138,9 +139,11 @@ class Saving:
     def _folder(self, name: str) -> CheckpointFolder:
         files = self.require_directory()
         if name not in self._folders:
-            plan = self._plan
-            keep, every = (plan.keep.newest, plan.keep.every_steps) if name == LATEST else (1, None)
+            keep = self._options.keep if name == LATEST else Keep(1)
             self._folders[name] = CheckpointFolder(
-                files.path / name, keep=keep, keep_every=every, storage=files.storage
+                files.path / name,
+                keep=keep.newest,
+                keep_every=keep.every_steps,
+                storage=files.storage,
             )
         return self._folders[name]

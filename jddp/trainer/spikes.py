@@ -13,15 +13,15 @@ two steps before: these are known when a step is sent, and a step may be left ou
 
 import math
 import statistics
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from jddp.trainer.progress import Losses
+
 LAG = 2  # steps from the last loss that a limit depends on, to the step that it is for
-Losses = list[tuple[int, float]]  # of the last steps, each with its step
 
 
 class Spike(NamedTuple):
@@ -77,67 +77,64 @@ class SpikeRule:
         # In float32, as the devices have the loss: both compare the same numbers.
         return float(np.float32(median + self.num_mads * mad)) if mad > 0 else math.inf
 
+    def window_at(self, losses: Losses, step: int) -> list[float]:
+        """The losses with which the loss of a step is compared."""
+        return [loss for number, loss in losses if number <= step - LAG][-self.window :]
+
+    def limit_at(self, losses: Losses, step: int) -> float:
+        """The limit of the loss of a step."""
+        return self.limit(self.window_at(losses, step))
+
 
 RULE = SpikeRule()
 
 
+@dataclass(frozen=True)
 class Spikes:
-    """The last losses of a run, and the spikes among them.
+    """The spikes of a run, each found by the losses before it.
 
-    Args:
+    Attributes:
       action: "warn", or "skip" to leave out their updates; None looks for none.
       rule: The rule by which a loss is one.
       rows: Command that prints the examples of a step, without its number; "" for none.
     """
 
-    def __init__(self, action: str | None, rule: SpikeRule = RULE, *, rows: str = "") -> None:
-        self._action = action
-        self._rule = rule
-        self._rows = rows
-        self._recent: deque[tuple[int, float]] = deque(maxlen=rule.window + LAG)
-        self._last = -1  # step of the last spike
+    action: str | None
+    rule: SpikeRule = RULE
+    rows: str = ""
 
     @property
     def skips(self) -> bool:
         """Whether the updates of spikes are left out."""
-        return self._action == "skip"
+        return self.action == "skip"
 
-    @property
-    def kept(self) -> Losses:
-        """The last losses, for a checkpoint."""
-        return [*self._recent]
-
-    def restore(self, kept: Iterable[Sequence[float]]) -> None:
-        """Continues from the losses of a checkpoint, each a step and a loss."""
-        self._last = -1
-        self._recent.clear()
-        self._recent.extend((int(step), loss) for step, loss in kept)
-
-    def limits(self, step: int) -> dict[str, float]:
+    def limits(self, losses: Losses, step: int) -> dict[str, float]:
         """Options of a step that leave out its update if its loss is a spike."""
-        return {"loss_limit": self._rule.limit(self._before(step))} if self.skips else {}
+        return {"loss_limit": self.rule.limit_at(losses, step)} if self.skips else {}
 
     def note(self, spike: Spike) -> str:
         """A sentence about the first of a row of spikes; "" about later ones."""
         if not spike.is_first:
             return ""
         action = "; its update is left out" if self.skips else ""
-        rows = f"; its examples: {self._rows} {spike.step}" if self._rows else ""
+        rows = f"; its examples: {self.rows} {spike.step}" if self.rows else ""
         return f"{spike}{action}{rows}"
 
-    def look(self, step: int, loss: float) -> Spike | None:
-        """Takes the loss of the next step, which may be no number; returns it if it is a spike."""
-        if self._action is None or not math.isfinite(loss):
-            return None
-        limit = self._rule.limit(self._before(step))
-        self._recent.append((step, loss))
-        if loss <= limit:
-            return None
-        median, mad = self._rule.level(self._before(step))
-        is_first = self._last != step - 1
-        self._last = step
-        return Spike(step, loss, median, (loss - median) / mad, is_first)
+    def look(self, losses: Losses, step: int, loss: float) -> tuple[Losses, Spike | None]:
+        """Adds the loss of the next step to the last losses; returns it too if it is a spike.
 
-    def _before(self, step: int) -> list[float]:
-        losses = [loss for number, loss in self._recent if number <= step - LAG]
-        return losses[-self._rule.window :]
+        Args:
+          losses: The losses that the last call returned.
+          step: Number of the step, from 1.
+          loss: Loss of the step, which may be no number: then it is not added.
+        """
+        if self.action is None or not math.isfinite(loss):
+            return losses, None
+        rule = self.rule
+        after = (*losses, (step, loss))[-rule.window - LAG :]
+        if loss <= rule.limit_at(losses, step):
+            return after, None
+        last_step, last = losses[-1]
+        is_first = last_step != step - 1 or last <= rule.limit_at(losses, last_step)
+        median, mad = rule.level(rule.window_at(losses, step))
+        return after, Spike(step, loss, median, (loss - median) / mad, is_first)

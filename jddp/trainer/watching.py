@@ -4,6 +4,7 @@ Their decisions depend only on the records of all evaluations: they are the same
 and in a resumed run.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +12,7 @@ from jddp.errors import ConfigError
 from jddp.names import did_you_mean
 from jddp.names.directions import choose_mode
 from jddp.trainer.callbacks import Callback
-from jddp.trainer.plan import Plan, check_counts
+from jddp.trainer.options import Options, check_counts
 from jddp.trainer.run import Run
 from jddp.trainer.saving import BEST
 from jddp.typing import JsonObject, Record
@@ -30,16 +31,16 @@ class Watching(Callback):
         self.metric = metric
         self._sign = 1.0 if choose_mode(metric, mode, key="mode") == "max" else -1.0
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_options(self, options: Options) -> None:
         """Refuses a run in which there is nothing to watch.
 
         Args:
-          plan: Settings of the run.
+          options: Settings of the run.
 
         Raises:
           ConfigError: If there are no evaluations.
         """
-        if plan.evaluation is None:
+        if options.evaluation.batches is None:
             raise ConfigError(f"{self.called} watches evaluations, but there is no evaluate=.")
 
     def check(self, names: Sequence[str]) -> None:
@@ -123,10 +124,10 @@ class EarlyStopping(Watching):
                 f"and {min_delta}."
             )
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_options(self, options: Options) -> None:
         """Refuses a run that is evaluated only at its end, when nothing is left to stop."""
-        super().check_plan(plan)
-        if plan.eval_every is None:
+        super().check_options(options)
+        if options.eval_every_steps is None:
             raise ConfigError(
                 f"{self.called} needs eval_every_steps= (train.eval_every_steps or "
                 "train.eval_every_epochs): without it the run is evaluated only at its end."
@@ -177,10 +178,10 @@ class KeepBest(Watching):
         self.step: int | None = None
         self.best: float | None = None
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_options(self, options: Options) -> None:
         """Refuses a run that keeps nothing."""
-        super().check_plan(plan)
-        if plan.run_dir is None:
+        super().check_options(options)
+        if options.run_dir is None:
             raise ConfigError(f"{self.called} needs run_dir=, to keep the best checkpoint there.")
 
     def on_begin(self, run: Run) -> None:
@@ -242,7 +243,7 @@ def judge_again(run: Run, callbacks: Sequence[Callback], before: Sequence[EarlyS
     verdicts = [
         callback.verdict(run) for callback in callbacks if isinstance(callback, EarlyStopping)
     ]
-    run.stopped = next(filter(None, verdicts), None)
+    run.progress = dataclasses.replace(run.progress, stopped=next(filter(None, verdicts), None))
     return run.stopped is None
 
 

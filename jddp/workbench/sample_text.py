@@ -12,7 +12,7 @@ from pathlib import Path
 from jddp.engine.state import by_path
 from jddp.errors import ConfigError
 from jddp.trainer.callbacks import Callback
-from jddp.trainer.plan import check_counts
+from jddp.trainer.options import check_counts
 from jddp.trainer.run import Run
 from jddp.workbench.sampling import check_sampling, check_vocabulary, next_logits, sample_each
 from jddp.workbench.tokenize import BYTES, tokenizer_in, tokens_of

@@ -32,7 +32,7 @@ from jddp.engine.digest import digests, find_divergence
 from jddp.engine.sync import EveryStep
 from jddp.errors import ConfigError, UsageError
 from jddp.job.job import build
-from jddp.trainer.resume_notes import differences
+from jddp.trainer.resume import differences
 
 DILOCO = optax.sgd(0.7, momentum=0.9, nesterov=True)
 # Sums of four rows, and of four replicas, in another order, over some steps.

@@ -24,7 +24,7 @@ import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.data import TrainBatches
 from jddp.errors import ConfigError, FileSystemError, UsageError
-from jddp.trainer.plan import Plan
+from jddp.trainer.options import Options
 
 
 def wrapped(model=None, **options):
@@ -272,14 +272,9 @@ def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(tmp_path, mon
 
 def test_the_signature_of_fit_names_every_option_of_a_run():
     options = inspect.signature(jddp.fit).parameters
-    plan = {field.name for field in dataclasses.fields(Plan)}
-    plan -= {"evaluation", "eval_params", "limit_eval_batches"}  # All are of `evaluate`.
-    plan -= {"facts"}  # Facts that only the command line knows.
-    plan -= {"profile_steps"}  # A program calls `jax.profiler` itself.
-    plan -= {"norms_every_steps"}  # A program calls `jddp.diagnose` itself.
-    periods = {name for name in plan if name.endswith("_every")}
-    plan = plan - periods | {f"{name}_steps" for name in periods}
-    assert plan | {"evaluate", "state"} <= options.keys()
+    asked = {field.name for field in dataclasses.fields(Options)} - {"evaluation"} | {"evaluate"}
+    # The command line alone knows facts; a program calls `jax.profiler` and `jddp.diagnose` itself.
+    assert asked - {"facts", "profile_steps", "norms_every_steps"} <= options.keys()
 
 
 def test_arrays_are_trained_on_and_evaluated_as_batches_of_them_and_as_on_one_device():

@@ -1,6 +1,7 @@
 """The loop: the steps of a bare loop, evaluated, logged and saved when due, and resumed exactly."""
 
 import asyncio
+import dataclasses
 import json
 import shutil
 import signal
@@ -28,7 +29,7 @@ from jddp.distributed.signals import stop_signals
 from jddp.errors import ConfigError, DataError, FileSystemError, NumericsError, UsageError
 from jddp.errors import ReplicaMismatchError as Mismatch
 from jddp.trainer.reports.metrics_file import MetricsFile
-from jddp.trainer.resume_notes import differences
+from jddp.trainer.resume import differences
 from jddp.typing import RESERVED
 
 NUM_STEPS = 6
@@ -865,8 +866,8 @@ def test_an_evaluation_that_is_not_a_number_is_the_worst_one(plain, unknown):
     saved, stopping, best = [], jddp.EarlyStopping(patience=3), jddp.KeepBest()
     run = jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=saved.append)
     for number, loss in enumerate((unknown, 2.0, unknown, 1.0, unknown, unknown, 3.0), start=1):
-        run.step = number
-        run.evaluations.append({"step": number, "loss": loss})
+        evaluations = [*run.evaluations, {"step": number, "loss": loss}]
+        run.progress = dataclasses.replace(run.progress, step=number, evaluations=evaluations)
         for callback in (stopping, best):
             callback.on_eval(run, run.eval_metrics)
         assert (run.stopped is None) == (number < 7)

@@ -13,6 +13,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.data import ArrayExamples, TrainBatches, WorkerBatches, eval_batches
 from jddp.data.source import make_data_set
+from jddp.trainer.progress import Progress
 from jddp.trainer.run import Run
 from jddp.typing import Shown, TextTable
 
@@ -143,8 +144,9 @@ def test_a_plan_and_an_explanation_show_a_row_for_each_bucket_and_collective():
 def test_a_run_shows_its_last_records_and_its_lowest_loss_and_a_data_set_its_arrays(tmp_path):
     run = Run(None, None, run_dir=tmp_path / ODD, save=print)
     assert rows_of(run) == []
-    run.step, run.interrupted = 1200, "SIGINT"
-    run.metrics = {"step": 1200, "split": "train", "loss": 0.5, "step_seconds": 0.1}
+    run.interrupted = "SIGINT"
+    metrics = {"step": 1200, "split": "train", "loss": 0.5, "step_seconds": 0.1}
+    run.progress = Progress(1200, metrics=metrics)
     for step, loss in ((400, 0.3), (800, None), (1200, 0.41)):
         run.evaluations.append({"step": step, "split": "eval", "loss": loss, ODD: 0.9})
     assert rows_of(run) == [

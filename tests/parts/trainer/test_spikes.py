@@ -1,6 +1,5 @@
 """A loss far above those before it is a spike; noise, a drift and the first losses are none."""
 
-import json
 import math
 
 import numpy as np
@@ -8,12 +7,20 @@ import pytest
 
 from jddp.trainer.spikes import LAG, RULE, SpikeRule, Spikes
 
+WARN = Spikes("warn")
 
-def spikes_in(losses, spikes=None):
-    """The steps of the spikes in a series, whose first loss is that of step 1."""
-    spikes = spikes or Spikes("warn")
-    found = [spikes.look(step, float(loss)) for step, loss in enumerate(losses, 1)]
-    return [spike.step for spike in found if spike is not None]
+
+def look(losses, spikes=WARN, kept=(), begin=1):
+    """The spikes in a series, whose first loss is that of step `begin`; and the losses kept."""
+    found = []
+    for step, loss in enumerate(losses, begin):
+        kept, spike = spikes.look(kept, step, float(loss))
+        found += [spike] if spike else []
+    return found, kept
+
+
+def spikes_in(losses, *args):
+    return [spike.step for spike in look(losses, *args)[0]]
 
 
 def noisy(level, size=300):
@@ -55,9 +62,7 @@ def test_a_loss_that_rises_for_good_is_a_spike_until_it_is_nearly_half_of_the_wi
 
 def test_a_spike_has_its_numbers_and_one_line_for_a_row_of_them():
     spikes = Spikes("warn", SpikeRule(least=3), rows="jddp data rows runs/a --step")
-    for step, loss in enumerate([1.0, 2.0, 3.0, 2.0], 1):
-        assert spikes.look(step, loss) is None
-    first, second = spikes.look(5, 52.0), spikes.look(6, 52.0)
+    (first, second), _ = look([1.0, 2.0, 3.0, 2.0, 52.0, 52.0], spikes)
     assert (first.median, first.num_mads, first.is_first, second.is_first) == (2, 50, True, False)
     assert spikes.note(first) == (
         "step 5: the loss jumps to 52, 50 MADs above the median of the losses before, 2; its "
@@ -71,28 +76,21 @@ def test_a_run_that_resumes_finds_the_same_spikes():
     whole = spikes_in(losses)
     assert whole == [121, 152]
     for stop in (1, 60, 120, 121, 150):
-        before, after = Spikes("warn"), Spikes("warn")
-        found = spikes_in(losses[:stop], before)
-        after.restore(json.loads(json.dumps(before.kept)))
-        rest = [after.look(step, float(losses[step - 1])) for step in range(stop + 1, 153)]
-        assert found + [spike.step for spike in rest if spike] == whole
+        found, kept = look(losses[:stop])
+        rest, _ = look(losses[stop:], kept=kept, begin=stop + 1)
+        assert [spike.step for spike in found + rest] == whole
 
 
 def test_no_more_losses_are_kept_than_the_next_ones_are_compared_with():
-    spikes = Spikes("warn")
-    spikes_in(noisy(2, 500), spikes)
-    assert len(spikes.kept) == RULE.window + LAG
+    assert len(look(noisy(2, 500))[1]) == RULE.window + LAG
 
 
 def test_a_limit_is_known_before_the_loss_of_the_step_before_it_is_and_does_not_depend_on_it():
-    early, late = Spikes("skip"), Spikes("skip")
-    for step, loss in enumerate(noisy(2, 130), 1):
-        late.look(step, loss)
-        if step < 130:
-            early.look(step, loss)
-    assert early.limits(131) == late.limits(131)
-    assert Spikes("skip").limits(1) == {"loss_limit": math.inf}
-    assert Spikes("warn").limits(1) == Spikes(None).limits(1) == {}
+    losses, skip = noisy(2, 130), Spikes("skip")
+    (_, early), (_, late) = look(losses[:-1]), look(losses)
+    assert skip.limits(early, 131) == skip.limits(late, 131)
+    assert skip.limits((), 1) == {"loss_limit": math.inf}
+    assert Spikes("warn").limits((), 1) == Spikes(None).limits((), 1) == {}
 
 
 def test_a_loss_at_the_limit_is_none_and_the_next_number_of_float32_is_one():
@@ -102,9 +100,7 @@ def test_a_loss_at_the_limit_is_none_and_the_next_number_of_float32_is_one():
 
 
 def test_without_an_action_nothing_is_looked_for():
-    spikes = Spikes(None)
-    assert spikes_in([*noisy(2, 200), 90.0], spikes) == []
-    assert spikes.kept == []
+    assert look([*noisy(2, 200), 90.0], Spikes(None)) == ([], ())
 
 
 NOISES = {  # and false alarms in a million steps

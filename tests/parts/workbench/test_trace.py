@@ -15,7 +15,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.commands.explain import main
 from jddp.errors import ConfigError, DataError, ExitCode
-from jddp.trainer.plan import Plan
+from jddp.trainer.options import Options
 from jddp.trainer.profile import Profile
 from jddp.workbench.kernels import DeviceTime, Kernels, kernels_of
 from jddp.workbench.measured_picture import measured_picture
@@ -246,4 +246,4 @@ def test_steps_to_profile_are_two_numbers_in_order(steps):
 
 def test_a_profile_needs_a_folder():
     with pytest.raises(ConfigError, match=r"train.profile_steps needs run.dir"):
-        Plan(num_steps=20, profile_steps=[10, 13])
+        Options(num_steps=20, profile_steps=[10, 13])

@@ -1,4 +1,7 @@
-"""The settings of a run: its length, its periods, its checkpoints, evaluations and checks."""
+"""What a run is asked: its length, its periods, its checkpoints, evaluations and checks.
+
+`fit`, a config and a run that resumes make the same `Options`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,16 +34,9 @@ def check_counts(**counts: int | None) -> None:
             raise ConfigError(f"{name} is at least 1; got {value}.")
 
 
-def as_period(name: str, given: int | Epochs | None) -> Period | None:
-    """The period of an argument, which is a number of steps, or epochs; or None.
-
-    Raises:
-      ConfigError: If a number of steps is not positive, with the argument's name.
-    """
-    if given is None or isinstance(given, Epochs):
-        return given
-    check_counts(**{name: given})
-    return OptimizerSteps(given)
+def as_period(every: int | Epochs | None) -> Period | None:
+    """The period of an argument, which is a number of steps, or epochs; or None."""
+    return every if every is None or isinstance(every, Epochs) else OptimizerSteps(every)
 
 
 @dataclass(frozen=True)
@@ -127,27 +123,23 @@ class Checks:
         )
 
 
-KEEP = Keep()
-LOG_EVERY = OptimizerSteps(50)
 CHECKS = Checks()
 
 
-@dataclass
-class Plan:
-    """The settings of a run; a period of None means once, at the end.
+@dataclass(frozen=True)
+class Options:
+    """What a run is asked; a period of None means once, at the end.
 
     Attributes:
-      num_steps: Total number of optimizer steps, including steps before a resume. With a number of
-        epochs it is counted again when the run resumes: epochs end with their last example.
-      num_epochs: Number of passes over the data, or None.
-      log_every: Period of train records.
-      eval_every: Period of evaluations.
-      save_every: Period of checkpoints.
+      num_steps: Total number of optimizer steps, including steps before a resume; None for the
+        steps of `num_epochs`, which are counted where the run begins or resumes.
+      num_epochs: Number of passes over the data, or None. Epochs end with their last example.
+      log_every_steps: Steps between train records, or epochs.
+      eval_every_steps: Steps between evaluations, or epochs.
+      save_every_steps: Steps between checkpoints, or epochs.
       keep: The checkpoints that stay.
       resume: "auto", "never", "must" or "changed".
-      evaluation: Evaluation batches, iterated again each time, or None.
-      eval_params: "params" or "ema".
-      limit_eval_batches: Number of batches that an evaluation reads, or None for all.
+      evaluation: Evaluation batches, iterated again each time.
       learning_rate: Learning rate as a function of the step, for the records, or None.
       checks: What the run checks of its processes and steps.
       profile_steps: First and last step of which a trace is recorded, or None.
@@ -163,16 +155,14 @@ class Plan:
       ConfigError: If a number is not positive, or a choice is unknown.
     """
 
-    num_steps: int
+    num_steps: int | None
     num_epochs: float | None = None
-    log_every: Period = LOG_EVERY
-    eval_every: Period | None = None
-    save_every: Period | None = None
-    keep: Keep = KEEP
+    log_every_steps: int | Epochs = 50
+    eval_every_steps: int | Epochs | None = None
+    save_every_steps: int | Epochs | None = None
+    keep: Keep = Keep()
     resume: str = "auto"
-    evaluation: Batches | None = None
-    eval_params: str = "params"
-    limit_eval_batches: int | None = None
+    evaluation: Evaluation = Evaluation(None)
     learning_rate: Callable[[int], ArrayLike] | None = None
     checks: Checks = CHECKS
     profile_steps: Sequence[int] | None = None
@@ -184,6 +174,43 @@ class Plan:
     sinks: Sequence[ChosenSink] = ()
     norms_every_steps: int | None = None
 
+    def __post_init__(self) -> None:
+        """Refuses wrong settings, before anything is compiled or written."""
+        steps = {name: x for name, x in self._periods.items() if not isinstance(x, Epochs)}
+        check_counts(num_steps=self.num_steps, **steps)
+        check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
+        batches = self.evaluation.batches
+        check_batches(() if batches is None else batches, "evaluate= takes")
+        if self.eval_every_steps is not None and isinstance(batches, Iterator):
+            raise ConfigError("evaluate= is an iterator, read only once. Give a list of batches.")
+        if self.resume == "must" and self.run_dir is None:
+            raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
+        if self.profile_steps is not None and self.run_dir is None:
+            raise ConfigError("train.profile_steps needs run.dir, where the trace is written.")
+        if self.run_dir is None:
+            for sink in self.sinks:
+                sink.refuse_no_run_dir()
+
+    @property
+    def _periods(self) -> dict[str, int | Epochs | None]:
+        names = ("log_every_steps", "eval_every_steps", "save_every_steps")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def log_every(self) -> Period:
+        """Period of train records."""
+        return as_period(self.log_every_steps) or OptimizerSteps(50)
+
+    @property
+    def eval_every(self) -> Period | None:
+        """Period of evaluations."""
+        return as_period(self.eval_every_steps)
+
+    @property
+    def save_every(self) -> Period | None:
+        """Period of checkpoints."""
+        return as_period(self.save_every_steps)
+
     @property
     def manifest(self) -> JsonObject:
         """The facts, the versions of the software, and the commit of the code around it."""
@@ -192,19 +219,20 @@ class Plan:
 
     @property
     def settings(self) -> JsonObject:
-        """The settings that may differ when a run resumes, and those of evaluation, by name."""
-        return {
-            "num_steps": self.num_steps,
-            **_in_both_units("log", self.log_every),
-            **_in_both_units("eval", self.eval_every),
-            **_in_both_units("save", self.save_every),
+        """The settings that may differ when a run resumes, and the ones of evaluation, by name."""
+        found: JsonObject = {"num_steps": self.num_steps}
+        for name, x in self._periods.items():  # in both units, at least one of which is None
+            of_epochs = x.number if isinstance(x, Epochs) else None
+            found[name] = None if isinstance(x, Epochs) else x
+            found[name.replace("steps", "epochs")] = of_epochs
+        return found | {
             "keep": self.keep.newest,
             "keep_every_steps": self.keep.every_steps,
             "check_replicas_every_steps": self.checks.replicas_every_steps,
             "max_consecutive_skips": self.checks.max_consecutive_skips,
             "on_spike": self.checks.on_spike,
-            "eval_params": self.eval_params,
-            "limit_eval_batches": self.limit_eval_batches,
+            "eval_params": self.evaluation.params,
+            "limit_eval_batches": self.evaluation.limit,
         }
 
     @property
@@ -220,24 +248,3 @@ class Plan:
             "same_batches": self.checks.same_batches,
             "check_evaluation": self.checks.evaluation,
         }
-
-    def __post_init__(self) -> None:
-        """Refuses wrong settings, before anything is compiled or written."""
-        check_counts(num_steps=self.num_steps, limit_eval_batches=self.limit_eval_batches)
-        check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
-        check_batches(() if self.evaluation is None else self.evaluation, "evaluate= takes")
-        if self.eval_every is not None and isinstance(self.evaluation, Iterator):
-            raise ConfigError("evaluate= is an iterator, read only once. Give a list of batches.")
-        if self.profile_steps is not None and self.run_dir is None:
-            raise ConfigError("train.profile_steps needs run.dir, where the trace is written.")
-        if self.run_dir is None:
-            for sink in self.sinks:
-                sink.refuse_no_run_dir()
-
-
-def _in_both_units(what: str, period: Period | None) -> JsonObject:
-    """A period by its name in steps and its name in epochs, at least one of which is None."""
-    found: JsonObject = {f"{what}_every_steps": None, f"{what}_every_epochs": None}
-    if period is not None:
-        found[f"{what}_every_{period.unit}"] = period.number
-    return found
