@@ -35,7 +35,7 @@ OPTIMIZER = "optimizer_update"  # the scope of the equations of an optimizer
 
 Evaluate = Callable[[Batch, Array, Array], Sums]  # of a replica's rows, which count, and its key
 Function = Callable[..., PyTree]
-Options = dict[str, PyTree] | None
+XlaOptions = dict[str, PyTree] | None
 Places = tuple[int, ...]
 TraceLoss = Callable[[], Jaxpr] | None  # the loss of the parameters; None where there are no rows
 Averaged = tuple[Grads, HookState]
@@ -65,7 +65,7 @@ class Replicas(Protocol):
           ConfigError: If they do not divide over the devices.
         """
 
-    def jit(self, function: Function, options: Options = None, donated: Places = ()) -> Wrapped:
+    def jit(self, function: Function, options: XlaOptions = None, donated: Places = ()) -> Wrapped:
         """Returns the function jitted, with options of XLA and the donated arguments."""
 
     def enter(self, state: PyTree, layouts: PyTree) -> PyTree:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jddp.engine.bitwise.logical_replicas import FixedReplicas
 from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
-from jddp.engine.protocols import Evaluate, Function, Options, Places, Replicas
+from jddp.engine.protocols import Evaluate, Function, Places, Replicas, XlaOptions
 from jddp.engine.state import Inputs, TrainState, enter, key_of_replica, leave
 from jddp.modules.base import FlaxModel
 from jddp.modules.metrics import Sums, sum_over_replicas
@@ -40,7 +40,7 @@ class Devices:
         """Returns the number of devices."""
         return num_devices
 
-    def jit(self, function: Function, options: Options = None, donated: Places = ()) -> Wrapped:
+    def jit(self, function: Function, options: XlaOptions = None, donated: Places = ()) -> Wrapped:
         """Jits by `jax.jit`."""
         return jax.jit(function, compiler_options=options, donate_argnums=donated)
 

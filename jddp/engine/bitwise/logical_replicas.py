@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from jddp.engine.bitwise.merged_program import MergedProgram
 from jddp.engine.bitwise.sums_of_calls import sum_in_pairs
 from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
-from jddp.engine.protocols import Evaluate, Function, Options, Places
+from jddp.engine.protocols import Evaluate, Function, Places, XlaOptions
 from jddp.engine.state import Inputs, TrainState, key_of_replica, own_layouts
 from jddp.errors import ConfigError
 from jddp.jaxprs import axes_of, equations
@@ -53,7 +53,7 @@ class FixedReplicas:
         check_rows(self.num, num_devices, f"{num_devices} devices", "LogicalReplicas")
         return self.num
 
-    def jit(self, function: Function, options: Options = None, donated: Places = ()) -> Wrapped:
+    def jit(self, function: Function, options: XlaOptions = None, donated: Places = ()) -> Wrapped:
         """Jits to a program that XLA simplifies the same way on any mesh."""
         return MergedProgram(function, options, donated)
 

@@ -26,7 +26,7 @@ import jax
 from jax.extend.mlir import ir, passmanager
 
 from jddp.engine.calls import checks_for_nan
-from jddp.engine.protocols import Function, Options, Places
+from jddp.engine.protocols import Function, Places, XlaOptions
 from jddp.typing import PyTree
 
 Operation = Any  # of MLIR, whose classes a type checker does not know
@@ -46,7 +46,7 @@ class MergedProgram:
       donated: Arguments whose memory the program reuses, by their places.
     """
 
-    def __init__(self, function: Function, options: Options, donated: Places) -> None:
+    def __init__(self, function: Function, options: XlaOptions, donated: Places) -> None:
         passes = ",".join(filter(None, [(options or {}).get(DISABLED), *PASSES]))
         options = {**(options or {}), DISABLED: passes}
         self._jitted = jax.jit(function, compiler_options=options, donate_argnums=donated)
