@@ -9,7 +9,7 @@ the first step that has taken all its examples, whatever the batch sizes of the 
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple
 
 from jddp.errors import ConfigError
 
@@ -32,27 +32,6 @@ class Reached(NamedTuple):
         """The step, and if epochs are known their number, a fraction: fields of a record."""
         epoch = {"epoch": self.examples / self.num_examples} if self.num_examples else {}
         return {"step": self.step, **epoch}
-
-
-@runtime_checkable
-class Period(Protocol):
-    """A part of a run after which something is due, again and again.
-
-    Attributes:
-      unit: "steps" or "epochs".
-    """
-
-    unit: ClassVar[str]
-
-    @property
-    def number(self) -> float:
-        """Number of its units."""
-
-    def ended(self, before: Reached, now: Reached) -> range:
-        """The numbers, from 1, of the periods that ended in between."""
-
-    def in_steps(self, steps_per_epoch: float | None) -> float:
-        """Its mean length in steps."""
 
 
 @dataclass(frozen=True)
@@ -115,3 +94,6 @@ class Epochs:
     def in_steps(self, steps_per_epoch: float | None) -> float:
         """Its mean length in steps, at least one."""
         return math.inf if steps_per_epoch is None else max(1, self.number * steps_per_epoch)
+
+
+Period = OptimizerSteps | Epochs

@@ -10,7 +10,7 @@ from jddp.data.examples import Examples
 from jddp.data.order import ExampleOrder
 from jddp.data.row_examples import as_examples
 from jddp.data.shares import Share
-from jddp.data.split import hold_back
+from jddp.data.split import Subset, selected_parts
 from jddp.data.transforms import Transform
 from jddp.errors import UsageError
 from jddp.typing import Batches, JsonObject, Shown, TextTable
@@ -190,9 +190,7 @@ def parts_of(read: Callable[[str], object], test_share: float | None) -> tuple[E
       ConfigError: If the share is not between 0 and 1.
       DataError: If the data cannot be read.
     """
-    if test_share is None:
-        return as_examples(read("train")), as_examples(read("test"))
-    return hold_back(as_examples(read("train")), test_share)
+    return selected_parts(lambda part: as_examples(read(part or "train")), test_share, Subset)
 
 
 def image_spec(*shape: int) -> Spec:

@@ -1,7 +1,7 @@
 """Splits examples into those for training and those for testing, where the data has one part.
 
     is_test = rows_for_testing(len(rows), 0.2)
-    train, test = hold_back(examples, 0.2)
+    train, test = selected_parts(read, 0.2, Subset)
 
 The number of a row decides, and no seed: a row stays on its side when others are added after it.
 """
@@ -70,18 +70,6 @@ def rows_for_testing(num_rows: int, test_share: float) -> np.ndarray:
             "share, or give files for testing."
         )
     return is_test
-
-
-def hold_back(examples: Examples, test_share: float) -> tuple[Examples, Examples]:
-    """The examples for training, and the examples for testing.
-
-    Raises:
-      ConfigError: If the share is not between 0 and 1.
-      DataError: If one of the two has no example.
-    """
-    is_test = rows_for_testing(len(examples), test_share)
-    train, test = (Subset(examples, np.flatnonzero(rows)) for rows in (~is_test, is_test))
-    return train, test
 
 
 def selected_parts(
