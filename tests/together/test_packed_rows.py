@@ -11,7 +11,7 @@ from flax import linen as nn
 from sweeps import swept
 
 import jddp
-from jddp.data.sources.packed_tokens import PackedExamples
+from jddp.data.sources.tokens import PackedExamples
 from jddp.errors import ConfigError
 from jddp.zoo.losses import next_token
 from jddp.zoo.models.gpt import GPT, positions_in

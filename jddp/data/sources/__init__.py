@@ -14,9 +14,8 @@ from jddp.data.sources.arrays_on_disk import idx, npy, npz
 from jddp.data.sources.fashion_mnist import fashion_mnist
 from jddp.data.sources.hugging_face import array_record, hugging_face, parquet
 from jddp.data.sources.image_folder import image_folder
-from jddp.data.sources.stdlib_text import python_stdlib
 from jddp.data.sources.table import table_in_files
-from jddp.data.sources.tokens import tokens
+from jddp.data.sources.tokens import python_stdlib, tokens
 from jddp.data.sources.webdataset import webdataset
 from jddp.errors import ConfigError
 from jddp.names import check_arguments, defaults_of, look_up

@@ -1,97 +1,46 @@
-"""Windows of long token sequences, to predict each token from the tokens before it.
+"""Examples of tokens: windows of long sequences, or rows of whole documents.
 
     python -m jddp.data tokenize data/tokens book1.txt book2.txt     writes these files
 
 A directory holds train.npy and test.npy, or several files of each (train-00000.npy, ...). Each file
 is one row of uint16 or uint32, memory-mapped. train-00000.documents.npy has the positions at which
 its documents begin; tokens.json has the tokenizer and the sizes, in tokens and in bytes.
+
+A text that is on every machine is the library of the running Python, about 11 MB of source files. A
+hash of a file's name puts about one in ten into the test split, so that adding or removing a file
+moves no other. The text depends on the version of Python: its hash is in the log.
 """
 
 import json
+import os
+import sysconfig
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from jddp.data.examples import Examples, NumpyBatch
+from jddp.data.packing import pack_items
 from jddp.data.source import DataSet, DataSource, Spec, make_data_set
 from jddp.data.sources.mapped import map_npy, refusing_damage, require_file
-from jddp.data.sources.packed_tokens import PackedExamples
-from jddp.data.sources.token_shards import TokenShards, file_of
-from jddp.errors import ConfigError, DataError
+from jddp.errors import ConfigError, DataError, words_of
 from jddp.typing import JsonObject
 
 INDEX = "tokens.json"
 DOCUMENTS = ".documents.npy"
 
-# Arrays of a batch beside "tokens", by what becomes of documents.
+# Arrays of a batch besides "tokens", by what becomes of documents.
 ADDED: dict[str, dict[str, str]] = {
     "cross": {},
     "mask": {"mask": "float32"},
     "pack": {"segments": "int32", "mask": "float32"},
 }
 
-
-class TokenExamples:
-    """Windows of long sequences: each token but a sequence's first is predicted once per epoch."""
-
-    def __init__(
-        self,
-        *shards: np.ndarray,
-        sequence_length: int,
-        vocab_size: int | None = None,
-        documents: Sequence[np.ndarray] | None = None,
-    ):
-        """Cuts sequences into windows that overlap by one token; the remainder is not used.
-
-        Args:
-          shards: Sequences `(n,)` of whole numbers, in memory or memory-mapped.
-          sequence_length: Predictions per example, `t`; a window holds `t + 1` tokens.
-          vocab_size: Number of tokens; larger ones are refused when read. None accepts any from 0.
-          documents: Positions at which documents begin in each sequence, in rising order. First
-            tokens of documents are then not predicted: "mask" is 0 there.
-
-        Raises:
-          DataError: If no sequence is long enough for a window, or one is not a row of integers.
-        """
-        self._tokens = TokenShards(shards, vocab_size)
-        self._documents = documents
-        self._sequence_length = sequence_length
-        sizes = [max(0, len(tokens) - 1) // sequence_length for tokens in shards]
-        self._ends = np.cumsum(sizes)
-        if not sum(sizes):
-            longest = max(shards, key=len)
-            raise DataError(
-                f"{file_of(longest)}{len(longest):,} tokens are too few for sequence_length "
-                f"{sequence_length}, which needs {sequence_length + 1:,}. Give more text or "
-                "shorter sequences."
-            )
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def take(self, indices: np.ndarray) -> NumpyBatch:
-        """int32 tokens `(b, t + 1)`: inputs are all but the last, targets all but the first.
-
-        Returns:
-          "tokens"; and float32 "mask" `(b, t)` if documents are known.
-
-        Raises:
-          DataError: If a token is negative, or not below `vocab_size`.
-        """
-        length = self._sequence_length
-        batch = {"tokens": np.empty((len(indices), length + 1), np.int32)}
-        if self._documents is not None:
-            batch["mask"] = np.ones((len(indices), length), np.float32)
-        shards = np.searchsorted(self._ends, indices, side="right")
-        for shard in np.unique(shards):
-            rows = np.flatnonzero(shards == shard)
-            firsts = (indices[rows] - (self._ends[shard - 1] if shard else 0)) * length
-            places = firsts[:, None] + np.arange(length + 1)
-            batch["tokens"][rows] = self._tokens.read(shard, places)
-            if self._documents is not None:
-                batch["mask"][rows] = ~_are_in(places[:, 1:], self._documents[shard])
-        return batch
+# Tests, installed packages, a whole editor: neither typical nor on every machine.
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib"}
+_MACHINE_MADE = ("_sysconfigdata", "config-")  # written when this interpreter was built
 
 
 def tokens(
@@ -152,6 +101,90 @@ def _bytes_per_token(index: JsonObject) -> float | None:
     return num_bytes / index["tokens"]["test"] if num_bytes else None
 
 
+def _shards(root: Path, part: str) -> list[Path]:
+    paths = [path for path in root.glob(f"{part}-*.npy") if not path.name.endswith(DOCUMENTS)]
+    return sorted(paths) or [root / f"{part}.npy"]
+
+
+def _begins(shard: Path) -> np.ndarray:
+    return map_npy(shard.with_name(shard.stem + DOCUMENTS))
+
+
+def python_stdlib(*, sequence_length: int = 256, documents: str = "cross") -> DataSource:
+    """The source of the standard library's text.
+
+    Args:
+      sequence_length: Bytes that are predicted per example.
+      documents: What becomes of documents, each a file: "cross", "mask" or "pack" (see `tokens`).
+
+    Raises:
+      ConfigError: If an argument breaks its rule.
+    """
+    spec = token_spec(sequence_length, documents)
+    root = Path(sysconfig.get_path("stdlib"))
+    return DataSource(
+        spec,
+        lambda: _load_library(root, sequence_length, documents),
+        sizes={"vocab_size": 256},
+        bytes_per_token=1.0,
+    )
+
+
+def source_files(root: Path) -> list[Path]:
+    """The source files under `root` that count as text: relative paths, in a fixed order."""
+    found = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if _is_text(name)]
+        here = Path(directory).relative_to(root)
+        found += [here / name for name in names if name.endswith(".py") and _is_text(name)]
+    return sorted(found, key=Path.as_posix)
+
+
+def _is_text(name: str) -> bool:
+    return name not in _SKIPPED and not name.startswith(_MACHINE_MADE)
+
+
+def _load_library(root: Path, sequence_length: int, documents: str) -> DataSet:
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    for path in source_files(root):
+        is_test = sha256(path.as_posix().encode()).digest()[0] % 10 == 0
+        try:
+            parts[is_test].append((root / path).read_bytes() + b"\0")
+        except OSError as error:
+            raise DataError(
+                f"{root / path}: {words_of(error)}. Repair the installation."
+            ) from error
+    if not all(parts.values()):
+        raise DataError(
+            f"{root}: no source files of the standard library. This Python was installed without "
+            "them; use another one, or data.name=tokens."
+        )
+    num_train, num_test = (sum(map(len, parts[is_test])) for is_test in (False, True))
+    digest = sha256(b"".join(parts[False] + parts[True])).hexdigest()
+
+    def examples(texts: list[bytes]) -> Examples:
+        text = np.frombuffer(b"".join(texts), np.uint8)
+        begins = np.cumsum([0, *map(len, texts)])[:-1]
+        return token_examples([text], [begins], documents, sequence_length=sequence_length)
+
+    train, test = examples(parts[False]), examples(parts[True])
+    description = (
+        f"Python's standard library: {num_train:,} train / {num_test:,} test bytes of "
+        f"{sum(map(len, parts.values())):,} files{packing_of(train)}, sha256 {digest[:12]}"
+    )
+    return DataSet(train, test, description, digest)
+
+
+def token_spec(sequence_length: int, documents: str) -> Spec:
+    """The spec of such examples; refuses a length that predicts nothing, and unknown words."""
+    if sequence_length < 1:
+        raise ConfigError(f"sequence_length {sequence_length} is not positive. Choose 1 or more.")
+    if documents not in ADDED:
+        raise ConfigError(f"data.kwargs.documents: {documents!r} is none of {', '.join(ADDED)}.")
+    spec = {"tokens": ((sequence_length + 1,), np.dtype("int32"))}
+    return spec | {name: ((sequence_length,), np.dtype(x)) for name, x in ADDED[documents].items()}
+
+
 def token_examples(
     shards: Sequence[np.ndarray],
     begins: Sequence[np.ndarray],
@@ -187,25 +220,246 @@ def packing_of(examples: Examples) -> str:
     return ""
 
 
-def token_spec(sequence_length: int, documents: str) -> Spec:
-    """The spec of such examples; refuses a length that predicts nothing, and unknown words."""
-    if sequence_length < 1:
-        raise ConfigError(f"sequence_length {sequence_length} is not positive. Choose 1 or more.")
-    if documents not in ADDED:
-        raise ConfigError(f"data.kwargs.documents: {documents!r} is none of {', '.join(ADDED)}.")
-    spec = {"tokens": ((sequence_length + 1,), np.dtype("int32"))}
-    return spec | {name: ((sequence_length,), np.dtype(x)) for name, x in ADDED[documents].items()}
+class _Shards:
+    """Sequences of tokens, of which any place can be read."""
+
+    def __init__(self, shards: Sequence[np.ndarray], vocab_size: int | None) -> None:
+        """Checks the sequences; reads no token.
+
+        Args:
+          shards: Sequences `(n,)` of whole numbers.
+          vocab_size: Number of tokens; larger ones are refused when read. None accepts any from 0.
+
+        Raises:
+          DataError: If one is not a row of integers.
+        """
+        for tokens in shards:
+            if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+                raise DataError(
+                    f"{_file_of(tokens)}tokens are {tokens.dtype}{tokens.shape}. They need one row "
+                    "of whole numbers."
+                )
+        self._shards = shards
+        self._vocab_size = vocab_size or 2**31  # as they become int32
+
+    def read(self, shard: int, places: np.ndarray) -> np.ndarray:
+        """The tokens at these places of a sequence, in the shape of the places.
+
+        Raises:
+          DataError: If a token is negative, or not below `vocab_size`.
+        """
+        tokens = self._shards[shard]
+        taken = tokens[places]
+        if (is_wrong := (taken < 0) | (taken >= self._vocab_size)).any():
+            place = places[is_wrong][0]
+            raise DataError(
+                f"{_file_of(tokens)}token {tokens[place]} at {place:,} is not in 0 ... "
+                f"{self._vocab_size - 1}. Raise vocab_size, or use tokens of the right tokenizer."
+            )
+        return taken
 
 
-def _shards(root: Path, part: str) -> list[Path]:
-    paths = [path for path in root.glob(f"{part}-*.npy") if not path.name.endswith(DOCUMENTS)]
-    return sorted(paths) or [root / f"{part}.npy"]
+def _file_of(tokens: np.ndarray) -> str:
+    """The file of a sequence, to begin a sentence with; empty if it has none."""
+    name = getattr(tokens, "filename", None)
+    return "" if name is None else f"{name}: "
 
 
-def _begins(shard: Path) -> np.ndarray:
-    return map_npy(shard.with_name(shard.stem + DOCUMENTS))
+class TokenExamples:
+    """Windows of long sequences: each token but a sequence's first is predicted once per epoch."""
+
+    def __init__(
+        self,
+        *shards: np.ndarray,
+        sequence_length: int,
+        vocab_size: int | None = None,
+        documents: Sequence[np.ndarray] | None = None,
+    ):
+        """Cuts sequences into windows that overlap by one token; the remainder is not used.
+
+        Args:
+          shards: Sequences `(n,)` of whole numbers, in memory or memory-mapped.
+          sequence_length: Predictions per example, `t`; a window holds `t + 1` tokens.
+          vocab_size: Number of tokens; larger ones are refused when read. None accepts any from 0.
+          documents: Positions at which documents begin in each sequence, in rising order. First
+            tokens of documents are then not predicted: "mask" is 0 there.
+
+        Raises:
+          DataError: If no sequence is long enough for a window, or one is not a row of integers.
+        """
+        self._tokens = _Shards(shards, vocab_size)
+        self._documents = documents
+        self._sequence_length = sequence_length
+        sizes = [max(0, len(tokens) - 1) // sequence_length for tokens in shards]
+        self._ends = np.cumsum(sizes)
+        if not sum(sizes):
+            longest = max(shards, key=len)
+            raise DataError(
+                f"{_file_of(longest)}{len(longest):,} tokens are too few for sequence_length "
+                f"{sequence_length}, which needs {sequence_length + 1:,}. Give more text or "
+                "shorter sequences."
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def take(self, indices: np.ndarray) -> NumpyBatch:
+        """int32 tokens `(b, t + 1)`: inputs are all but the last, targets all but the first.
+
+        Returns:
+          "tokens"; and float32 "mask" `(b, t)` if documents are known.
+
+        Raises:
+          DataError: If a token is negative, or not below `vocab_size`.
+        """
+        length = self._sequence_length
+        batch = {"tokens": np.empty((len(indices), length + 1), np.int32)}
+        if self._documents is not None:
+            batch["mask"] = np.ones((len(indices), length), np.float32)
+        shards = np.searchsorted(self._ends, indices, side="right")
+        for shard in np.unique(shards):
+            rows = np.flatnonzero(shards == shard)
+            firsts = (indices[rows] - (self._ends[shard - 1] if shard else 0)) * length
+            places = firsts[:, None] + np.arange(length + 1)
+            batch["tokens"][rows] = self._tokens.read(shard, places)
+            if self._documents is not None:
+                batch["mask"][rows] = ~_are_in(places[:, 1:], self._documents[shard])
+        return batch
 
 
 def _are_in(places: np.ndarray, rising: np.ndarray) -> np.ndarray:
     found = np.searchsorted(rising, places)
     return rising[np.minimum(found, len(rising) - 1)] == places if len(rising) else found < 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    """Parts of documents: consecutive tokens.
+
+    Attributes:
+      shards: Sequence of each piece, `(n,)`.
+      begins: Place of its first token in the sequence, `(n,)`.
+      sizes: Number of its tokens, `(n,)`.
+    """
+
+    shards: np.ndarray
+    begins: np.ndarray
+    sizes: np.ndarray
+
+    def __getitem__(self, chosen: np.ndarray) -> "_Pieces":
+        return _Pieces(self.shards[chosen], self.begins[chosen], self.sizes[chosen])
+
+
+class PackedExamples:
+    """Rows of whole documents, each as long as `sequence_length` predictions and one token."""
+
+    def __init__(
+        self,
+        *shards: np.ndarray,
+        documents: Sequence[np.ndarray],
+        sequence_length: int,
+        vocab_size: int | None = None,
+    ):
+        """Packs documents into rows; reads no token. Documents of one token are left out.
+
+        Args:
+          shards: Sequences `(n,)` of whole numbers, in memory or memory-mapped.
+          documents: Positions at which documents begin in each sequence, in rising order.
+          sequence_length: Predictions per example, `t`.
+          vocab_size: Number of tokens; larger ones are refused when read. None accepts any from 0.
+
+        Raises:
+          DataError: If a sequence is not a row of integers, positions do not rise within their
+            sequence, or no document has two tokens.
+        """
+        self._tokens = _Shards(shards, vocab_size)
+        self._row_length = sequence_length + 1
+        pairs = enumerate(zip(shards, documents, strict=True))
+        cut = [_cut(i, tokens, begins, sequence_length) for i, (tokens, begins) in pairs]
+        pieces = _Pieces(*map(np.concatenate, zip(*cut, strict=True)))
+        if not len(pieces.sizes):
+            raise DataError("no document has two tokens. Give more text.")
+        rows = pack_items(pieces.sizes, self._row_length)
+        self._pieces = pieces[np.argsort(rows, kind="stable")]
+        self._ends = np.cumsum(np.bincount(rows))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def padding(self) -> float:
+        """Share of the rows' places that hold no token of a document."""
+        return 1 - int(self._pieces.sizes.sum()) / (len(self) * self._row_length)
+
+    def take(self, indices: np.ndarray) -> NumpyBatch:
+        """int32 tokens `(b, t + 1)`: inputs are all but the last, targets all but the first.
+
+        Returns:
+          "tokens"; int32 "segments" `(b, t)`, the number of each input's document in its row, from
+          1 on, and 0 for padding; and float32 "mask" `(b, t)`, 1 for a target in its input's
+          document.
+
+        Raises:
+          DataError: If a token is negative, or not below `vocab_size`.
+        """
+        first = np.where(indices > 0, self._ends[indices - 1], 0)
+        counts = self._ends[indices] - first
+        pieces = self._pieces[_ranges(first, counts)]
+        places = self._places(pieces.sizes, counts)
+        numbers = np.repeat(_ranges(np.ones_like(counts), counts), pieces.sizes)
+        segments = self._laid_out(numbers.astype(np.int32), places, len(indices))
+        tokens = self._read(pieces)
+        is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+        return {
+            "tokens": self._laid_out(tokens, places, len(indices)),
+            "segments": segments[:, :-1],
+            "mask": is_inside.astype(np.float32),
+        }
+
+    def _places(self, sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The place in a batch of each token of pieces, of which each row has the next `counts`."""
+        begins = np.cumsum(sizes) - sizes
+        begins -= np.repeat(begins[np.cumsum(counts) - counts], counts)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        return _ranges(rows * self._row_length + begins, sizes)
+
+    def _laid_out(self, values: np.ndarray, places: np.ndarray, num_rows: int) -> np.ndarray:
+        """Rows with these values at these places, and zeros elsewhere."""
+        rows = np.zeros((num_rows, self._row_length), values.dtype)
+        rows.reshape(-1)[places] = values
+        return rows
+
+    def _read(self, pieces: _Pieces) -> np.ndarray:
+        """The tokens of pieces, one after the other."""
+        tokens = np.empty(pieces.sizes.sum(), np.int32)
+        for shard in np.unique(pieces.shards):
+            is_here = pieces.shards == shard
+            here = pieces[is_here]
+            places = _ranges(here.begins, here.sizes)
+            tokens[np.repeat(is_here, pieces.sizes)] = self._tokens.read(shard, places)
+        return tokens
+
+
+def _cut(
+    shard: int, tokens: np.ndarray, begins: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The pieces of a sequence's documents, each of `length` predictions or fewer."""
+    edges = np.append(begins, len(tokens)).astype(np.int64)
+    sizes = np.diff(edges)
+    if edges[0] != 0 or (sizes < 0).any():
+        raise DataError(
+            f"{_file_of(tokens)}the positions of documents do not rise from 0 to {len(tokens):,}, "
+            "the number of tokens. Write them again."
+        )
+    num_predicted = np.maximum(sizes - 1, 0)
+    counts = -(-num_predicted // length)
+    offsets = _ranges(np.zeros_like(counts), counts) * length
+    left = np.repeat(num_predicted, counts) - offsets
+    firsts = np.repeat(edges[:-1], counts) + offsets
+    return np.full(len(firsts), shard), firsts, np.minimum(left, length) + 1
+
+
+def _ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """`begin ... begin + size - 1` for each pair, one after the other."""
+    ends = np.cumsum(sizes)
+    return np.repeat(begins - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)

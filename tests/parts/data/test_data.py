@@ -31,8 +31,7 @@ from jddp.data.order import Order
 from jddp.data.source import spec_of
 from jddp.data.sources import SOURCES
 from jddp.data.sources.idx import parse_idx
-from jddp.data.sources.stdlib_text import source_files
-from jddp.data.sources.tokens import TokenExamples
+from jddp.data.sources.tokens import TokenExamples, source_files
 from jddp.errors import ConfigError, DataError
 
 embedded = importlib.import_module("jddp.data.sources.fashion_mnist")  # not the function

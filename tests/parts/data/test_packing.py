@@ -6,7 +6,7 @@ import pytest
 from jddp.data import make_source
 from jddp.data.packing import pack_items
 from jddp.data.source import spec_of
-from jddp.data.sources.packed_tokens import PackedExamples
+from jddp.data.sources.tokens import PackedExamples
 from jddp.errors import ConfigError, DataError
 from jddp.workbench.tokenize import BYTES, write_tokens
 
