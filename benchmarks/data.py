@@ -146,9 +146,8 @@ def order(num_rounds: int) -> dict[str, float]:
 def images(num_rounds: int, num_files: int = 600, pixels: int = 224) -> dict[str, float]:
     from PIL import Image
 
-    from jddp.data.image_transforms import Normalize
     from jddp.data.sources.image_folder import FolderExamples
-    from jddp.data.transforms import Transformed
+    from jddp.data.transforms import Normalize, Transformed
 
     with tempfile.TemporaryDirectory() as folder:
         rng, root = np.random.default_rng(0), Path(folder)
@@ -194,7 +193,7 @@ def reading(examples: Any, num_workers: int, *, on_device: bool) -> tuple[float,
     With `on_device` the rows are only read here: the step transforms them.
     """
     from jddp.data import TrainBatches, WorkerBatches
-    from jddp.data.image_transforms import CropAndFlip
+    from jddp.data.transforms import CropAndFlip
 
     plan = {"global_batch_size": 50, "seed": 0, "transforms": [CropAndFlip()]}
     batches = TrainBatches(examples, on_device=on_device, **plan)

@@ -4,22 +4,21 @@
     batch = next(batches)              # the rows of this process, a dict of numpy arrays
     batches.get_state()                # {"position": 128}: pass it to set_state to resume
 
-Every process iterates over the same global batches and takes its own contiguous part of each (see
-`shares`). So all processes together read the same rows as a single process, in the same order. A
+Every process iterates over the same global batches and takes its own contiguous part of each (its
+`Share`). So all processes together read the same rows as a single process, in the same order. A
 partial batch is padded with real rows, whose mask is 0.
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from jddp.data.examples import NumpyBatch
-from jddp.data.mixing import NUM_PAIR_DRAWS, Mix
+from jddp.data.examples import NumpyBatch, as_examples
 from jddp.data.order import ExampleOrder, Order
-from jddp.data.row_examples import as_examples
-from jddp.data.shares import Share
-from jddp.data.transforms import Transform, chain_of
+from jddp.data.transforms import NUM_PAIR_DRAWS, Mix, Transform, chain_of
 from jddp.errors import ConfigError, DataError
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_BATCHES
@@ -280,3 +279,49 @@ def _nearest_multiples(size: int, factor: int) -> str:
     below = size // factor * factor
     nearest = f"Nearest that do: {below} and {below + factor}."
     return nearest if below > 0 else f"Smallest that does: {factor}."
+
+
+class Share(NamedTuple):
+    """One of several equal parts of the rows.
+
+    Attributes:
+      process_index: Number of the process.
+      num_processes: Number of processes.
+    """
+
+    process_index: int
+    num_processes: int
+
+    def __str__(self) -> str:
+        """Text for a sentence."""
+        return f"share {self.process_index} of {self.num_processes}"
+
+    def part_of(self, num_rows: int) -> tuple[int, int]:
+        """The first of this share's rows of a batch, and the first that is not its."""
+        index, count = self
+        return index * num_rows // count, (index + 1) * num_rows // count
+
+    @classmethod
+    def of(cls, process_index: int | None, num_processes: int | None) -> "Share":
+        """The share with these numbers; None stands for the numbers of this process in its job.
+
+        Raises:
+          ConfigError: If there is no such process.
+        """
+        here = _here()
+        index = here.process_index if process_index is None else process_index
+        count = here.num_processes if num_processes is None else num_processes
+        if not 0 <= index < count:
+            raise ConfigError(
+                f"process_index={index} must be from 0 up, and below num_processes={count}. "
+                "Without both they are JAX's, once it has joined a job."
+            )
+        return cls(int(index), int(count))
+
+
+def _here() -> Share:
+    if "jax" not in sys.modules:
+        return Share(0, 1)
+    from jddp.distributed import coordination  # which imports JAX
+
+    return Share(coordination.process_index(), coordination.num_processes())

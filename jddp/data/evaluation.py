@@ -3,8 +3,8 @@
     for batch in eval_batches(examples, global_batch_size=1000):
         ...                            # the rows of this process, a dict of numpy arrays
 
-They can be iterated any number of times. Each process takes an equal part of every batch (see
-`shares`), and all processes take the same number of batches. The last one may be smaller.
+They can be iterated any number of times. Each process takes an equal part of every batch
+(`Share`), and all processes take the same number of batches. The last one may be smaller.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jddp.data.examples import Examples
+from jddp.data.batches import Share
+from jddp.data.examples import Examples, Subset, as_examples
 from jddp.data.order import Order
-from jddp.data.row_examples import as_examples
-from jddp.data.shares import Share
-from jddp.data.split import Subset
 from jddp.data.transforms import Chain, Transform, chain_of
 from jddp.errors import ConfigError, DataError
 from jddp.names import refuses_unknown

@@ -1,15 +1,22 @@
 """Numbered examples: their number, and the rows at given indices as one batch.
 
-This is the whole interface of a data set. One kind is here: arrays as they are (`ArrayExamples`).
-Mistakes that can be found at the start are refused at the start.
+This is the whole interface of a data set. Arrays are examples as they are (`ArrayExamples`), and an
+object with `__len__` and `__getitem__` is a data set of rows (`RowExamples`), as of PyTorch,
+Hugging Face, grain and plain lists: a row is a dict of arrays or numbers, or a tuple of them if
+names are given. Mistakes that can be found at the start are refused at the start.
 """
 
+import functools
+import importlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jddp.errors import DataError
+from jddp.errors import ConfigError, DataError
+from jddp.typing import Settings
 
 NumpyBatch = dict[str, np.ndarray]
 
@@ -137,3 +144,168 @@ def check_numbers(name: str, array: np.ndarray, row_names: Sequence[int] | np.nd
         f"array '{name}' {what}, first in row {row_names[wrong_rows[0]]}. Remove or fix the "
         f"{len(wrong_rows)} rows with such numbers."
     )
+
+
+class RowExamples:
+    """Examples of a data set that returns one row at a time.
+
+    Args:
+      rows: Data set with `__len__` and `__getitem__`; `__getitems__`, if any, reads many at once.
+      names: Names of the parts of a row, if rows are tuples.
+    """
+
+    def __init__(self, rows: Any, *, names: Sequence[str] | None = None) -> None:
+        # Hugging Face returns lists of Python numbers unless asked for arrays.
+        self._rows = rows.with_format("numpy") if hasattr(rows, "with_format") else rows
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def column(self, name: str) -> np.ndarray | None:
+        """A column of all rows, if they are stored by columns."""
+        return self._rows.column(name) if hasattr(self._rows, "column") else None
+
+    def take(self, indices: np.ndarray) -> NumpyBatch:
+        """The rows at `indices`, stacked by name.
+
+        Raises:
+          DataError: If a row has no names, rows differ in shape, or hold no numbers.
+        """
+        if not len(indices):  # on a process without a row in the last batch
+            return {name: x[:0] for name, x in self.take(np.zeros(1, int)).items()}
+        if hasattr(self._rows, "__getitems__"):
+            rows = self._rows.__getitems__(indices.tolist())
+        else:
+            rows = [self._rows[index] for index in indices.tolist()]
+        named = [self._named(row) for row in rows]
+        parts = {name: [row.get(name) for row in named] for name in named[0]}
+        return {name: self._stack(name, part, indices) for name, part in parts.items()}
+
+    def _named(self, row: object) -> Settings:
+        if isinstance(row, Mapping):
+            return row
+        if isinstance(row, tuple | list) and self._names and len(self._names) == len(row):
+            return dict(zip(self._names, row, strict=True))
+        raise DataError(
+            f"a row of the data is {type(row).__name__}, with names {self._names}. Rows must be "
+            "dicts, or tuples with names: RowExamples(rows, names=('image', 'label'))."
+        )
+
+    def _stack(self, name: str, parts: list[object], indices: np.ndarray) -> np.ndarray:
+        for part in parts:
+            refuse_masked({name: part})
+        arrays = [np.asarray(part) for part in parts]
+        shapes = {array.shape for array in arrays}
+        if len(shapes) > 1 or not {array.dtype.kind for array in arrays} <= {*"biuf"}:
+            dtypes = ", ".join(sorted({str(array.dtype) for array in arrays}))
+            found = f"{dtypes} of shapes {sorted(shapes)}"
+            raise DataError(
+                f"{name!r} of the data is {found}. Rows must hold numbers, all of one shape: "
+                "convert, pad or leave out that part before training."
+            )
+        return in_32_bits(name, np.stack(arrays), indices)
+
+
+def as_examples(data: object) -> Examples:
+    """Examples from a dict of arrays or a data set of rows; `Examples` are returned as they are.
+
+    Raises:
+      DataError: If the data is none of these.
+    """
+    if isinstance(data, Mapping):
+        return ArrayExamples(data)
+    if isinstance(data, Examples) and not (hasattr(data, "with_format") or hasattr(data, "dtype")):
+        return data  # Hugging Face's `take` returns the first rows; an array's, elements
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple):
+        return RowExamples(data)
+    raise DataError(
+        f"data of type {type(data).__name__} cannot be read. Give a dict of arrays, or an object "
+        "with __len__() and take(indices) or __getitem__(index)."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """Some of other examples.
+
+    Attributes:
+      examples: The other examples.
+      rows: Their indices, in the order of the subset.
+    """
+
+    examples: Examples
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def column(self, name: str) -> np.ndarray | None:
+        """An array of the subset, if it is at hand."""
+        column = column_of(self.examples, name)
+        return None if column is None else column[self.rows]
+
+    def take(self, indices: np.ndarray) -> NumpyBatch:
+        """The examples at `indices` of the subset."""
+        return self.examples.take(self.rows[indices])
+
+
+@dataclass(frozen=True, eq=False)
+class Concatenated:
+    """The examples of several data sets, whose arrays have the same names, shapes and dtypes.
+
+    Attributes:
+      parts: The data sets, at least one.
+      names: A name for each, to tell where an example is from.
+    """
+
+    parts: Sequence[Examples]
+    names: Sequence[str]
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([len(part) for part in self.parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def column(self, name: str) -> np.ndarray | None:
+        """An array of all parts, if each has it at hand."""
+        columns = [column_of(part, name) for part in self.parts]
+        known = [column for column in columns if column is not None]
+        return np.concatenate(known) if len(known) == len(columns) else None
+
+    def take(self, indices: np.ndarray) -> NumpyBatch:
+        """The examples at `indices`, in that order."""
+        parts, rows = self._places(indices)
+        batch = self.parts[0].take(rows[:0])
+        batch = {name: np.empty((len(rows), *x.shape[1:]), x.dtype) for name, x in batch.items()}
+        for part in np.unique(parts).tolist():
+            is_here = parts == part
+            for name, array in self.parts[part].take(rows[is_here]).items():
+                batch[name][is_here] = array
+        return batch
+
+    def places(self, indices: np.ndarray) -> list[str]:
+        """The data set of each of these examples, and its number there."""
+        parts, rows = self._places(indices)
+        return [f"{self.names[part]} {row}" for part, row in zip(parts, rows, strict=True)]
+
+    def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        parts = np.searchsorted(self._ends, indices, side="right")
+        firsts = np.concatenate([[0], self._ends])
+        return parts, indices - firsts[parts]
+
+
+def import_extra(name: str, *, needed_by: str) -> ModuleType:
+    """The library with this name.
+
+    Raises:
+      ConfigError: If it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{needed_by} needs {name}, which is not installed: pip install 'jddp[data]'."
+        ) from error

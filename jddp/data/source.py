@@ -1,18 +1,25 @@
-"""Data sets, and sources that load them."""
+"""Data sets, and sources that load them: of two parts, of one that is split, and mixtures.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+    is_test = rows_for_testing(len(rows), 0.2)
+    train, test = selected_parts(read, 0.2, Subset)
+
+Where the data has one part, the number of a row decides whether it is for testing, and no seed: a
+row stays on its side when others are added after it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import TypeVar
 
 import numpy as np
 
-from jddp.data.examples import Examples
-from jddp.data.order import ExampleOrder
-from jddp.data.row_examples import as_examples
-from jddp.data.shares import Share
-from jddp.data.split import Subset, selected_parts
+from jddp.data.batches import Share
+from jddp.data.examples import Concatenated, Examples, Subset, as_examples
+from jddp.data.order import ExampleOrder, MixtureOrder
 from jddp.data.transforms import Transform
-from jddp.errors import UsageError
+from jddp.errors import ConfigError, DataError, UsageError
 from jddp.typing import Batches, JsonObject, Shown, TextTable
 
 Spec = dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -213,3 +220,125 @@ def _fingerprint(examples: Examples) -> bytes:
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.digest()
+
+
+_Rows = TypeVar("_Rows", bound=Sized)
+
+
+def check_share(test_share: float) -> None:
+    """Refuses a share of examples for testing that leaves none on one side.
+
+    Raises:
+      ConfigError: If it is not between 0 and 1.
+    """
+    if not 0 < test_share < 1:
+        raise ConfigError(f"data.kwargs.test_share: {test_share!r} is not between 0 and 1.")
+
+
+def rows_for_testing(num_rows: int, test_share: float) -> np.ndarray:
+    """Which of the rows are for testing, `(num_rows,)`: about this share of them.
+
+    Raises:
+      ConfigError: If the share is not between 0 and 1.
+      DataError: If all rows are on one side.
+    """
+    check_share(test_share)
+    # numpy promises Philox's raw bits, not what `Generator` makes of them (NEP 19).
+    is_test = np.random.Philox(key=0).random_raw(num_rows) * 2.0**-64 < test_share
+    if is_test.all() or not is_test.any():
+        raise DataError(
+            f"test_share={test_share} leaves one part of {num_rows} rows empty. Choose another "
+            "share, or give files for testing."
+        )
+    return is_test
+
+
+def selected_parts(
+    read: Callable[[str], _Rows],
+    test_share: float | None,
+    select: Callable[[_Rows, np.ndarray], _Rows],
+) -> tuple[_Rows, _Rows]:
+    """The rows for training, and the rows for testing.
+
+    Args:
+      read: Function that returns the rows of the part "train" or "test"; of "", all.
+      test_share: Fraction of all rows that is for testing; None to read both parts.
+      select: Function of rows and indices that returns these rows.
+
+    Raises:
+      ConfigError: If the share is not between 0 and 1.
+      DataError: If one of the two has no row.
+    """
+    if test_share is None:
+        return read("train"), read("test")
+    rows = read("")
+    is_test = rows_for_testing(len(rows), test_share)
+    train, test = (select(rows, np.flatnonzero(x)) for x in (~is_test, is_test))
+    return train, test
+
+
+def mixed_source(sources: Mapping[str, DataSource], weights: Sequence[float]) -> DataSource:
+    """The source that mixes several, such as the same format in several folders.
+
+    Args:
+      sources: Sources by name.
+      weights: Relative frequencies of the sources in training.
+
+    Raises:
+      ConfigError: If their examples have different shapes, vocabularies or categories.
+    """
+    (first_name, first), *others = sources.items()
+    for name, source in others:
+        if _content_of(source) != _content_of(first):
+            raise ConfigError(
+                f"data.mixture: {first_name} holds {_content_of(first)}, and {name} "
+                f"{_content_of(source)}. Mix data of one kind: text of one tokenizer, say."
+            )
+    bytes_per_token = {source.bytes_per_token for source in sources.values()}
+    return dataclasses.replace(
+        first,
+        load=lambda: _load(sources, tuple(weights)),
+        # The mean over all test examples is known if it is the same of each source.
+        bytes_per_token=bytes_per_token.pop() if len(bytes_per_token) == 1 else None,
+    )
+
+
+def _load(sources: Mapping[str, DataSource], weights: tuple[float, ...]) -> DataSet:
+    sets = {name: source.load() for name, source in sources.items()}
+    (first_name, first), *others = sets.items()
+    for name, data in others:
+        if data.classes != first.classes or data.encoding != first.encoding:
+            raise ConfigError(
+                f"data.mixture: {first_name} and {name} have different classes or columns. Mix "
+                "data of the same ones."
+            )
+    names, sizes = [*sets], tuple(len(data.train) for data in sets.values())
+    train = Concatenated([data.train for data in sets.values()], names)
+    test = Concatenated([data.test for data in sets.values()], names)
+    shares = _shares(names, MixtureOrder(sizes, weights, 0))
+    return dataclasses.replace(
+        first,
+        train=train,
+        test=test,
+        description=f"{shares}: {len(train):,} train / {len(test):,} test examples",
+        sha256=sha256("".join(data.sha256 for data in sets.values()).encode()).hexdigest(),
+        order=lambda seed: MixtureOrder(sizes, weights, seed),
+    )
+
+
+def _shares(names: Sequence[str], order: MixtureOrder) -> str:
+    """Words on the share of each source, and on how often an epoch takes all its examples."""
+    parts = [
+        f"{float(share):.3g} of {name} ({float(share * order.num_examples / size):.3g} times)"
+        for name, share, size in zip(names, order.shares, order.sizes, strict=True)
+    ]
+    return f"mixture, an epoch of {', '.join(parts)}"
+
+
+def _content_of(source: DataSource) -> str:
+    """Words on what must be equal where sources are mixed."""
+    arrays = ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in source.spec.items())
+    sizes = [f"{name} {size:,}" for name, size in source.sizes.items()]
+    tokenizer = [f"tokenizer {source.tokenizer!r}"] if source.tokenizer else []
+    categories = [f"categories {[*source.num_categories]}"] if source.num_categories else []
+    return ", ".join([arrays, *sizes, *tokenizer, *categories])

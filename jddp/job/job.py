@@ -24,9 +24,9 @@ from jddp.config.files import load_config, with_overrides
 from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
 from jddp.data import DataSet, Mix, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
-from jddp.data.image_transforms import normalization_of
 from jddp.data.order import ExampleOrder
 from jddp.data.source import Streams
+from jddp.data.transforms import normalization_of
 from jddp.data_parallel import DataParallel
 from jddp.distributed.agree import agree
 from jddp.distributed.watchdog import Limits

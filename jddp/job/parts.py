@@ -23,7 +23,7 @@ from jddp.config.schema import Config
 from jddp.config.sections import Kwargs, NamedSection
 from jddp.data import DataSet, DataSource, make_source, source_of
 from jddp.data.order import ExampleOrder
-from jddp.data.sources.mixture import mixed_source
+from jddp.data.source import mixed_source
 from jddp.engine.strategy import FSDP, LogicalReplicas, Strategy
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError

@@ -17,8 +17,8 @@ import numpy as np
 from jddp.config.files import flatten
 from jddp.config.schema import Config
 from jddp.data import DataSet, DataSource
+from jddp.data.batches import Share
 from jddp.data.examples import Examples
-from jddp.data.shares import Share
 from jddp.data.source import Streams, source_of_streams
 from jddp.errors import ConfigError, DataError
 from jddp.job.transforms import OfStream

@@ -6,8 +6,7 @@ import numpy as np
 
 from jddp.config.schema import Config
 from jddp.data import DataSource
-from jddp.data.image_transforms import LARGEST, TRANSFORMS, Normalize
-from jddp.data.transforms import Chain, Transform
+from jddp.data.transforms import LARGEST, TRANSFORMS, Chain, Normalize, Transform
 from jddp.engine.host_rows import as_arrays
 from jddp.errors import ConfigError
 from jddp.names import check_arguments, look_up

@@ -22,11 +22,10 @@ from jddp.config.permissions import absolute
 from jddp.config.schema import Config
 from jddp.data import ArrayExamples, eval_batches
 from jddp.data.examples import Examples
-from jddp.data.image_transforms import LARGEST, normalize
+from jddp.data.sources.files import map_npy, map_npz
 from jddp.data.sources.image_folder import images_in
-from jddp.data.sources.mapped import map_npy, map_npz
 from jddp.data.sources.table import ENDINGS, Encoding, rows_in
-from jddp.data.transforms import Transform, Transformed
+from jddp.data.transforms import LARGEST, Transform, Transformed, normalize
 from jddp.distributed.schedulers import resolve_identity
 from jddp.engine.state import by_path
 from jddp.errors import DataError, FileSystemError, UsageError, file_errors

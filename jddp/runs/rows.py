@@ -14,8 +14,7 @@ from jddp.checkpoint.reader import read_object
 from jddp.checkpoint.storage import local_copy
 from jddp.config.schema import Config
 from jddp.data import DataSet
-from jddp.data.concatenated import Concatenated
-from jddp.data.examples import Examples
+from jddp.data.examples import Concatenated, Examples
 from jddp.errors import ConfigError, DataError, UsageError, printable
 from jddp.job.job import batches_in_order
 from jddp.job.parts import find_source

@@ -16,7 +16,7 @@ from collections.abc import Sized
 import jax
 import numpy as np
 
-from jddp.data.shares import Share
+from jddp.data.batches import Share
 from jddp.distributed.agree import agree
 from jddp.distributed.coordination import gather
 from jddp.engine.host_rows import as_arrays

@@ -14,12 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from jddp.data.examples import Examples
-from jddp.data.image_arrays import image_examples
-from jddp.data.image_transforms import FlipAndShift
-from jddp.data.source import DataSource, image_spec, make_data_set, parts_of, source_of_parts
-from jddp.data.sources.idx import read_idx
-from jddp.data.sources.mapped import map_npy, map_npz
-from jddp.data.split import check_share
+from jddp.data.source import (
+    DataSource,
+    check_share,
+    image_spec,
+    make_data_set,
+    parts_of,
+    source_of_parts,
+)
+from jddp.data.sources.files import map_npy, map_npz, read_idx
+from jddp.data.sources.images import image_examples
+from jddp.data.transforms import FlipAndShift
 from jddp.errors import DataError
 
 Read = Callable[[str], list[np.ndarray]]  # from "train" or "test" to images and labels

@@ -22,13 +22,11 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from jddp.data.examples import NumpyBatch
-from jddp.data.extras import import_extra
-from jddp.data.row_examples import RowExamples
-from jddp.data.shares import Share
+from jddp.data.batches import Share
+from jddp.data.examples import NumpyBatch, RowExamples, import_extra
 from jddp.data.source import DataSource, Streams, source_of_parts, source_of_streams
+from jddp.data.sources.files import files_of, refusing_damage
 from jddp.data.sources.images import decode_image
-from jddp.data.sources.mapped import files_of, refusing_damage
 from jddp.errors import ConfigError, DataError, Error, FileSystemError
 from jddp.names import resolve_target
 from jddp.typing import JsonObject

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from jddp.data.examples import NumpyBatch
-from jddp.data.image_transforms import CropAndFlip, normalize
-from jddp.data.source import DataSet, DataSource, image_spec, make_data_set
+from jddp.data.source import DataSet, DataSource, check_share, image_spec, make_data_set
+from jddp.data.sources.files import refusing_damage
 from jddp.data.sources.images import (
     ENDINGS,
     MEAN,
@@ -27,9 +27,7 @@ from jddp.data.sources.images import (
     decode_image,
     decode_images,
 )
-from jddp.data.sources.mapped import refusing_damage
-from jddp.data.split import check_share
-from jddp.data.transforms import Transformed
+from jddp.data.transforms import CropAndFlip, Transformed, normalize
 from jddp.errors import DataError
 
 LAYOUT = (

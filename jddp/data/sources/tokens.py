@@ -24,7 +24,7 @@ import numpy as np
 from jddp.data.examples import Examples, NumpyBatch
 from jddp.data.packing import pack_items
 from jddp.data.source import DataSet, DataSource, Spec, make_data_set
-from jddp.data.sources.mapped import map_npy, refusing_damage, require_file
+from jddp.data.sources.files import map_npy, refusing_damage, require_file
 from jddp.errors import ConfigError, DataError, words_of
 from jddp.typing import JsonObject
 

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from jddp.data.examples import Examples, NumpyBatch, in_32_bits
-from jddp.data.image_transforms import CropAndFlip, normalize
-from jddp.data.row_examples import RowExamples
-from jddp.data.source import DataSource, make_data_set, spec_of
+from jddp.data.examples import Examples, NumpyBatch, RowExamples, in_32_bits
+from jddp.data.source import DataSource, make_data_set, selected_parts, spec_of
+from jddp.data.sources.files import files_of
 from jddp.data.sources.hugging_face import decoded_rows, reading
 from jddp.data.sources.images import (
     ENDINGS,
@@ -31,9 +30,7 @@ from jddp.data.sources.images import (
     decode_image,
     decode_images,
 )
-from jddp.data.sources.mapped import files_of
-from jddp.data.split import selected_parts
-from jddp.data.transforms import Transformed
+from jddp.data.transforms import CropAndFlip, Transformed, normalize
 from jddp.errors import ConfigError, DataError, printable
 
 MEMBERS = {"image": ";".join(sorted(x.removeprefix(".") for x in ENDINGS)), "label": "cls"}

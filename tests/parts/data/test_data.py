@@ -25,13 +25,13 @@ from jddp.data import (
     make_data_set,
     make_source,
 )
-from jddp.data.image_arrays import image_examples
-from jddp.data.image_transforms import FlipAndShift
 from jddp.data.order import Order
 from jddp.data.source import spec_of
 from jddp.data.sources import SOURCES
-from jddp.data.sources.idx import parse_idx
+from jddp.data.sources.files import parse_idx
+from jddp.data.sources.images import image_examples
 from jddp.data.sources.tokens import TokenExamples, source_files
+from jddp.data.transforms import FlipAndShift
 from jddp.errors import ConfigError, DataError
 
 embedded = importlib.import_module("jddp.data.sources.fashion_mnist")  # not the function

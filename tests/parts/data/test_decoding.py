@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 
 from jddp.config.versions import versions
 from jddp.data import make_source
-from jddp.data.shares import Share
+from jddp.data.batches import Share
 from jddp.data.sources import images
 from jddp.data.sources.image_folder import images_in
 from jddp.data.sources.images import UndecodableError, decode_image

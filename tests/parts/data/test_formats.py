@@ -23,13 +23,11 @@ from jddp.data import (
     make_source,
 )
 from jddp.data.examples import column_of
-from jddp.data.image_transforms import CropAndFlip
-from jddp.data.source import spec_of
+from jddp.data.source import rows_for_testing, spec_of
+from jddp.data.sources.files import MappedArray, map_npy, map_npz
 from jddp.data.sources.image_folder import FolderExamples
-from jddp.data.sources.mapped import MappedArray, map_npy, map_npz
 from jddp.data.sources.tokens import TokenExamples
-from jddp.data.split import rows_for_testing
-from jddp.data.transforms import as_stored
+from jddp.data.transforms import CropAndFlip, as_stored
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.workbench.tokenize import (
     BYTES,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jddp.data import make_source
-from jddp.data.shares import Share
+from jddp.data.batches import Share
 from jddp.errors import ConfigError, DataError
 
 X = np.arange(30, dtype=np.float32).reshape(10, 3)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jddp.data import ArrayExamples, MixtureOrder, TrainBatches, source_of
-from jddp.data.concatenated import Concatenated
+from jddp.data.examples import Concatenated
 from jddp.data.order import Order
-from jddp.data.sources.mixture import mixed_source
+from jddp.data.source import mixed_source
 from jddp.errors import ConfigError
 
 CASES = [

@@ -6,11 +6,17 @@ import pytest
 from states import equal
 
 from jddp.data import ArrayExamples, Mix, Order, TrainBatches, eval_batches
-from jddp.data.concatenated import Concatenated
-from jddp.data.image_arrays import image_examples
-from jddp.data.image_transforms import CropAndFlip, FlipAndShift, Normalize, normalize
-from jddp.data.split import Subset
-from jddp.data.transforms import Chain, Transformed, as_stored
+from jddp.data.examples import Concatenated, Subset
+from jddp.data.sources.images import image_examples
+from jddp.data.transforms import (
+    Chain,
+    CropAndFlip,
+    FlipAndShift,
+    Normalize,
+    Transformed,
+    as_stored,
+    normalize,
+)
 from jddp.errors import ConfigError, DataError
 from jddp.typing import TRANSFORM
 

@@ -7,8 +7,8 @@ import pytest
 
 from jddp.data import make_source
 from jddp.data.examples import column_of
+from jddp.data.source import rows_for_testing
 from jddp.data.sources.table import Encoding, rows_in
-from jddp.data.split import rows_for_testing
 from jddp.errors import ConfigError, DataError
 
 TRAIN = {

@@ -18,8 +18,8 @@ from runs import environment
 from states import equal
 
 from jddp.data import ArrayExamples, Mix, Order, TrainBatches, WorkerBatches, workers
-from jddp.data.image_arrays import image_examples
-from jddp.data.image_transforms import CropAndFlip
+from jddp.data.sources.images import image_examples
+from jddp.data.transforms import CropAndFlip
 from jddp.errors import ConfigError, DataError
 from jddp.typing import TRANSFORM
 

@@ -9,8 +9,7 @@ from flax import linen as nn
 import jddp
 from jddp.config.files import read_yaml, with_overrides
 from jddp.config.schema import Config
-from jddp.data.examples import ArrayExamples, column_of
-from jddp.data.row_examples import RowExamples
+from jddp.data.examples import ArrayExamples, RowExamples, column_of
 from jddp.errors import ConfigError, DataError
 from jddp.job.class_weights import balanced_weights
 from jddp.job.job import build, train

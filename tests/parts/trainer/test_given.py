@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jddp.data import Order, TrainBatches, eval_batches
-from jddp.data.shares import Share
+from jddp.data.batches import Share
 from jddp.distributed import coordination
 from jddp.errors import ConfigError
 from jddp.trainer.given import digest_of_rows

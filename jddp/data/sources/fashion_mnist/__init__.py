@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.data.image_arrays import image_examples
-from jddp.data.image_transforms import FlipAndShift
 from jddp.data.source import DataSet, DataSource, image_spec
-from jddp.data.sources.idx import read_idx
+from jddp.data.sources.files import read_idx
+from jddp.data.sources.images import image_examples
+from jddp.data.transforms import FlipAndShift
 from jddp.errors import ConfigError, DataError
 
 CLASSES = (
