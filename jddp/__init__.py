@@ -10,11 +10,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jddp.commands.launch import launch as launch
     from jddp.config.options import Precision as Precision
     from jddp.config.options import Reduction as Reduction
     from jddp.config.options import SyncBatchNorm as SyncBatchNorm
     from jddp.config.schema import Config as Config
     from jddp.data_parallel import DataParallel as DataParallel
+    from jddp.distributed.launcher import launch as launch
     from jddp.engine.for_losses import all_gather as all_gather
     from jddp.engine.for_losses import replica_key as replica_key
     from jddp.engine.mesh import AXIS as AXIS
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from jddp.inspection.memory import memory as memory
     from jddp.inspection.norms import diagnose as diagnose
     from jddp.job.job import train as train
-    from jddp.launcher.supervisor import launch as launch
     from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
     from jddp.modules.functional import sync_batch_norm as sync_batch_norm
     from jddp.modules.metrics import Mean as Mean
@@ -86,7 +87,7 @@ _HOMES = {
     "diagnose": "inspection.norms",
     "explain": "inspection.explain",
     "fit": "trainer.fit",
-    "launch": "launcher.supervisor",
+    "launch": "commands.launch",
     "memory": "inspection.memory",
     "objective": "workbench.objective",
     "open_run": "runs.opened",

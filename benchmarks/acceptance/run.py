@@ -4,7 +4,6 @@ A part that takes too long is killed with all processes that it has started. A p
 "bad", with the end of its output. The other parts still run.
 """
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -17,10 +16,10 @@ from acceptance.page import page, verdict
 from acceptance.part import PROGRAM, read_result
 from acceptance.parts import PARTS
 from acceptance.result import SKIP, Machine, Part, PartResult
+from jddp.distributed.apart import started_apart
 from jddp.distributed.gpus import add_flag, may_use_gpus
-from jddp.doctor.finding import BAD, Finding
 from jddp.errors import DeviceError, ExitCode, file_errors, show
-from jddp.launcher.group import Cleanup
+from jddp.inspection.machine import BAD, Finding
 
 _LAST_LINES = 15
 _SLOWER = 4  # a trial on CPUs, which other programs may use too
@@ -92,7 +91,7 @@ def run_part(name: str, machine: Machine, environ: Mapping[str, str]) -> Part:
     paths = os.pathsep.join(filter(None, sys.path))  # where a part finds this package and jddp
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        with contextlib.closing(Cleanup()) as guard:  # which kills its remaining processes
+        with started_apart("cleanup") as guard:  # which kills its remaining processes
             process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, name, *map(str, machine)],
                 env={**environ, **task.environ, "XLA_FLAGS": flags, "PYTHONPATH": paths},
@@ -100,7 +99,7 @@ def run_part(name: str, machine: Machine, environ: Mapping[str, str]) -> Part:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            guard.watch([process.pid])
+            guard.write(b"%d\n" % process.pid)
             try:
                 how = f"ended with exit code {process.wait(limit)}"
             except subprocess.TimeoutExpired:

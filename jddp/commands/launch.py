@@ -16,16 +16,17 @@ import argparse
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
+from jddp.distributed.group import Launch
 from jddp.distributed.identity import check_address, loopback
 from jddp.distributed.join import START
+from jddp.distributed.launcher import NodeRunner, supervise
 from jddp.errors import UsageError
-from jddp.launcher.environments import Launch
-from jddp.launcher.supervisor import run_launch
+from jddp.names.plugins import tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +38,53 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.start_seconds is not None:
         os.environ[START] = str(arguments.start_seconds)  # which the processes inherit
     return run_launch(plan_launch(arguments))
+
+
+def launch(
+    *command: str | Path,
+    num_processes: int = 1,
+    devices_per_process: int | None = None,
+    max_restarts: int = 0,
+    logs: str | Path | None = None,
+    ray: str | None = None,
+) -> int:
+    """Starts the processes of a job, here or on a Ray cluster, and waits until it ends.
+
+        code = jddp.launch("-m", "jddp.train", "--config", "gpt_stdlib", num_processes=2)
+
+    `python -m jddp.launch` as a function, for scripts and tests. A notebook needs it only to run
+    other programs: one process, such as the notebook's, uses all devices of a machine.
+
+    Args:
+      *command: Arguments of Python: a script, or "-m" and a module, with its arguments.
+      num_processes: Number of processes to start.
+      devices_per_process: Number of GPUs of each process, or of CPU devices if there are no GPUs.
+        None splits GPUs evenly, and leaves the number of CPU devices to JAX.
+      max_restarts: Number of times that all processes are restarted after one has failed.
+      logs: Folder for the output of the processes; by default logs/DATE-TIME-PID.
+      ray: host:port of the head of a Ray cluster; "auto" for RAY_ADDRESS, or the cluster on this
+        machine; None for this machine without Ray.
+
+    Returns:
+      The exit code of the first process that failed (128 plus the number of a signal), or 0.
+
+    Raises:
+      ConfigError: If there are more processes than devices.
+      CoordinatorError: If no Ray cluster answers there.
+      DeviceError: If the Ray cluster is too small for JDDP_START_SECONDS.
+      FileSystemError: If the folder for logs cannot be written.
+      UsageError: If Ray is not installed.
+    """
+    launch = Launch(tuple(map(str, command)), num_processes, max_restarts=max_restarts, ray=ray)
+    logs = launch.logs if logs is None else Path(logs)
+    return run_launch(replace(launch, devices_per_process=devices_per_process, logs=logs))
+
+
+def run_launch(launch: Launch) -> int:
+    """Runs a launch, here or on Ray; returns and raises as `launch` does."""
+    if launch.ray is None:
+        return supervise(NodeRunner(launch).run)
+    return supervise(tool("ray")(launch, launch.ray).run)
 
 
 def plan_launch(arguments: argparse.Namespace) -> Launch:

@@ -1,4 +1,4 @@
-"""Code of each training process of a job: processes join, agree, fail and stop together.
+"""The processes of a job: a launcher starts them, they join, agree, fail and stop together.
 
 `distributed.initialize(distributed.schedulers_identity())` joins the job, before devices are used.
 """

@@ -26,6 +26,7 @@ import functools
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -140,6 +141,46 @@ class Repeats:
         before = self._first
         self._first = min(self._first, now)
         return before <= now < before + SAME_SECONDS
+
+
+class Signals:
+    """The stop signals that a launcher has received.
+
+    Attributes:
+      numbers: Their numbers, in order; one that only repeats the first is left out.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = list[int]()
+        self._repeats = Repeats()
+
+    def received(self) -> contextlib.AbstractContextManager[object]:
+        """While open, signals are received, and end nothing."""
+        return stop_signals_go_to(self._receive)
+
+    @contextlib.contextmanager
+    def exiting(self) -> Iterator[None]:
+        """While open, a signal ends this program, also one that was received before.
+
+        Raises:
+          SystemExit: With 128 and the number of the signal.
+        """
+        with stop_signals_go_to(self._exit):
+            self._exit_if_any()
+            yield
+            self._exit_if_any()  # if Python has dropped the exception of the handler
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if not self._repeats.is_repeat():
+            self.numbers.append(number)
+
+    def _exit(self, number: int, frame: FrameType | None) -> None:
+        self._receive(number, frame)
+        self._exit_if_any()
+
+    def _exit_if_any(self) -> None:
+        if self.numbers:
+            sys.exit(128 + self.numbers[0])
 
 
 class Hearing:

@@ -24,14 +24,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from jddp.distributed.failure_file import RESULT, describe_failure
+from jddp.distributed.group import POLL_SECONDS, Group, Launch, Place
 from jddp.distributed.identity import check_address
 from jddp.distributed.join import START, read_seconds
+from jddp.distributed.nodes import free_address
+from jddp.distributed.outcome import DETERMINISTIC, Failure, first_failure, kill_overdue
+from jddp.distributed.signals import Signals
 from jddp.errors import ConfigError, CoordinatorError, DeviceError, ExitCode, UsageError, report
-from jddp.launcher.environments import Launch, Place
-from jddp.launcher.group import POLL_SECONDS, Group
-from jddp.launcher.nodes import free_address
-from jddp.launcher.outcome import DETERMINISTIC, Failure, first_failure, kill_overdue
-from jddp.launcher.runner import Signals
 
 with suppress(ImportError):  # which `RayRunner` reports
     import ray.train.collective
@@ -85,7 +84,7 @@ class RayRunner:
         self._address = address
 
     def run(self, signals: Signals) -> Failure | None:
-        """Has Ray Train start and restart the processes, as `Runner` does.
+        """Has Ray Train start and restart the processes, for `supervise`.
 
         Raises:
           ConfigError: If the address is not host:port.

@@ -5,7 +5,7 @@ import sys
 
 from runs import compiling_as_here, environment
 
-from jddp.launcher.output import without_gloo
+from jddp.distributed.output import without_gloo
 
 
 def run_module(module, folder, variables, seconds, *arguments):

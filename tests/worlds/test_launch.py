@@ -23,12 +23,12 @@ from runs import ROOT, compiling_as_here, environment, free_port, wait_until
 import jddp
 from jddp.commands.launch import main
 from jddp.distributed.failure import owned_process
+from jddp.distributed.group import Launch, Place, environments, split_gpus
+from jddp.distributed.nodes import Nodes
+from jddp.distributed.outcome import DETERMINISTIC
 from jddp.distributed.schedulers import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.errors import ConfigError, CoordinatorError
-from jddp.launcher.environments import Launch, Place, environments, split_gpus
-from jddp.launcher.nodes import Nodes
-from jddp.launcher.outcome import DETERMINISTIC
 from jddp.workbench.trace import read_trace
 
 SECONDS = 60  # for what takes a few
@@ -242,8 +242,8 @@ def test_processes_share_the_gpus_that_are_visible_unless_they_are_for_cpus(
     ],
 )
 def test_processes_share_the_gpus_of_amd(monkeypatch, environ, variable, shares):
-    monkeypatch.setattr("jddp.launcher.environments.num_nvidia", lambda: 0)
-    monkeypatch.setattr("jddp.launcher.environments.num_amd", lambda: 4)
+    monkeypatch.setattr("jddp.distributed.group.num_nvidia", lambda: 0)
+    monkeypatch.setattr("jddp.distributed.group.num_amd", lambda: 4)
     made = environments(Launch(("x.py",), 2), Place("a:1", 2, 0, "job"), environ)
     assert [own[variable] for own in made] == shares
 

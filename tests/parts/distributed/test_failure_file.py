@@ -230,7 +230,7 @@ def test_a_script_that_asks_for_its_job_keeps_its_end(tmp_path, error, numbers, 
 
 @pytest.mark.processes
 def test_nothing_that_knows_the_file_imports_jax():
-    code = "import sys, jddp.launcher.supervisor; sys.exit('jax' in sys.modules)"
+    code = "import sys, jddp.distributed.launcher; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
 
 

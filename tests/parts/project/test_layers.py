@@ -17,7 +17,7 @@ import jddp
 FLOORS = {
     "ground": {"errors", "typing", "files", "jaxprs"},
     "names, numbers and processes": {"names", "paths", "reduce", "distributed"},
-    "what a job is given": {"modules", "config", "data", "launcher"},
+    "what a job is given": {"modules", "config", "data"},
     "the step, and what it trains": {"engine", "zoo"},
     "what became of a step": {"checkpoint", "inspection"},
     "training": {"data_parallel", "trainer"},

@@ -1,4 +1,4 @@
-"""Watches a group of processes: finds the first failure, and restarts all if that may help.
+"""Launches a program as the processes of a job, and restarts all of them if that may help.
 
 When one process fails, all are ended, and all are restarted with the same command: a job of jddp
 resumes from its last checkpoint. A job is not restarted after a failure that would repeat: a
@@ -11,13 +11,13 @@ failure. When a machine connects again, all stop and restart with it.
 
 import signal
 import time
+from collections.abc import Callable
 from contextlib import closing
 
-from jddp.errors import CoordinatorError, ExitCode, report
-from jddp.launcher.environments import Launch
-from jddp.launcher.group import POLL_SECONDS, Group
-from jddp.launcher.nodes import Nodes
-from jddp.launcher.outcome import (
+from jddp.distributed.failure_file import write_failure
+from jddp.distributed.group import POLL_SECONDS, Group, Launch
+from jddp.distributed.nodes import Nodes
+from jddp.distributed.outcome import (
     CONSEQUENCES,
     DETERMINISTIC,
     SOON,
@@ -25,14 +25,32 @@ from jddp.launcher.outcome import (
     first_failure,
     kill_overdue,
 )
-from jddp.launcher.output import CONSOLE
-from jddp.launcher.runner import Signals
+from jddp.distributed.output import CONSOLE
+from jddp.distributed.signals import Signals
+from jddp.errors import CoordinatorError, ExitCode, report
 
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal
 # Seconds from a failure to the restart, if all have ended by then. They double with each restart,
 # until an attempt lasts a minute.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+
+
+def supervise(run: Callable[[Signals], Failure | None]) -> int:
+    """Runs processes to their end; returns the exit code of the first failure, or 0.
+
+    Args:
+      run: Function that starts all processes, passes the stop signals of the launcher on as they
+        are received, restarts all where that may help, and returns the first failure of the last
+        attempt once it is reported; None if there is none.
+    """
+    signals = Signals()
+    with signals.received():
+        failure = run(signals)
+    if failure is None:
+        return ExitCode.DONE
+    write_failure(failure.data)  # for the program that has started this launcher
+    return failure.code
 
 
 class NodeRunner:
@@ -47,7 +65,7 @@ class NodeRunner:
         self._num_restarts = self._num_hasty = 0  # the second: in a row, each after a short attempt
 
     def run(self, signals: Signals) -> Failure | None:
-        """Starts, watches and restarts the processes, as `Runner` does.
+        """Starts, watches and restarts the processes, for `supervise`.
 
         Raises:
           CoordinatorError: If other machines are missing.

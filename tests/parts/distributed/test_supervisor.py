@@ -7,10 +7,10 @@ import signal
 import pytest
 
 from jddp.distributed.failure_file import VARIABLE, describe_failure
+from jddp.distributed.launcher import supervise
+from jddp.distributed.outcome import Failure
+from jddp.distributed.signals import Signals
 from jddp.errors import ExitCode
-from jddp.launcher.outcome import Failure
-from jddp.launcher.runner import Signals
-from jddp.launcher.supervisor import supervise
 
 
 class FakeRunner:
@@ -31,7 +31,7 @@ def test_the_first_failure_of_a_runner_is_the_exit_code_and_is_written(tmp_path,
     monkeypatch.setenv(VARIABLE, str(tmp_path / "failure.json"))
     runner = FakeRunner(Failure(describe_failure(3, ExitCode.DATA), "process 3 failed"))
     before = signal.getsignal(signal.SIGTERM)
-    assert supervise(runner) == ExitCode.DATA
+    assert supervise(runner.run) == ExitCode.DATA
     assert runner.received == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) == before
     assert json.loads((tmp_path / "failure.json").read_text())["process"] == 3
@@ -39,7 +39,7 @@ def test_the_first_failure_of_a_runner_is_the_exit_code_and_is_written(tmp_path,
 
 def test_a_runner_without_a_failure_is_done(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "failure.json"))
-    assert supervise(FakeRunner(None)) == ExitCode.DONE
+    assert supervise(FakeRunner(None).run) == ExitCode.DONE
     assert not list(tmp_path.iterdir())
 
 

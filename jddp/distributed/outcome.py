@@ -15,8 +15,8 @@ from jddp.distributed.failure_file import (
     read_failure,
     write_failure,
 )
+from jddp.distributed.group import Group, Worker
 from jddp.errors import ExitCode
-from jddp.launcher.group import Group, Worker
 from jddp.typing import JsonObject
 
 # Failures that a restart with the same command repeats.

@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from jddp.distributed.failure_file import write_failure
+from jddp.distributed.group import Launch, Place
 from jddp.distributed.identity import JOB, loopback
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import Infos, Member, RendezvousClient
 from jddp.distributed.rendezvous_server import RendezvousServer, listen
 from jddp.errors import CoordinatorError
-from jddp.launcher.environments import Launch, Place
 from jddp.typing import JsonObject
 
 _NUM_PORTS = 64  # above the coordinator's, of which one is free

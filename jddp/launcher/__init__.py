@@ -1,1 +1,0 @@
-"""Starts the processes of a job, watches them and restarts them."""
