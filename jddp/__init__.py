@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from jddp.config.options import SyncBatchNorm as SyncBatchNorm
     from jddp.config.schema import Config as Config
     from jddp.data_parallel import DataParallel as DataParallel
-    from jddp.distributed.launcher import launch as launch
     from jddp.engine.for_losses import all_gather as all_gather
     from jddp.engine.for_losses import replica_key as replica_key
     from jddp.engine.mesh import AXIS as AXIS

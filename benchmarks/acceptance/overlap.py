@@ -9,8 +9,8 @@ from acceptance.equal import BUCKET_MB
 from acceptance.jobs import gpt, step_seconds
 from acceptance.result import SKIP, Machine, PartResult
 from jddp.config.options import Reduction
-from jddp.doctor.finding import OK, WARN
 from jddp.errors import DataError
+from jddp.inspection.machine import OK, WARN
 from jddp.workbench.kernels import DeviceTime
 from jddp.workbench.trace import read_trace
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from acceptance.jobs import gpt
 from acceptance.result import Machine, PartResult
-from jddp.doctor.finding import BAD, OK
+from jddp.inspection.machine import BAD, OK
 from jddp.typing import PyTree
 
 FLAG = "--xla_gpu_deterministic_ops=true"

@@ -10,9 +10,7 @@ with its fix. The exit code is 0, or 69 if a finding will stop a job.
 """
 
 import argparse
-import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,8 +19,7 @@ from pathlib import Path
 from jddp.config.cli import Parser, run_command, share_gpus
 from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
-from jddp.doctor.finding import BAD, OK, WARN, Finding
-from jddp.errors import Error, ExitCode, FileSystemError, UsageError, show
+from jddp.errors import ExitCode, FileSystemError, UsageError, show
 
 ACCEPTANCE = Path(__file__).parents[2] / "benchmarks" / "gpu_acceptance.py"  # of a checkout
 
@@ -55,7 +52,13 @@ def _run(arguments: argparse.Namespace) -> int:
         return _accept(arguments)
     if arguments.config:
         return _compare_rates(arguments.config)
-    return _examine(arguments) if arguments.run is None else _print_failures(arguments.run)
+    if arguments.run is not None:
+        return _print_failures(arguments.run)
+    share_gpus()  # with a job that may run there
+    from jddp.inspection.doctor import examine
+
+    is_fit = examine(arguments.dir, num_devices=arguments.num_devices)
+    return ExitCode.DONE if is_fit else ExitCode.UNAVAILABLE
 
 
 def _accept(arguments: argparse.Namespace) -> int:
@@ -73,6 +76,7 @@ def _accept(arguments: argparse.Namespace) -> int:
 def _compare_rates(files: Sequence[str]) -> int:
     """Prints whether the data of a job keep up with its steps."""
     from jddp.config.files import load_config
+    from jddp.inspection.machine import OK, WARN, Finding
     from jddp.job.data_rate import measure_data_rate
     from jddp.job.job import build
 
@@ -101,62 +105,3 @@ def _print_failures(run: Path) -> int:
     if not failures:
         show(f"{run} has no first failure")
     return ExitCode.DONE
-
-
-def _examine(arguments: argparse.Namespace) -> int:
-    import jax
-
-    from jddp.distributed.agree import agree, refuse_gpus
-    from jddp.distributed.coordination import gather, process_index
-    from jddp.distributed.gpus import gpu_facts
-    from jddp.distributed.join import configure_devices, initialize, require_devices
-    from jddp.distributed.schedulers import resolve_identity
-    from jddp.doctor.agreement import check_directory, check_job
-    from jddp.doctor.busy import check_busy
-    from jddp.doctor.devices import check_devices
-    from jddp.doctor.host import check_host
-    from jddp.doctor.links import check_links, measure_all_reduce
-    from jddp.engine.mesh import make_mesh
-
-    share_gpus()  # with a job that may run there
-    findings = [*check_host(), *check_busy()]
-    identity = resolve_identity()
-    per_process = max(1, arguments.num_devices // identity.num_processes)
-    configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)
-    try:
-        initialize(identity)
-        agree("devices", gpu_facts(os.environ))  # before they start: they would wait
-        refuse_gpus(identity)
-        missing = require_devices()
-    except Error:
-        show("\n".join(map(str, findings)))  # one of which may be the reason
-        raise
-    findings += [*check_devices(missing), check_directory(arguments.dir)]
-    mine = json.dumps(list(map(str, findings)))
-    of_processes = gather("doctor", mine, timeout_seconds=120)
-    shared = check_job(arguments.dir)
-    mesh = make_mesh(jax.devices())  # of different kinds, too
-    table, right = measure_all_reduce(mesh)
-    shared += [*right, *check_links(mesh)]
-    if process_index() == 0:
-        _print(of_processes, shared, table)
-    levels = {finding.level for finding in (*findings, *shared)}
-    return ExitCode.UNAVAILABLE if BAD in levels else ExitCode.DONE
-
-
-def _print(of_processes: list[str], shared: list[Finding], table: Sequence[object]) -> None:
-    found: list[list[str]] = list(map(json.loads, of_processes))
-    for process, findings in enumerate(found):
-        if process and _comparable(findings) == _comparable(found[0]):
-            print(f"process {process}: same as process 0")
-        else:
-            show("\n".join([f"process {process}", *findings]))
-    show("\n".join(["together", *map(str, shared)]))
-    print("\nall-reduce", f"{'size':>10} {'time':>13} {'bandwidth':>14}", *table, sep="\n")
-
-
-def _comparable(findings: list[str]) -> list[str]:
-    """The words of findings without the good name of a host and without free space."""
-    words = (" ".join(each.split()) for each in findings)
-    own = (each for each in words if not (each.startswith(OK) and " resolves to " in each))
-    return [re.sub(r"[\d.,]+ GiB free", "GiB free", each) for each in own]

@@ -1,6 +1,6 @@
 """The processes of a job: a launcher starts them, they join, agree, fail and stop together.
 
-`distributed.initialize(distributed.schedulers_identity())` joins the job, before devices are used.
+`distributed.initialize(distributed.resolve_identity())` joins the job, before devices are used.
 """
 
 from jddp.distributed.join import initialize

@@ -21,7 +21,7 @@ from runs import ROOT, environment, wait_until
 from jddp.commands import doctor
 from jddp.commands.doctor import main
 from jddp.distributed import gpus
-from jddp.doctor import links
+from jddp.inspection import doctor as links
 from jddp.workbench.kernels import DeviceTime
 from jddp.zoo.losses import cross_entropy
 

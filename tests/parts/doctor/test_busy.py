@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jddp.distributed import gpus
-from jddp.doctor.busy import check_busy
+from jddp.inspection.machine import check_busy
 
 GPUS = """\
 GPU-a, NVIDIA H100 80GB HBM3, 12, 81559

@@ -14,14 +14,14 @@ import jax
 import pytest
 from runs import environment, free_port
 
-from jddp.commands.doctor import _print, main
+from jddp.commands.doctor import main
 from jddp.distributed import gpus
 from jddp.distributed.failure_file import VARIABLE, describe_failure, write_failure
 from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
-from jddp.doctor import agreement, devices, host, links
-from jddp.doctor.finding import OK, WARN, Finding
 from jddp.engine.mesh import make_mesh
+from jddp.inspection import doctor, machine
+from jddp.inspection.machine import OK, WARN, Finding
 
 
 def levels(findings):
@@ -36,7 +36,7 @@ def test_a_name_that_leads_to_loopback_or_nowhere_is_reported():
         (["::1"], "warn", "only to ::1"),
         ([], "warn", "resolves to no address"),
     ):
-        finding = host.check_name("node-3", addresses)
+        finding = machine.check_name("node-3", addresses)
         assert finding.level == level
         assert text in finding.what
         assert ("JAX_COORDINATOR_ADDRESS" in finding.fix) == (level != "ok")
@@ -51,20 +51,20 @@ def test_shared_memory_matters_where_there_are_gpus_and_locked_memory_to_infinib
         (0, 4, ["bad"]),  # there is none
         (2**34, 4, ["ok"]),
     ):
-        for module in (gpus, host):
+        for module in (gpus, machine):
             monkeypatch.setattr(module, "shared_memory", lambda size=size: size)
-        assert levels(host.check_shared_memory(num_gpus)) == want
+        assert levels(machine.check_shared_memory(num_gpus)) == want
     for limit, found, want in ((2**16, some, "bad"), (resource.RLIM_INFINITY, some, "ok")):
-        assert levels(host.check_locked_memory(limit, found)) == [want]
-    assert levels(host.check_locked_memory(2**16, [])) == []
+        assert levels(machine.check_locked_memory(limit, found)) == [want]
+    assert levels(machine.check_locked_memory(2**16, [])) == []
 
 
 def test_interfaces_are_read_as_nccl_reads_them():
     for name in ("eth", "=eth0", "ib,eth", "^docker", "=eth", "ib"):
-        found = host.check_interfaces(["lo", "eth0"], [], {"NCCL_SOCKET_IFNAME": name})
+        found = machine.check_interfaces(["lo", "eth0"], [], {"NCCL_SOCKET_IFNAME": name})
         assert ("bad" in levels(found)) == (name in ("=eth", "ib"))
     for environ, want in (({}, ["ok", "ok"]), ({"NCCL_IB_DISABLE": "1"}, ["ok", "warn"])):
-        assert levels(host.check_interfaces(["eth0"], ["mlx5_0"], environ)) == want
+        assert levels(machine.check_interfaces(["eth0"], ["mlx5_0"], environ)) == want
 
 
 def test_a_driver_is_held_against_the_cuda_of_jax():
@@ -74,17 +74,17 @@ def test_a_driver_is_held_against_the_cuda_of_jax():
         (550, "PJRT C API\ncuda 13000", ["warn"]),  # JAX has GPUs: by forward compatibility
         (580, "cuda 13000", ["ok"]),
     ):
-        assert levels(devices.check_driver(version, runtime)) == want
+        assert levels(machine.check_driver(version, runtime)) == want
 
 
 def test_slow_scatters_are_named_with_their_flag_unless_it_is_set(monkeypatch):
     monkeypatch.setattr(gpus, "version", lambda package: "0.10.2")
     cuda, is_set = "PJRT C API\ncuda 12090", {"XLA_FLAGS": gpus.FLAG}
-    (found,) = devices.check_atomics(cuda, {})
+    (found,) = machine.check_atomics(cuda, {})
     assert found.level == "warn"
     assert f"XLA_FLAGS={gpus.FLAG};" in found.fix
-    assert levels(devices.check_atomics(cuda, is_set)) == []
-    assert levels(devices.check_atomics("rocm 60000", {})) == []
+    assert levels(machine.check_atomics(cuda, is_set)) == []
+    assert levels(machine.check_atomics("rocm 60000", {})) == []
 
 
 def test_devices_of_several_kinds_are_reported(monkeypatch):
@@ -92,18 +92,18 @@ def test_devices_of_several_kinds_are_reported(monkeypatch):
     mixed = [SimpleNamespace(platform="tpu", device_kind=kind) for kind in kinds]
     monkeypatch.setattr(jax, "local_devices", lambda: mixed)
     monkeypatch.setattr(jax, "devices", lambda: mixed)
-    _, found = devices.check_devices()
+    _, found = machine.check_devices()
     assert found.level == "warn"
     assert "4 x H100 and 1 x T400" in found.what
 
 
 def test_a_plugin_without_a_gpu_is_bad_and_cpus_that_were_chosen_are_not():
     missing = Missing("JAX's plugin cuda12 is installed, but no driver for it.", "Do")
-    count, found = devices.check_devices(missing)
+    count, found = machine.check_devices(missing)
     assert (count.level, found.level) == ("ok", "bad")
     assert found.what == f"JAX runs on CPUs. {missing.what}"
     assert found.fix == "Do Set JAX_PLATFORMS=cpu if you want CPUs."
-    assert levels(devices.check_devices()) == ["ok"]
+    assert levels(machine.check_devices()) == ["ok"]
 
 
 PLUGIN = """
@@ -200,15 +200,15 @@ def test_two_processes_on_one_gpu_end_before_the_devices_start(with_plugin, tmp_
 
 
 def test_another_version_a_late_clock_and_a_directory_not_all_see_are_reported(tmp_path):
-    (found,) = agreement.compare_versions([{"jax": "0.10.2"}, {"jax": "0.10.2"}, {"jax": "0.11.0"}])
+    (found,) = doctor.compare_versions([{"jax": "0.10.2"}, {"jax": "0.10.2"}, {"jax": "0.11.0"}])
     assert found.level == "bad"
     assert "jax is 0.10.2, 0.11.0: process 2" in found.what
-    assert levels(agreement.compare_clocks([(0.2, 0.01), (-0.3, 0.01)])) == ["ok"]
-    assert levels(agreement.compare_clocks([(4.0, 3.5)])) == ["ok"]  # nobody can tell
-    (found,) = agreement.compare_clocks([(0.0, 0.01), (-90.0, 0.01)])
+    assert levels(doctor.compare_clocks([(0.2, 0.01), (-0.3, 0.01)])) == ["ok"]
+    assert levels(doctor.compare_clocks([(4.0, 3.5)])) == ["ok"]  # nobody can tell
+    (found,) = doctor.compare_clocks([(0.0, 0.01), (-90.0, 0.01)])
     assert "process 2 is 90.0 s behind" in found.what
-    assert levels(agreement.compare_sight(tmp_path, [0.0, 0.4])) == ["ok"]
-    (found,) = agreement.compare_sight(tmp_path, [0.0, None, 0.1, None])
+    assert levels(doctor.compare_sight(tmp_path, [0.0, 0.4])) == ["ok"]
+    (found,) = doctor.compare_sight(tmp_path, [0.0, None, 0.1, None])
     assert found.level == "bad"
     assert "process 1, 3 does not see" in found.what
 
@@ -227,18 +227,18 @@ def test_a_host_or_else_a_link_that_stands_out_is_reported():
             ["the link from process 1 on h1 to process 2 on h2 takes 40.00 ms"],
         ),
     ):
-        found = list(links.compare_links(times, NAMES, 1024))
+        found = list(doctor.compare_links(times, NAMES, 1024))
         assert levels(found) == (["warn"] * len(text) or ["ok"])
         assert all(words in finding.what for words, finding in zip(text, found, strict=False))
 
 
 def test_sums_over_the_devices_are_right_and_timed_and_a_wrong_one_is_reported(monkeypatch):
-    table, (found,) = links.measure_all_reduce(make_mesh(4), sizes=(64, 4096))
+    table, (found,) = doctor.measure_all_reduce(make_mesh(4), sizes=(64, 4096))
     assert found.level == "ok"
     assert [x.size for x in table] == [64, 4096]
     assert all(x.bandwidth == pytest.approx(1.5 * x.size / x.seconds) for x in table)
-    monkeypatch.setattr(links.lax, "psum", lambda x, axis: x * 0.0)
-    _, (found,) = links.measure_all_reduce(make_mesh(4), sizes=(64, 128))
+    monkeypatch.setattr(doctor.lax, "psum", lambda x, axis: x * 0.0)
+    _, (found,) = doctor.measure_all_reduce(make_mesh(4), sizes=(64, 128))
     assert found.level == "bad"
     assert "64, 128 bytes" in found.what
 
@@ -284,7 +284,7 @@ def test_processes_are_examined_together(tmp_path):
 
 
 def findings_of(directory):
-    found = agreement.check_directory(directory)
+    found = doctor.check_directory(directory)
     return {found.level: found}
 
 
@@ -301,7 +301,7 @@ def test_a_process_is_the_same_as_another_if_only_its_name_and_free_space_differ
         found("c", "73.7", "1 device"),
         found(bad_name, "73.7", "2 devices"),
     ]
-    _print(processes, [], [])
+    doctor._print(processes, [], [])
     out = capsys.readouterr().out
     assert "process 1: same as process 0\nprocess 2\n  ok    c resolves to " in out
     assert "process 3\n  warn  d resolves only to 127.0.1.1.\n" in out

@@ -22,7 +22,7 @@ FLOORS = {
     "what became of a step": {"checkpoint", "inspection"},
     "training": {"data_parallel", "trainer"},
     "verification": {"verification"},
-    "jobs": {"job", "doctor"},
+    "jobs": {"job"},
     "runs": {"runs"},
     "commands and tools": {"commands", "workbench"},
 }

@@ -1,0 +1,350 @@
+"""Preflight checks of a job: each process examines its machine, and all examine what they share.
+
+    is_fit = examine(directory, num_devices=8)     # called by every process; prints the findings
+
+They find causes of failures that are hard to diagnose in a job of many processes: host names that
+resolve to loopback, unused GPUs, container limits, clocks, unshared directories, wrong sums, slow
+hosts and slow links.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P, lax
+from jax.sharding import Mesh
+
+from jddp.config.versions import versions
+from jddp.distributed import coordination
+from jddp.distributed.agree import agree, refuse_gpus
+from jddp.distributed.coordination import gather, process_index
+from jddp.distributed.gpus import gpu_facts
+from jddp.distributed.join import configure_devices, initialize, require_devices
+from jddp.distributed.schedulers import explain_unjoined, resolve_identity, unjoined_job
+from jddp.engine.mesh import AXIS, make_mesh, over_replicas, put_rows
+from jddp.engine.processes import from_process_zero
+from jddp.errors import Error, show, words_of
+from jddp.inspection.machine import BAD, OK, WARN, Finding, check_busy, check_devices, check_host
+
+SECONDS = 120.0
+VISIBLE_SECONDS = 15.0  # then a directory counts as not shared; NFS caches absence for 3 to 60
+CLOSE_SECONDS = 1.0
+SIZES = tuple(4 * 2**k for k in range(10, 25, 2))  # 4 KiB to 64 MiB
+ROUNDS = 7
+SLOW_SECONDS = 0.5  # above this no larger size is measured
+LINK_SIZES = (2**10, 2**20)
+SLOW_RATIO = 3.0  # a link is slow if it takes this many times as long as the others,
+LATE_SECONDS = 2e-3  # and this much longer
+
+
+def examine(directory: Path, *, num_devices: int) -> bool:
+    """Examines machine, devices and job, and prints the findings. Every process calls it.
+
+    Args:
+      directory: Directory of runs, which must be shared.
+      num_devices: Number of virtual CPU devices of all processes, if there is no GPU.
+
+    Returns:
+      Whether no finding will stop a job.
+    """
+    findings = [*check_host(), *check_busy()]
+    identity = resolve_identity()
+    per_process = max(1, num_devices // identity.num_processes)
+    configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)
+    try:
+        initialize(identity)
+        agree("devices", gpu_facts(os.environ))  # before they start: they would wait
+        refuse_gpus(identity)
+        missing = require_devices()
+    except Error:
+        show("\n".join(map(str, findings)))  # one of which may be the reason
+        raise
+    findings += [*check_devices(missing), check_directory(directory)]
+    mine = json.dumps(list(map(str, findings)))
+    of_processes = gather("doctor", mine, timeout_seconds=120)
+    shared = check_job(directory)
+    mesh = make_mesh(jax.devices())  # of different kinds, too
+    table, right = measure_all_reduce(mesh)
+    shared += [*right, *check_links(mesh)]
+    if process_index() == 0:
+        _print(of_processes, shared, table)
+    levels = {finding.level for finding in (*findings, *shared)}
+    return BAD not in levels
+
+
+def _print(of_processes: list[str], shared: list[Finding], table: Sequence[object]) -> None:
+    found: list[list[str]] = list(map(json.loads, of_processes))
+    for process, findings in enumerate(found):
+        if process and _comparable(findings) == _comparable(found[0]):
+            print(f"process {process}: same as process 0")
+        else:
+            show("\n".join([f"process {process}", *findings]))
+    show("\n".join(["together", *map(str, shared)]))
+    print("\nall-reduce", f"{'size':>10} {'time':>13} {'bandwidth':>14}", *table, sep="\n")
+
+
+def _comparable(findings: list[str]) -> list[str]:
+    """The words of findings without the good name of a host and without free space."""
+    words = (" ".join(each.split()) for each in findings)
+    own = (each for each in words if not (each.startswith(OK) and " resolves to " in each))
+    return [re.sub(r"[\d.,]+ GiB free", "GiB free", each) for each in own]
+
+
+def check_job(directory: Path) -> list[Finding]:
+    """Compares all processes. Every process calls it, and gets the same findings.
+
+    Args:
+      directory: Directory of runs, which must be shared.
+    """
+    if (job := unjoined_job()) is not None:
+        return [Finding(BAD, *explain_unjoined(job))]
+    if coordination.num_processes() == 1:
+        return [Finding(OK, "one process: nothing to compare")]
+    shared = coordination.gather("doctor/versions", json.dumps(versions()), timeout_seconds=SECONDS)
+    return [
+        Finding(OK, f"{len(shared)} processes are connected"),
+        *compare_versions(list(map(json.loads, shared))),
+        *compare_clocks(_clocks()),
+        *compare_sight(directory, _sight(directory)),
+    ]
+
+
+def check_directory(directory: Path) -> Finding:
+    """Whether a mebibyte can be written into a directory, or the nearest existing one above it.
+
+    Every process of a run writes into its directory.
+    """
+    path = directory.absolute()
+    there = next(x for x in (path, *path.parents) if os.path.lexists(x))
+    try:
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(bytes(2**20))
+        free = shutil.disk_usage(there).free / 2**30
+    except OSError as error:
+        what = f"{path} cannot be written: {words_of(error)}."
+        return Finding(BAD, what, "Free some space, or choose another directory for run.dir.")
+    what = f"{there} can be written, {free:,.1f} GiB free"
+    if there != path:
+        return Finding(WARN, f"{path} does not exist; {what}.", f"If it is right: mkdir -p {path}.")
+    if free < 1:
+        return Finding(WARN, f"{what}.", "Free some space: a run keeps several checkpoints.")
+    return Finding(OK, what)
+
+
+def compare_versions(shared: list[Mapping[str, str]]) -> Iterator[Finding]:
+    """Whether all processes run the same packages.
+
+    Args:
+      shared: Versions by package, of each process.
+    """
+    differ = {name for other in shared for name in other if other[name] != shared[0].get(name)}
+    for name in sorted(differ):
+        found = [other.get(name, "absent") for other in shared]
+        process = next(i for i, version in enumerate(found) if version != found[0])
+        what = f"{name} is {', '.join(dict.fromkeys(found))}: process {process} differs from "
+        yield Finding(BAD, f"{what}process 0.", "Install the same version everywhere.")
+
+
+def _clocks() -> list[tuple[float, float]]:
+    """Seconds by which each clock is ahead of process 0's clock, and their uncertainty."""
+    found = []
+    for i in range(1, coordination.num_processes()):
+        name = f"jddp/doctor/clock/{i}"
+        if coordination.process_index() == 0:
+            sent = time.time()
+            coordination.publish(f"{name}/asked", "")
+            there = float(coordination.read(f"{name}/answer", SECONDS, of=i))
+            back = time.time()
+            found.append((there - (sent + back) / 2, (back - sent) / 2))
+        elif coordination.process_index() == i:
+            coordination.read(f"{name}/asked", SECONDS, of=0)
+            coordination.publish(f"{name}/answer", repr(time.time()))
+    shared = coordination.from_first("doctor/clocks", json.dumps(found), timeout_seconds=SECONDS)
+    return [(float(ahead), float(width)) for ahead, width in json.loads(shared)]
+
+
+def compare_clocks(clocks: list[tuple[float, float]]) -> Iterator[Finding]:
+    """Whether the times in logs of several hosts can be compared.
+
+    Args:
+      clocks: Seconds by which each process but the first is ahead, and their uncertainty.
+    """
+    wrong = {i: x for i, (x, width) in enumerate(clocks, 1) if abs(x) - width > CLOSE_SECONDS}
+    for i, ahead in wrong.items():
+        where = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} process 0's"
+        what = f"The clock of process {i} is {where}: logs and files will seem out of order."
+        yield Finding(WARN, what, "Synchronize the clocks with chrony or systemd-timesyncd.")
+    if not wrong:
+        most = max((abs(ahead) + width for ahead, width in clocks), default=0.0)
+        yield Finding(OK, f"clocks are within {1e3 * most:,.0f} ms of each other")
+
+
+def _sight(directory: Path) -> list[float | None]:
+    """Seconds until each process sees a file that process 0 writes; None for never."""
+    nonce = coordination.from_first("doctor/nonce", secrets.token_hex(8), timeout_seconds=SECONDS)
+    file = directory / f".jddp-doctor-{nonce}"
+    if coordination.process_index() == 0:
+        with contextlib.suppress(OSError):  # then no process sees it
+            directory.mkdir(parents=True, exist_ok=True)
+            file.write_text("")
+    coordination.from_first("doctor/written", "", timeout_seconds=SECONDS)
+    start = time.monotonic()
+    while not file.exists() and time.monotonic() - start < VISIBLE_SECONDS:
+        time.sleep(0.02)
+    late = time.monotonic() - start if file.exists() else None
+    shared = coordination.gather("doctor/seen", json.dumps(late), timeout_seconds=SECONDS)
+    if coordination.process_index() == 0:
+        file.unlink(missing_ok=True)
+    return [json.loads(x) for x in shared]
+
+
+def compare_sight(directory: Path, seen: list[float | None]) -> Iterator[Finding]:
+    """Whether all processes see the same directory, for runs and checkpoints.
+
+    Args:
+      directory: The directory.
+      seen: Seconds until each process saw a new file in it; None for never.
+    """
+    if blind := [i for i, late in enumerate(seen) if late is None]:
+        what = f"{directory.absolute()}: process {', '.join(map(str, blind))} does not see, within "
+        what += f"{VISIBLE_SECONDS:.0f} s, a file that process 0 writes there."
+        yield Finding(BAD, what, "Use a run.dir in a directory that all hosts share.")
+        return
+    latest = max(late for late in seen if late is not None)
+    yield Finding(OK, f"all see {directory.absolute()}, the last one after {1e3 * latest:,.0f} ms")
+
+
+class Exchange(NamedTuple):
+    """The time of an all-reduce.
+
+    Attributes:
+      size: Bytes on each device.
+      seconds: Median of several runs.
+      bandwidth: Bytes per second into and out of each device: a ring moves 2 (N - 1) / N sizes.
+    """
+
+    size: int
+    seconds: float
+    bandwidth: float
+
+    def __str__(self) -> str:
+        """A row: size, time, bandwidth."""
+        size = f"{self.size / 2**20:,.0f} MiB" if self.size >= 2**20 else f"{self.size >> 10} KiB"
+        return f"{size:>10} {1e3 * self.seconds:10.3f} ms {self.bandwidth / 1e9:9.3f} GB/s"
+
+
+def measure_all_reduce(
+    mesh: Mesh, sizes: Sequence[int] = SIZES
+) -> tuple[list[Exchange], list[Finding]]:
+    """Times sums of whole numbers over all devices, and checks their results.
+
+    Every process calls it. Whole numbers have one right sum, in any order.
+    """
+    total = mesh.size * (mesh.size - 1) // 2
+    own = [i for i, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
+    ranks = np.array(own, np.float32)[:, None]
+    run = jax.jit(over_replicas(lambda x: lax.psum(x[0], AXIS), mesh, P(AXIS), P()))
+    table = list[Exchange]()
+    wrong = list[int]()
+    for size in sizes:
+        rows = put_rows(np.repeat(ranks, size // 4, axis=1), mesh)
+        summed = np.asarray(run(rows).addressable_data(0))
+        if (summed != total).any():
+            wrong.append(size)
+        seconds = _median_seconds(functools.partial(run, rows))
+        moved = 2 * (mesh.size - 1) / mesh.size * size
+        table.append(Exchange(size, seconds, moved / seconds))
+        if from_process_zero(np.float64(seconds)) > SLOW_SECONDS:
+            break
+    if wrong:
+        what = f"Sums of {', '.join(map(str, wrong))} bytes over the devices came out wrong."
+        fix = "Exclude devices one by one (CUDA_VISIBLE_DEVICES, --nodelist) to find a faulty one."
+        return table, [Finding(BAD, what, fix)]
+    return table, [Finding(OK, f"sums over {mesh.size} devices are right, in {len(table)} sizes")]
+
+
+def check_links(mesh: Mesh) -> Iterator[Finding]:
+    """Names the host, or else the link, that takes much longer than the others.
+
+    Every process calls it. Small and larger arrays go back and forth on a ring of hosts (of
+    processes, if there is one host), between the first devices of both ends.
+    """
+    devices = reversed(list(enumerate(mesh.devices.flat)))
+    places = {device.process_index: place for place, device in devices}  # the first of each
+    hosts = gather("doctor/hosts", socket.gethostname(), timeout_seconds=SECONDS)
+    names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
+    members = sorted({hosts[i]: i for i in sorted(places, reverse=True)}.values())
+    if len(members) == 1:
+        members = sorted(places)
+    ring = list(itertools.pairwise(members))
+    if len(members) > 2:
+        ring.append((members[-1], members[0]))
+    for size in LINK_SIZES if ring else ():
+        mine = [_seconds_between(mesh, places[a], places[b], size) for a, b in ring]
+        shared = gather("doctor/links", json.dumps(mine), timeout_seconds=SECONDS)
+        times = {link: json.loads(shared[link[0]])[i] for i, link in enumerate(ring)}
+        yield from compare_links(times, names, size)
+
+
+def _seconds_between(mesh: Mesh, here: int, there: int, size: int) -> float:
+    """Round trip of an array of `size` bytes, measured by the processes of both devices."""
+
+    def replica() -> jax.Array:
+        sent = jnp.ones(size // 4) * lax.axis_index(AXIS)
+        arrived = lax.ppermute(sent, AXIS, [(here, there), (there, here)])
+        return lax.ppermute(arrived, AXIS, [(here, there), (there, here)])
+
+    run = jax.jit(over_replicas(replica, mesh, (), P(AXIS)))
+    jax.block_until_ready(run())
+    return _median_seconds(run)
+
+
+def compare_links(
+    times: Mapping[tuple[int, int], float], names: Sequence[str], size: int
+) -> Iterator[Finding]:
+    """Names the slow hosts and links.
+
+    A host is slow if both of its links are slow, and its neighbours have a fast link.
+
+    Args:
+      times: Seconds of a round trip, by the processes at both ends.
+      names: Names of all processes, by number.
+      size: Bytes that were sent.
+    """
+    ends = sorted({end for link in times for end in link})
+    nearest = {end: min(t for link, t in times.items() if end in link) for end in ends}
+    usual = statistics.median(nearest.values())
+    limit = max(SLOW_RATIO * usual, usual + LATE_SECONDS)
+    slow = [end for end in ends if nearest[end] > limit]
+    links = [link for link, t in times.items() if t > limit and not set(link) & set(slow)]
+    found = {names[end]: nearest[end] for end in slow}
+    found |= {f"the link from {names[a]} to {names[b]}": times[a, b] for a, b in links}
+    for name, seconds in found.items():
+        what = f"{name} takes {1e3 * seconds:.2f} ms for {size >> 10} KiB there and back, others "
+        what += f"take {1e3 * usual:.2f} ms: every step waits for it."
+        yield Finding(WARN, what, "Check its link, or exclude the host.")
+    if not found:
+        slowest = max(times.values())
+        yield Finding(OK, f"{size >> 10} KiB there and back: {1e3 * slowest:.2f} ms at most")
+
+
+def _median_seconds(run: Callable[[], object]) -> float:
+    """The median time of a computation, without the first run, which may compile."""
+    _, *seconds = timeit.repeat(lambda: jax.block_until_ready(run()), repeat=ROUNDS, number=1)
+    return statistics.median(seconds)
