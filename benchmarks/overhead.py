@@ -77,7 +77,7 @@ def save(num_rounds: int, num_megabytes: int = 500) -> dict[str, float]:
     import jax
 
     from jddp.checkpoint.checkpoints import CheckpointFolder
-    from jddp.checkpoint.checksums import _digests, _files
+    from jddp.checkpoint.folders import _digests, _files
     from jddp.engine.digest import digests
 
     state = made_state(num_megabytes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 import jddp
-from jddp.checkpoint import checksums
+from jddp.checkpoint import folders
 from jddp.distributed.identity import VARIABLES
 
 ROOT = Path(jddp.__file__).parents[1]
@@ -87,8 +87,8 @@ def contents(path):
 def write_sealed(folder, name, text):
     """Changes a file of a checkpoint, and makes its digests hold."""
     (folder / name).write_text(text)
-    (folder / checksums.NAME).unlink()
-    checksums.seal(folder)
+    (folder / folders.SUMS).unlink()
+    folders.seal(folder)
 
 
 def printed(capsys):

@@ -47,10 +47,8 @@ from etils import epath
 
 from jddp.checkpoint import folders
 from jddp.checkpoint.arrays import Layouts, check_names, describe_arrays, in_file
-from jddp.checkpoint.checksums import NAME as SUMS
-from jddp.checkpoint.checksums import seal
-from jddp.checkpoint.quiet import keep_quiet
-from jddp.checkpoint.reader import find_newest
+from jddp.checkpoint.folders import SUMS, seal
+from jddp.checkpoint.reader import find_newest, keep_quiet
 from jddp.checkpoint.restore import Damaged, Restored, layouts_of, restore
 from jddp.checkpoint.storage import Storage
 from jddp.distributed.coordination import computing, from_first, gather

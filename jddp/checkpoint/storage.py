@@ -25,9 +25,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from jddp.checkpoint.checksums import NAME as SUMS
-from jddp.checkpoint.checksums import find_damage, names_listed
-from jddp.checkpoint.folders import Surplus, first_line
+from jddp.checkpoint.folders import SUMS, Surplus, find_damage, first_line, names_listed
 from jddp.config.permissions import folder_or_url, is_url
 from jddp.errors import ConfigError, FileSystemError
 from jddp.files import SameFolder

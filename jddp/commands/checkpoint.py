@@ -67,19 +67,19 @@ def _add_pull(add: Callable[..., object]) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    from jddp.checkpoint import folders, listing
+    from jddp.checkpoint import folders, reader
 
-    for line in listing.lines(folders.directory_of(arguments.run)):
+    for line in reader.checkpoint_lines(folders.directory_of(arguments.run)):
         print(line)
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    from jddp.checkpoint import folders, listing
+    from jddp.checkpoint import folders, reader
 
     directory = folders.directory_of(arguments.run)
     num_damaged = 0
     for step in folders.finished(directory):
-        damage = listing.find_any_damage(directory / str(step))
+        damage = reader.find_any_damage(directory / str(step))
         if (directory / str(step)).exists():  # a run may have removed it meanwhile
             num_damaged += damage is not None
             show(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
@@ -90,7 +90,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from jddp.checkpoint.export import EVALUATED, export
+    from jddp.checkpoint.weights import EVALUATED, export
 
     file, names = arguments.file, arguments.names
     if arguments.all and (names or not file.suffix):

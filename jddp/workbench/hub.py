@@ -16,11 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from jddp.checkpoint.export import EVALUATED, export, export_arrays
 from jddp.checkpoint.folders import first_line
-from jddp.checkpoint.formats import WHOLE, is_hub_folder
 from jddp.checkpoint.reader import read_object
-from jddp.checkpoint.weights import read_weights
+from jddp.checkpoint.weights import (
+    EVALUATED,
+    WHOLE,
+    export,
+    export_arrays,
+    is_hub_folder,
+    read_weights,
+)
 from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, report
 from jddp.runs.saved import Saved, config_in, model_in
 from jddp.typing import JsonObject

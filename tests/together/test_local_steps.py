@@ -27,7 +27,7 @@ from tiny import ConvNet, Of, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.checkpoint.export import export
+from jddp.checkpoint.weights import export
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.sync import EveryStep
 from jddp.errors import ConfigError, UsageError

@@ -17,7 +17,7 @@ from sweeps import swept
 from tiny import MODELS, NUM_CLASSES, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint.checksums import seal
+from jddp.checkpoint.folders import seal
 from jddp.errors import ConfigError
 
 WEIGHTS = np.linspace(1, 2, NUM_CLASSES, dtype=np.float32)

@@ -21,7 +21,7 @@ from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import listing
+from jddp.checkpoint import reader
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.data import ArrayExamples, TrainBatches, eval_batches
 from jddp.distributed.requests import Requests
@@ -1008,7 +1008,7 @@ def test_the_three_best_checkpoints_stay_and_the_listing_shows_their_metrics(
     assert [path for path in run.checkpoints if path.startswith("best/")] == [
         f"best/{step}" for step in kept
     ]
-    lines = [*listing.lines(tmp_path / "best")]
+    lines = [*reader.checkpoint_lines(tmp_path / "best")]
     assert [int(line.split()[0]) for line in lines] == kept
     for step, line in zip(kept, lines, strict=True):
         assert f"loss {run.evaluations[step - 1]['loss']:.4g}" in line

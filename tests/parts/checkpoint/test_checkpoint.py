@@ -30,7 +30,7 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 import jddp
 from jddp.checkpoint import folders
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.checkpoint.checksums import find_damage, seal
+from jddp.checkpoint.folders import find_damage, seal
 from jddp.checkpoint.reader import newest_sound, read_newest
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.engine.state import CommState, TrainState

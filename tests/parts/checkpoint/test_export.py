@@ -18,9 +18,8 @@ from tiny import ConvNet, loss_fn, make_batch
 import jddp
 from jddp.checkpoint import reader
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.checkpoint.formats import read_file
 from jddp.checkpoint.reader import read_values
-from jddp.checkpoint.weights import read_weights
+from jddp.checkpoint.weights import read_file, read_weights
 from jddp.commands.checkpoint import main
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import by_path

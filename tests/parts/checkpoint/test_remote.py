@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from runs import contents, environment
 
-from jddp.checkpoint import checksums
+from jddp.checkpoint import folders
 from jddp.checkpoint.folders import finished, surplus
 from jddp.checkpoint.storage import Remote, local_copy
 from jddp.errors import ConfigError, FileSystemError
@@ -33,7 +33,7 @@ def put(remote, step, text="arrays", folder="checkpoints", **kept):
     (checkpoint / "state").mkdir(parents=True)
     (checkpoint / "state" / "d").write_text(text)
     (checkpoint / "run.json").write_text(f'{{"step": {step}}}\n')
-    checksums.seal(checkpoint)
+    folders.seal(checkpoint)
     remote.publish(checkpoint)
     keep = functools.partial(surplus, **{"keep": 3, **kept})
     remote.remove_surplus(checkpoint.parent.name, int(checkpoint.name), keep)
@@ -43,7 +43,7 @@ def complete(url):
     """The steps of the checkpoints at the URL, none of which is damaged."""
     folder = local_copy(url) / "checkpoints"
     steps = finished(folder) if folder.exists() else []
-    assert not any(checksums.find_damage(folder / str(step)) for step in steps)
+    assert not any(folders.find_damage(folder / str(step)) for step in steps)
     return steps
 
 
@@ -131,7 +131,7 @@ def test_the_newest_that_is_undamaged_is_fetched_with_those_that_are_not(url):
     there = Remote(url)
     there.fetch()
     assert finished(there.folder / "checkpoints") == [10, 20, 30]
-    assert checksums.find_damage(there.folder / "checkpoints" / "30")
+    assert folders.find_damage(there.folder / "checkpoints" / "30")
 
 
 def test_a_run_writes_nothing_where_another_has_started_since(url):
@@ -175,11 +175,11 @@ def test_a_folder_there_that_is_no_checkpoint_is_left_alone(url):
     remote = Remote(url)
     files, root = fsspec.core.url_to_fs(f"{url}/checkpoints/5.damaged")
     files.makedirs(root)
-    files.pipe_file(f"{root}/{checksums.NAME}", b"of a local run that was copied here")
+    files.pipe_file(f"{root}/{folders.SUMS}", b"of a local run that was copied here")
     for step in (10, 20):
         put(remote, step, keep=1)
     assert complete(url) == [20]
-    assert files.exists(f"{root}/{checksums.NAME}")
+    assert files.exists(f"{root}/{folders.SUMS}")
 
 
 def test_names_that_lead_out_of_the_folder_are_left_there(monkeypatch):

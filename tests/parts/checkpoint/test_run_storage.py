@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from jddp.checkpoint import checksums
+from jddp.checkpoint import folders
 from jddp.checkpoint.folders import surplus
 from jddp.checkpoint.storage import local_copy, storage_at
 
@@ -18,7 +18,7 @@ def save(storage, step):
     folder = storage.folder / "checkpoints" / str(step)
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(f'{{"step": {step}}}\n')
-    checksums.seal(folder)
+    folders.seal(folder)
     storage.publish(folder)
 
 
@@ -34,7 +34,7 @@ def test_what_one_process_keeps_another_finds(where):
     another.check()
     another.fetch()
     assert (another.folder / "metrics.jsonl").read_text() == "{}\n"
-    assert checksums.find_damage(another.folder / "checkpoints" / "20") is None
+    assert folders.find_damage(another.folder / "checkpoints" / "20") is None
     assert another.is_shared == (another.folder == one.folder)
     assert str(one.name) in (where, str(one.folder))
 

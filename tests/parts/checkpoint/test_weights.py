@@ -18,7 +18,7 @@ from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.checkpoint.formats import read_file
+from jddp.checkpoint.weights import read_file
 from jddp.commands.checkpoint import main as checkpoint_main
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 

@@ -15,7 +15,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.checkpoint.checksums import NAME, seal
+from jddp.checkpoint.folders import NAME, seal
 from jddp.commands.checkpoint import main
 from jddp.config.files import flatten, load_config
 from jddp.config.schema import Config

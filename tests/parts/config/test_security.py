@@ -17,7 +17,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.checkpoint.checksums import find_damage
+from jddp.checkpoint.folders import find_damage
 from jddp.commands.training import _turn_on_cache
 from jddp.config.files import dump_values, load_config, read_yaml
 from jddp.config.permissions import make_private, refuse_foreign

@@ -10,7 +10,7 @@ import safetensors.numpy
 from flax.traverse_util import flatten_dict
 from sweeps import swept
 
-from jddp.checkpoint.formats import read_file
+from jddp.checkpoint.weights import read_file
 from jddp.errors import ConfigError
 from jddp.workbench.state_dicts import from_state_dict, to_state_dict
 from jddp.workbench.state_dicts.schemes import library_of, unlike

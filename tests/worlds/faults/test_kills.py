@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from faults.jobs import Job, assert_ends, assert_same_run, make_folder
-from jddp.checkpoint.checksums import find_damage
+from jddp.checkpoint.folders import find_damage
 
 pytestmark = pytest.mark.processes
 
