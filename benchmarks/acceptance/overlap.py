@@ -11,8 +11,7 @@ from acceptance.result import SKIP, Machine, PartResult
 from jddp.config.options import Reduction
 from jddp.errors import DataError
 from jddp.inspection.machine import OK, WARN
-from jddp.workbench.kernels import DeviceTime
-from jddp.workbench.trace import read_trace
+from jddp.workbench.trace import DeviceTime, read_trace
 
 _NUM_STEPS = 5
 

@@ -11,6 +11,7 @@ runs, nothing but the picture is written, and the data may be absent.
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     check_target(arguments, "scaling")
     if arguments.target or arguments.trace:
+        if arguments.target:
+            # With GPUs of its own JAX, which is not imported yet, would compile for those alone.
+            os.environ["JAX_PLATFORMS"] = "cpu"
         return int(tool("explain", "--target or --trace")(arguments))
     if arguments.html is not None:
         raise UsageError("--html needs --target or --trace: it draws a modelled or a traced step.")

@@ -109,7 +109,7 @@ class Explanation(Shown):
         """
         if self.prediction is None:
             raise UsageError('There is no modelled step to draw. Give explain target="h100".')
-        return str(tool("picture", "as_html")(self.prediction))
+        return str(self.prediction.as_html())
 
     def _runs(self, collective: Collective) -> float:
         every, purpose = self.sync.every, purpose_of(collective)

@@ -6,8 +6,6 @@ modelled for the config of that run.
 
 import argparse
 import json
-import os
-from pathlib import Path
 
 from jddp.config.cli import check_output, write_output
 from jddp.config.files import load_config
@@ -15,11 +13,8 @@ from jddp.errors import ExitCode, UsageError, show
 from jddp.inspection.explain import Explanation, explain
 from jddp.job.job import build
 from jddp.typing import JsonObject
-from jddp.workbench.measured_picture import measured_picture
 from jddp.workbench.modelled.described import Target
-from jddp.workbench.modelled.picture import modelled_picture
-from jddp.workbench.pictures.page import draw_page
-from jddp.workbench.pictures.times import times_as_text
+from jddp.workbench.step_times import draw_page, times_as_text
 from jddp.workbench.trace import Trace, read_trace
 
 
@@ -28,15 +23,16 @@ def run_explain(arguments: argparse.Namespace) -> int:
     check_output("--html", arguments.html)
     trace = None if arguments.trace is None else read_trace(arguments.trace)
     step = None if arguments.target is None else _modelled(arguments)
+    text = _as_text(trace, step)
     if arguments.html is not None:
-        _draw(arguments.html, trace, step)
-    show(json.dumps(_as_json(trace, step)) if arguments.json else _as_text(trace, step))
+        lanes = [] if trace is None else trace.lanes()
+        lanes += [] if step is None else [step.prediction.lanes()]
+        write_output("--html", arguments.html, draw_page(text, lanes))
+    show(json.dumps(_as_json(trace, step)) if arguments.json else text)
     return ExitCode.DONE
 
 
 def _modelled(arguments: argparse.Namespace) -> Explanation:
-    # With GPUs of its own JAX would compile for those alone.
-    os.environ["JAX_PLATFORMS"] = "cpu"
     config, _ = load_config(_configs(arguments), arguments.overrides)
     gpu, topology, links = arguments.target, arguments.topology or "1x8", arguments.link
     job = build(config, needs_data=False, mesh=Target.named(gpu, topology, links).mesh())
@@ -54,13 +50,6 @@ def _configs(arguments: argparse.Namespace) -> list[str]:
     return [str(own)]
 
 
-def _draw(path: Path, trace: Trace | None, step: Explanation | None) -> None:
-    steps = [] if trace is None else [measured_picture(trace)]
-    if step is not None and step.prediction is not None:
-        steps.append(modelled_picture(step.prediction))
-    write_output("--html", path, draw_page(*steps))
-
-
 def _as_json(trace: Trace | None, step: Explanation | None) -> JsonObject:
     if step is None:
         assert trace is not None  # One of them is there.
@@ -70,6 +59,6 @@ def _as_json(trace: Trace | None, step: Explanation | None) -> JsonObject:
 
 def _as_text(trace: Trace | None, step: Explanation | None) -> str:
     parts = [str(x) for x in (trace, step) if x is not None]
-    if trace is not None and step is not None and step.prediction is not None:
+    if trace is not None and step is not None:
         parts.insert(1, times_as_text([trace.times, step.prediction.times]))
     return "\n\n".join(parts)

@@ -23,10 +23,17 @@ from jddp.workbench.modelled.described import Target
 from jddp.workbench.modelled.links import START_SECONDS
 from jddp.workbench.modelled.scaling import MEASURED_ERROR, ScaledStep, weak_scaling
 from jddp.workbench.modelled.schedule import walk
-from jddp.workbench.modelled.timeline import Timeline
+from jddp.workbench.modelled.timeline import BACKWARD, FORWARD, UPDATE, Timeline
 from jddp.workbench.modelled.transfer_groups import TransferGroup, group_transfers
-from jddp.workbench.pictures.figures import in_ms
-from jddp.workbench.pictures.times import MODELLED, StepTimes
+from jddp.workbench.step_times import (
+    EXPOSED,
+    MODELLED,
+    Band,
+    Lanes,
+    StepTimes,
+    draw_page,
+    in_ms,
+)
 
 MEGABYTE = 10**6
 
@@ -129,6 +136,25 @@ class Prediction(Shown):
             "model."
         )
         return f"Does not fit: a step needs {needs:.1f} GB of a GPU, which has {has:.1f} GB. {way}"
+
+    def lanes(self) -> Lanes:
+        """What a GPU computes and sends, over time."""
+        time = self.timeline
+        computing = list[Band]()
+        for phase in (FORWARD, BACKWARD, UPDATE):
+            spans = [(x.start, x.end) for x in time.spans if x.phase == phase]
+            took = in_ms(sum(end - start for start, end in spans))
+            computing.append(Band(phase, f"{phase}: {took}", spans))
+        for x in time.transfers:
+            if x.waited_seconds > 0:
+                title = f"waits {in_ms(x.waited_seconds)} for {x.name}"
+                computing.append(Band(EXPOSED, title, [(x.done_at - x.waited_seconds, x.done_at)]))
+        sent = [_band(group) for group in self.groups]
+        return Lanes(MODELLED, str(self.target), time.step_seconds, computing, sent)
+
+    def as_html(self) -> str:
+        """One page of HTML with a picture of the step; it loads nothing from elsewhere."""
+        return draw_page(str(self), [self.lanes()])
 
     def as_json(self) -> JsonObject:
         """The same as numbers and words, in bytes and seconds."""
@@ -267,6 +293,18 @@ def predict(target: Target, own: CompiledFor) -> Prediction:
         accumulate_steps=split.accumulate_steps,
         every=own.steps.spec.sync.every,
     )
+
+
+def _band(group: TransferGroup) -> Band:
+    times = [(x.ended_at - x.needed_seconds, x.ended_at) for x in group.transfers]
+    named = f"{group.label}: {group.name}" if group.label else group.name
+    named += f" ({len(group.paths)} parameters)" if group.paths else ""
+    title = (
+        f"{named}\n{group.bytes / MEGABYTE:,.2f} MB of {group.dtype}, {group.op} x "
+        f"{len(group.transfers)}, {group.choice.algorithm}\n"
+        f"takes {in_ms(group.needed_seconds)}, waits {in_ms(group.waited_seconds)}"
+    )
+    return Band("other" if group.number is None else "sent", title, times)
 
 
 def _group_as_json(group: TransferGroup) -> JsonObject:

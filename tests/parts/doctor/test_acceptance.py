@@ -22,7 +22,7 @@ from jddp.commands import doctor
 from jddp.commands.doctor import main
 from jddp.distributed import gpus
 from jddp.inspection import doctor as links
-from jddp.workbench.kernels import DeviceTime
+from jddp.workbench.trace import DeviceTime
 from jddp.zoo.losses import cross_entropy
 
 ONE = Machine("gpu", 1, "NVIDIA H200")

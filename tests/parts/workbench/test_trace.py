@@ -17,12 +17,16 @@ from jddp.commands.explain import main
 from jddp.errors import ConfigError, DataError, ExitCode
 from jddp.trainer.options import Options
 from jddp.trainer.profile import Profile
-from jddp.workbench.kernels import DeviceTime, Kernels, kernels_of
-from jddp.workbench.measured_picture import measured_picture
-from jddp.workbench.pictures.page import draw_page
-from jddp.workbench.pictures.svg import LEFT, RIGHT, WIDTH
-from jddp.workbench.pictures.times import MODELLED, StepTimes, times_as_text
-from jddp.workbench.trace import Trace, read_trace
+from jddp.workbench.step_times import (
+    LEFT,
+    MODELLED,
+    RIGHT,
+    WIDTH,
+    StepTimes,
+    draw_page,
+    times_as_text,
+)
+from jddp.workbench.trace import DeviceTime, Kernels, Trace, kernels_of, read_trace
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 SECOND = 10**12  # picoseconds
@@ -155,18 +159,18 @@ def test_a_run_records_the_steps_that_its_config_asks_for(tmp_path, capsys):
 
 
 def test_the_picture_of_a_trace_hatches_what_is_exposed_and_says_that_it_is_measured():
-    page = draw_page(measured_picture(of_two_devices()))
+    page = draw_page("words", of_two_devices().lanes())
     least, most = (ElementTree.fromstring(x) for x in re.findall("<svg.*?</svg>", page, re.DOTALL))
     for drawn, name, exposed in ((least, "process_0 GPU:0", 500), (most, "process_1 GPU:0", 1000)):
         words = " ".join(drawn.itertext())
         assert f"measured: {name}" in words
-        assert f"waiting: {exposed:,}.00 ms, measured" in words
+        assert f"waits for communication: {exposed:,}.00 ms in all, measured" in words
         assert "all_reduce: 1,000.00 ms in 1 runs, measured" in words
         assert "modelled" not in words
         (bar, _) = (x.get("d") for x in drawn.iter() if x.get("class") == "exposed")
         width = float(re.search(r"h([\d.]+)v", bar)[1])
         assert width == pytest.approx((WIDTH - LEFT - RIGHT) * exposed / 4000, abs=0.1)
-    assert "Measured, not modelled" in page
+    assert "<h1>A step, measured</h1>" in page
 
 
 def test_measured_and_modelled_times_stand_side_by_side():
