@@ -15,7 +15,7 @@ A checkpoint is a folder with the step as its name:
 Every process calls `save` and `restore`. Arrays that are split over the processes are written by
 their owners, everything else by process 0. A checkpoint gets its name when all of it has been read
 back and is on the disk. A checkpoint with a wrong digest is renamed, never removed, and the one
-before it is used. Writing goes on in the background, on all processes together:
+before it is used. Writing continues in the background, on all processes together:
 
     copy off the devices ─► write ─► all have written? ─► seal ─► name ─► remove surplus ones
     (the loop waits)        (each its part)               (process 0)
