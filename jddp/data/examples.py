@@ -8,7 +8,7 @@ names are given. Mistakes that can be found at the start are refused at the star
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
@@ -174,13 +174,14 @@ class RowExamples:
         """
         if not len(indices):  # on a process without a row in the last batch
             return {name: x[:0] for name, x in self.take(np.zeros(1, int)).items()}
-        if hasattr(self._rows, "__getitems__"):
-            rows = self._rows.__getitems__(indices.tolist())
-        else:
-            rows = [self._rows[index] for index in indices.tolist()]
-        named = [self._named(row) for row in rows]
+        named = [self._named(row) for row in self._rows_at(indices.tolist())]
         parts = {name: [row.get(name) for row in named] for name in named[0]}
         return {name: self._stack(name, part, indices) for name, part in parts.items()}
+
+    def _rows_at(self, indices: list[int]) -> Iterable[object]:
+        if hasattr(self._rows, "__getitems__"):
+            return self._rows.__getitems__(indices)
+        return [self._rows[index] for index in indices]
 
     def _named(self, row: object) -> Settings:
         if isinstance(row, Mapping):

@@ -15,10 +15,10 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +78,8 @@ def hugging_face(
     if not streaming:
 
         def read(part: str) -> StoredRows:
-            return decoded_rows(data.load(splits[part]), data.where(splits[part]))
+            where = data.where(splits[part])
+            return StoredRows(*undecoded(data.load(splits[part]), where), where)
 
         return source_of_parts(name, read, test_share)
 
@@ -256,7 +257,7 @@ def parquet(
                 with refusing_damage(file, "Parquet file"):
                     arrow.read_metadata(file)
             rows = datasets.Dataset.from_parquet(files, keep_in_memory=False, columns=columns)
-        return decoded_rows(rows, where)
+        return StoredRows(*undecoded(rows, where), where)
 
     return source_of_parts(f"parquet {directory}", read, test_share)
 
@@ -279,53 +280,29 @@ def array_record(*, directory: Path, decode: str, test_share: float | None = Non
     return source_of_parts(f"array_record {directory}", read, test_share)
 
 
-@dataclass(frozen=True, eq=False)
-class StoredRows:
-    """Rows that a library reads from files, and a function then decodes.
+class StoredRows(RowExamples):
+    """Examples of rows that a library reads from files, and a function then decodes.
 
-    Attributes:
+    Args:
       rows: Object with `__len__` and `__getitem__`; `__getitems__`, if any, reads many at once.
       decode: Function from one of them to a row; what it raises is its own.
       where: Name of the files, for errors.
     """
 
-    rows: Any
-    decode: Callable[[Any], Row]
-    where: str
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: SupportsIndex) -> Row:
-        return self.__getitems__([int(index)])[0]
+    def __init__(self, rows: Any, decode: Callable[[Any], Row], where: str) -> None:
+        super().__init__(rows)
+        self._decode, self._where = decode, where
 
     def column(self, name: str) -> np.ndarray | None:
         """A column of all rows, if they are stored by columns."""
-        if name not in getattr(self.rows, "column_names", ()):
+        if name not in getattr(self._rows, "column_names", ()):
             return None
-        return np.asarray(self.rows.select_columns([name])[:][name])
+        return np.asarray(self._rows.select_columns([name])[:][name])
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
-        """The rows at these indices, which are read together.
-
-        Raises:
-          DataError: If one cannot be read.
-        """
-        with refusing_damage(self.where, "file of rows"):
-            if hasattr(self.rows, "__getitems__"):
-                stored = list(self.rows.__getitems__(list(indices)))
-            else:
-                stored = [self.rows[index] for index in indices]
-        return [self.decode(row) for row in stored]
-
-
-def decoded_rows(rows: Any, where: str) -> StoredRows:
-    """Rows of a `Dataset`, whose images are decoded here.
-
-    Raises:
-      DataError: If a column holds another type that would be decoded.
-    """
-    return StoredRows(*undecoded(rows, where), where)
+    def _rows_at(self, indices: list[int]) -> Iterable[Row]:
+        with refusing_damage(self._where, "file of rows"):
+            stored = list(super()._rows_at(indices))
+        return [self._decode(row) for row in stored]
 
 
 def undecoded(rows: Any, where: str) -> tuple[Any, Callable[[Row], Row]]:

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from jddp.data.examples import Examples, NumpyBatch, RowExamples, in_32_bits
+from jddp.data.examples import Examples, NumpyBatch, in_32_bits
 from jddp.data.source import DataSource, make_data_set, selected_parts, spec_of
 from jddp.data.sources.files import files_of
-from jddp.data.sources.hugging_face import decoded_rows, reading
+from jddp.data.sources.hugging_face import StoredRows, reading, undecoded
 from jddp.data.sources.images import (
     ENDINGS,
     MEAN,
@@ -60,7 +60,8 @@ class SampleExamples:
         others = [name for name in rows.column_names if name not in ("image", "label", *PLACE)]
         self._others = None
         if others:
-            self._others = RowExamples(decoded_rows(rows.select_columns(others), "tar files"))
+            where = "tar files"
+            self._others = StoredRows(*undecoded(rows.select_columns(others), where), where)
 
     def __len__(self) -> int:
         return len(self._rows)
