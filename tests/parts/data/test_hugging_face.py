@@ -185,22 +185,6 @@ def test_each_epoch_of_a_stream_has_its_files_in_their_order(files):
         np.testing.assert_array_equal(rest, whole[4 * num_before :])
 
 
-def test_a_stream_that_was_saved_in_an_epoch_of_another_order_ends_it_in_that_order(files):
-    rows = datasets.load_dataset(files["path"], split="train", streaming=True)
-    rows = rows.with_format("numpy")
-    rows.set_epoch(3)  # as earlier versions did
-    epoch = [row["x"] for row in rows]
-    assert not np.array_equal(epoch, X)
-    iterator = iter(rows)
-    for _ in range(4):
-        next(iterator)
-    state = {"epoch": 3, "rows": json.loads(json.dumps(rows.state_dict()))}
-    after = streams(size=1, **files).train
-    after.load_state_dict(state)
-    found = np.concatenate(first(16, after))
-    np.testing.assert_array_equal(found, np.concatenate([epoch[4:], X]))
-
-
 def test_processes_read_parts_of_the_same_global_batches_and_resume_from_one_position(saved):
     whole = streams(saved, 4)
     parts = [streams(saved, 4, share=Share(i, 2)) for i in range(2)]

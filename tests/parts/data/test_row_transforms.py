@@ -145,15 +145,6 @@ def test_a_crop_of_whole_numbers_is_that_of_the_same_numbers_rounded(dtype):
     assert np.mean(here != there) < 1e-3
 
 
-def test_images_may_be_cropped_before_they_are_normalized_or_after():
-    images = stored_images(64).examples.take(np.arange(64))
-    draws = np.random.default_rng(1).random((64, 5))
-    orders = [(Normalize(0.5, 0.25), CropAndFlip()), (CropAndFlip(), Normalize(0.5, 0.25))]
-    after, before = (Chain(order)(Chain(order).with_draws(images, draws)) for order in orders)
-    # A byte is rounded by half a level.
-    np.testing.assert_allclose(before["image"], after["image"], atol=0.5 / 255 / 0.25 + 1e-5)
-
-
 def test_images_are_normalized_by_the_range_of_their_dtype_or_refused():
     values = np.linspace(0, 1, 12).reshape(1, 2, 2, 3)
     for dtype in (np.uint8, np.uint16):
@@ -186,18 +177,7 @@ def test_grey_images_may_come_without_a_dim_for_their_channel(change, on_device)
     np.testing.assert_array_equal(found.get("share"), want.get("share"))
 
 
-def test_half_of_the_examples_are_cut_if_both_are_asked_for():
-    batch = next(batches_of(on_device=True, mix=Mix(mixup=0.2, cutmix=1.0)))
-    assert 8 <= batch["mix"][:, 0].sum() <= 24  # three standard deviations of 32 draws
-    assert set(batch["mix"][:, 0]) == {0, 1}
-
-
 @pytest.mark.parametrize("std", [0, -0.5, float("nan"), [0.2, 0.0, 0.2]])
 def test_a_standard_deviation_that_is_not_positive_is_refused(std):
     with pytest.raises(ConfigError, match="normalize: std"):
         normalize(0.5, std)
-
-
-def test_lists_of_means_are_kept_as_values_that_can_be_compared():
-    assert normalize([0.1, 0.2], [1.0, 2.0]) == normalize((0.1, 0.2), (1.0, 2.0))
-    assert hash(Chain((normalize([0.1], 1.0), CropAndFlip())))

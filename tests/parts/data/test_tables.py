@@ -104,29 +104,28 @@ def test_one_share_of_the_rows_is_for_testing_and_stays_there_when_rows_are_adde
     is_test = rows_for_testing(10_000, 0.2)
     assert abs(is_test.mean() - 0.2) < 0.02
     np.testing.assert_array_equal(rows_for_testing(500, 0.2), is_test[:500])
-    (tmp_path / "all.csv").write_text("x,y\n" + "".join(f"{i},{i}.5\n" for i in range(100)))
-    share = {"inputs": ["x"], "categorical": [], "target": "y", "test_share": 0.2}
-    data = source_in(tmp_path, normalize=False, **share).load()
-    tested = rows_of(data.test)["x"][:, 0]
-    np.testing.assert_array_equal(tested, np.flatnonzero(rows_for_testing(100, 0.2)))
-    both = {*tested, *rows_of(data.train)["x"][:, 0]}
-    assert both == {*range(100)}
 
 
-@pytest.mark.parametrize("name", ["npz", "parquet"])
-def test_other_sources_hold_a_share_of_their_training_part_back(tmp_path, name):
+@pytest.mark.parametrize("name", ["npz", "parquet", "table"])
+def test_each_source_holds_a_share_of_its_training_part_back(tmp_path, name):
     rows = {"x": np.arange(50.0), "label": np.arange(50) % 3}
     np.savez(tmp_path / "train.npz", **rows)
     pq.write_table(pa.table(rows), tmp_path / "train.parquet")
-    data = make_source(name, directory=str(tmp_path), kwargs={"test_share": 0.2}).load()
+    of_table = {"inputs": ["x"], "target": "label", "normalize": False} if name == "table" else {}
+
+    def parts(test_share):
+        kwargs = {"test_share": test_share, **of_table}
+        data = make_source(name, directory=str(tmp_path), kwargs=kwargs).load()
+        return data.train, data.test
+
     is_test = rows_for_testing(50, 0.2)
-    np.testing.assert_array_equal(rows_of(data.train)["x"], np.flatnonzero(~is_test))
-    np.testing.assert_array_equal(rows_of(data.test)["x"], np.flatnonzero(is_test))
-    np.testing.assert_array_equal(column_of(data.train, "label"), np.flatnonzero(~is_test) % 3)
+    for part, rows in zip(parts(0.2), (~is_test, is_test), strict=True):
+        np.testing.assert_array_equal(rows_of(part)["x"].reshape(-1), np.flatnonzero(rows))
+        np.testing.assert_array_equal(column_of(part, "label"), np.flatnonzero(rows) % 3)
     with pytest.raises(ConfigError, match="test_share: 1.5 is not between 0 and 1"):
-        make_source(name, directory=str(tmp_path), kwargs={"test_share": 1.5})
+        parts(1.5)
     with pytest.raises(DataError, match="leaves one part of 50 rows empty"):
-        make_source(name, directory=str(tmp_path), kwargs={"test_share": 1e-9})
+        parts(1e-9)
 
 
 def test_new_rows_are_encoded_like_those_of_the_run(folder):
@@ -213,12 +212,6 @@ def test_a_missing_target_is_refused_and_no_class_of_its_own(folder, kind, targe
 
 def test_the_description_counts_the_training_rows_of_each_class(folder):
     assert "2 classes, of which 'cheap' 1, 'dear' 3" in source_in(folder).load().description
-    many = {**TRAIN, "kind": [*"abcd"]}
-    rows = {name: column * 6 for name, column in many.items()}
-    rows["kind"] = [f"{name}{i // 2}" for i, name in enumerate(rows["kind"])]
-    for part in ("train", "test"):
-        (folder / f"{part}.csv").write_text(as_csv(rows))
-    assert "24 classes, of which 'a0' 1" in source_in(folder).load().description
 
 
 SAME = {"member": [True, False, True, False], "floor": [1.0, 2.0, None, 30.0], "plain": "abca"}
