@@ -7,15 +7,13 @@ names are given. Mistakes that can be found at the start are refused at the star
 """
 
 import functools
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jddp.errors import ConfigError, DataError
+from jddp.errors import DataError
 from jddp.typing import Settings
 
 NumpyBatch = dict[str, np.ndarray]
@@ -296,17 +294,3 @@ class Concatenated:
         parts = np.searchsorted(self._ends, indices, side="right")
         firsts = np.concatenate([[0], self._ends])
         return parts, indices - firsts[parts]
-
-
-def import_extra(name: str, *, needed_by: str) -> ModuleType:
-    """The library with this name.
-
-    Raises:
-      ConfigError: If it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{needed_by} needs {name}, which is not installed: pip install 'jddp[data]'."
-        ) from error

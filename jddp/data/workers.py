@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from jddp.data.batches import TrainBatches
-from jddp.data.examples import NumpyBatch, import_extra
+from jddp.data.examples import NumpyBatch
+from jddp.data.sources.files import import_extra
 from jddp.errors import DataError
 from jddp.typing import Batch
 

@@ -16,6 +16,7 @@ References:
 
 import contextlib
 import gzip
+import importlib
 import mmap
 import os
 import struct
@@ -24,11 +25,12 @@ from collections.abc import Iterator
 from hashlib import sha256
 from math import prod
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 
-from jddp.errors import DataError, Error
+from jddp.errors import ConfigError, DataError, Error
 
 
 class MappedArray(np.memmap):
@@ -180,3 +182,17 @@ def parse_idx(plain: bytes, *, called: str = "these bytes") -> np.ndarray:
             f"{called}: not a whole IDX file: {elements.size:,} elements for shape {shape}."
         )
     return elements.reshape(shape)
+
+
+def import_extra(name: str, *, needed_by: str) -> ModuleType:
+    """The library with this name.
+
+    Raises:
+      ConfigError: If it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{needed_by} needs {name}, which is not installed: pip install 'jddp[data]'."
+        ) from error

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from jddp.data.batches import Share
-from jddp.data.examples import NumpyBatch, RowExamples, import_extra
+from jddp.data.examples import NumpyBatch, RowExamples
 from jddp.data.source import DataSource, Streams, source_of_parts, source_of_streams
-from jddp.data.sources.files import files_of, refusing_damage
+from jddp.data.sources.files import files_of, import_extra, refusing_damage
 from jddp.data.sources.images import decode_image
 from jddp.errors import ConfigError, DataError, Error, FileSystemError
 from jddp.names import resolve_target

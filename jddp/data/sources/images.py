@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jddp.data.examples import ArrayExamples, Examples, NumpyBatch, import_extra
+from jddp.data.examples import ArrayExamples, Examples, NumpyBatch
+from jddp.data.sources.files import import_extra
 from jddp.data.transforms import Transformed, normalize
 from jddp.errors import ConfigError, DataError
 

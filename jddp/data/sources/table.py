@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from jddp.data.examples import ArrayExamples, NumpyBatch, import_extra
+from jddp.data.examples import ArrayExamples, NumpyBatch
 from jddp.data.source import DataSource, make_data_set, selected_parts, spec_of
-from jddp.data.sources.files import files_of, refusing_damage, require_file
+from jddp.data.sources.files import files_of, import_extra, refusing_damage, require_file
 from jddp.errors import ConfigError, DataError, check_choice
 from jddp.names import did_you_mean
 from jddp.typing import JsonObject
