@@ -10,11 +10,11 @@ checkpoints, or a restore of the newest one, and steps only grow. So a training 
 newest checkpoint, and no checkpoint of another training is removed or replaced.
 """
 
+import atexit
 import contextlib
-import functools
 import json
+import logging
 import os
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, FileSystemError, UsageError
 from jddp.trainer.saving import LATEST, refuse_unsound
 
+log = logging.getLogger("jddp")
+
 # By directory, for all objects of this process: one waits for checkpoints that another writes.
 _written: dict[Path, CheckpointFolder] = {}
 
@@ -36,8 +38,8 @@ _written: dict[Path, CheckpointFolder] = {}
 class Checkpoints:
     """The checkpoints of your own loop.
 
-    Writing continues in the background, and ends before the next save begins or the process ends.
-    If the process is killed meanwhile, the previous checkpoint is still there.
+    Writing continues in the background, and ends before the next save begins; `wait` waits for it
+    after the last one. If the process ends meanwhile, the previous checkpoint is still there.
 
     Args:
       directory: Directory of the checkpoints of one training, on a file system that all processes
@@ -86,7 +88,8 @@ class Checkpoints:
         self._refuse_directory(folder, step)
         refuse_unsound(step, state)
         if folder not in _written:
-            _finish_at_exit()
+            if not _written:
+                atexit.register(_report_unfinished, os.getpid())
             _written[folder] = CheckpointFolder(folder, keep=self._keep)
         _written[folder].keep(self._keep)
         if self._last.get(folder) != now:
@@ -152,19 +155,19 @@ class Checkpoints:
             _written[self._directory].wait()
 
 
-def _finish() -> None:
-    """Waits until all is written; errors of the file system have been logged."""
-    for checkpoints in _written.values():
-        with contextlib.suppress(FileSystemError):
+def _report_unfinished(process: int) -> None:
+    """Logs each directory whose last checkpoint a process has not completed before its end."""
+    for folder, checkpoints in _written.items() if os.getpid() == process else ():
+        try:
             checkpoints.wait()
-
-
-@functools.cache
-def _finish_at_exit() -> None:
-    """Writes everything before the process ends; registered by the first save."""
-    # Not with `atexit`, which is too late: a save starts threads, which is no longer possible then.
-    threading._register_atexit(_finish)  # type: ignore[attr-defined]
-    os.register_at_fork(after_in_child=_written.clear)  # the parent writes them, no child
+        except FileSystemError:
+            pass  # It has been logged.
+        except RuntimeError:  # A process that ends starts no threads, and a save needs some.
+            log.error(
+                "%s: the last checkpoint is not complete; the one before it stays. Call wait() of "
+                "jddp.Checkpoints before the process ends.",
+                folder,
+            )
 
 
 def _is_run(folder: Path) -> bool:

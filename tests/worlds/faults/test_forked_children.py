@@ -18,7 +18,6 @@ import jax, numpy as np, optax
 jax.config.update("jax_num_cpu_devices", 2)
 import jddp
 from jddp.distributed.failure import owned_process
-from jddp.trainer import own_loop
 from jddp.zoo.losses import cross_entropy
 from jddp.zoo.models import MLP
 
@@ -77,19 +76,6 @@ if where == "kept":  # beyond the end of the run
             if metrics["step"] == 2:
                 kept.append(forks.Pool(1))
                 codes.append(sum(kept[0].map(abs, [-3])))
-if where == "saving":  # in a loop of your own
-    class Unfinished:
-        def wait(self):
-            time.sleep(1000 if os.getpid() != me else 0)
-
-    me, own_loop._written["folder"] = os.getpid(), Unfinished()
-    class Forking(jddp.Callback):
-        def on_step(self, run, metrics):
-            if metrics["step"] == 2:
-                child = forks.Process(target=leave_through_python, args=(5,))
-                child.start()
-                child.join()
-                codes.append(child.exitcode)
 ddp = jddp.DataParallel(MLP(widths=(3,)), optax.sgd(0.1), cross_entropy)
 with owned_process():
     run = jddp.fit(ddp, batches(), num_steps=6, run_dir=sys.argv[2], callbacks=[Forking()])
@@ -102,9 +88,7 @@ print(json.dumps({"step": run.step, "interrupted": run.interrupted, "codes": cod
 ALL = [-signal.SIGTERM, 3, 5, 7, 1]
 
 
-@pytest.mark.parametrize(
-    "where, codes", [("callback", ALL), ("data", ALL), ("kept", [3]), ("saving", [5])]
-)
+@pytest.mark.parametrize("where, codes", [("callback", ALL), ("data", ALL), ("kept", [3])])
 def test_children_that_are_forked_end_alone(tmp_path, where, codes):
     command = [sys.executable, "-c", PROGRAM, where, str(tmp_path / "run")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180)
