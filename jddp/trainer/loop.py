@@ -28,12 +28,10 @@ from jddp.engine.trainable import Trainable
 from jddp.errors import UsageError
 from jddp.inspection.norms import diagnose
 from jddp.trainer.callbacks import call_each
-from jddp.trainer.clock import Clock
 from jddp.trainer.given import refuse_same_rows
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
-from jddp.trainer.profile import Profile
 from jddp.trainer.progress import Progress
 from jddp.trainer.replica_check import ReplicaCheck
 from jddp.trainer.reporter import Reporter
@@ -42,6 +40,7 @@ from jddp.trainer.run import Run
 from jddp.trainer.saving import LATEST, Saving
 from jddp.trainer.spikes import Spikes
 from jddp.trainer.throughput import measure
+from jddp.trainer.timing import DATA, Clock, Profile
 from jddp.trainer.watching import best_steps, settings_of, watching
 from jddp.typing import Batch
 
@@ -188,14 +187,14 @@ class Loop:
             if self.is_over or self.signal is not None:
                 break
             batch = self._next_batch()
-            with self.profile.step(run.step + 1, run.state), self.reporter.clock.on_devices():
+            with self.profile.step(run.step + 1, run.state), self.reporter.clock.measure("devices"):
                 limit = self._spikes.limits(run.progress.losses, run.step + 1)
                 run.state, metrics = self.ddp.step(run.state, batch, **limit)
             position = self.source.position
             run.progress = replace(
                 run.progress, step=run.step + 1, before=self.reached, position=position
             )
-            with self.reporter.clock.on_devices():
+            with self.reporter.clock.measure("devices"):
                 self.replica_check.finish()
             self.replica_check.begin(run.step, run.state)
             self.reached = self.source.reached(run.step, position)
@@ -212,7 +211,7 @@ class Loop:
                 self.reporter.next()
                 self.act(self.requests.due())
             if is_due and not self.is_over:  # at the end all is due
-                with self.reporter.clock.pause():
+                with self.reporter.clock.measure("pause"):
                     self._evaluate_and_save()
         self.reporter.next()
         self.profile.close()
@@ -227,7 +226,7 @@ class Loop:
         is_due = every is not None and (self.run.step + 1) % every == 0
         if is_due:
             self.reporter.next()
-        with self.reporter.clock.waiting():
+        with jax.profiler.TraceAnnotation(DATA), self.reporter.clock.measure("data"):
             batch = next(self.source)
         if is_due:
             self._record_norms(batch)
@@ -236,7 +235,7 @@ class Loop:
     def _record_norms(self, batch: Batch) -> None:
         phase = self.watchdog.phase
         self.watchdog.enter("compile", self.run.step)  # at the first time
-        with self.reporter.clock.pause(), self.reporter.clock.on_devices():
+        with self.reporter.clock.measure("pause"), self.reporter.clock.measure("devices"):
             norms = diagnose(self.ddp, self.run.state, batch)
         self.reporter.layers(self.run.step + 1, norms)
         self.watchdog.enter(phase, self.run.step)
@@ -282,7 +281,7 @@ class Loop:
     def _evaluate(self) -> None:
         if not self.is_evaluated:
             batches = self._batches_until_stopped()
-            with self.reporter.clock.on_devices(), self.reporter.evaluations.measured():
+            with self.reporter.clock.measure("devices"), self.reporter.evaluations.measured():
                 found = self.ddp.evaluate(self.run.state, batches, self.options.evaluation.params)
             self.reporter.evaluated(found)
             self.act(self.requests.due())

@@ -18,18 +18,16 @@ from jddp.data.periods import Epochs, Reached
 from jddp.inspection.norms import Layers
 from jddp.modules.rows import count_rows
 from jddp.trainer.callbacks import Callback, call_each
-from jddp.trainer.clock import Clock
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
-from jddp.trainer.profile import Profile
 from jddp.trainer.reports.lines import EXPOSED_SHARE, Course, Pause, summary
 from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
 from jddp.trainer.run import Run
-from jddp.trainer.slow_process import Processes
 from jddp.trainer.throughput import Work
+from jddp.trainer.timing import Clock, Processes, Profile
 from jddp.trainer.watching import Watching, watching
 from jddp.typing import JsonObject, Record
 
@@ -147,7 +145,7 @@ class Reporter:
 
     def _record(self, sent: Sent) -> dict[str, float]:
         """Waits for a step, and records its metrics if due; returns them if they were read."""
-        with self.clock.on_devices():  # at each step: no later state may be saved
+        with self.clock.measure("devices"):  # at each step: no later state may be saved
             progress, seen = self.numerics.look(self.run.progress, sent, self.run.state)
         self.run.progress = progress
         if seen.note:
@@ -171,9 +169,8 @@ class Reporter:
         if (spent := self.clock.spent(step)) is not None:
             record |= {"step_seconds": spent.step, "data_wait_seconds": spent.data}
             record |= {"host_seconds": spent.host} | self.work.rates(record, num_rows)
-            record |= self.processes.compare(spent)
-            with self.clock.on_devices():
-                self.processes.measure(self.run.state.step)
+            with self.clock.measure("devices"):
+                record |= self.processes.compare(spent, self.run.state.step)
         record |= self.profile.take_fields()
         metrics = copy.deepcopy(record)  # a callback may change it
         self.run.progress = dataclasses.replace(self.run.progress, metrics=metrics)

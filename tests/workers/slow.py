@@ -14,7 +14,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp import distributed
-from jddp.trainer import probe
+from jddp.trainer import timing
 
 NUM_STEPS = 10
 SECONDS = 0.2
@@ -55,5 +55,5 @@ if __name__ == "__main__":
     train(folder / "data", is_slow=True)
     train(folder / "host", callbacks=[Writes()])
     if jax.process_index() == 1:
-        probe.DIM["cpu"] *= 4  # 64 times the work stands for slow devices
+        timing.DIM["cpu"] *= 4  # 64 times the work stands for slow devices
     train(folder / "compute", slow_loss)

@@ -7,10 +7,8 @@ import jax
 import pytest
 
 import jddp.distributed.coordination as job
-from jddp.trainer import slow_process
-from jddp.trainer.clock import Clock, Spent
-from jddp.trainer.probe import Probe
-from jddp.trainer.slow_process import Own, Processes, find_slowest
+from jddp.trainer import timing
+from jddp.trainer.timing import Clock, Own, Probe, Processes, Spent, find_slowest
 
 
 def own(data=0.01, devices=1.0, host=0.02, probe=1.0):
@@ -44,56 +42,35 @@ def of_three(monkeypatch):
     store = {}
     monkeypatch.setattr(job, "num_processes", lambda: 3)
     monkeypatch.setattr(job, "try_publish", store.__setitem__)
-    monkeypatch.setattr(slow_process, "Probe", lambda devices: SimpleNamespace(seconds=1.0))
-    monkeypatch.setattr(job, "unpublish", lambda name: [store.pop(f"{name}/{i}") for i in range(3)])
-    monkeypatch.setattr(
-        job,
-        "published",
-        lambda name: {int(key[-1]): x for key, x in store.items() if key[:-2] == name},
-    )
+    monkeypatch.setattr(job, "unpublish", lambda name: store.pop(name, None))
+    monkeypatch.setattr(job, "published", lambda _: {int(key[-1]): x for key, x in store.items()})
+    probe = SimpleNamespace(seconds=1.0, renew=lambda newest: None)
+    monkeypatch.setattr(timing, "Probe", lambda devices: probe)
     return store
 
 
-def publish_others(store, of_all):
-    """Publishes times of the other processes for the record that process 0 has published last."""
-    name = max(store, key=lambda key: int(key.split("/")[-2])).rpartition("/")[0]
-    for number, x in enumerate(of_all[1:], 1):
-        store[f"{name}/{number}"] = json.dumps(x)
-
-
 def test_a_process_is_reported_once_it_is_slow_in_three_records_in_a_row(of_three):
-    notes = []
+    notes, fields = [], []
     processes = Processes(notes.append)
     processes.begin(jax.devices()[:1])
     slow, alike = SLOW["data"], [own(), own(), own()]
-    fields = []
+    assert processes.compare(slow[0].spent, None) == {}  # nothing is waited for
+    (key,) = of_three
     for of_all in [slow, slow, alike, slow, slow, slow, slow, SLOW["host"], alike]:
-        fields.append(processes.compare(of_all[0].spent))
-        publish_others(of_three, of_all)
-        assert len(notes) == (len(fields) > 6)  # the third in a row is read with the next record
-    assert fields[0] == {}  # nothing is waited for
-    assert fields[1].keys() == {f"slowest_{x}" for x in ("process", "host", "phase", "ratio")}
-    assert [x["slowest_phase"] for x in fields[4:8]] == ["data"] * 4
+        for number, x in enumerate(of_all):
+            of_three[f"{key[:-1]}{number}"] = json.dumps(x)
+        fields.append(processes.compare(of_all[0].spent, None))
+        assert len(notes) == (len(fields) > 5)
+    assert fields[0].keys() == {f"slowest_{x}" for x in ("process", "host", "phase", "ratio")}
+    assert [x["slowest_phase"] for x in fields[3:7]] == ["data"] * 4
     assert notes[0].startswith("process 1 on node3 is 1.5 times slower than the others, in data")
-    assert len(of_three) == 3  # those of earlier records are removed
-
-
-def test_a_record_that_not_all_have_published_is_read_later(of_three):
-    processes = Processes(pytest.fail)
-    processes.begin(jax.devices()[:1])
-    assert processes.compare(own().spent) == processes.compare(own().spent) == {}
-    for number in (1, 2):
-        for name in {key.rpartition("/")[0] for key in of_three}:
-            of_three[f"{name}/{number}"] = json.dumps(own())
-    assert "slowest_process" in processes.compare(own().spent)
-    assert len(of_three) == 1
+    assert len(of_three) == 3
 
 
 def test_a_process_alone_compares_and_measures_nothing():
     processes = Processes(pytest.fail)
     processes.begin(jax.devices())
-    processes.measure(None)
-    assert processes.compare(own().spent) == {}
+    assert processes.compare(own().spent, None) == {}
 
 
 def test_devices_are_measured_again_after_some_time_when_their_steps_are_finished(monkeypatch):
@@ -120,14 +97,14 @@ def test_a_clock_tells_waiting_from_the_host_and_from_pauses(monkeypatch):
 
     assert clock.spent(0) is None
     for _ in range(2):
-        with clock.waiting():
+        with clock.measure("data"):
             spend(1.0)
-        with clock.on_devices():
+        with clock.measure("devices"):
             spend(4.0)
         spend(0.5)
-        with clock.pause():
+        with clock.measure("pause"):
             spend(2.0)  # saving
-            with clock.on_devices():
+            with clock.measure("devices"):
                 spend(8.0)  # evaluation
     assert clock.spent(2) == Spent(step=5.5, data=1.0, devices=12.0, host=2.5)
     spend(1.0)

@@ -16,7 +16,7 @@ import jddp
 from jddp.commands.explain import main
 from jddp.errors import ConfigError, DataError, ExitCode
 from jddp.trainer.options import Options
-from jddp.trainer.profile import Profile
+from jddp.trainer.timing import Profile
 from jddp.workbench.step_times import (
     LEFT,
     MODELLED,

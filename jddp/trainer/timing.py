@@ -1,0 +1,319 @@
+"""The time of steps: per phase, in a trace of some steps, and the process that the others wait for.
+
+    with clock.measure("data"): ...        # the loop waits for data
+    with clock.measure("devices"): ...     # the devices compute, or wait for other processes
+    clock.spent(step)                      # the rest of the time is the host's
+
+Replicas synchronize in each step, so all steps are as slow as the steps of the slowest process, and
+the others spend the time waiting for it. At each record every process publishes its own times
+through the coordination service, and process 0 reads the newest of all: no device and no process
+waits for this.
+
+    find_slowest([own, of, each, process])      # Slowest(process=2, phase="data", ratio=1.4)
+
+A process that others wait for waits for none. So the least time on devices, of all processes, is
+near to what the slowest devices need. Inside a step devices wait for each other, so a product of
+matrices, in which no other process takes part, shows which devices these are.
+"""
+
+import collections
+import contextlib
+import itertools
+import json
+import logging
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+import jddp.distributed.coordination as job
+from jddp.engine.state import TrainState
+from jddp.errors import DataError
+from jddp.names.plugins import OPTIONS, find
+from jddp.trainer.reports.lines import EXPOSED_SHARE
+from jddp.typing import JsonObject
+
+STEP, DATA = "jddp step", "jddp data"  # names of what a run annotates in its traces
+SLOW = 1.2  # times the others
+NUM_RECORDS = 3  # in a row, before a process is reported
+WAYS_OUT = {
+    "data": "look at its disk and its network, or read in more processes (data.num_workers)",
+    "compute": "look at temperature, clocks and other programs of its devices",
+    "host": "look at callbacks, at the disk of the run directory and at other programs",
+}
+PROBE_SECONDS = 10.0  # between products: devices finish their steps before, and idle for a moment
+NUM_PROBES = 5  # Whatever else runs for a moment makes a product slow, and none fast.
+DIM = {"cpu": 256}  # of the matrices: a millisecond or less, and on GPUs 8 MiB with the product
+DIM_OF_OTHERS = 1024
+log = logging.getLogger("jddp")
+_numbers = itertools.count()
+
+
+class Spent(NamedTuple):
+    """Seconds of a process per step.
+
+    Attributes:
+      step: Time without evaluation and saving.
+      data: Part of it in which the loop waits for data.
+      devices: Time in which it waits for devices, also in evaluations.
+      host: Rest of all time: callbacks, saving, reports.
+    """
+
+    step: float
+    data: float
+    devices: float
+    host: float
+
+
+class Clock:
+    """Time per step, without evaluation and saving; it starts at a step that is finished now."""
+
+    def __init__(self, step: int) -> None:
+        self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        self._since = time.perf_counter()
+        self._step = step
+        self._seconds = {"pause": 0.0, "data": 0.0, "devices": 0.0}
+
+    @contextlib.contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Measures the time of a block.
+
+        Args:
+          phase: "data" or "devices", for which the loop waits; or "pause", which is no step.
+        """
+        since = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - since
+
+    def spent(self, step: int) -> Spent | None:
+        """Means per step since the last call, or None if there was no step."""
+        num_steps = step - self._step
+        if num_steps < 1:
+            return None
+        seconds = time.perf_counter() - self._since
+        pause, data, devices = self._seconds.values()
+        of_all = (seconds - pause, data, devices, seconds - data - devices)
+        self._begin(step)
+        return Spent(*(x / num_steps for x in of_all))
+
+
+class Profile:
+    """Records a trace from before the first of some steps until after the last.
+
+    Args:
+      steps: Numbers of the first and last step, from 1; None records nothing.
+      folder: Folder for the trace of this process.
+    """
+
+    def __init__(self, steps: Sequence[int] | None, folder: Path | None) -> None:
+        self._first, self._last = steps or (-1, -1)
+        self._folder = folder
+        self._is_open = False
+        self._is_recorded = False
+
+    @contextlib.contextmanager
+    def step(self, number: int, state: TrainState) -> Iterator[None]:
+        """While open, a step is sent; the trace begins and ends between steps.
+
+        Args:
+          number: Number of the step.
+          state: State before it.
+        """
+        if number in (self._first, self._last + 1):
+            jax.block_until_ready(state)
+        if number == self._first:
+            self._start()
+        elif number > self._last:
+            self.close()
+        with jax.profiler.StepTraceAnnotation(STEP, step_num=number):
+            yield
+
+    def close(self) -> None:
+        """Ends the trace, if one is recorded."""
+        if self._is_open:
+            self._is_open = False
+            jax.profiler.stop_trace()
+            self._is_recorded = True
+
+    def take_fields(self) -> dict[str, float]:
+        """The share of the traced steps in which devices only communicate, for one record.
+
+        Empty before the trace has ended, after the share was taken, and where nothing reads it.
+        """
+        read_trace = find(OPTIONS, "trace") if self._is_recorded else None
+        self._is_recorded = False
+        if read_trace is None or self._folder is None:
+            return {}
+        try:
+            times = read_trace(self._folder).times
+        except DataError as error:
+            log.warning("train.profile_steps: %s", error)
+            return {}
+        return {EXPOSED_SHARE: times.exposed / times.step}
+
+    def _start(self) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # Calls of Python slow the host, and fill the file.
+        try:
+            jax.profiler.start_trace(str(self._folder), profiler_options=options)
+            self._is_open = True
+        except RuntimeError as error:
+            log.warning("train.profile_steps: nothing is recorded: %s", error)
+
+
+class Own(NamedTuple):
+    """Times of a process by itself.
+
+    Attributes:
+      host: Name of its machine.
+      probe: Seconds of a product on its devices.
+      spent: Seconds per step.
+    """
+
+    host: str
+    probe: float
+    spent: Spent
+
+
+class Slowest(NamedTuple):
+    """The process for which the others wait.
+
+    Attributes:
+      process: Number of the process.
+      phase: "data", "compute" or "host": where it takes longer than the others.
+      ratio: Own time of the process over that of the others, without their waiting for it.
+    """
+
+    process: int
+    phase: str
+    ratio: float
+
+
+def find_slowest(of_all: Sequence[Own]) -> Slowest:
+    """Returns the process that takes the longest by itself.
+
+    Args:
+      of_all: Times of each process, two or more, in their order.
+    """
+    slowest_probe = max(own.probe for own in of_all)
+    devices = min(own.spent.devices for own in of_all)
+    phases = [
+        {
+            "data": own.spent.data,
+            "compute": devices * own.probe / slowest_probe,
+            "host": own.spent.host,
+        }
+        for own in of_all
+    ]
+    process = max(range(len(phases)), key=lambda number: sum(phases[number].values()))
+    mine = phases.pop(process)
+    usual = {name: statistics.median(x[name] for x in phases) for name in mine}
+    phase = max(mine, key=lambda name: mine[name] - usual[name])
+    return Slowest(process, phase, sum(mine.values()) / sum(usual.values()))
+
+
+@jax.jit
+def _product(x: jax.Array) -> jax.Array:
+    return x @ x
+
+
+class Probe:
+    """A product of matrices on each device, repeated every few seconds.
+
+    Args:
+      devices: Devices of this process.
+
+    Attributes:
+      seconds: Time of the fastest of the last products, each as slow as the slowest device.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        dim = DIM.get(devices[0].platform, DIM_OF_OTHERS)
+        matrix = np.ones((dim, dim), np.float32)
+        self._matrices = [jax.device_put(matrix, device) for device in devices]
+        self._times = collections.deque[float](maxlen=NUM_PROBES)
+        self._measure()  # compiles
+        self._times.clear()
+        self._measure()
+
+    def renew(self, newest: jax.Array) -> None:
+        """Repeats the product, unless the last one was moments ago.
+
+        Args:
+          newest: Array that is ready when the devices have finished.
+        """
+        if time.monotonic() >= self._due_at:
+            jax.block_until_ready(newest)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no memory is left for it
+                self._measure()
+
+    def _measure(self) -> None:
+        since = time.perf_counter()
+        jax.block_until_ready([_product(x) for x in self._matrices])
+        self._times.append(time.perf_counter() - since)
+        self.seconds = min(self._times)
+        self._due_at = time.monotonic() + PROBE_SECONDS
+
+
+class Processes:
+    """The comparison of the processes of a job; a process alone compares and measures nothing.
+
+    Args:
+      note: Function that prints a sentence.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._key = f"jddp/spent/{next(_numbers)}"
+        self._slow: tuple[int, str] | None = None
+        self._num_slow = 0
+        self._probe: Probe | None = None
+
+    def begin(self, devices: Sequence[jax.Device]) -> None:
+        """Measures the devices of this process for the first time."""
+        if job.num_processes() > 1:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no memory is left for it
+                self._probe = Probe(devices)
+
+    def compare(self, spent: Spent, newest: jax.Array) -> JsonObject:
+        """Publishes the times of this process; on process 0 returns fields about the times of all.
+
+        Args:
+          spent: Time of this process since the last record.
+          newest: Array that is ready when the devices have finished.
+        """
+        if self._probe is None:
+            return {}
+        self._probe.renew(newest)
+        name = f"{self._key}/{job.process_index()}"
+        job.unpublish(name)
+        job.try_publish(name, json.dumps([socket.gethostname(), self._probe.seconds, spent]))
+        texts = job.published(self._key) if job.process_index() == 0 else {}
+        if len(texts) < job.num_processes():
+            return {}
+        rows = (json.loads(texts[process]) for process in sorted(texts))
+        of_all = [Own(host, probe, Spent(*spent)) for host, probe, spent in rows]
+        slowest = find_slowest(of_all)
+        host = of_all[slowest.process].host
+        self._watch(slowest, host)
+        fields = {f"slowest_{name}": x for name, x in slowest._asdict().items()}
+        return {**fields, "slowest_host": host}
+
+    def _watch(self, slowest: Slowest, host: str) -> None:
+        """Reports a process that is slow in some records in a row, once."""
+        process, phase, ratio = slowest
+        slow = (process, phase) if ratio > SLOW else None
+        self._num_slow = self._num_slow + 1 if slow == self._slow else 1
+        self._slow = slow
+        if slow is not None and self._num_slow == NUM_RECORDS:
+            self._note(
+                f"process {process} on {host} is {ratio:.1f} times slower than the others, in "
+                f"{phase}, and they wait for it: {WAYS_OUT[phase]}"
+            )
