@@ -1,7 +1,7 @@
 """`python -m jddp.evaluate RUN [key.path=value]...`: evaluates a finished or interrupted run again.
 
 It evaluates on the evaluation data of its config, or on other data: `data.dir=elsewhere`. It prints
-loss and metrics; metrics that are arrays are printed as tables.
+loss and metrics.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 
 from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
 from jddp.errors import printable, report, show
-from jddp.trainer.reports.lines import as_text, not_finite_values, tables_in
+from jddp.trainer.reports.lines import not_finite_values, tables_in
 from jddp.trainer.reports.metrics_file import as_json
 from jddp.trainer.reports.progress import columns_of
 from jddp.typing import Record
@@ -45,5 +45,5 @@ def _evaluate(*, json: bool, **chosen: Any) -> None:
 def _as_text(record: Record) -> str:
     """Numbers in one line, and a table for each array."""
     numbers = {name: x for name, x in record.items() if not isinstance(x, list)}
-    line = "  ".join(f"{printable(name)} {as_text(x, digits=6)}" for name, x in numbers.items())
+    line = "  ".join(f"{printable(name)} {x:.6g}" for name, x in numbers.items())
     return "\n".join([line, *tables_in(record, columns_of(sys.stdout))])

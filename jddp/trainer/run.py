@@ -21,7 +21,7 @@ from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, UsageError
 from jddp.trainer.progress import Progress
 from jddp.trainer.reports.curves import plot
-from jddp.trainer.reports.lines import is_metric, shape_of
+from jddp.trainer.reports.lines import is_metric
 from jddp.trainer.reports.run_directory import OWN_NAMES
 from jddp.typing import (
     Batches,
@@ -253,7 +253,7 @@ class Run(Shown):
 def _shown(record: Record) -> dict[str, str]:
     """The metrics of a record, then the shapes of those that are arrays."""
     numbers = {name: f"{x:.4g}" for name, x in record.items() if is_metric(name, x)}
-    arrays = {name: shape_of(x) for name, x in record.items() if isinstance(x, list)}
+    arrays = {name: np.shape(x) for name, x in record.items() if isinstance(x, list)}
     return numbers | {name: " x ".join(map(str, shape)) for name, shape in arrays.items()}
 
 

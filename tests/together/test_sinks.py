@@ -174,8 +174,8 @@ def test_arrays_are_a_histogram_and_a_table_in_tensorboard(tmp_path):
     texts = {
         x.tag.partition("/text")[0]: x.tensor.string_val[0] for x in values if x.HasField("tensor")
     }
-    assert texts["confusion/eval"].split() == b"0 1 0 3 1 1 0 4".split()
-    assert texts["recall/eval"].split() == b"0 1 2 0.5 nan 1".split()
+    assert texts["confusion/eval"].split() == b"[[3. 1.] [0. 4.]]".split()
+    assert texts["recall/eval"].split() == b"[0.5 nan 1. ]".split()
 
 
 def test_an_array_without_a_finite_number_costs_no_other_value_in_tensorboard(tmp_path):

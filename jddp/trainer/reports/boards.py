@@ -17,7 +17,7 @@ import numpy as np
 from jddp.config.files import dump_values, flatten
 from jddp.errors import ConfigError
 from jddp.files import make_folder, replace_file
-from jddp.trainer.reports.lines import shape_of, table_of
+from jddp.trainer.reports.lines import array_lines
 from jddp.typing import Record, Settings
 
 COLUMNS = 240  # of a page
@@ -118,7 +118,7 @@ class TensorBoard:
     def _add_list(self, chart: str, values: list[object], step: int) -> None:
         if numbers := _finite(values):
             self._add_histogram(chart, np.array(numbers), step)
-        self._writer.add_text(chart, _as_typed(table_of("", values, COLUMNS)), step)
+        self._writer.add_text(chart, _as_typed(array_lines(values, COLUMNS)), step)
 
     def _add_histogram(self, chart: str, numbers: np.ndarray, step: int) -> None:
         try:
@@ -191,9 +191,9 @@ class WeightsAndBiases:
         """Waits until all is uploaded."""
         self._run.finish()
 
-    def _shown(self, values: list[object]) -> object:
+    def _shown(self, values: list[Any]) -> object:
         """A table of a list of lists, a histogram of a list of numbers."""
-        shape = shape_of(values)
+        shape = np.shape(values)
         if len(shape) == 2:
             return self._wandb.Table(data=values, columns=[str(i) for i in range(shape[1])])
         return self._wandb.Histogram(_finite(values))

@@ -1,4 +1,4 @@
-"""Records in words: tables, and lines that fit, without the fields that matter least.
+"""Records in words: arrays, and lines that fit, without the fields that matter least.
 
     step 400/1170  loss 0.2384  accuracy 0.9123  10.8k images/s  MFU 41.2 %  ETA 0:18
 
@@ -8,15 +8,12 @@ On a terminal two lines are live, or three if a metric is watched:
     loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k images/s  MFU 41.2 %
     best accuracy 0.869 at step 300
 
-Metrics that are arrays are tables below the line of an evaluation, with numbered rows and columns:
+Metrics that are arrays, such as a confusion matrix, are printed below the line of an evaluation:
 
-    recall    0    1     2
-            0.9  0.8  0.95
-
-    confusion   0   1   2
-            0  90   3   7
-            1   4  88   8
-            2   0   1  99
+    confusion
+    [[90.  3.  7.]
+     [ 4. 88.  8.]
+     [ 0.  1. 99.]]
 
 The remaining time (ETA) is computed from the `step_seconds` of the newest record, which excludes
 compilation, and from the newest evaluation and save.
@@ -30,6 +27,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from jddp.data.periods import Period
 from jddp.errors import printable
 from jddp.typing import RESERVED, Record
@@ -38,7 +37,7 @@ COLUMNS = 80  # of a file or a pipe
 BESIDE_METRICS = ("grad_norm", "skipped", "loss_scale")  # shown in their line
 EXPOSED_SHARE = "exposed_communication"
 NOTICED_WAIT = 0.05  # share of a step
-MOST_LINES = 40  # of a table
+MOST_NUMBERS = 1000  # of an array: of a larger one only the corners are shown
 
 Field = tuple[int, str]  # a rank, from 0 for the most important fields, and a text
 
@@ -238,54 +237,20 @@ def wrap(text: str, columns: int, *, indent: str = "  ") -> list[str]:
 
 
 def tables_in(record: Record, columns: int) -> Iterator[str]:
-    """Yields the lines of a table for each metric of a record that is an array."""
+    """Yields the name and the lines of each metric of a record that is an array."""
     for name, value in record.items():
         if isinstance(value, list):
-            yield from table_of(printable(name), value, columns)
+            yield printable(name)
+            yield from array_lines(value, columns)
 
 
-def table_of(name: str, values: Sequence[Any], columns: int) -> list[str]:
-    """Returns the lines of one table; the shape, of an array of other dims or with too many lines.
+def array_lines(values: Sequence[Any], columns: int) -> list[str]:
+    """Returns lines for a list, or nested lists of equal lengths, as numpy prints arrays.
 
     Args:
-      name: Name of the metric.
-      values: Numbers, or lists of equally many numbers; None for a number that is not finite.
+      values: Numbers; None for one that is not finite, as JSON has no NaN and no infinity.
       columns: Width of the terminal.
     """
-    shape = shape_of(values)
-    lines = list[str]()
-    if len(shape) == 1:
-        lines = _list(name, [as_text(x) for x in values], columns)
-    elif len(shape) == 2 and shape[1]:
-        heads = [name, *map(str, range(shape[1]))]
-        rows = [heads, *([str(i), *map(as_text, row)] for i, row in enumerate(values))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-    if not lines or len(lines) > MOST_LINES or len(lines[0]) > columns:
-        return [f"{name}  array of {' x '.join(map(str, shape))}"]
-    return lines
-
-
-def shape_of(values: object) -> list[int]:
-    """The dims of a number, or of nested lists of equal lengths."""
-    if not isinstance(values, list):
-        return []
-    return [len(values), *(shape_of(values[0]) if values else [])]
-
-
-def as_text(value: float | None, digits: int = 4) -> str:
-    """A number of a record in some digits; "nan" for None, as JSON has no NaN and no infinity."""
-    return "nan" if value is None else f"{value:.{digits}g}"
-
-
-def _list(name: str, numbers: Sequence[str], columns: int) -> list[str]:
-    """Lines of numbers below their indices, with as many in a line as there is room for."""
-    width = 2 + max(map(len, [*numbers, str(len(numbers) - 1)]))
-    num = max(1, (columns - len(name)) // width)
-    lines = list[str]()
-    for first in range(0, len(numbers), num):
-        part = range(first, min(first + num, len(numbers)))
-        indent = " " * len(name)
-        lines.append((indent if lines else name) + "".join(f"{i:>{width}}" for i in part))
-        lines.append(indent + "".join(f"{numbers[i]:>{width}}" for i in part))
-    return lines
+    array = np.array(values, float)
+    text = np.array2string(array, max_line_width=columns, precision=4, threshold=MOST_NUMBERS)
+    return text.splitlines()

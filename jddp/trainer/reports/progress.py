@@ -2,8 +2,8 @@
 
     step 400/1170  loss 0.2384  accuracy 0.9123  10.8k images/s  MFU 41.2 %  ETA 0:18
     eval 400  loss 0.361  accuracy 0.869  examples 10000
-    recall     0     1
-            0.81  0.93
+    recall
+    [0.81 0.93]
 
 Text is as wide as the terminal, from 40 to 100 columns, and 80 in a file or a pipe. All lines go
 into the process's log file. A notebook shows a bar and the newest lines in one element of static
