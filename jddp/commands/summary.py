@@ -1,33 +1,43 @@
-"""The first and the last lines of `jddp train`: what the job is, and what to do with its run.
+"""The lines of `jddp train` about a job: first, in a dry run, and at the end of its run.
 
     show(opening(job, "my.yaml", "", columns=80))
+    show(preview(job))                             # of a dry run
     show(closing(job, run, columns=80))
 
-Only shapes are traced, which training uses again.
+Only shapes are traced, which training uses again. A preview has sizes per device from the compiler,
+and estimates the effect of a model's options from them; a few steps are timed on rows of ones, and
+batches are read for two seconds.
 """
 
+import dataclasses
 import math
 import re
 import shlex
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 
-from jddp.config.schema import Config
 from jddp.config.versions import versions
 from jddp.data.source import DataSet, Streams
+from jddp.inspection.memory import Memory, in_words
+from jddp.inspection.memory import memory as memory_of
+from jddp.job.data_rate import measure_data_rate
 from jddp.job.job import Job
 from jddp.job.length import period_of
-from jddp.names.plugins import OPTIONS, find
-from jddp.runs.results import METRICS
+from jddp.job.optimizers import optimizer_table
+from jddp.names import accepted_names
 from jddp.trainer.options import as_period
+from jddp.trainer.out_of_memory import NOTHING_FITS, ways_out
+from jddp.trainer.prefetch import NUM_AHEAD
 from jddp.trainer.reports.lines import Pause, unbroken, wrap
 from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching
 
 MOST_MODULES = 6
+METRICS = ("accuracy", "loss")  # the first that an evaluation has, if the config names none
 PAGE = "report.html"  # of `jddp.workbench`
 
 
@@ -64,32 +74,26 @@ def opening(job: Job, name: str, detected: str, *, columns: int) -> str:
 
 
 def closing(job: Job, run: Run, *, columns: int) -> str:
-    """A few lines on a run that has ended: its best step, its time, its page, and commands.
+    """A few lines on a run that has ended: its best step, its page, and commands.
 
     Args:
       job: The job.
       run: The run of the job.
       columns: Width of the terminal.
     """
+    config, run_dir = job.config, shlex.quote(str(job.config.run.dir))
+    has_page = run.run_dir is not None and (run.run_dir / PAGE).exists()
+    given = "--prompt TEXT" if config.loss.name == "next_token" else "--data FILE --out FILE"
+    names = [config.checkpoint.best_metric] if config.checkpoint.best_metric else METRICS
+    metrics = (name for name in names if isinstance(run.eval_metrics.get(name), float))
+    best = [Watching(name, "auto").best_so_far(run) for name in metrics][:1]
+    commands = [f"evaluate {run_dir}", f"predict {run_dir} {given}", f"compare {run_dir} OTHER"]
     facts = {
-        "done": ", ".join(unbroken(part) for part in [*_times(run), _best(job, run)] if part),
-        "page": _page(job, run),
-        "next": "  ".join(map(unbroken, _commands(job.config))),
+        "done": ", ".join(map(unbroken, [f"{run.step:,} steps", *best])),
+        "page": f"{config.run.dir}/{PAGE}" if has_page else "",
+        "next": "  ".join(unbroken(f"jddp {command}") for command in commands),
     }
     return "\n".join(_labelled(facts, columns))
-
-
-def _page(job: Job, run: Run) -> str:
-    """The path of the page of a run, if it has been written."""
-    is_there = run.run_dir is not None and (run.run_dir / PAGE).exists()
-    return f"{job.config.run.dir}/{PAGE}" if is_there else ""
-
-
-def _commands(config: Config) -> list[str]:
-    """Commands to continue with."""
-    run = shlex.quote(str(config.run.dir))
-    given = "--prompt TEXT" if config.loss.name == "next_token" else "--data FILE --out FILE"
-    return [f"jddp evaluate {run}", f"jddp predict {run} {given}", f"jddp compare {run} OTHER"]
 
 
 def _labelled(facts: dict[str, str], columns: int) -> Iterator[str]:
@@ -100,34 +104,31 @@ def _labelled(facts: dict[str, str], columns: int) -> Iterator[str]:
 
 def _model(job: Job) -> str:
     """The model with the parameters of its modules, such as "cnn, 52 parameters = a 40 + b 12"."""
-    model = job.config.model
-    sizes = {path: math.prod(shape) for path, shape in job.parameter_shapes.items()}
-    modules = Counter[str]()
-    for path, size in sizes.items():
-        modules[path.partition("/")[0]] += size
-    parts = [unbroken(f"{name} {size:,}") for name, size in folded(modules).items()]
-    parts = [f"= {' + '.join(parts)}"] if len(modules) > 1 else []
-    return " ".join([f"{model.name or model.target}, {sum(sizes.values()):,} parameters", *parts])
+    model, sizes = job.config.model, Counter[str]()
+    for path, shape in job.parameter_shapes.items():
+        sizes[path.partition("/")[0]] += math.prod(shape)
+    parts = [unbroken(f"{name} {size:,}") for name, size in folded(sizes).items()]
+    split = f" = {' + '.join(parts)}" if len(sizes) > 1 else ""
+    return f"{model.name or model.target}, {sizes.total():,} parameters{split}"
 
 
-def folded(modules: dict[str, int]) -> dict[str, int]:
-    """A few names with their sizes: if there are many, those that differ in a number are one.
+def folded(modules: Mapping[str, int]) -> dict[str, int]:
+    """A few names with their sizes: of many, names that differ in a number are one.
 
     Args:
       modules: Sizes of modules by name.
     """
     if len(modules) <= MOST_MODULES:
-        return modules
-    stems = {name: re.sub(r"\d+", "", name) for name in modules}
-    counts, sums = Counter(stems.values()), Counter[str]()
-    for name, size in modules.items():
-        stem = stems[name]
-        sums[f"{counts[stem]} x {stem.strip('_')}" if counts[stem] > 1 else name] += size
-    rest = sums.most_common()[MOST_MODULES - 1 :]
-    if len(rest) > 1:
-        for name, _ in rest:
-            del sums[name]
-        sums[f"{len(rest)} others"] = sum(size for _, size in rest)
+        return dict(modules)
+    stems = defaultdict[str, list[str]](list)
+    for name in modules:
+        stems[re.sub(r"\d+", "", name).strip("_")].append(name)
+    sums = {
+        f"{len(names)} x {stem}" if len(names) > 1 else names[0]: sum(modules[x] for x in names)
+        for stem, names in stems.items()
+    }
+    if len(rest := sorted(sums, key=lambda name: -sums[name])[MOST_MODULES - 1 :]) > 1:
+        sums[f"{len(rest)} others"] = sum(sums.pop(name) for name in rest)
     return sums
 
 
@@ -197,20 +198,49 @@ def _files(job: Job) -> str:
     return f"metrics.jsonl, logs, {PAGE}, checkpoints {when}"
 
 
-def _times(run: Run) -> Iterator[str]:
-    """The steps and the seconds of all starts, and the goodput, as the page of the run has them."""
-    yield f"{run.step:,} steps"
-    read_facts = find(OPTIONS, "facts")
-    if run.run_dir is not None and read_facts is not None:
-        facts = read_facts(run.run_dir, is_over=True)
-        yield f"{facts.history.seconds:.0f} s in all"
-        yield "" if facts.goodput is None else f"goodput {100 * facts.goodput:.0f} %"
+def preview(job: Job) -> str:
+    """Returns the bucket plan, groups of the optimizer, memory, and whether data keep up."""
+    memory = memory_of(job.ddp, job.batch_spec)
+    optimizers = optimizer_table(job.config, job.ddp.steps.abstract_state(job.batch_spec))
+    parts = [
+        [str(job.ddp.steps.planned(job.batch_spec).plan)],
+        optimizers,
+        memory_table(job, memory),
+        _data_rate(job),
+    ]
+    return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
-def _best(job: Job, run: Run) -> str:
-    """The best evaluation by the metric that the config names, or by a common one."""
-    chosen = job.config.checkpoint.best_metric
-    names: Iterable[str] = [chosen] if chosen else METRICS
-    found = (name for name in names if isinstance(run.eval_metrics.get(name), float))
-    metric = next(found, None)
-    return "" if metric is None else Watching(metric, "auto").best_so_far(run)
+def _data_rate(job: Job) -> list[str]:
+    """Returns a line on the rate of the examples; of a stream nothing is read to measure it."""
+    if not isinstance(job.data, DataSet):
+        return []
+    return textwrap.wrap(f"data: {measure_data_rate(job)}", 78)
+
+
+def memory_table(job: Job, memory: Memory) -> list[str]:
+    """Returns lines with the memory that a device needs and has."""
+    memory = dataclasses.replace(memory, batch=(1 + NUM_AHEAD) * memory.batch)
+    table = f"{memory!r}\nbatch: one batch for the step, and {NUM_AHEAD} prefetched batches"
+    if memory.limit == math.inf:
+        return [table, "the device does not report its memory: whether it fits is unknown"]
+    if memory.fits:
+        return [table, f"fits: {memory.peak / memory.limit:.1%} of the device"]
+    return [table, "does not fit; these settings would make it smaller", *_ways_out(job, memory)]
+
+
+def _ways_out(job: Job, memory: Memory) -> list[str]:
+    """Returns the settings that would make it fit, with the memory that they would need."""
+    ways = list(ways_out(job.ddp, job.batch_spec, memory))
+    half = memory.fixed + (memory.batch + memory.temporaries) // 2
+    if _takes(job, "dtype") and max(half, memory.start) <= memory.limit:
+        ways.append(f"model.kwargs.dtype=bfloat16 (about {in_words(half)})")
+    if _takes(job, "remat") and max(memory.fixed, memory.start) < memory.limit:
+        ways.append("model.kwargs.remat=true: activations are computed twice, not kept")
+    return [f"  {line}" for line in ways or textwrap.wrap(NOTHING_FITS, 78)]
+
+
+def _takes(job: Job, name: str) -> bool:
+    """Whether the model takes this argument, which saves memory, and did not get it."""
+    given = job.config.model.kwargs.get(name)
+    return not given and name in accepted_names(type(job.parts.model), key="model")

@@ -88,8 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int:
-    from jddp.commands.preview import preview
-    from jddp.commands.summary import closing, opening
+    from jddp.commands.summary import closing, opening, preview
     from jddp.job.job import build
     from jddp.trainer.reports.metrics_file import as_json
     from jddp.trainer.reports.progress import columns_of

@@ -10,7 +10,7 @@ from states import close
 from sweeps import swept
 
 import jddp
-from jddp.commands.preview import preview
+from jddp.commands.summary import preview
 from jddp.config.files import load_config
 from jddp.job.job import build
 from jddp.job.optimizers import optimizer_of, optimizer_table

@@ -22,8 +22,7 @@ from tiny import ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
-from jddp.commands.preview import memory_table, preview
-from jddp.commands.summary import closing, folded, opening
+from jddp.commands.summary import closing, folded, memory_table, opening, preview
 from jddp.config.effects import effect_of
 from jddp.config.files import dump_values, load_config, read_stored, read_yaml, with_overrides
 from jddp.config.keys import keys_of

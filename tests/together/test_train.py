@@ -115,12 +115,8 @@ def test_a_run_says_what_it_does_and_keeps_what_it_measured(trained):
     end = next(i for i, line in enumerate(lines) if line.startswith("done     8 steps, "))
     assert lines[end - 2].startswith("eval 8  loss ")
     assert re.fullmatch(r"median .* ex/s, .* .?FLOP/s", lines[end - 1])
-    times = re.search(
-        r"(\d+) s in all, goodput (\d+) %, best loss [\d.]+ at step [48]$", lines[end]
-    )
-    shown = (run_dir / "report.html").read_text()
-    assert f"<b>0:{int(times[1]):02}</b>for 8 of 8 steps" in shown
-    assert f"<b>{times[2]}%</b>goodput" in shown
+    assert re.search(r"^done     8 steps, best loss [\d.]+ at step [48]$", lines[end])
+    assert "for 8 of 8 steps" in (run_dir / "report.html").read_text()
     assert lines[end + 1] == "page     runs/line/report.html"
     named = re.findall("jddp ([a-z]+) runs/line", " ".join(lines[end + 1 :]))
     assert named
