@@ -3,6 +3,7 @@
 A run directory is data; `trust` decides which code that it names may be imported.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from jddp.engine.moving_average import with_average
 from jddp.engine.state import Values
 from jddp.errors import FileSystemError, UsageError
 from jddp.job.trust import check_trust, resolve_model
-from jddp.runs.results import kept_of_data as kept_of_data
 from jddp.trainer.saving import BEST
 from jddp.typing import JsonObject, PyTree
 from jddp.zoo.models import Module, make_model
@@ -119,6 +119,15 @@ def config_in(run_dir: Path) -> Config | None:
             "run.dir or run_dir= of a run."
         )
     return None
+
+
+def kept_of_data(run_dir: Path | None) -> JsonObject:
+    """The data of a run's newest start, with classes and encoding; empty if it kept none."""
+    try:
+        first = json.loads((Path(run_dir or "") / "manifest.json").read_bytes())
+        return dict(first.get("later_starts", [first])[-1]["data"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # of an earlier run
+        return {}
 
 
 def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Module:

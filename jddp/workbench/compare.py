@@ -29,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compare(
     *, runs: list[Path], metric: str | None, mode: str, json: bool, html: Path | None
 ) -> None:
-    from jddp.runs.results import find_runs, read_runs
     from jddp.workbench.comparison import compare_runs
     from jddp.workbench.comparison_page import comparison_page
+    from jddp.workbench.results import find_runs, read_runs
 
     recorded = read_runs(find_runs(runs))
     found = compare_runs(recorded, metric, mode)

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 
 from jddp.config.effects import effect_of
 from jddp.names.directions import choose_mode
-from jddp.runs.results import RecordedRun, RunResult, choose_metric, result_of
 from jddp.trainer.reports.lines import COLUMNS
 from jddp.typing import JsonObject
+from jddp.workbench.results import RecordedRun, RunResult, choose_metric, result_of
 
 NO_SETTINGS = {"seed", "run.dir"}
 MOST_KEYS = 3  # in the sentence

@@ -7,11 +7,11 @@ text = comparison_page(compare_runs(runs), runs)
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from jddp.runs.results import RecordedRun, RunResult
 from jddp.typing import Record
 from jddp.workbench.charts import SCRIPT, STYLE, curves, series_of
 from jddp.workbench.comparison import ComparedRuns, Seeds, cell, differing, with_error
 from jddp.workbench.pages import make_page, table
+from jddp.workbench.results import RecordedRun, RunResult
 from jddp.workbench.thinned import Thinned
 
 GRID = """

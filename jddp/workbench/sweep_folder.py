@@ -17,8 +17,8 @@ from pathlib import Path
 from jddp.config.files import dump_values, load_config
 from jddp.errors import ExitCode, file_errors, report
 from jddp.files import replace_file
-from jddp.runs.results import is_run
 from jddp.workbench.in_turn import InTurn
+from jddp.workbench.results import is_run
 from jddp.workbench.sweep import Point, Sweep
 
 NOTES = "sweep.json"  # digests of the configs of the runs that have finished, by their names

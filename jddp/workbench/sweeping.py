@@ -11,8 +11,8 @@ from jddp.config.permissions import expand
 from jddp.distributed.schedulers import resolve_identity
 from jddp.errors import Error, ExitCode, UsageError, report, show
 from jddp.names import few
-from jddp.runs.results import is_run, read_runs
 from jddp.workbench.comparison import compare_runs
+from jddp.workbench.results import is_run, read_runs
 from jddp.workbench.sweep import Sweep
 from jddp.workbench.sweep_folder import STOPPED, SweepFolder
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from jddp.errors import ConfigError, UsageError
-from jddp.runs.results import find_runs, read_runs
 from jddp.workbench.compare import main
 from jddp.workbench.comparison import compare_runs
 from jddp.workbench.comparison_page import comparison_page
+from jddp.workbench.results import find_runs, read_runs
 
 
 def compare(paths, *options):

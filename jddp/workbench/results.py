@@ -9,7 +9,6 @@
 
 import dataclasses
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from jddp.config.files import flatten, read_yaml
 from jddp.errors import UsageError
 from jddp.names import few
+from jddp.runs.saved import kept_of_data
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.typing import JsonObject, Record
 
@@ -114,15 +114,6 @@ def _read_run(name: str, path: Path) -> RecordedRun:
     if settings and (digest := kept_of_data(path).get("sha256")):
         settings["data.sha256"] = digest[:12]
     return RecordedRun(name, str(path), settings, tuple(records))
-
-
-def kept_of_data(run_dir: Path | None) -> JsonObject:
-    """The data of a run's newest start, with classes and encoding; empty if it kept none."""
-    try:
-        first = json.loads((Path(run_dir or "") / "manifest.json").read_bytes())
-        return dict(first.get("later_starts", [first])[-1]["data"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # of an earlier run
-        return {}
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
