@@ -207,7 +207,7 @@ class Group:
             worker.output.close()
 
     def _guard_running(self) -> None:
-        """Tells the program that kills what is left which processes run now."""
+        """Names the processes that run now to the program that kills what is left."""
         with suppress(OSError):  # it was killed
             self._guard.write(f"{' '.join(str(worker.pid) for worker in self.running)}\n".encode())
 

@@ -71,7 +71,7 @@ class Band(NamedTuple):
     """Stretches of a lane that are drawn alike.
 
     Attributes:
-      style: In the computing lane a phase, "forward", "backward" or "update", `COMPUTING` for an
+      style: A phase in the computing lane, "forward", "backward" or "update", `COMPUTING` for an
         unknown phase, or `EXPOSED`, where it waits; in the other lane "sent" or "other".
       title: Words for them.
       times: When they begin and end, in order.
