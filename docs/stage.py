@@ -288,7 +288,7 @@ def config_keys() -> str:
 
 def type_of(kind: Any) -> str:
     """Words for the type of a key, with its range."""
-    from jddp.config.sections import Section
+    from jddp.config.options import Section
 
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:

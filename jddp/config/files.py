@@ -22,12 +22,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from jddp.config.keys import REMOVED
-from jddp.config.mistakes import ConfigMistakes, Mistake
-from jddp.config.options import BatchNormConfig, PrecisionConfig, ReductionConfig, StrategyConfig
+from jddp.config.keys import REMOVED, ConfigMistakes, Mistake
+from jddp.config.options import (
+    BatchNormConfig,
+    PrecisionConfig,
+    ReductionConfig,
+    StrategyConfig,
+    WordedSection,
+)
 from jddp.config.permissions import expand
 from jddp.config.schema import Config
-from jddp.config.sections import WordedSection
 from jddp.errors import ConfigError
 from jddp.names import did_you_mean
 from jddp.typing import JsonObject, Settings

@@ -12,14 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
 
-from jddp.config.keys import REMOVED, keys_of
-from jddp.config.mistakes import ConfigMistakes, describe_mistakes
-from jddp.config.options import DdpConfig
+from jddp.config.keys import REMOVED, ConfigMistakes, describe_mistakes, keys_of, removed
+from jddp.config.options import DdpConfig, NamedSection, Section, WithArguments, option
 from jddp.config.permissions import expand, is_url
-from jddp.config.sections import NamedSection, Section, WithArguments, option
 from jddp.errors import ConfigError
-from jddp.names import did_you_mean
-from jddp.names.directions import direction_of
+from jddp.names import did_you_mean, direction_of
 
 
 def _expanded(path: str) -> str:
@@ -400,3 +397,26 @@ class Config(Section):
                 meant = did_you_mean(key, known)
                 raise ConfigError(f"checkpoint.allow_changed: {key!r} is no key.{meant}")
         return self
+
+
+def default_of(key: str, otherwise: object) -> object:
+    """Returns the default of a key, such as "ddp.ema_decay"; something else for an unknown key."""
+    field = keys_of(Config).get(tuple(key.split(".")))
+    return otherwise if field is None else field.get_default(call_default_factory=True)
+
+
+def effect_of(key: str, *values: object) -> str:
+    """Returns what another value of a key does to the numbers of a run.
+
+    Args:
+      key: The key, such as "ddp.reduction.overlap".
+      *values: The two values; without them the effect is that of any two.
+    """
+    field = keys_of(Config).get(tuple(key.split(".")))
+    about: Any = None if field is None else field.json_schema_extra
+    if about is None:
+        name = removed(key)
+        return "numbers" if name is None else REMOVED[name][1]
+    if values and all(value in about["alike"] for value in values):
+        return "rounding"
+    return about["effect"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.reader import read_object
+from jddp.config.options import Section
 from jddp.config.permissions import absolute, is_url
 from jddp.config.schema import Config
-from jddp.config.sections import Section
 from jddp.data import count_steps
 from jddp.data.periods import Epochs
 from jddp.errors import FileSystemError

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jddp.config.options import Kwargs
 from jddp.config.schema import Config
-from jddp.config.sections import Kwargs
 from jddp.engine.state import TrainState
 from jddp.modules.frozen import COLLECTION
 from jddp.names import accepted_names, defaults_of, name_of_callable, named

@@ -14,13 +14,14 @@ from jddp.config.files import with_overrides
 from jddp.config.options import (
     BatchNormConfig,
     CommHookConfig,
+    Kwargs,
+    NamedSection,
     Precision,
     Reduction,
     StrategyConfig,
     SyncBatchNorm,
 )
 from jddp.config.schema import Config
-from jddp.config.sections import Kwargs, NamedSection
 from jddp.data import DataSet, DataSource, make_source, source_of
 from jddp.data.order import ExampleOrder
 from jddp.data.source import mixed_source

@@ -14,7 +14,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jddp.errors import ConfigError
-from jddp.paths import match_paths
+from jddp.names import match_paths
 from jddp.reduce.plan import in_mebibytes
 from jddp.typing import ModelState, Params, Path
 

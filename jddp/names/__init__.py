@@ -6,10 +6,12 @@ signature before anything is called.
 
     resolve_target("my_models:Net", key="model.target")
     check_arguments(optax.adamw, {"b3": 0.9}, key="optimizer.kwargs")  # ConfigError: ... 'b2'?
+    match_paths(["backbone/.*"], paths, key="ddp.frozen")
+    direction_of("val_accuracy")    # "max"; None for "score": its user has to say
 
 Resolving a target imports the module it names, which runs that module's code: a config that is
 named on the command line is trusted like a program. No config key is known here. `synonyms` has the
-names that other trainers have for options, `directions` reads a metric's direction from its name.
+names that other trainers have for options.
 """
 
 import difflib
@@ -21,7 +23,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from jddp.errors import ConfigError
+from jddp.errors import ConfigError, check_choice
 
 P = ParamSpec("P")
 Returned = TypeVar("Returned")
@@ -252,3 +254,78 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
     if isinstance(function, type):  # A metaclass, such as that of NNX, hides what `__init__` takes.
         return _parameters(inspect.getattr_static(function, "__init__"))[1:]
     return list(inspect.signature(function).parameters.values())
+
+
+MODES = ("auto", "max", "min")
+_WORDS = {
+    "max": "acc accuracy auc auroc bleu f1 iou precision r2 recall reward",
+    "min": "byte error loss mae mse nll perplexity ppl rmse wer",  # bits_per_byte
+}
+DIRECTIONS = {word: mode for mode, words in _WORDS.items() for word in words.split()}
+_OTHER = {"delta", "minus", "neg", "negative", "num", "std", "var"}  # neg_mean_squared_error
+
+
+def direction_of(metric: str) -> str | None:
+    """Returns "max" or "min", the better direction of a metric; None where its name has neither.
+
+    Args:
+      metric: Name of the metric.
+    """
+    words = re.findall("[a-z][a-z0-9]*", metric.lower())
+    if not words or not _OTHER.isdisjoint(words):
+        return None
+    last = words[-1]
+    return DIRECTIONS.get(last) or DIRECTIONS.get(last.rstrip("0123456789"))
+
+
+def choose_mode(metric: str, mode: str, *, key: str) -> str:
+    """Returns "max" or "min": the mode, or under "auto" the direction of the metric.
+
+    Args:
+      metric: Name of the metric.
+      mode: One of `MODES`.
+      key: Name of the argument or key that sets the mode, for an error.
+
+    Raises:
+      ConfigError: If the mode is unknown, or is "auto" and the name of the metric has no direction.
+    """
+    check_choice(key, mode, MODES)
+    chosen = direction_of(metric) if mode == "auto" else mode
+    if chosen is None:
+        near = difflib.get_close_matches(metric.lower(), sorted(DIRECTIONS), n=1, cutoff=0.8)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"{key} 'auto': the name {metric!r} does not show whether larger or smaller is better."
+            f"{meant} Set {key} to 'max' or 'min'."
+        )
+    return chosen
+
+
+def match_paths(
+    patterns: Iterable[str], paths: Iterable[str], *, key: str
+) -> dict[str, re.Match[str]]:
+    """Returns the paths that a pattern matches, each with its first match.
+
+    Args:
+      patterns: Regular expressions, each for whole paths.
+      paths: Paths of the parameters, such as "backbone/Dense_0/kernel".
+      key: Name of the option or config key that holds the patterns, for the error.
+
+    Raises:
+      ConfigError: If one is no regular expression, or matches no path, with the nearest ones.
+    """
+    paths = [*paths]
+    matches = dict[str, re.Match[str]]()
+    for pattern in patterns:
+        try:
+            found = {x: match for x in paths if (match := re.fullmatch(pattern, x))}
+        except re.error as error:
+            raise ConfigError(f"{key}: {pattern!r} is no regular expression: {error}.") from error
+        if not found:
+            nearest = ", ".join(map(repr, difflib.get_close_matches(pattern, paths, cutoff=0)))
+            raise ConfigError(
+                f"{key}: {pattern!r} matches no whole path of a parameter. The nearest are "
+                f"{nearest}."
+            )
+        matches = found | matches
+    return matches

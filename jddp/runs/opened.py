@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jddp.checkpoint.storage import local_copy
 from jddp.checkpoint.weights import Misfit, fit_weights
 from jddp.config.files import with_overrides
-from jddp.config.mistakes import ConfigMistakes
+from jddp.config.keys import ConfigMistakes
 from jddp.config.options import Precision
 from jddp.config.schema import Config
 from jddp.data import DataSet, DataSource

@@ -9,8 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jddp.errors import ConfigError
-from jddp.names import did_you_mean
-from jddp.names.directions import choose_mode
+from jddp.names import choose_mode, did_you_mean
 from jddp.trainer.callbacks import Callback
 from jddp.trainer.options import Options, check_counts
 from jddp.trainer.run import Run

@@ -10,7 +10,7 @@ from pathlib import Path
 from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
 from jddp.errors import file_errors, show
-from jddp.names.directions import MODES
+from jddp.names import MODES
 
 
 def main(argv: Sequence[str] | None = None) -> int:

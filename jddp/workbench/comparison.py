@@ -13,8 +13,8 @@ import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from jddp.config.effects import effect_of
-from jddp.names.directions import choose_mode
+from jddp.config.schema import effect_of
+from jddp.names import choose_mode
 from jddp.trainer.reports.lines import COLUMNS
 from jddp.typing import JsonObject
 from jddp.workbench.results import RecordedRun, RunResult, choose_metric, result_of

@@ -27,7 +27,7 @@ from jddp.distributed.schedulers import resolve_identity
 from jddp.errors import ConfigError, NumericsError, UsageError
 from jddp.job.job import train
 from jddp.job.joining import join
-from jddp.names.directions import direction_of
+from jddp.names import direction_of
 from jddp.trainer.reports.run_directory import compare_keys
 from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching

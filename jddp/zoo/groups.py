@@ -18,7 +18,7 @@ import jax
 import optax
 
 from jddp.errors import ConfigError
-from jddp.paths import match_paths
+from jddp.names import match_paths
 from jddp.typing import Grads, Params, PyTree
 
 REST = "rest"  # label of the parameters of no group

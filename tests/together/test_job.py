@@ -23,7 +23,6 @@ from tiny import ConvNet, loss_fn, make_batch
 import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.commands.summary import closing, folded, memory_table, opening, preview
-from jddp.config.effects import effect_of
 from jddp.config.files import dump_values, load_config, read_stored, read_yaml, with_overrides
 from jddp.config.keys import keys_of
 from jddp.config.options import (
@@ -32,7 +31,7 @@ from jddp.config.options import (
     ReductionConfig,
     StrategyConfig,
 )
-from jddp.config.schema import Config
+from jddp.config.schema import Config, effect_of
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
 from jddp.job.job import build, train

@@ -17,7 +17,7 @@ from tiny import MLP, ConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.config.files import load_config
-from jddp.config.mistakes import ConfigMistakes
+from jddp.config.keys import ConfigMistakes
 from jddp.engine.guard import FIRST, GROWTH_INTERVAL, LossScale, adjust
 from jddp.errors import ConfigError, NumericsError
 

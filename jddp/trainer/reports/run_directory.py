@@ -25,9 +25,9 @@ from pathlib import Path
 
 from jddp.checkpoint import lock
 from jddp.checkpoint.storage import storage_at
-from jddp.config.effects import default_of, effect_of
 from jddp.config.files import dump_values, flatten, read_yaml
 from jddp.config.permissions import refuse_foreign
+from jddp.config.schema import default_of, effect_of
 from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
 from jddp.files import make_folder
 from jddp.trainer.reports.log_file import logging_to

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from jddp.config.effects import default_of
+from jddp.config.schema import default_of
 from jddp.workbench.page.facts import Facts
 from jddp.workbench.pages import table
 

@@ -19,7 +19,7 @@ from jddp.checkpoint.lock import holder_of
 from jddp.config.files import flatten, read_yaml
 from jddp.distributed.failure_file import headline, read_failure
 from jddp.errors import Error, words_of
-from jddp.names.directions import direction_of
+from jddp.names import direction_of
 from jddp.typing import JsonObject
 from jddp.workbench.page.examples import TestAnswers
 from jddp.workbench.page.history import History, read_history

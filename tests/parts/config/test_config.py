@@ -11,8 +11,7 @@ from yaml import YAMLError
 
 import jddp.config
 from jddp.config.files import dump_values, flatten, load_config, refuse_unsafe, with_overrides
-from jddp.config.keys import keys_of
-from jddp.config.mistakes import ConfigMistakes
+from jddp.config.keys import ConfigMistakes, keys_of
 from jddp.config.schema import Config
 from jddp.errors import ConfigError
 

@@ -15,7 +15,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.checkpoint.folders import NAME, seal
+from jddp.checkpoint.folders import SUMS, seal
 from jddp.commands.checkpoint import main
 from jddp.config.files import flatten, load_config
 from jddp.config.schema import Config
@@ -93,7 +93,7 @@ def put(value, path, new):
 
 def forge(data, folder):
     """Changes what a checkpoint says of its arrays, so that the digests hold; or of its digests."""
-    names = ("arrays.json", "run.json", "state/_METADATA", NAME)
+    names = ("arrays.json", "run.json", "state/_METADATA", SUMS)
     file = folder / data.draw(st.sampled_from(names), label="file")
     if file.suffix == ".json" and data.draw(st.booleans(), label="as JSON"):
         value = json.loads(file.read_text())
@@ -101,8 +101,8 @@ def forge(data, folder):
         file.write_text(json.dumps(put(value, path, data.draw(st.just(...) | VALUES, label="new"))))
     else:
         file.write_bytes(data.draw(st.binary(max_size=50), label="bytes"))
-    if file.name != NAME:
-        (folder / NAME).unlink()
+    if file.name != SUMS:
+        (folder / SUMS).unlink()
         seal(folder)
 
 

@@ -16,7 +16,7 @@ import jddp
 # docs/architecture.md.
 FLOORS = {
     "ground": {"errors", "typing", "files", "jaxprs"},
-    "names, numbers and processes": {"names", "paths", "reduce", "distributed"},
+    "names, numbers and processes": {"names", "reduce", "distributed"},
     "what a job is given": {"modules", "config", "data"},
     "the step, and what it trains": {"engine", "zoo"},
     "what became of a step": {"checkpoint", "inspection"},
@@ -37,7 +37,7 @@ HOMES |= {"matplotlib": {"trainer"}, "rich": {"trainer"}, "optuna": {"workbench"
 HOMES |= {"jax.distributed": {"distributed"}, "jax._src": {"distributed"}}
 HOMES |= {"jax.shard_map": {"engine"}}
 HOMES |= {"jax.experimental.multihost_utils": {"engine"}}
-WITHOUT_JAX = {"data", "config", "names", "paths", "files", "errors", "trainer.reports"}
+WITHOUT_JAX = {"data", "config", "names", "files", "errors", "trainer.reports"}
 
 
 def names_used(path):
