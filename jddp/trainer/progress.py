@@ -107,6 +107,7 @@ class Progress:
         fields = {"updates": step - 1} | {name: x for name, x in beside.items() if name in names}
         fields["position"] = from_plain(beside["position"])
         fields["before"] = Reached(*beside.get("before", [step - 1]))
-        fields["skipped"] = Skips(*beside["skipped"])
+        total, in_a_row, *scale = beside["skipped"]
+        fields["skipped"] = Skips(int(total), int(in_a_row), *scale)
         fields["losses"] = tuple((int(at), loss) for at, loss in beside.get("losses", []))
         return cls(**fields | {"step": step})
