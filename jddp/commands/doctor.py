@@ -1,7 +1,7 @@
 """`python -m jddp.doctor`: preflight check of a machine or of a job.
 
 Start it the way you start the job, under the same launcher: every process examines its host and
-devices, and all together examine clocks, the shared directory and the network. Each finding comes
+devices, and all together examine versions, the shared directory and the network. Each finding comes
 with its fix. The exit code is 0, or 69 if a finding will stop a job.
 
 `python -m jddp.doctor RUN_DIR` prints the first failure of a run, and examines nothing.

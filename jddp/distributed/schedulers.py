@@ -52,35 +52,22 @@ SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE
 
 
 def resolve_identity(
-    environ: Environ = os.environ,
-    *,
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    is_interactive: bool | None = None,
+    environ: Environ = os.environ, *, is_interactive: bool | None = None
 ) -> Identity:
     """Finds out which process of which job this is.
 
-    The three arguments override everything. Otherwise the first launcher that has set its variables
-    decides: jddp's own, JAX's variables, torchrun, Open MPI, MPICH, a step of Slurm, an Indexed Job
-    of Kubernetes. If none has, this process is alone.
+    The first launcher that has set its variables decides: jddp's own, JAX's variables, torchrun,
+    Open MPI, MPICH, a step of Slurm, an Indexed Job of Kubernetes. If none has, this process is
+    alone.
 
     Args:
       environ: The environment.
-      coordinator: host:port of process 0.
-      num_processes: Number of processes of the job.
-      process_id: Number of this process.
       is_interactive: Whether a user types here, as in a notebook: then schedulers are ignored.
         Detected if None.
 
     Raises:
       ConfigError: If numbers are incomplete, out of range or contradictory.
     """
-    given = (coordinator, num_processes, process_id)
-    overlay = {n: str(x) for n, x in zip(VARIABLES, given, strict=True) if x is not None}
-    if len(overlay) == len(given):
-        return _from_arguments(*overlay.values())
-    environ = {**environ, **overlay}
     if is_interactive is None:
         # At a prompt, in a notebook, or in the shell of `srun --pty`.
         is_in_pty = bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0)
@@ -112,14 +99,6 @@ def jax_variables(environ: Environ) -> Identity | None:
     if found is not None and not launcher:
         for source in (torchrun, *SCHEDULERS):
             _refuse_other_numbers(found, source, environ)
-    return found
-
-
-def _from_arguments(coordinator: str, num_processes: str, process_id: str) -> Identity:
-    numbers = {"num_processes": num_processes, "process_id": process_id}
-    names = Names("num_processes", "process_id", address="coordinator")
-    found = identify(numbers, names, lambda: coordinator, "the arguments")
-    assert found is not None
     return found
 
 

@@ -3,7 +3,7 @@
     is_fit = examine(directory, num_devices=8)     # called by every process; prints the findings
 
 They find causes of failures that are hard to diagnose in a job of many processes: host names that
-resolve to loopback, unused GPUs, container limits, clocks, unshared directories, wrong sums, slow
+resolve to loopback, unused GPUs, container limits, unshared directories, wrong sums, slow
 hosts and slow links.
 """
 
@@ -44,7 +44,6 @@ from jddp.inspection.machine import BAD, OK, WARN, Finding, check_busy, check_de
 
 SECONDS = 120.0
 VISIBLE_SECONDS = 15.0  # then a directory counts as not shared; NFS caches absence for 3 to 60
-CLOSE_SECONDS = 1.0
 SIZES = tuple(4 * 2**k for k in range(10, 25, 2))  # 4 KiB to 64 MiB
 ROUNDS = 7
 SLOW_SECONDS = 0.5  # above this no larger size is measured
@@ -120,7 +119,6 @@ def check_job(directory: Path) -> list[Finding]:
     return [
         Finding(OK, f"{len(shared)} processes are connected"),
         *compare_versions(list(map(json.loads, shared))),
-        *compare_clocks(_clocks()),
         *compare_sight(directory, _sight(directory)),
     ]
 
@@ -159,40 +157,6 @@ def compare_versions(shared: list[Mapping[str, str]]) -> Iterator[Finding]:
         process = next(i for i, version in enumerate(found) if version != found[0])
         what = f"{name} is {', '.join(dict.fromkeys(found))}: process {process} differs from "
         yield Finding(BAD, f"{what}process 0.", "Install the same version everywhere.")
-
-
-def _clocks() -> list[tuple[float, float]]:
-    """Seconds by which each clock is ahead of process 0's clock, and their uncertainty."""
-    found = []
-    for i in range(1, coordination.num_processes()):
-        name = f"jddp/doctor/clock/{i}"
-        if coordination.process_index() == 0:
-            sent = time.time()
-            coordination.publish(f"{name}/asked", "")
-            there = float(coordination.read(f"{name}/answer", SECONDS, of=i))
-            back = time.time()
-            found.append((there - (sent + back) / 2, (back - sent) / 2))
-        elif coordination.process_index() == i:
-            coordination.read(f"{name}/asked", SECONDS, of=0)
-            coordination.publish(f"{name}/answer", repr(time.time()))
-    shared = coordination.from_first("doctor/clocks", json.dumps(found), timeout_seconds=SECONDS)
-    return [(float(ahead), float(width)) for ahead, width in json.loads(shared)]
-
-
-def compare_clocks(clocks: list[tuple[float, float]]) -> Iterator[Finding]:
-    """Whether the times in logs of several hosts can be compared.
-
-    Args:
-      clocks: Seconds by which each process but the first is ahead, and their uncertainty.
-    """
-    wrong = {i: x for i, (x, width) in enumerate(clocks, 1) if abs(x) - width > CLOSE_SECONDS}
-    for i, ahead in wrong.items():
-        where = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} process 0's"
-        what = f"The clock of process {i} is {where}: logs and files will seem out of order."
-        yield Finding(WARN, what, "Synchronize the clocks with chrony or systemd-timesyncd.")
-    if not wrong:
-        most = max((abs(ahead) + width for ahead, width in clocks), default=0.0)
-        yield Finding(OK, f"clocks are within {1e3 * most:,.0f} ms of each other")
 
 
 def _sight(directory: Path) -> list[float | None]:

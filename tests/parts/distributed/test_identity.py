@@ -46,8 +46,8 @@ ADDRESS = env("JAX_COORDINATOR_ADDRESS=z:9")
 ELASTIC = env("TORCHELASTIC_RUN_ID=x TORCHELASTIC_RESTART_COUNT=1")
 
 
-def resolve(environ, **given):
-    return resolve_identity(environ, is_interactive=False, **given)
+def resolve(environ):
+    return resolve_identity(environ, is_interactive=False)
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +96,7 @@ def test_the_first_process_of_open_mpi_is_where_mpirun_runs_or_where_slurm_says(
 
 
 def test_the_first_source_that_speaks_wins():
-    every, given = STEP | OPEN_MPI_5 | TORCHRUN | LAUNCHED, {"num_processes": 9, "process_id": 8}
-    assert resolve(every, coordinator="c:5", **given) == Identity("c:5", 9, 8)
-    assert "set by the arguments" in str(resolve(every, coordinator="c:5", **given))
+    every = STEP | OPEN_MPI_5 | TORCHRUN | LAUNCHED
     for environ, source in [
         (every, "jddp.launch"),
         (STEP | OPEN_MPI_5 | TORCHRUN | JAX, "JAX_NUM_PROCESSES"),
@@ -106,16 +104,6 @@ def test_the_first_source_that_speaks_wins():
         (STEP | OPEN_MPI_5, "Open MPI"),
     ]:
         assert f"set by {source}" in str(resolve(environ))
-
-
-def test_arguments_complete_what_the_environment_has_and_are_refused_by_their_names():
-    assert resolve(STEP, coordinator="c:5").coordinator == "c:5"
-    completed = resolve({"JAX_NUM_PROCESSES": "2"}, coordinator="c:5", process_id=1)
-    assert completed == Identity("c:5", 2, 1)
-    with pytest.raises(ConfigError, match="process_id=4 must be below num_processes=4"):
-        resolve({}, coordinator="c:5", num_processes=4, process_id=4)
-    with pytest.raises(ConfigError, match="coordinator='c' must be host:port"):
-        resolve({}, coordinator="c", num_processes=4, process_id=0)
 
 
 @pytest.mark.parametrize(

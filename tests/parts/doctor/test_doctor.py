@@ -199,14 +199,10 @@ def test_two_processes_on_one_gpu_end_before_the_devices_start(with_plugin, tmp_
         assert "processes 0 and 1 have the same GPU, GPU-a, and NCCL cannot" in error
 
 
-def test_another_version_a_late_clock_and_a_directory_not_all_see_are_reported(tmp_path):
+def test_another_version_and_a_directory_not_all_see_are_reported(tmp_path):
     (found,) = doctor.compare_versions([{"jax": "0.10.2"}, {"jax": "0.10.2"}, {"jax": "0.11.0"}])
     assert found.level == "bad"
     assert "jax is 0.10.2, 0.11.0: process 2" in found.what
-    assert levels(doctor.compare_clocks([(0.2, 0.01), (-0.3, 0.01)])) == ["ok"]
-    assert levels(doctor.compare_clocks([(4.0, 3.5)])) == ["ok"]  # nobody can tell
-    (found,) = doctor.compare_clocks([(0.0, 0.01), (-90.0, 0.01)])
-    assert "process 2 is 90.0 s behind" in found.what
     assert levels(doctor.compare_sight(tmp_path, [0.0, 0.4])) == ["ok"]
     (found,) = doctor.compare_sight(tmp_path, [0.0, None, 0.1, None])
     assert found.level == "bad"
@@ -277,7 +273,7 @@ def test_processes_are_examined_together(tmp_path):
     ends = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0, 0], ends
     text = ends[0][0]
-    words = ("2 processes are connected", "clocks are within", "all see", "1: same as process 0")
+    words = ("2 processes are connected", "all see", "1: same as process 0")
     for each in (*words, "1 KiB there and back: ", "1024 KiB there and back: "):
         assert each in text
     assert list(tmp_path.iterdir()) == []
