@@ -30,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from jddp.distributed import coordination
+from jddp.distributed import coordination as service
 from jddp.distributed.coordination import LongestWait, is_waiting_for
 from jddp.distributed.exits import exit_now, is_at_prompt, process, show_cursor
 from jddp.distributed.failure_file import (
@@ -76,7 +76,7 @@ def owned_process() -> Iterator[None]:
 def watch_over_job() -> None:
     """From here on this process of a job reports its failure, and ends when another fails.
 
-    Called after it has joined the coordination. A notebook is left alone: its kernel continues.
+    Called after it has joined the job. A notebook is left alone: its kernel continues.
     """
     if is_at_prompt() or process.end_job is not None:
         return
@@ -84,13 +84,13 @@ def watch_over_job() -> None:
     process.end_job = end_job
     for name in _CALLBACK_LOGGERS:
         logging.getLogger(name).addFilter(_keep_callback_error)
-    coordination.try_publish(f"{_HOST}/{coordination.process_index()}", socket.gethostname())
+    service.try_publish(f"{_HOST}/{service.process_index()}", socket.gethostname())
     me = os.getpid()
     listening = contextlib.ExitStack()
-    listening.enter_context(coordination.background(_listen))
+    listening.enter_context(service.background(_listen))
 
     def end() -> None:
-        if os.getpid() == me and coordination.is_connected():
+        if os.getpid() == me and service.is_connected():
             _wait_for_others(listening)
 
     atexit.register(end)  # so that it runs before JAX's
@@ -118,7 +118,7 @@ def keep_uncaught(number: int) -> None:
         code = ExitCode.INTERRUPTED if kind is KeyboardInterrupt else ExitCode.BUG
         if os.getpid() != me:  # a fork of it
             return
-        if process.end_job is not None and coordination.is_connected():
+        if process.end_job is not None and service.is_connected():
             end_job(getattr(error, "exit_code", code), error)
         if not _is_consequence(error):
             write_failure(describe_failure(number, code, error))
@@ -133,20 +133,17 @@ def _wait_for_others(listening: contextlib.ExitStack) -> None:
     If another one fails first, or has waited in vain for this one, JAX's barrier is skipped.
     """
     until = time.monotonic() + _END_SECONDS
-    me = coordination.process_index()
-    while is_waiting_for(range(coordination.num_processes())) and time.monotonic() < until:
+    me = service.process_index()
+    while is_waiting_for(range(service.num_processes())) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)  # so that a process that waits later does not wait for this one
     listening.close()  # At exit Python aborts a thread that is inside of JAX.
-    coordination.try_publish(f"{_LEFT}/{me}", json.dumps(process.exit_code))
-    while (
-        len(coordination.published(_LEFT)) < coordination.num_processes()
-        and time.monotonic() < until
-    ):
+    service.try_publish(f"{_LEFT}/{me}", json.dumps(process.exit_code))
+    while len(service.published(_LEFT)) < service.num_processes() and time.monotonic() < until:
         if _read(_POLL_SECONDS) is not None:
-            coordination.try_publish(f"{_GONE}/{me}", "")
+            service.try_publish(f"{_GONE}/{me}", "")
             if me == 0:
-                _outlast(range(1, coordination.num_processes()), _LINGER_SECONDS)
-            return coordination.skip_shutdown()
+                _outlast(range(1, service.num_processes()), _LINGER_SECONDS)
+            return service.skip_shutdown()
 
 
 def end_job(code: int, error: BaseException) -> NoReturn:
@@ -162,10 +159,10 @@ def end_job(code: int, error: BaseException) -> NoReturn:
         if first is not None:
             _follow(first)
         code = ExitCode.ANOTHER_FAILED if is_consequence else code
-        failure = describe_failure(coordination.process_index(), code, error)
+        failure = describe_failure(service.process_index(), code, error)
         if is_consequence:
             report(headline(failure))
-        coordination.try_publish(_KEY, json.dumps(failure))  # unless another was faster
+        service.try_publish(_KEY, json.dumps(failure))  # unless another was faster
         _exit(code, _read(_MOMENT) or failure)
 
 
@@ -185,48 +182,48 @@ def end_process(failure: JsonObject, message: str) -> NoReturn:
 
 def _listen() -> bool:
     """Follows the first failure once there is one; returns whether the job is over."""
-    if not coordination.is_connected():
+    if not service.is_connected():
         return True
     file = os.environ.get(VARIABLE, "") if os.environ.get(LAUNCHED) else ""
     found = read_failure(Path(file))
     if found and found["exit_code"] != ExitCode.HANG:  # of which all know
-        coordination.try_publish(_KEY, json.dumps(found))
+        service.try_publish(_KEY, json.dumps(found))
     first = _read(0.5)
-    if first is not None and first["process"] != coordination.process_index():
+    if first is not None and first["process"] != service.process_index():
         time.sleep(_MOMENT)
         with _leaving:
             _follow(first)
-    if (left := coordination.published(_LEFT)) and _of_left.seconds(left) > _PATIENCE:
+    if (left := service.published(_LEFT)) and _of_left.seconds(left) > _PATIENCE:
         blame_who_left()
     error = _callback_errors[0] if _callback_errors else None
-    others = {*range(coordination.num_processes())} - {coordination.process_index()}
+    others = {*range(service.num_processes())} - {service.process_index()}
     if error is not None and _of_others.seconds(others) > _CALLBACK_SECONDS:
         code = getattr(error, "exit_code", ExitCode.BUG)
-        report(headline(describe_failure(coordination.process_index(), code, error)))
+        report(headline(describe_failure(service.process_index(), code, error)))
         end_job(code, error)
     return False
 
 
 def blame_who_left() -> bool:
     """Makes a process that has left the first failure; returns whether there is one."""
-    left = coordination.published(_LEFT) if process.end_job is not None else {}
+    left = service.published(_LEFT) if process.end_job is not None else {}
     if not left:
         return False
     number, text = next(iter(left.items()))
     known: JsonObject = {"host": host_of(number), "step": None, "phase": None}
     ended = describe_failure(number, json.loads(text), **known)
-    coordination.try_publish(_KEY, json.dumps(ended))
+    service.try_publish(_KEY, json.dumps(ended))
     return True
 
 
 def host_of(number: int) -> str | None:
     """The machine of a process, as it has reported it."""
-    return coordination.published(_HOST).get(number)
+    return service.published(_HOST).get(number)
 
 
 def _read(seconds: float) -> JsonObject | None:
     """The failure of the first process that failed, if one does in this time."""
-    text = coordination.try_read(_KEY, seconds)
+    text = service.try_read(_KEY, seconds)
     return None if text is None else dict(json.loads(text))
 
 
@@ -243,11 +240,11 @@ def _exit(code: int, first: JsonObject) -> NoReturn:
     show_cursor()
     sys.stdout.flush()
     sys.stderr.flush()
-    coordination.try_publish(f"{_GONE}/{coordination.process_index()}", "")
-    if coordination.process_index() == 0:  # Others abort without JAX's service.
+    service.try_publish(f"{_GONE}/{service.process_index()}", "")
+    if service.process_index() == 0:  # Others abort without JAX's service.
         is_dead = first["exception"] is None and (first["exit_code"] or 0) > 128
-        others = {*range(1, coordination.num_processes())} - {first["process"] if is_dead else 0}
-        has_left = first["process"] in coordination.published(_LEFT)
+        others = {*range(1, service.num_processes())} - {first["process"] if is_dead else 0}
+        has_left = first["process"] in service.published(_LEFT)
         _outlast(others, 3 * _MOMENT)  # for all of them together
         if has_left:  # and is still ending: Python may take its time
             time.sleep(_LINGER_SECONDS)
@@ -258,5 +255,5 @@ def _outlast(others: Iterable[int], seconds: float) -> None:
     """Waits until the others have exited: they need JAX's service in this process."""
     until = time.monotonic() + seconds
     for number in others:
-        coordination.try_read(f"{_GONE}/{number}", max(0.0, until - time.monotonic()))
+        service.try_read(f"{_GONE}/{number}", max(0.0, until - time.monotonic()))
     time.sleep(_MOMENT / 5)

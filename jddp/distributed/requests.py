@@ -22,7 +22,7 @@ import signal
 import threading
 from collections.abc import Iterable
 
-from jddp.distributed import coordination
+from jddp.distributed import coordination as service
 from jddp.distributed.coordination import awaiting
 from jddp.distributed.exits import process, write_line
 from jddp.distributed.signals import Hearing, leave_early
@@ -68,7 +68,7 @@ class Requests:
                 return []
             mine = json.dumps(self._asked)
             self._asked = []
-        of_all = coordination.gather(f"{self._round}/asked", mine, timeout_seconds=_DAY)
+        of_all = service.gather(f"{self._round}/asked", mine, timeout_seconds=_DAY)
         with self._changed:
             self._at = None
             self._num_rounds += 1
@@ -82,13 +82,13 @@ class Requests:
         with self._changed:
             mine = json.dumps(self._asked)
             self._asked = []
-        of_all = coordination.gather(f"{self._key}/last", mine, timeout_seconds=_LAST_SECONDS)
+        of_all = service.gather(f"{self._key}/last", mine, timeout_seconds=_LAST_SECONDS)
         return _in_order(of_all)
 
     def __enter__(self) -> "Requests":
         """Handles the signals, if this is the main thread, and listens to the others."""
-        if coordination.num_processes() > 1:
-            self._open.enter_context(coordination.background(self._listen))
+        if service.num_processes() > 1:
+            self._open.enter_context(service.background(self._listen))
         if threading.current_thread() is threading.main_thread():
             self._hearing = self._open.enter_context(Hearing(self._hear))
         self.is_open = True
@@ -104,14 +104,14 @@ class Requests:
         return f"{self._key}/{self._num_rounds}"
 
     def _propose(self) -> None:
-        if self._at is None and coordination.num_processes() == 1:
+        if self._at is None and service.num_processes() == 1:
             self._at = self._num_calls + 1
         elif self._at is None:
-            coordination.try_publish(self._round, str(self._num_calls + 1))
+            service.try_publish(self._round, str(self._num_calls + 1))
 
     def _wait_for_answers(self) -> None:
-        with awaiting(set(range(coordination.num_processes())) - {coordination.process_index()}):
-            while self._at is None and coordination.is_connected():
+        with awaiting(set(range(service.num_processes())) - {service.process_index()}):
+            while self._at is None and service.is_connected():
                 self._changed.wait(1.0)
 
     def _hear(self, number: int) -> None:
@@ -127,11 +127,11 @@ class Requests:
             if not self._changed.wait_for(lambda: self._at is None, 1.0):
                 return False
             name = self._round
-        if (proposed := coordination.try_read(name, 1.0)) is None:
-            return not coordination.is_connected()
+        if (proposed := service.try_read(name, 1.0)) is None:
+            return not service.is_connected()
         with self._changed:
             mine = str(max(int(proposed), self._num_calls + 1))
-            calls = coordination.gather(f"{name}/calls", mine, timeout_seconds=_ANSWER_SECONDS)
+            calls = service.gather(f"{name}/calls", mine, timeout_seconds=_ANSWER_SECONDS)
             self._at = max(map(int, calls))
             self._changed.notify_all()
         return False

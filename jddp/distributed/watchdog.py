@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
 
-from jddp.distributed import coordination, failure, failure_file
+from jddp.distributed import coordination as service
+from jddp.distributed import failure, failure_file
 from jddp.distributed.apart import started_apart
 from jddp.distributed.exits import process
 from jddp.errors import ExitCode
@@ -107,14 +108,14 @@ class Watchdog:
         self.enter(self.phase, 0)
         if self._path is not None:
             make_folder(self._path.parent)
-            if coordination.process_index() == 0:
+            if service.process_index() == 0:
                 failure_file.begin(self._path.parent)
             self._file = self._open.enter_context(open(self._path, "a", opener=opener))
         if process.is_owned:
             self._silence = self._open.enter_context(_watch_for_silence(self._file))
-        self._open.enter_context(coordination.background(self._watch, pause_seconds=_TICK))
-        if coordination.num_processes() > 1:
-            self._open.enter_context(coordination.background(self._listen))
+        self._open.enter_context(service.background(self._watch, pause_seconds=_TICK))
+        if service.num_processes() > 1:
+            self._open.enter_context(service.background(self._listen))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -135,12 +136,12 @@ class Watchdog:
         self._report_limit()
         if self._ran - self._since <= self._limit:
             return False
-        coordination.try_publish(self._key, "")
+        service.try_publish(self._key, "")
         return self._report()
 
     def _listen(self) -> bool:
-        late = coordination.try_read(self._key, 1.0)
-        return not coordination.is_connected() or (late is not None and self._report())
+        late = service.try_read(self._key, 1.0)
+        return not service.is_connected() or (late is not None and self._report())
 
     def _report_limit(self) -> None:
         """Passes the allowed time of silence to the process that watches this one."""
@@ -178,10 +179,10 @@ class Watchdog:
     def _progress_of_all(self) -> ProgressOfAll:
         own: JsonObject = {"host": socket.gethostname(), "phase": self.phase}
         own |= {"step": self._step, "seconds": self._ran - self._since}
-        me = coordination.process_index()
-        numbers = range(coordination.num_processes())
-        coordination.try_publish(f"{self._key}/{me}", json.dumps(own))
-        texts = [coordination.try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in numbers]
+        me = service.process_index()
+        numbers = range(service.num_processes())
+        service.try_publish(f"{self._key}/{me}", json.dumps(own))
+        texts = [service.try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in numbers]
         return {i: own if i == me else json.loads(x or "null") for i, x in enumerate(texts)}
 
 

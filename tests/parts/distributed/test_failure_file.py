@@ -245,7 +245,7 @@ import jax
 from jddp.distributed import failure, failure_file
 
 jax.distributed.initialize(sys.argv[1], num_processes=1, process_id=0)
-failure.coordination.num_processes = lambda: 64
+failure.service.num_processes = lambda: 64
 failure._MOMENT = 0.2
 exit, began = os._exit, time.monotonic()
 os._exit = lambda code: exit(code if 0.6 < time.monotonic() - began < 10 else 1)

@@ -60,7 +60,7 @@ class Job:
 def run(monkeypatch, of_process):
     """The results of a function of each process's number and requests, for all processes."""
     job = Job()
-    monkeypatch.setattr(requests, "coordination", job)
+    monkeypatch.setattr(requests, "service", job)
     all_requests = [Requests() for _ in range(NUM_PROCESSES)]
     for each in all_requests:
         each._key = "same"
