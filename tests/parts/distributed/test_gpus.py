@@ -1,13 +1,26 @@
-"""Where JAX has no GPU, a line names what is missing: the files of a host, a driver, a plugin."""
+"""What a host shows of GPUs: what is missing where JAX has none, and what they, or CPUs, need."""
 
 import logging
+import os
+import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import pytest
+from runs import ROOT, environment
 
 from jddp.distributed import gpus, join
-from jddp.distributed.gpus import gpu_facts, plugin_errors, why_missing
+from jddp.distributed.gpus import (
+    FLAG,
+    add_flag,
+    gpu_facts,
+    huge_pages,
+    lacks_atomics,
+    plugin_errors,
+    why_missing,
+)
 from jddp.errors import DeviceError
 from jddp.job.joining import _report_lacks
 
@@ -144,3 +157,106 @@ def test_training_reports_small_shared_memory_only_where_gpus_communicate(monkey
         monkeypatch.setattr(jax, "device_count", lambda num=num: num)
         _report_lacks(None)
         assert ("jddp: /dev/shm holds 64 MiB, but" in capsys.readouterr().err) == is_told
+
+
+SET = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+@pytest.fixture
+def offered(monkeypatch, tmp_path):
+    """A host without GPUs, whose kernel gives huge pages to programs that ask for them."""
+    kernel = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("always [madvise] never\n")
+    monkeypatch.setattr(gpus.os, "confstr", lambda name: "glibc 2.36")
+    monkeypatch.setattr(gpus, "ROOT", tmp_path)
+    return kernel
+
+
+def test_huge_pages_are_asked_for_beside_other_tunables_and_once(offered):
+    assert huge_pages({}) == SET
+    other = {"GLIBC_TUNABLES": "glibc.malloc.check=3"}
+    both = {"GLIBC_TUNABLES": "glibc.malloc.check=3:glibc.malloc.hugetlb=1"}
+    assert huge_pages(other) == both
+    assert huge_pages(SET) == huge_pages(both) == {}
+    assert huge_pages({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}) == {}
+
+
+@pytest.mark.parametrize("said", ["always madvise [never]", "[always] madvise never", None])
+def test_nothing_is_asked_of_a_kernel_that_gives_them_to_all_or_to_none(offered, said):
+    offered.write_text(said) if said else offered.unlink()
+    assert huge_pages({}) == {}
+
+
+@pytest.mark.parametrize("library", ["glibc 2.34", "musl 1.2", None])
+def test_nothing_is_asked_of_a_library_without_the_tunable(offered, monkeypatch, library):
+    monkeypatch.setattr(gpus.os, "confstr", lambda name: library)
+    assert huge_pages({}) == {}
+
+
+def test_nothing_is_asked_where_arrays_are_on_a_gpu_unless_cpus_are_chosen(offered, tmp_path):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert huge_pages({}) == {}
+    assert huge_pages({"JAX_PLATFORMS": "cpu"}) == SET
+
+
+@pytest.mark.parametrize(
+    "jaxlib, environ, num_gpus, flags",
+    [
+        ("0.10.1", {}, 1, None),
+        ("0.10.2", {}, 1, FLAG),
+        ("0.10.2.dev20260101", {}, 1, FLAG),
+        ("0.11.0", {"XLA_FLAGS": "--a=1"}, 1, f"--a=1 {FLAG}"),
+        ("0.11.1", {}, 1, None),
+        ("0.12.0.1", {}, 1, None),
+        ("0.10.2", {}, 0, None),
+        ("0.10.2", {"JAX_PLATFORMS": "cpu"}, 1, None),
+        ("0.10.2", {"JAX_PLATFORMS": "cuda"}, 1, FLAG),
+        (
+            "0.10.2",
+            {"XLA_FLAGS": "--xla_backend_extra_options=x"},
+            1,
+            "--xla_backend_extra_options=x",
+        ),
+    ],
+)
+def test_the_flag_is_added_for_versions_that_need_it_unless_it_is_set(
+    monkeypatch, jaxlib, environ, num_gpus, flags
+):
+    monkeypatch.setattr(gpus, "version", lambda package: jaxlib)
+    monkeypatch.setattr(gpus, "num_nvidia", lambda: num_gpus)
+    add_flag(environ)
+    assert environ.get("XLA_FLAGS") == flags
+    assert not (flags and lacks_atomics(environ))
+
+
+SCATTER = """
+import dataclasses, sys
+import jax, numpy as np
+from jddp.workbench.modelled import GPUS, described_mesh
+from jddp.workbench.modelled.gpus import target_config
+
+gpu = dataclasses.replace(GPUS["h100_sxm"], compute_capability=(8, 0))
+mesh = described_mesh(target_config(gpu), devices_per_host=1)
+here = jax.sharding.NamedSharding(mesh, jax.P())
+shapes = [((256, 128), np.float32), ((4096,), np.int32), ((4096, 128), np.float32)]
+given = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in shapes]
+jax.jit(lambda table, rows, grads: table.at[rows].add(grads)).lower(*given).compile()
+"""
+
+
+@pytest.mark.aot
+def test_a_scatter_that_adds_float32_has_loops_without_the_flag_and_atomics_with_it(tmp_path):
+    def atoms(folder, flags):
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+        variables = {"XLA_FLAGS": f"--xla_dump_to={folder} {flags}", "PYTHONPATH": paths}
+        command = [sys.executable, "-c", SCATTER]
+        done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        text = "".join(path.read_text() for path in folder.glob("*.ptx"))
+        return set(re.findall(r"\b(?:atom|red)\.[\w.]*\.(cas\.b32|add\.f32)\b", text))
+
+    assert atoms(tmp_path / "with", FLAG) == {"add.f32"}
+    without = "cas.b32" if lacks_atomics({}) else "add.f32"
+    assert atoms(tmp_path / "without", "") == {without}
