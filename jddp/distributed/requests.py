@@ -1,8 +1,8 @@
 """All processes of a job do what one of them requests, such as a stop, at the same place.
 
     with Requests() as requests:
-        requests.ask("save best")        # on one process, or on all, in any thread
-        for what in requests.due():      # called as often, at the same places, by every process
+        requests.ask(Request("save", "best"))  # on one process, or on all, in any thread
+        for request in requests.due():     # called as often, at the same places, by every process
             ...
 
 A process with a request publishes the number of its next call of `due` through the coordination
@@ -21,6 +21,7 @@ import json
 import signal
 import threading
 from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from jddp.distributed import coordination as service
 from jddp.distributed.coordination import awaiting
@@ -33,8 +34,20 @@ _LAST_SECONDS = 600.0  # from the end of the first process to the end of the las
 _numbers = itertools.count()
 
 
+class Request(NamedTuple):
+    """What all processes of a job are to do.
+
+    Attributes:
+      kind: A save, a stop, or the stop that a signal asks for.
+      value: The folder of a save, the reason of a stop, or the name of a signal.
+    """
+
+    kind: Literal["save", "stop", "signal"]
+    value: str = ""
+
+
 class Requests:
-    """While open, processes agree on a place for each request, or signal ("signal SIGTERM").
+    """While open, processes agree on a place for each request, or signal.
 
     Attributes:
       is_open: Whether all processes call `due`.
@@ -44,19 +57,19 @@ class Requests:
         self.is_open = False
         self._key = f"jddp/requests/{next(_numbers)}"
         self._num_calls = self._num_rounds = 0
-        self._asked = list[str]()  # requests of this process that are not done yet
+        self._asked = list[Request]()  # requests of this process that are not done yet
         self._at: int | None = None  # the call at which all act
         self._changed = threading.Condition()
         self._hearing: Hearing | None = None
         self._open = contextlib.ExitStack()
 
-    def ask(self, what: str) -> None:
+    def ask(self, request: Request) -> None:
         """Requests that all processes do something at one of their next calls of `due`."""
         with self._changed:
-            self._asked.append(what)
+            self._asked.append(request)
             self._propose()
 
-    def due(self) -> list[str]:
+    def due(self) -> list[Request]:
         """The requests to do here, in the order of the processes; the same on all of them."""
         if self._hearing is not None:
             self._hearing.renew()
@@ -77,7 +90,7 @@ class Requests:
             self._changed.notify_all()
         return _in_order(of_all)
 
-    def last(self) -> list[str]:
+    def last(self) -> list[Request]:
         """The requests that are left, at the ends of all processes."""
         with self._changed:
             mine = json.dumps(self._asked)
@@ -120,7 +133,7 @@ class Requests:
         name = signal.Signals(number).name
         again = "press Ctrl-C" if name == "SIGINT" else f"send {name}"
         write_line(f"{name}: finishing this step, then stopping; {again} again to quit now")
-        self.ask(f"signal {name}")
+        self.ask(Request("signal", name))
 
     def _listen(self) -> bool:
         with self._changed:
@@ -137,5 +150,5 @@ class Requests:
         return False
 
 
-def _in_order(asked: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(what for text in asked for what in json.loads(text)))
+def _in_order(asked: Iterable[str]) -> list[Request]:
+    return list(dict.fromkeys(Request(*x) for text in asked for x in json.loads(text)))

@@ -10,7 +10,6 @@ A run begins in `resume`, and ends in `ending`.
 """
 
 import copy
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ import jax
 from jddp.data.periods import Period
 from jddp.distributed.coordination import num_processes
 from jddp.distributed.exits import process
-from jddp.distributed.requests import Requests
+from jddp.distributed.requests import Request, Requests
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.optimizer import own_count
 from jddp.engine.state import TrainState
@@ -88,7 +87,7 @@ class Loop:
             eval_params=options.evaluation.params,
             config=copy.deepcopy(options.config),
         )
-        self.run.ask_to_stop = functools.partial(self._ask, "stop")
+        self.run.ask_to_stop = lambda reason: self._ask(Request("stop", reason))
         step = 0 if state.step.is_deleted() else int(state.step)  # which the step refuses
         self.reached = source.reached(step, source.position)
         self.run.progress = Progress(
@@ -296,25 +295,24 @@ class Loop:
 
     def _ask_to_save(self, where: str) -> None:
         self.saving.require_directory()
-        self._ask("save", where)
+        self._ask(Request("save", where))
 
-    def _ask(self, what: str, value: str) -> None:
+    def _ask(self, request: Request) -> None:
         """Requests a stop or save of all processes at a common step; one alone acts at once."""
         if num_processes() > 1 and self.requests.is_open:
-            self.requests.ask(f"{what} {value}")
+            self.requests.ask(request)
         else:
-            self.act([f"{what} {value}"])
+            self.act([request])
 
-    def act(self, requests: Sequence[str]) -> None:
+    def act(self, requests: Sequence[Request]) -> None:
         """Does what any process has asked for; a signal is only kept."""
         run = self.run
         phase = self.watchdog.phase
-        for request in requests:
-            what, _, value = request.partition(" ")
-            if what == "save":
+        for kind, value in requests:
+            if kind == "save":
                 self.save(value)
                 self.watchdog.enter(phase, run.step)
-            elif what == "stop":
+            elif kind == "stop":
                 run.progress = replace(run.progress, stopped=run.stopped or value)
             else:
                 self.signal = self.signal or value

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jddp.distributed import coordination, requests
-from jddp.distributed.requests import Requests
+from jddp.distributed.requests import Request, Requests
 
 NUM_PROCESSES, NUM_CALLS = 3, 40
 
@@ -80,7 +80,7 @@ def test_what_one_process_asks_all_do_at_one_call_whatever_their_pace(monkeypatc
         done = {}
         for call in range(NUM_CALLS):
             if random_of_process.random() < 0.3:
-                asking.ask(f"{number} at {call}")
+                asking.ask(Request("stop", f"{number} at {call}"))
             time.sleep(random_of_process.random() / 500)
             if found := asking.due():
                 done[call] = found
@@ -89,7 +89,7 @@ def test_what_one_process_asks_all_do_at_one_call_whatever_their_pace(monkeypatc
 
     first, *others = run(monkeypatch, of_process)
     assert others == [first] * (NUM_PROCESSES - 1)
-    asked = [what for found in first.values() for what in found]
+    asked = [request.value for found in first.values() for request in found]
     assert len(asked) == len(set(asked))
     for number in range(NUM_PROCESSES):
         draws = random.Random(number)
@@ -107,12 +107,15 @@ def test_what_all_ask_at_one_place_they_do_once_at_their_next_call(monkeypatch, 
         for call in range(NUM_CALLS):
             time.sleep(0.002 * (number == slow))
             if call % 8 == 3:
-                asking.ask("stop")
-                asking.ask("save best")
+                asking.ask(Request("stop"))
+                asking.ask(Request("save", "best"))
             done.append(asking.due())
         return done
 
-    want = [["stop", "save best"] if call % 8 == 3 else [] for call in range(NUM_CALLS)]
+    want = [
+        [Request("stop"), Request("save", "best")] if call % 8 == 3 else []
+        for call in range(NUM_CALLS)
+    ]
     assert run(monkeypatch, of_process) == [want] * NUM_PROCESSES
 
 
@@ -120,14 +123,14 @@ def test_what_is_asked_after_the_last_step_is_done_at_the_end(monkeypatch):
     def of_process(number, asking):
         asking.due()
         if number == 1:
-            asking.ask("save end")
+            asking.ask(Request("save", "end"))
         return asking.last()
 
-    assert run(monkeypatch, of_process) == [["save end"]] * NUM_PROCESSES
+    assert run(monkeypatch, of_process) == [[Request("save", "end")]] * NUM_PROCESSES
 
 
 def test_a_process_alone_does_at_its_next_call_what_it_asks():
     with Requests() as asking:
         assert asking.due() == []
-        asking.ask("stop")
-        assert [asking.due(), asking.due(), asking.last()] == [["stop"], [], []]
+        asking.ask(Request("stop"))
+        assert [asking.due(), asking.due(), asking.last()] == [[Request("stop")], [], []]
