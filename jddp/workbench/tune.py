@@ -2,8 +2,7 @@
 
 Takes a job as `jddp.train` does, and tries sizes and forms of its buckets: on the devices at hand,
 in turn with the config as it is, or modelled for GPUs that need not be there (`--target`). With
-`--batch` it finds the largest batch that fits. Nothing is trained, and the data may be absent. The
-result is kept in the user's cache, so that the same call answers at once (`--again` does not).
+`--batch` it finds the largest batch that fits. Nothing is trained, and the data may be absent.
 """
 
 import argparse
@@ -24,14 +23,12 @@ from jddp.config.cli import (
     share_gpus,
     write_output,
 )
-from jddp.config.permissions import private_cache
-from jddp.errors import Error, ExitCode, report, show, words_of
+from jddp.errors import ExitCode, report, show
 
 if TYPE_CHECKING:
     from jddp.config.schema import Config
     from jddp.workbench.modelled.described import Target
     from jddp.workbench.step_scores import Scorer
-    from jddp.workbench.tuning import Tuned
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add_target_arguments(parser)
     add("--minutes", type=float, default=10.0, help="begin no candidate after these (default: 10)")
-    add("--again", action="store_true", help="search again, though an earlier search is kept")
     add("--out", type=Path, metavar="FILE", help="write the best keys as a config")
     add("--batch", action="store_true", help="find the largest batch that fits, instead")
     add("--json", action="store_true", help="print one line of JSON instead")
@@ -58,39 +54,17 @@ def _tune(arguments: argparse.Namespace) -> int:
     score, how = _scorer(arguments)
     if arguments.batch:
         return _largest(arguments, config, score, how)
-    found = _tuned(arguments, config, score, how)
-    if arguments.out is not None:
-        write_output("--out", arguments.out, found.fragment)
-    show(json.dumps(found.as_json()) if arguments.json else str(found))
-    return ExitCode.DONE
-
-
-def _tuned(arguments: argparse.Namespace, config: "Config", score: "Scorer", how: str) -> "Tuned":
-    """The result of an earlier search, if it is kept, or of a new one, which then is."""
-    from jddp.workbench.kept_searches import KeptSearch, facts_of
     from jddp.workbench.tuning import AS_IT_IS, Candidate, tune
 
     def note(candidate: Candidate) -> None:
         step = candidate.refused or f"{1e3 * candidate.seconds:.2f} ms"
         report(f"{str(candidate) or AS_IT_IS}: {step}")
 
-    kept = KeptSearch(_cache(), facts_of(config, _target(arguments)))
-    if not arguments.again and (earlier := kept.read()):
-        return earlier
     found = tune(config, score, how, seconds=60 * arguments.minutes, note=note)
-    try:
-        kept.write(found)
-    except OSError as error:
-        report(f"this search is not kept: {words_of(error)}")
-    return found
-
-
-def _cache() -> Path | None:
-    try:
-        return private_cache("tune", "the cache of searches")
-    except Error as error:  # without it the next search is only slower
-        report(f"{error} Until then no search is kept.")
-        return None
+    if arguments.out is not None:
+        write_output("--out", arguments.out, found.fragment)
+    show(json.dumps(found.as_json()) if arguments.json else str(found))
+    return ExitCode.DONE
 
 
 def _scorer(arguments: argparse.Namespace) -> "tuple[Scorer, str]":

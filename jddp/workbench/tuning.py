@@ -59,13 +59,11 @@ class Tuned(Shown):
       how: "modelled" or "measured", and the devices.
       candidates: All that were tried, in order; the first is the config as it is.
       num_left: Candidates that were not tried, for want of time.
-      date: Day of the search, if it was an earlier one.
     """
 
     how: str
     candidates: tuple[Candidate, ...]
     num_left: int = 0
-    date: str = ""
 
     @property
     def best(self) -> Candidate:
@@ -97,7 +95,6 @@ class Tuned(Shown):
             "how": self.how,
             "best": dict(self.best.keys),
             "num_left": self.num_left,
-            "date": self.date,
             "candidates": [
                 {"keys": dict(x.keys), "refused": x.refused}
                 | (asdict(x.score) | {"limit": _finite(x.score.limit)} if x.score else {})
@@ -108,8 +105,7 @@ class Tuned(Shown):
     def __repr__(self) -> str:
         """The verdict, a table with the fastest first, and the keys of the best."""
         ranked = sorted((x for x in self.candidates if x.score), key=lambda x: x.seconds)
-        kept = f", from an earlier search of {self.date}" if self.date else ""
-        lines = [self.verdict, "", self.how + kept, f"{'step ms':>10} {'waits':>7} {'GB':>6}  keys"]
+        lines = [self.verdict, "", self.how, f"{'step ms':>10} {'waits':>7} {'GB':>6}  keys"]
         lines += map(_row, ranked)
         lines += [f"refused: {x}: {x.refused}" for x in self.candidates if x.refused]
         if self.num_left:

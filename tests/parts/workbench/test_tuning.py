@@ -1,10 +1,8 @@
 """Candidates are scored one key after another, and the largest batch is found by its memory."""
 
-import dataclasses
 import itertools
 import json
 import math
-import re
 
 import pytest
 import yaml
@@ -12,7 +10,6 @@ import yaml
 from jddp.config.files import load_config, with_overrides
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, DataError, ExitCode
-from jddp.workbench.kept_searches import KeptSearch
 from jddp.workbench.step_scores import Score, TimedStep, largest_batch, measured
 from jddp.workbench.tune import main
 from jddp.workbench.tuning import AS_IT_IS, BUCKETS, tune
@@ -166,39 +163,6 @@ def test_a_step_that_is_faster_in_some_rounds_alone_is_no_faster(monkeypatch, fa
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "jddp" / "tune"
-
-
-@pytest.mark.slow
-def test_a_search_is_kept_and_the_same_one_answers_with_it(own_cache, capsys):
-    first, again = ["--minutes", "-1"], ["--minutes", "-1", "--again"]
-
-    def dated(*words):
-        assert main([*JOB, *words]) == ExitCode.DONE
-        printed = capsys.readouterr()
-        return "from an earlier search of 20" in printed.out, AS_IT_IS in printed.err
-
-    assert dated(*first) == (False, True)
-    assert dated(*first) == (True, False)
-    assert dated(*again) == (False, True)
-    assert dated(*first, "ddp.reduction.bucket_mb=3") == (False, True)  # other candidates
-    (file, _) = own_cache.iterdir()
-    for kept in own_cache.iterdir():
-        kept.write_text("[]")
-    assert dated(*first) == (False, True)  # damaged
-    file.parent.chmod(0o777)
-    assert main([*JOB, *first]) == ExitCode.DONE
-    assert "can be written by others. Remove it" in capsys.readouterr().err
-
-
-def test_a_kept_search_is_what_was_found(tmp_path):
-    found = tune(small(), scored, "modelled")
-    kept = KeptSearch(tmp_path, ["program"])
-    assert kept.read() is None
-    kept.write(found)
-    again = KeptSearch(tmp_path, ["program"]).read()
-    assert dataclasses.replace(again, date="") == found
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d", again.date)
-    assert KeptSearch(tmp_path, ["another"]).read() is None
 
 
 def test_the_command_prints_the_best_and_writes_it_where_it_is_asked(tmp_path, capsys):
