@@ -3,7 +3,7 @@
     [project.entry-points."jddp.commands"]     # `jddp report`: a function of the arguments
     report = "jddp.workbench.report:main"
     [project.entry-points."jddp.options"]      # `jddp train --sweep`: the function behind it
-    sweep = "jddp.workbench.sweeping:run_sweep"
+    sweep = "jddp.workbench.sweep:run_sweep"
     [project.entry-points."jddp.callbacks"]    # `callbacks: [{name: sample_text}]` of a config
     [project.entry-points."jddp.run_ended"]    # called at the end of a run with its directory and
                                                # name; returns files for it, {name: content}

@@ -1,23 +1,40 @@
-"""The points of a sweep: the product of the values that keys are given, each with a short name.
+"""`jddp train --sweep key=value,value ...`: trains each point of a sweep, and compares the runs.
 
     sweep = Sweep.parse(["seed=0,1,2", "optimizer.learning_rate=1e-3,3e-3", "train.num_steps=20"])
     [point.name for point in sweep.points()]  # ["seed=0,learning_rate=1e-3", ...], 6 names
 
-A key with one value changes all points and is no part of their names. Nothing is read or run here.
+A sweep is the product of the values that keys are given. A key with one value changes all points
+and is no part of their names. Each run is `jddp train` in a process of its own: what it compiles,
+allocates and breaks ends with it. A run that has finished finds that nothing is left to do.
 """
 
+import argparse
 import hashlib
 import itertools
 import math
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import yaml
 
-from jddp.errors import ConfigError
+from jddp.config.files import load_config
+from jddp.config.permissions import expand
+from jddp.distributed.schedulers import resolve_identity
+from jddp.distributed.signals import Hearing
+from jddp.errors import ConfigError, Error, ExitCode, UsageError, report, show
+from jddp.names import few
+from jddp.workbench.results import is_run, read_runs
+from jddp.workbench.comparison import compare_runs
 
 LONGEST = 40  # characters of a value in a name
+MOST = 100  # runs that are begun without a question
+# Exit codes of a run that a signal has stopped, which stops the sweep, too.
+STOPPED = {ExitCode.PREEMPTED, ExitCode.INTERRUPTED}
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,11 @@ class Point:
 
     name: str
     overrides: tuple[str, ...]
+
+    def words(self, folder: Path) -> list[str]:
+        """The arguments of `jddp train` for this run, in a folder of all runs."""
+        own = [x for x in self.overrides if not x.startswith("run.dir=")]
+        return [*own, f"run.dir={folder / self.name}"]
 
 
 @dataclass(frozen=True)
@@ -112,3 +134,143 @@ def _label(value: str) -> str:
     """A value as a part of a file name; with a digest, if that changes or shortens it."""
     label = re.sub(r"[^\w.+-]+", "_", value).strip("_")[:LONGEST]
     return label if label == value else f"{label}-{hashlib.sha256(value.encode()).hexdigest()[:6]}"
+
+
+def run_sweep(arguments: argparse.Namespace) -> int:
+    """Trains what `jddp train --sweep` asks for; returns the exit code of the first failure.
+
+    Raises:
+      ConfigError: If a key or a value is wrong, before the first run.
+      UsageError: If this is one of several processes, or nobody agrees to very many runs.
+    """
+    if arguments.find_rate:
+        raise UsageError("--sweep and --find-rate exclude each other. Find the rate first.")
+    if arguments.fast_dev_run:
+        raise UsageError("--sweep and --fast-dev-run exclude each other. Try one point out first.")
+    _refuse_job()
+    sweep = Sweep.parse(arguments.sweep)
+    files, overrides = arguments.config, arguments.overrides
+    samples = (load_config(files, [*overrides, *x.overrides])[0] for x in sweep.samples())
+    folder = expand(next(samples).run.dir or "")
+    if is_run(folder):
+        raise UsageError(
+            f"run.dir {folder} holds a run. Give the runs of a sweep a folder of their own, "
+            f"such as run.dir={folder}-sweep."
+        )
+    shared = [word for file in files for word in ("--config", file)]
+    shared += [x for x in overrides if not x.startswith("run.dir=")]
+    commands = ((point.name, [*shared, *point.words(folder)]) for point in sweep.points())
+    if arguments.dry_run:
+        for _, words in commands:
+            show(shlex.join(["jddp", "train", *words]))
+        return ExitCode.DONE
+    if not arguments.yes:
+        _ask(sweep.num_points, folder)
+    for _ in samples:
+        pass  # Each has been checked.
+    codes = _train(commands, sweep.num_points)
+    _compare([folder / point.name for point in sweep.points()])
+    return _conclude(codes, sweep.num_points)
+
+
+def _train(commands: Iterator[tuple[str, list[str]]], num_runs: int) -> dict[str, int]:
+    """Trains runs one after the other, until a signal comes; returns their exit codes.
+
+    A signal that comes between two runs counts as the end of the next one.
+    """
+    codes = dict[str, int]()
+    with InTurn() as turns:
+        for number, (name, words) in enumerate(commands, 1):
+            report(f"run {number:,} of {num_runs:,}: {name}")
+            codes[name] = turns.run([sys.executable, "-m", "jddp.train", *words])
+            if codes[name] != ExitCode.DONE:
+                report(f"{name}: exit code {codes[name]}")
+            if codes[name] in STOPPED:
+                break
+    return codes
+
+
+def _refuse_job() -> None:
+    """Refuses to start the runs in each of several processes."""
+    num = resolve_identity().num_processes
+    if num > 1:
+        raise UsageError(
+            f"--sweep starts each run itself, and this is one of {num} processes. --sweep ... "
+            "--dry-run lists the commands: launch one after the other, then jddp compare RUN.DIR."
+        )
+
+
+def _ask(num_runs: int, folder: Path) -> None:
+    if num_runs <= MOST:
+        return
+    about = f"--sweep: {num_runs:,} runs, one after the other, in {folder}"
+    if not sys.stdin.isatty():
+        raise UsageError(f"{about}. Add --yes to train them.")
+    if input(f"jddp: {about}. Train them? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise UsageError(f"{about}: nothing was trained.")
+
+
+def _compare(runs: Sequence[Path]) -> None:
+    try:
+        show(f"\n{compare_runs(read_runs([*filter(is_run, runs)]))}")
+    except Error as error:  # such as runs that have failed before an evaluation
+        report(error.in_shell)
+
+
+def _conclude(codes: dict[str, int], num_runs: int) -> int:
+    failed = {name: code for name, code in codes.items() if code != ExitCode.DONE}
+    if not failed:
+        return ExitCode.DONE
+    last, code = [*failed.items()][-1]
+    if code in STOPPED:
+        report(f"stopped at {last}. The same command resumes.")
+        return code
+    names = few([f"{name} (exit code {code})" for name, code in failed.items()])
+    report(
+        f"{len(failed)} of {num_runs:,} runs failed: {names}. The same command tries them again."
+    )
+    return next(iter(failed.values()))
+
+
+class InTurn:
+    """While open, in the main thread, passes the first stop signal on to the command that runs.
+
+    The processes stay in the session of this one, so the terminal sends Ctrl-C to both; a second
+    signal within a moment is a repeat for jddp.
+
+    After it no command is begun. A second signal, later than a moment, ends this process at once.
+    """
+
+    def __init__(self) -> None:
+        self._heard: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._hearing = Hearing(self._hear)
+
+    def __enter__(self) -> "InTurn":
+        """Takes the signals."""
+        self._hearing.__enter__()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        """Restores the earlier handlers."""
+        self._hearing.__exit__(*reason)
+
+    def run(self, command: Sequence[str]) -> int:
+        """Runs a command to its end.
+
+        Returns:
+          Its exit code, or 128 plus the number of a signal that ended it; `ExitCode.PREEMPTED`, if
+          a stop signal has come before.
+        """
+        if self._heard is not None:
+            return ExitCode.PREEMPTED
+        with subprocess.Popen(command) as self._process:
+            if self._heard is not None:  # by now, while there was no process to pass it on to
+                self._process.send_signal(self._heard)
+            code = self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    def _hear(self, number: int) -> None:
+        self._heard = number
+        if self._process is not None:
+            self._process.send_signal(number)  # nothing is sent if it has ended

@@ -1,9 +1,146 @@
-"""A sweep is the product of values, whose points have names of directories."""
+"""A sweep is the product of values; its runs are trained in turn, and a failure is named."""
+
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from runs import wait_until
 
-from jddp.errors import ConfigError
-from jddp.workbench.sweep import Sweep
+from jddp.commands.training import run
+from jddp.errors import ConfigError, ExitCode
+from jddp.workbench import sweep as sweeping
+from jddp.workbench.sweep import InTurn, Sweep
+
+RATES = "optimizer.learning_rate=0.001,0.003"
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs that are not trained: their commands, and the exit code of each by a word in it."""
+    commands = []
+    codes = {}
+
+    def run_turn(turns, command):
+        commands.append(command[3:])
+        (folder,) = (word.removeprefix("run.dir=") for word in command if "run.dir=" in word)
+        accuracy = 0.9 if "learning_rate=0.003" in folder else 0.8
+        code = next((codes[word] for word in codes if word in folder), 0)
+        if code == 0:
+            folder = Path(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            record = {"step": 2, "split": "eval", "accuracy": accuracy}
+            (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        return code
+
+    monkeypatch.setattr(InTurn, "run", run_turn)
+    return SimpleNamespace(commands=commands, codes=codes)
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    def sweep(*words, overrides=()):
+        return run([f"run.dir={tmp_path / 'runs'}", *overrides, "--sweep", *words])
+
+    return sweep
+
+
+def test_each_point_is_a_run_of_its_own_and_the_runs_are_compared(trained, sweep, tmp_path, capsys):
+    assert sweep("seed=0,1", RATES, overrides=["train.num_steps=2"]) == 0
+    assert len(trained.commands) == 4
+    assert trained.commands[1] == [
+        "train.num_steps=2",
+        "seed=0",
+        "optimizer.learning_rate=0.003",
+        f"run.dir={tmp_path}/runs/seed=0,learning_rate=0.003",
+    ]
+    told = capsys.readouterr()
+    assert "jddp: run 2 of 4: seed=0,learning_rate=0.003" in told.err.splitlines()
+    assert told.out.startswith("\nseed=0,learning_rate=0.003 and seed=1,learning_rate=0.003 are ")
+
+
+def test_a_run_that_fails_is_named_and_keeps_no_other_from_running(trained, sweep, capsys):
+    trained.codes["seed=1"] = ExitCode.NUMERICS
+    assert sweep("seed=0,1,2") == ExitCode.NUMERICS
+    told = capsys.readouterr().err.splitlines()
+    assert "jddp: seed=1: exit code 80" in told
+    assert told[-1] == (
+        "jddp: 1 of 3 runs failed: seed=1 (exit code 80). The same command tries them again."
+    )
+    del trained.commands[:]
+    trained.codes.clear()
+    assert sweep("seed=0,1,2") == 0
+    assert len(trained.commands) == 3
+
+
+def test_a_run_that_a_signal_stops_ends_the_sweep(trained, sweep, capsys):
+    trained.codes["seed=1"] = ExitCode.PREEMPTED
+    assert sweep("seed=0,1,2") == ExitCode.PREEMPTED
+    assert len(trained.commands) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "jddp: stopped at seed=1. The same command resumes."
+    )
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["seed=0,1", "optimizer.learning_rat=1,2"], "Did you mean 'learning_rate'?"),
+        (["seed=0,1", "optimizer.learning_rate=1,-2"], "optimizer.learning_rate"),
+        (["seed"], "not of the form key.path=value,value"),
+    ],
+)
+def test_a_mistake_in_a_key_or_a_value_fails_before_the_first_run(
+    trained, sweep, capsys, words, message
+):
+    assert sweep(*words) == ExitCode.USAGE
+    assert message in capsys.readouterr().err
+    assert not trained.commands
+
+
+def test_the_folder_of_a_run_is_none_for_a_sweep(trained, sweep, tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "metrics.jsonl").touch()
+    assert sweep("seed=0,1") == ExitCode.USAGE
+    assert "runs holds a run. Give the runs of a sweep a folder of their own" in (
+        capsys.readouterr().err
+    )
+
+
+def test_very_many_runs_are_asked_for_first(trained, sweep, capsys, monkeypatch):
+    many = "seed=" + ",".join(map(str, range(10_000)))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    assert sweep(many) == ExitCode.USAGE
+    assert "--sweep: 10,000 runs, one after the other, in" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    for answer in ("", "no"):
+        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
+        assert sweep(many) == ExitCode.USAGE
+        assert "nothing was trained" in capsys.readouterr().err
+    assert not trained.commands
+    monkeypatch.setattr(sweeping, "MOST", 1)
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    assert sweep("seed=0,1") == 0
+    assert sweep("seed=2,3", "--yes") == 0
+
+
+def test_one_of_several_processes_starts_no_sweep_and_a_dry_run_lists_the_commands(
+    trained, sweep, capsys, monkeypatch
+):
+    assert sweep("seed=0,1", "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["jddp", "train"]] * 2
+    assert lines[1].endswith("seed=1 " + lines[1].split()[-1])
+    address = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2"}
+    for name, value in {**address, "JAX_PROCESS_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("jddp.commands.training.leave_job", lambda code, error: None)
+    assert sweep("seed=0,1") == ExitCode.USAGE
+    assert "this is one of 2 processes" in capsys.readouterr().err
+    assert not trained.commands
 
 
 def names_of(*words):
@@ -60,3 +197,34 @@ def test_the_folder_of_the_runs_is_not_varied():
     assert Sweep.parse(["seed=1,2", "run.dir=runs/a"]).num_points == 2
     with pytest.raises(ConfigError, match="run.dir: it is the folder of all runs"):
         Sweep.parse(["run.dir=a,b"])
+
+
+def python(program):
+    return [sys.executable, "-S", "-c", program]
+
+
+def test_a_command_has_its_exit_code_and_the_streams_of_this_process(capfd):
+    with InTurn() as turns:
+        assert turns.run(python("print('here'); raise SystemExit(7)")) == 7
+        assert turns.run(python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")) == 137
+        assert turns.run(python("")) == 0
+    assert capfd.readouterr().out == "here\n"
+
+
+def test_a_stop_signal_is_passed_on_and_no_later_command_is_begun(tmp_path):
+    started = tmp_path / "started"
+    program = (
+        "import pathlib, signal, threading, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        f"pathlib.Path({str(started)!r}).touch()\n"
+        "while True: signal.pause()"
+    )
+
+    def stop():
+        wait_until(started.exists)
+        signal.raise_signal(signal.SIGTERM)
+
+    with InTurn() as turns:
+        threading.Thread(target=stop).start()
+        assert turns.run(python(program)) == 75
+        assert turns.run(python("raise SystemExit(1)")) == ExitCode.PREEMPTED

@@ -159,12 +159,6 @@ def test_a_step_that_is_faster_in_some_rounds_alone_is_no_faster(monkeypatch, fa
     assert (other.seconds == first.seconds) == is_same
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "jddp" / "tune"
-
-
 def test_the_command_prints_the_best_and_writes_it_where_it_is_asked(tmp_path, capsys):
     out = tmp_path / "best.yaml"
     assert main([*JOB, "--out", str(tmp_path)]) == ExitCode.FILE_SYSTEM
