@@ -14,8 +14,7 @@ from jddp.workbench.charts import STYLE as OF_CHARTS
 from jddp.workbench.page import about, pictures
 from jddp.workbench.page.examples import draw_examples
 from jddp.workbench.page.facts import Facts, read_facts
-from jddp.workbench.page.judgement import Judgement
-from jddp.workbench.page.verdict import judge
+from jddp.workbench.page.verdict import Judgement, judge
 from jddp.workbench.pages import make_page
 
 NAME = "report.html"

@@ -3,21 +3,18 @@
 Each takes the facts and returns HTML, "" if the run has nothing of the kind.
 """
 
-import statistics
 from collections.abc import Iterator, Sequence
 from html import escape
 
 from jddp.typing import RESERVED
-from jddp.workbench.charts import Mark, Series, bar, curves, lanes, number, series_of, smoothed
+from jddp.workbench.charts import Mark, Series, bar, curves, lanes, number, series_of
 from jddp.workbench.page.facts import Facts
-from jddp.workbench.page.machines import in_gib
 from jddp.workbench.page.matrices import draw_matrix, draw_scores, is_matrix
+from jddp.workbench.page.verdict import in_gib
 from jddp.workbench.pages import table
 from jddp.workbench.thinned import Thinned, is_drawable
 
-FEWEST = 10  # records in which spikes are looked for
 MOST_CHARTS, MOST_DOTS, MOST_WARNINGS, MOST_BUCKETS, MOST_CLASSES = 24, 60, 20, 30, 40
-SPIKE = 8.0  # typical distances of the loss from its smoothed curve
 # Charts below those of the metrics, by title: their unit and their fields.
 _OF_STEPS = {
     "gradient norm": ("", ["grad_norm"]),
@@ -130,11 +127,10 @@ def draw_plan(facts: Facts) -> str:
 def draw_events(facts: Facts) -> str:
     """What happened at which step, and the last warnings in words."""
     found = facts.history.events
-    loss = facts.records.train.get("loss")
     shown: dict[str, Sequence[Mark]] = {
         "resumed": found.get("resumed", ()),
         "skipped steps": found.get("skipped", ()),
-        "loss spikes": found.get("spike") or (_spikes(loss) if loss else ()),
+        "loss spikes": found.get("spike", ()),
         "checkpoints": _saved(facts.checkpoints["checkpoints"]),
         "best": _saved(facts.checkpoints["best"]),
         "signals": [*found.get("signal", ()), *found.get("stopped", ())],
@@ -150,19 +146,6 @@ def draw_events(facts: Facts) -> str:
 
 def _saved(steps: Sequence[int]) -> list[Mark]:
     return [Mark(step, "a checkpoint that is still there") for step in steps]
-
-
-def _spikes(loss: Thinned) -> list[Mark]:
-    """Records whose loss is far above the smoothed curve."""
-    if len(loss.values) < FEWEST:
-        return []
-    smooth = smoothed(loss.values, len(loss.values) / 20)
-    far = [high - middle for high, middle in zip(loss.high, smooth, strict=True)]
-    typical = statistics.median(map(abs, far))
-    found = zip(loss.steps, loss.high, far, strict=True)
-    return [
-        Mark(step, f"loss {number(high)}") for step, high, x in found if x > SPIKE * typical > 0
-    ]
 
 
 def draw_classes(facts: Facts) -> str:

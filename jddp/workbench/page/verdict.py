@@ -8,20 +8,40 @@ the opposite of each other: only the first one that finds something is heard. A 
 finds anything is healthy, or too short to tell.
 """
 
+import math
+import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from jddp.workbench.charts import number
-from jddp.workbench.page import learning, machines
+from jddp.workbench.charts import number, smoothed
 from jddp.workbench.page.facts import Facts
-from jddp.workbench.page.judgement import Judgement
-from jddp.workbench.page.learning import FEWEST
-from jddp.workbench.page.machines import SHORTEST, count_times
+from jddp.workbench.thinned import At
+
+FEWEST = 10  # train records, below which a loss is not judged
+SHORTEST = 60.0  # seconds in steps, below which times are not judged
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a rule has found.
+
+    Attributes:
+      sentence: The judgement, in one line.
+      evidence: The numbers behind it.
+      next_step: What to do.
+      is_good: Whether nothing is wrong.
+    """
+
+    sentence: str
+    evidence: str
+    next_step: str
+    is_good: bool = False
 
 
 def judge(facts: Facts) -> tuple[Judgement, ...]:
     """All judgements on a run, the gravest first; at least one."""
     found = {rule: judgement for rule in RULES if (judgement := rule(facts))}
-    for rule in [rule for rule in learning.TRENDS if rule in found][1:]:
+    for rule in [rule for rule in TRENDS if rule in found][1:]:
         del found[rule]
     short = too_short(facts, "judge its times" if found else "tell")
     return (*found.values(), *filter(None, [short])) or (healthy(facts),)
@@ -53,19 +73,233 @@ def too_short(facts: Facts, to_do: str) -> Judgement | None:
     )
 
 
+RISE = 0.5  # of what the loss had fallen by
+NOISE = 3.0  # times the typical distance of a loss from its smoothed curve
+
+
+def diverging(facts: Facts) -> Judgement | None:
+    """The loss ends far above its lowest value, or is not finite."""
+    loss = facts.records.train.get("loss")
+    remedy = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or clip gradients "
+    remedy += "(ddp.max_grad_norm)."
+    if loss is not None and loss.last is None and not facts.records.last("skipped"):
+        finite = loss.steps[-1] if loss.steps else 0
+        return Judgement(
+            f"diverging: the loss is not finite after step {finite:,}",
+            f"No record from there to step {facts.records.last_step:,} has a finite loss.",
+            f"{remedy} nonfinite/ has diagnostics of the step.",
+        )
+    if loss is None or len(loss.values) < FEWEST:
+        return None
+    smooth = smoothed(loss.values, max(3, len(loss.values) / 40))
+    lowest, end = min(smooth), _end(smooth)
+    noise = NOISE * _noise(loss.values, smooth)
+    if end - lowest <= max(RISE * (smooth[0] - lowest), noise, 0.1 * abs(lowest)):
+        return None
+    at = loss.steps[smooth.index(lowest)]
+    return Judgement(
+        "diverging: the training loss rises again",
+        f"The loss was {number(lowest)} at step {at:,} and is {number(end)} at the end.",
+        remedy,
+    )
+
+
+GUESSING = 1.2  # times the accuracy of guessing, or 3 standard errors above it
+OF_RANDOM = 0.98  # times the loss of guessing among tokens
+
+
+def at_chance(facts: Facts) -> Judgement | None:
+    """The best accuracy, or the loss of a language model, is that of guessing."""
+    if facts.records.num_train < FEWEST:
+        return None
+    guessed = _guessed_class(facts) or _guessed_token(facts)
+    if not guessed:
+        return None
+    return Judgement(
+        f"at chance: {guessed}",
+        f"That holds for the best of {facts.records.num_evaluations:,} evaluations.",
+        "Look at a batch: are inputs and labels of the same examples, and inputs scaled? Then try "
+        "a tenth and ten times optimizer.learning_rate, and learn one batch by heart.",
+    )
+
+
+def _guessed_class(facts: Facts) -> str:
+    accuracy = facts.records.evaluations.get("accuracy")
+    num_classes = len(facts.classes)
+    if accuracy is None or accuracy.largest is None or num_classes < 2:
+        return ""
+    chance = 1 / num_classes
+    error = math.sqrt(chance * (1 - chance) / facts.records.num_examples)
+    if accuracy.largest.value > max(GUESSING * chance, chance + 3 * error):
+        return ""
+    value = number(accuracy.largest.value)
+    return f"accuracy {value} is that of guessing among {num_classes} classes"
+
+
+def _guessed_token(facts: Facts) -> str:
+    loss = facts.records.evaluations.get("loss")
+    size = facts.settings.get("model.kwargs.vocab_size")
+    if loss is None or loss.smallest is None or not isinstance(size, int) or size < 2:
+        return ""
+    if loss.smallest.value < OF_RANDOM * math.log(size):
+        return ""
+    return f"loss {number(loss.smallest.value)} is that of guessing among {size:,} tokens"
+
+
+MOST_SKIPPED = 0.01  # of the steps, where skipping is a means: of a loss scale, or against spikes
+
+
+def skipped(facts: Facts) -> Judgement | None:
+    """Steps were left out: they were not finite, or their loss was a spike."""
+    records = facts.records
+    share = records.last("skipped") / max(records.last_step, 1)
+    skips_spikes = facts.settings.get("train.on_spike") == "skip"
+    if share <= (MOST_SKIPPED if skips_spikes or "loss_scale" in records.train else 0):
+        return None
+    why = "NaN, infinite or spikes" if skips_spikes else "NaN or infinite"
+    return Judgement(
+        f"{records.last('skipped'):,.0f} steps were skipped",
+        f"In {share:.1%} of {records.last_step:,} steps, loss or gradients were {why}.",
+        "Look into nonfinite/ for the layers and the examples; then mask or clean these examples, "
+        "lower optimizer.learning_rate, or clip gradients (ddp.max_grad_norm).",
+    )
+
+
+WORSE = 0.05
+
+
+def overfitting(facts: Facts) -> Judgement | None:
+    """The loss of evaluations rises, while that of training falls."""
+    best, train = _best_before_the_end(facts), facts.records.train.get("loss")
+    if best is None or train is None or facts.records.num_train < FEWEST:
+        return None
+    end = _end(facts.records.evaluations["loss"].values)
+    later = [x for step, x in zip(train.steps, train.values, strict=True) if step > best.step]
+    if end - best.value < WORSE * abs(best.value) or not later:
+        return None
+    if _end(later) >= _end(later[::-1]):
+        return None
+    return Judgement(
+        f"overfitting since step {best.step:,}",
+        f"The evaluation loss rises from {number(best.value)} to {number(end)}, while the training "
+        f"loss falls to {number(_end(later))}.",
+        "Keep the best state (checkpoint.best_metric=loss) or stop there (the callback "
+        "early_stopping); augment more, raise the weight decay, or add data.",
+    )
+
+
+STILL_FALLING = 0.15  # of the fall of the loss, in the last quarter of the steps
+
+
+def undertrained(facts: Facts) -> Judgement | None:
+    """The run ends while its loss still falls fast."""
+    loss = facts.records.train.get("loss")
+    if facts.holder or facts.records.last_step < facts.num_steps or _best_before_the_end(facts):
+        return None
+    if loss is None or len(loss.values) < FEWEST:
+        return None
+    smooth = smoothed(loss.values, max(3, len(loss.values) / 20))
+    fall, late = smooth[0] - smooth[-1], smooth[3 * len(smooth) // 4] - smooth[-1]
+    if fall <= NOISE * _noise(loss.values, smooth) or late < STILL_FALLING * fall:
+        return None
+    return Judgement(
+        "undertrained: the loss still falls fast at the end",
+        f"The last quarter of the steps brought {late / fall:.0%} of the fall of the loss, from "
+        f"{number(smooth[0])} to {number(smooth[-1])}.",
+        f"Train longer (train.num_steps={2 * facts.records.last_step}), or raise "
+        "optimizer.learning_rate.",
+    )
+
+
+# They may advise the opposite of each other: the first that finds something is heard alone.
+TRENDS = (diverging, at_chance, overfitting, undertrained)
+
+
+def _best_before_the_end(facts: Facts) -> At | None:
+    """The lowest loss of the evaluations, if it is not one of the last."""
+    tests = facts.records.evaluations.get("loss")
+    if tests is None or tests.smallest is None or len(tests.values) < 4:
+        return None
+    return tests.smallest if tests.smallest.step <= 0.9 * facts.records.last_step else None
+
+
+def _noise(values: list[float], smooth: list[float]) -> float:
+    """The typical distance of values from their smoothed curve."""
+    return statistics.median(abs(a - b) for a, b in zip(values, smooth, strict=True))
+
+
+def _end(values: list[float]) -> float:
+    """The mean of the last tenth of the values."""
+    return statistics.fmean(values[-max(1, len(values) // 10) :])
+
+
+NEARLY_FULL = 0.92
+
+
+def memory_near_limit(facts: Facts) -> Judgement | None:
+    """A device has little memory left."""
+    last = facts.records.last
+    peak, limit = last("peak_memory_bytes"), last("memory_limit_bytes")
+    if not limit or peak < NEARLY_FULL * limit:
+        return None
+    return Judgement(
+        f"memory is nearly full: {peak / limit:.0%} of a device's is taken",
+        f"At most {in_gib(peak)} of {in_gib(limit)} were used. A larger batch or other fragments "
+        "would end the run.",
+        "Take ddp.accumulate_steps=2, or divide the state (ddp.strategy=zero1 or fsdp); jddp "
+        "explain lists what takes the memory.",
+    )
+
+
+SLOW_RECORDS = 1 / 3
+
+
+def slow_process(facts: Facts) -> Judgement | None:
+    """The processes wait for one of them."""
+    records = facts.records
+    if not records.slow or records.step_seconds < SHORTEST:
+        return None
+    (slow, times), *_ = records.slow.most_common(1)
+    if times < max(3, SLOW_RECORDS * records.num_train):
+        return None
+    where = f" on {slow.host}" if slow.host else ""
+    remedies = {
+        "data": "Look at the disk and the processor of that host; data.num_workers reads ahead.",
+        "compute": "Look at that GPU's clock and temperature, and for others that use it.",
+    }
+    return Judgement(
+        f"process {slow.process} is {records.slow_ratio:.1f} times slower, in {slow.phase}",
+        f"The others wait for it{where}, in {times:,} of {records.num_train:,} records.",
+        remedies.get(slow.phase, "Look at what else runs on that host, and at its disk."),
+    )
+
+
+WAITING = 0.1
+
+
+def slow_data(facts: Facts) -> Judgement | None:
+    """Steps wait for data."""
+    records, share = facts.records, facts.waiting_share
+    if share < WAITING or records.num_train < 3 or records.step_seconds < SHORTEST:
+        return None
+    waited = number(records.data_wait_seconds)
+    return Judgement(
+        f"bound by input: {share:.0%} of a step waits for data",
+        f"{waited} s of {number(records.step_seconds)} s in steps were spent waiting.",
+        "Read ahead with data.num_workers=4, keep decoded data, or augment less.",
+    )
+
+
 RULES: tuple[Callable[[Facts], Judgement | None], ...] = (
     failed,
-    learning.diverging,
-    learning.frozen,
-    learning.at_chance,
-    learning.skipped,
-    machines.memory_near_limit,
-    machines.many_restarts,
-    machines.slow_process,
-    machines.slow_data,
-    learning.overfitting,
-    learning.undertrained,
-    machines.long_pauses,
+    diverging,
+    at_chance,
+    skipped,
+    memory_near_limit,
+    slow_process,
+    slow_data,
+    overfitting,
+    undertrained,
 )
 
 
@@ -85,3 +319,13 @@ def healthy(facts: Facts) -> Judgement:
         "Evaluate it on other data, or compare it with another run.",
         is_good=True,
     )
+
+
+def count_times(number: int) -> str:
+    """A number of times in words: "once", "4 times"."""
+    return "once" if number == 1 else f"{number:,} times"
+
+
+def in_gib(size: float) -> str:
+    """Bytes in GiB."""
+    return f"{size / 2**30:.1f} GiB"
