@@ -33,7 +33,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -46,29 +46,6 @@ _STREAMS = {"order": 0, "augment": 1, "weights": 2, "mixture": 3}
 
 # With this number all permutations of few examples are equally frequent; with twelve they are not.
 NUM_ROUNDS = 16
-
-
-@runtime_checkable
-class ExampleOrder(Protocol):
-    """An order of examples, as batches use it."""
-
-    @property
-    def num_examples(self) -> int:
-        """Number of positions of one epoch."""
-
-    @property
-    def frequencies(self) -> np.ndarray:
-        """How often an epoch takes each example, in the mean of all epochs."""
-
-    @property
-    def settings(self) -> Settings:
-        """Settings that must be equal on all processes, by name."""
-
-    def examples_at(self, positions: np.ndarray) -> np.ndarray:
-        """The indices of the examples at these positions of the run, in any order."""
-
-    def uniform(self, positions: np.ndarray, num_draws: int) -> np.ndarray:
-        """Random numbers in [0, 1) for the examples at these positions, `(b, num_draws)`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,3 +302,6 @@ class MixtureOrder:
                 is_here = sources == source
                 draws = before[source] + slots[is_here] - firsts[source]
                 yield source, places[is_here], draws
+
+
+ExampleOrder = Order | MixtureOrder

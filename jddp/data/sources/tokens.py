@@ -25,7 +25,7 @@ from jddp.data.examples import Examples, NumpyBatch
 from jddp.data.packing import pack_items
 from jddp.data.source import DataSet, DataSource, Spec, make_data_set
 from jddp.data.sources.files import map_npy, refusing_damage, require_file
-from jddp.errors import ConfigError, DataError, words_of
+from jddp.errors import ConfigError, DataError
 from jddp.typing import JsonObject
 
 INDEX = "tokens.json"
@@ -148,12 +148,8 @@ def _load_library(root: Path, sequence_length: int, documents: str) -> DataSet:
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for path in source_files(root):
         is_test = sha256(path.as_posix().encode()).digest()[0] % 10 == 0
-        try:
+        with refusing_damage(root / path, "source file"):
             parts[is_test].append((root / path).read_bytes() + b"\0")
-        except OSError as error:
-            raise DataError(
-                f"{root / path}: {words_of(error)}. Repair the installation."
-            ) from error
     if not all(parts.values()):
         raise DataError(
             f"{root}: no source files of the standard library. This Python was installed without "

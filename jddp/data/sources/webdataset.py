@@ -168,16 +168,8 @@ def webdataset(
     )
     augment = (CropAndFlip(),) if is_of_images else ()
     sizes = {}
-    if train.labels is not None and test.labels is not None:
-        highest = int(train.labels.max())
-        sizes = {"num_classes": highest + 1 if num_classes is None else num_classes}
-        highest = max(highest, int(test.labels.max()))
-        if highest >= sizes["num_classes"]:
-            raise DataError(
-                f"{directory}: label {highest} is not below the number of classes, "
-                f"{sizes['num_classes']}. Give data.kwargs.num_classes={highest + 1}, or fix the "
-                "labels."
-            )
+    if train.labels is not None:
+        sizes = {"num_classes": num_classes or int(train.labels.max()) + 1}
     return DataSource(spec_of(data.train), lambda: data, augment, sizes)
 
 
