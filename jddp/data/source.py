@@ -167,24 +167,6 @@ def source_of_streams(name: str, open_streams: OpenStreams) -> DataSource:
     return DataSource({}, load, open_streams=open_streams)
 
 
-def source_of_parts(
-    name: str, read: Callable[[str], object], test_share: float | None
-) -> DataSource:
-    """A source of data whose parts are opened at once.
-
-    Args:
-      name: First words of the description.
-      read: Function that returns the part "train" or "test".
-      test_share: Fraction of the training part that is for testing in place of "test"; None to read
-        both.
-
-    Raises:
-      ConfigError: If the share is not between 0 and 1.
-      DataError: If the data cannot be read.
-    """
-    return source_of(name, *parts_of(read, test_share))
-
-
 def parts_of(read: Callable[[str], object], test_share: float | None) -> tuple[Examples, Examples]:
     """The examples for training, and the examples for testing.
 

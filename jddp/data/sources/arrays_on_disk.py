@@ -20,7 +20,7 @@ from jddp.data.source import (
     image_spec,
     make_data_set,
     parts_of,
-    source_of_parts,
+    source_of,
 )
 from jddp.data.sources.files import map_npy, map_npz, read_idx
 from jddp.data.sources.images import image_examples
@@ -147,9 +147,8 @@ def npz(*, directory: Path, test_share: float | None = None) -> DataSource:
     Raises:
       DataError: If the files are missing or damaged, or do not hold examples.
     """
-    return source_of_parts(
-        f"npz {directory}", lambda part: map_npz(directory / f"{part}.npz"), test_share
-    )
+    parts = parts_of(lambda part: map_npz(directory / f"{part}.npz"), test_share)
+    return source_of(f"npz {directory}", *parts)
 
 
 def load_weights(path: Path) -> np.ndarray:

@@ -24,7 +24,7 @@ import numpy as np
 
 from jddp.data.batches import Share
 from jddp.data.examples import NumpyBatch, RowExamples
-from jddp.data.source import DataSource, Streams, source_of_parts, source_of_streams
+from jddp.data.source import DataSource, Streams, parts_of, source_of, source_of_streams
 from jddp.data.sources.files import files_of, import_extra, refusing_damage
 from jddp.data.sources.images import decode_image
 from jddp.errors import ConfigError, DataError, Error, FileSystemError
@@ -81,7 +81,7 @@ def hugging_face(
             where = data.where(splits[part])
             return StoredRows(*undecoded(data.load(splits[part]), where), where)
 
-        return source_of_parts(name, read, test_share)
+        return source_of(name, *parts_of(read, test_share))
 
     def stream(part: str, size: int, share: Share, **options: Any) -> RowStream:
         rows, where = data.load(splits[part], streaming=True), data.where(splits[part])
@@ -259,7 +259,7 @@ def parquet(
             rows = datasets.Dataset.from_parquet(files, keep_in_memory=False, columns=columns)
         return StoredRows(*undecoded(rows, where), where)
 
-    return source_of_parts(f"parquet {directory}", read, test_share)
+    return source_of(f"parquet {directory}", *parts_of(read, test_share))
 
 
 def array_record(*, directory: Path, decode: str, test_share: float | None = None) -> DataSource:
@@ -277,7 +277,7 @@ def array_record(*, directory: Path, decode: str, test_share: float | None = Non
             raise DataError(f"{where}: no records. Write some.")
         return StoredRows(records, function, where)
 
-    return source_of_parts(f"array_record {directory}", read, test_share)
+    return source_of(f"array_record {directory}", *parts_of(read, test_share))
 
 
 class StoredRows(RowExamples):
