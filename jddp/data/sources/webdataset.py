@@ -20,7 +20,7 @@ import numpy as np
 from jddp.data.examples import Examples, NumpyBatch, in_32_bits
 from jddp.data.source import DataSource, make_data_set, selected_parts, spec_of
 from jddp.data.sources.files import files_of
-from jddp.data.sources.hugging_face import StoredRows, reading, undecoded
+from jddp.data.sources.hugging_face import Row, StoredRows, reading, undecoded
 from jddp.data.sources.images import (
     ENDINGS,
     MEAN,
@@ -54,10 +54,11 @@ class SampleExamples:
     def __init__(
         self, rows: Any, image_size: int | None, margin: float, *, keep_undecodable: bool
     ) -> None:
-        self._rows, self._size, self._margin = rows.with_format("numpy"), image_size, margin
+        others = [name for name in rows.column_names if name not in ("image", "label", *PLACE)]
+        self._rows = rows.remove_columns(others).with_format("numpy")
+        self._size, self._margin = image_size, margin
         self._masked: set[int] | None = set() if keep_undecodable else None
         self.labels = _labels(self._rows) if "label" in rows.column_names else None
-        others = [name for name in rows.column_names if name not in ("image", "label", *PLACE)]
         self._others = None
         if others:
             where = "tar files"
@@ -80,11 +81,14 @@ class SampleExamples:
         """
         batch = {} if self._others is None else self._others.take(indices)
         if self._size is not None:
-            batch |= decode_images(self._decode, indices, self._size, masked=self._masked)
+            numbers = indices.tolist()
+            rows = dict(zip(numbers, self._rows.__getitems__(numbers), strict=True))
+            batch |= decode_images(
+                lambda index: self._decode(rows[index]), indices, self._size, masked=self._masked
+            )
         return batch if self.labels is None else {**batch, "label": self.labels[indices]}
 
-    def _decode(self, index: int) -> np.ndarray:
-        row = self._rows[index]
+    def _decode(self, row: Row) -> np.ndarray:
         where = _called(*(row[name] for name in PLACE))
         return decode_image(row["image"]["bytes"], self._size, margin=self._margin, where=where)
 
