@@ -14,7 +14,7 @@ from jddp.config.versions import versions
 from jddp.job.job import train
 from jddp.runs.predictions import predict_file
 from jddp.runs.rows import rows_of_step
-from jddp.trainer import plan
+from jddp.trainer import options
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 
@@ -88,7 +88,7 @@ def test_a_run_that_resumes_with_another_decoder_says_so(tars, capsys, monkeypat
     train(config(tars, "run", 2))
     assert "decoder" not in capsys.readouterr().out
     others = versions() | {"pillow": "99.0"}
-    monkeypatch.setattr(plan, "versions", lambda: others)
+    monkeypatch.setattr(options, "versions", lambda: others)
     train(config(tars, "run", 3))
     note = f"another decoder may round pixels otherwise: pillow {versions()['pillow']} -> 99.0"
     assert note in " ".join(capsys.readouterr().out.split())
