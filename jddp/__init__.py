@@ -104,6 +104,7 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'jddp' has no attribute {name!r}")
+    importlib.import_module("jddp.errors").log_printable()
     return getattr(importlib.import_module(f"jddp.{_HOMES[name]}"), name)
 
 

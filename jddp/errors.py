@@ -186,5 +186,6 @@ def _make_printable(record: logging.LogRecord) -> bool:
     return True
 
 
-log = logging.getLogger("jddp")
-log.addFilter(_make_printable)
+def log_printable() -> None:
+    """From now on, the lines of jddp's log are printable: names in them may come from anywhere."""
+    logging.getLogger("jddp").addFilter(_make_printable)  # which a logger has once at most

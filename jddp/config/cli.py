@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jddp.distributed.exits import process
-from jddp.errors import Error, ExitCode, UsageError, file_errors, report
+from jddp.errors import Error, ExitCode, UsageError, file_errors, log_printable, report
 from jddp.files import check_writable
 from jddp.names import did_you_mean
 
@@ -119,6 +119,7 @@ def _lasting(stream: Any) -> Any:
 @lasting_streams()
 def run_command(run: Callable[[], int | None]) -> int:
     """Runs a command; returns its exit code."""
+    log_printable()
     try:
         code = process.exit_code = run() or ExitCode.DONE
         return code
