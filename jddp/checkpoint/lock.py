@@ -3,20 +3,18 @@
     with held(run_dir / "lock") as name:     # InUse if another holder has it, also in this process
         ...                                  # meanwhile `name` is in the file
 
-The lock belongs to an open file description (`F_OFD_SETLK` of Linux), not to the process as with
-`fcntl.lockf`. A lock of a process would end as soon as the process closes any descriptor of the
-file, as a copy or an upload of the directory does, and two threads of one process would share it.
-If the system or the file system lacks these locks, the lock is `flock`, which behaves alike; if it
-lacks both, there is no lock, with a warning. A forked child does not keep it.
+The lock is an `flock`, which belongs to an open file and not to the process, as a lock of POSIX
+does: such a lock would end as soon as the process closes any descriptor of the file, as a copy or
+an upload of the directory does, and two threads of one process would share it. Network file systems
+of Linux hold it on all hosts. If a file system has no locks, there is none, with a warning. A
+forked child does not keep it.
 """
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -26,11 +24,6 @@ from jddp.errors import words_of
 from jddp.files import opener
 
 log = logging.getLogger("jddp")
-
-_FLOCK = "hhqqi0q"
-_BUSY = {errno.EAGAIN, errno.EACCES}
-# Answers of a system or a file system that has no such lock.
-_LACKING = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 class InUse(Exception):
@@ -67,7 +60,7 @@ def holder_of(path: Path) -> str:
       OSError: If it cannot be read.
     """
     with contextlib.suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
-        return _name_of_holder(file) if _is_held(file) else ""
+        return "" if _is_locked(file, fcntl.LOCK_SH) else _name_of_holder(file)
     return ""
 
 
@@ -76,45 +69,15 @@ def _opened(path: Path) -> IO[bytes]:
     return open(path, "a+b", buffering=0, opener=lambda p, flags: opener(p, flags | os.O_NOFOLLOW))
 
 
-def _is_locked(file: IO[bytes]) -> bool:
+def _is_locked(file: IO[bytes], kind: int = fcntl.LOCK_EX) -> bool:
     """Locks an open file; returns False if another holder has it."""
-    for lock in (_lock_description, _flock):
-        try:
-            lock(file)
-            return True
-        except OSError as error:
-            if error.errno in _BUSY:
-                return False
-            failure = error
-            if error.errno not in _LACKING:
-                break
-    log.warning("%s cannot be locked: %s.", file.name, words_of(failure))
-    return True
-
-
-def _lock_description(file: IO[bytes]) -> None:
-    if not hasattr(fcntl, "F_OFD_SETLK"):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    fcntl.fcntl(file, fcntl.F_OFD_SETLK, _whole(fcntl.F_WRLCK))
-
-
-def _whole(kind: int) -> bytes:
-    """A lock of a whole file, as a struct flock."""
-    # Type, whence, start, length (0: to the end), and no process.
-    return struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)
-
-
-def _is_held(file: IO[bytes]) -> bool:
-    """Whether another one holds a file; where that cannot be asked, whether a name is in it."""
     try:
-        asked = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _whole(fcntl.F_RDLCK))
-    except (OSError, AttributeError):
-        return bool(file.read(1))
-    return struct.unpack(_FLOCK, asked)[0] != fcntl.F_UNLCK
-
-
-def _flock(file: IO[bytes]) -> None:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.warning("%s cannot be locked: %s.", file.name, words_of(error))
+    return True
 
 
 def _write_name(file: IO[bytes]) -> str:

@@ -47,27 +47,7 @@ def answer_of_another_process(path):
     return done.stdout.strip()
 
 
-def without_open_file_description_locks(monkeypatch):
-    monkeypatch.delattr(fcntl, "F_OFD_SETLK")
-
-
-def refused_by_the_file_system(monkeypatch):
-    call = fcntl.fcntl
-
-    def refuse(file, command, *rest):
-        if command == fcntl.F_OFD_SETLK:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return call(file, command, *rest)
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
-
-
-KINDS = [lambda monkeypatch: None, without_open_file_description_locks, refused_by_the_file_system]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=["Linux", "other systems", "file systems without"])
-def test_one_holder_at_a_time_in_one_process_too(tmp_path, monkeypatch, kind):
-    kind(monkeypatch)
+def test_one_holder_at_a_time_in_one_process_too(tmp_path):
     with lock.held(path := tmp_path / "lock") as name:
         assert path.read_text() == name == f"process {os.getpid()} on {os.uname().nodename}\n"
         with pytest.raises(lock.InUse, match="^another run of this process$"), lock.held(path):
@@ -128,8 +108,6 @@ def test_a_child_that_leaves_through_the_holder_s_code_takes_nothing_along(tmp_p
 
 
 def test_a_file_system_without_locks_is_reported_and_used(tmp_path, monkeypatch, caplog):
-    without_open_file_description_locks(monkeypatch)
-
     def refuse(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
