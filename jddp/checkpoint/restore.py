@@ -7,7 +7,6 @@ An optimizer's state may be whole or sharded, and is converted.
 
 import contextlib
 import functools
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from jddp.checkpoint.arrays import Described, Layouts, find_altered, layouts_in
 from jddp.checkpoint.folders import first_line
 from jddp.checkpoint.reader import read_described, read_object
 from jddp.engine.mesh import in_a_row, replicated, sharded
-from jddp.engine.moving_average import UNAVERAGED
 from jddp.engine.state import Layout, PerReplica, Replicated, TrainState, by_path, merged
 from jddp.errors import ConfigError, FileSystemError
 from jddp.reduce.shards import Shape
@@ -64,13 +62,9 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
       Damaged: If an array has changed.
       FileSystemError: If it cannot be read.
     """
-    whole, here = by_path(like), layouts_of(like, layouts)
+    wanted, here = by_path(like), layouts_of(like, layouts)
     try:
         described = read_described(folder)
-        # An earlier version averaged parameters alone.
-        wanted = {
-            n: x for n, x in whole.items() if n in described or not n.startswith("ema_state/")
-        }
         beside = read_object(folder / "run.json")
         there = layouts_in(described)
         if differ := difference(described, wanted, there, here):
@@ -95,12 +89,8 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
     if damage := find_altered(arrays, described):
         raise Damaged(damage)
     del beside["step"]
-    found = {n: _on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()}
-    if begun := whole.keys() - found.keys():
-        logging.getLogger("jddp").warning(UNAVERAGED, "begin it")
-        raw = {n: found[n.replace("ema", "model", 1)] for n in begun}
-        found |= {n: jnp.array(x, whole[n].dtype) for n, x in raw.items()}
-    state = jax.tree.unflatten(jax.tree.structure(like), [found[n] for n in whole])
+    leaves = [_on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()]
+    state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return Restored(int(folder.name), state, beside)
 
 
@@ -156,7 +146,7 @@ def _on_one_device(shape: Sequence[int], dtype: object, layout: Layout) -> str:
 def difference(
     described: Described, wanted: Mapping[str, Leaf], there: Layouts, here: Layouts
 ) -> str:
-    """The paths at which two sets of arrays differ on a device, as a tree; empty if none differ.
+    """The paths at which two sets of arrays differ on a device, one a line; empty if none differ.
 
     Args:
       described: Description of the checkpoint.
@@ -170,13 +160,10 @@ def difference(
     # A number of an optimizer is an array of one entry where shards of arrays are updated.
     one = ("() ", "(1,) ")
     differ = [n for n in names if saved.get(n, "").replace(*one) != own.get(n, "").replace(*one)]
-    lines: dict[tuple[str, ...], str] = {}  # by the parts of a path, as each level is shown once
-    for name in differ[:MOST_PATHS]:
-        parts = tuple(name.split("/"))
-        for depth, part in enumerate(parts, 1):
-            lines.setdefault(parts[:depth], "  " * depth + part)
-        lines[parts] += f": {saved.get(name, 'absent')} there, {own.get(name, 'absent')} here"
-    shown = [*lines.values()]
+    lines = [
+        f"  {n}: {saved.get(n, 'absent')} there, {own.get(n, 'absent')} here"
+        for n in differ[:MOST_PATHS]
+    ]
     if len(differ) > MOST_PATHS:
-        shown.append(f"  and {len(differ) - MOST_PATHS} more")
-    return "\n".join(shown)
+        lines.append(f"  and {len(differ) - MOST_PATHS} more")
+    return "\n".join(lines)

@@ -250,7 +250,7 @@ def test_a_run_directory_with_a_run_or_without_or_of_another_model_is_refused(dd
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match=r"holds a run at step 2, and resume='never'"):
         fit(plain, batches(), tmp_path, resume="never")
-    with pytest.raises(ConfigError, match=r"\n    BatchNorm_0\n      bias: absent there"):
+    with pytest.raises(ConfigError, match=r"\n  params/BatchNorm_0/bias: absent there"):
         fit(ddp, batches(), tmp_path)
     assert contents(tmp_path) == before
     assert fit(plain, batches(), tmp_path, resume="must").step == NUM_STEPS
