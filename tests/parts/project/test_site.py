@@ -263,7 +263,7 @@ def test_keys_that_the_page_on_trainers_shows_beside_those_of_others_are_there()
     sections = "|".join(jddp.Config.model_fields)
     named = re.findall(rf"`((?:{sections})\.[\w.]+)`", "\n".join(own))
     keys = [".".join(path) for path in keys_of(jddp.Config)]
-    assert len(named) >= 10
+    assert len(named) >= 5
     others = {name for name in named if not any(f"{key}.".startswith(f"{name}.") for key in keys)}
     assert others == {"report.html", "run.log"}  # a file and a method
 
