@@ -243,25 +243,17 @@ def computing(arguments: PyTree) -> Iterator[None]:
     Args:
       arguments: A tree with arrays of all devices that take part.
     """
-    with _noted(arguments):
-        yield
-
-
-@contextlib.contextmanager
-def awaiting(processes: Collection[int]) -> Iterator[None]:
-    """While open, this thread waits for an answer of each of these processes."""
-    with _noted(frozenset(processes)):
-        yield
-
-
-@contextlib.contextmanager
-def _noted(what: PyTree) -> Iterator[None]:
-    wait = _Wait(what)
+    wait = _Wait(arguments)
     _under_way.add(wait)
     try:
         yield
     finally:
         _under_way.remove(wait)
+
+
+def awaiting(processes: Collection[int]) -> contextlib.AbstractContextManager[None]:
+    """While open, this thread waits for an answer of each of these processes."""
+    return computing(frozenset(processes))
 
 
 def is_waiting_for(processes: Collection[int]) -> bool:

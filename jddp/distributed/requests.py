@@ -74,8 +74,10 @@ class Requests:
         if self._hearing is not None:
             self._hearing.renew()
         with self._changed:
-            if self._asked and self._at is None:
-                self._wait_for_answers()
+            if self._asked:
+                with awaiting(set(range(service.num_processes())) - {service.process_index()}):
+                    while self._at is None and service.is_connected():
+                        self._changed.wait(1.0)
             self._num_calls += 1
             if self._at is None or self._num_calls < self._at:
                 return []
@@ -121,11 +123,6 @@ class Requests:
             self._at = self._num_calls + 1
         elif self._at is None:
             service.try_publish(self._round, str(self._num_calls + 1))
-
-    def _wait_for_answers(self) -> None:
-        with awaiting(set(range(service.num_processes())) - {service.process_index()}):
-            while self._at is None and service.is_connected():
-                self._changed.wait(1.0)
 
     def _hear(self, number: int) -> None:
         if process.is_early:

@@ -79,9 +79,15 @@ def resolve_identity(
         except HalfSetError as error:
             half_set = half_set or error
             continue
-        if identity is not None:
-            _refuse_contradiction(identity, environ)
-            return identity
+        if identity is None:
+            continue
+        for name, number in ((COUNT, identity.num_processes), (ID, identity.process_id)):
+            if environ.get(name, "") not in ("", str(number)):
+                raise ConfigError(
+                    f"{name}={environ[name]}, but {identity.source} has set {number}. Unset "
+                    f"{name}, or start that many processes."
+                )
+        return identity
     if half_set is not None:
         raise half_set
     is_in_slurm = environ.get("SLURM_JOB_ID")
@@ -120,16 +126,6 @@ def _refuse_other_numbers(found: Identity, source: Resolver, environ: Environ) -
             f"started process {other.process_id} of {other.num_processes}. Unset {COUNT} and {ID}, "
             "or give each process its own number."
         )
-
-
-def _refuse_contradiction(found: Identity, environ: Environ) -> None:
-    """Refuses single variables of JAX that contradict the launcher."""
-    for name, number in ((COUNT, found.num_processes), (ID, found.process_id)):
-        if environ.get(name, "") not in ("", str(number)):
-            raise ConfigError(
-                f"{name}={environ[name]}, but {found.source} has set {number}. Unset {name}, or "
-                "start that many processes."
-            )
 
 
 def torchrun(environ: Environ) -> Identity | None:

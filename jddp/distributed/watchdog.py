@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
@@ -112,7 +112,10 @@ class Watchdog:
                 failure_file.begin(self._path.parent)
             self._file = self._open.enter_context(open(self._path, "a", opener=opener))
         if process.is_owned:
-            self._silence = self._open.enter_context(_watch_for_silence(self._file))
+            # A timer in this process would count a pause (SIGSTOP, Ctrl-Z) too.
+            faulthandler.register(signal.SIGQUIT, self._file, chain=True)
+            self._open.callback(faulthandler.unregister, signal.SIGQUIT)
+            self._silence = self._open.enter_context(started_apart("silence", str(os.getpid())))
         self._open.enter_context(service.background(self._watch, pause_seconds=_TICK))
         if service.num_processes() > 1:
             self._open.enter_context(service.background(self._listen))
@@ -132,7 +135,10 @@ class Watchdog:
         return self._limits.of(self.phase, self._longest_step)
 
     def _watch(self) -> bool:
-        self._tick()
+        """Counts the time since the last call, unless the process did not run in it."""
+        now = time.monotonic()
+        self._ran += min(now - self._ticked, 2 * _TICK)
+        self._ticked = now
         self._report_limit()
         if self._ran - self._since <= self._limit:
             return False
@@ -148,12 +154,6 @@ class Watchdog:
         if self._silence is not None:
             with contextlib.suppress(OSError):  # it was killed
                 self._silence.write(b"%f\n" % (self._limit + 30))
-
-    def _tick(self) -> None:
-        """Counts the time since the last call, unless the process did not run in it."""
-        now = time.monotonic()
-        self._ran += min(now - self._ticked, 2 * _TICK)
-        self._ticked = now
 
     def _report(self) -> bool:
         """Writes the stacks, compares the progress of all, and ends the process if it may.
@@ -186,18 +186,6 @@ class Watchdog:
         return {i: own if i == me else json.loads(x or "null") for i, x in enumerate(texts)}
 
 
-@contextlib.contextmanager
-def _watch_for_silence(stacks: TextIO) -> Iterator[IO[bytes]]:
-    """While open, another process ends this one if a thread holds the interpreter's lock too long.
-
-    A timer in this process would count a pause (SIGSTOP, Ctrl-Z) too.
-    """
-    faulthandler.register(signal.SIGQUIT, stacks, chain=True)
-    with started_apart("silence", str(os.getpid())) as silent:
-        yield silent
-    faulthandler.unregister(signal.SIGQUIT)
-
-
 def describe_hang(progress: ProgressOfAll, limits: Limits, longest_step: float) -> tuple[int, str]:
     """Names the process that blocks the job: one that does not answer, or else the slowest.
 
@@ -209,8 +197,8 @@ def describe_hang(progress: ProgressOfAll, limits: Limits, longest_step: float) 
     Returns:
       Its number, and a paragraph about all processes.
     """
-    known = {process: found for process, found in sorted(progress.items()) if found is not None}
-    silent = [process for process in progress if process not in known]
+    known = {number: found for number, found in sorted(progress.items()) if found is not None}
+    silent = [number for number in progress if number not in known]
     behind = min(known, key=lambda i: (known[i]["step"], -known[i]["seconds"]))
     x = known.pop(behind)
     unanswered = f"process {', '.join(map(str, silent))} does not answer; " if silent else ""

@@ -6,7 +6,6 @@ findings += check_devices(missing)             # once JAX has devices
 
 import ipaddress
 import os
-import re
 import resource
 import socket
 import textwrap
@@ -19,7 +18,6 @@ import jax
 from jddp.config.versions import versions
 from jddp.distributed.gpus import (
     FLAG,
-    OLDEST_DRIVER,
     ON_PURPOSE,
     Missing,
     driver_version,
@@ -182,27 +180,9 @@ def check_devices(missing: Missing | None = None) -> Iterator[Finding]:
         yield Finding(BAD, f"JAX runs on CPUs. {missing.what}", f"{missing.fix} {ON_PURPOSE}")
     if here[0].platform == "gpu":
         runtime = str(here[0].client.platform_version)
-        yield from check_driver(driver_version(), runtime)
+        if (version := driver_version()) is not None:
+            yield Finding(OK, f"NVIDIA driver {version}")
         yield from check_atomics(runtime, os.environ)
-
-
-def check_driver(version: int | None, runtime: str) -> Iterator[Finding]:
-    """Whether the driver supports JAX's CUDA.
-
-    Args:
-      version: Version of the driver; None if it is not known.
-      runtime: Runtime of JAX, such as "PJRT C API cuda 12090".
-    """
-    if version is None:
-        return
-    cuda = "".join(re.findall(r"cuda (\d{2})", runtime))
-    oldest = OLDEST_DRIVER.get(cuda, 0)
-    if version < oldest:  # with a package of forward compatibility
-        what = f"The driver is {version}, but CUDA {cuda} needs {oldest}; JAX still finds GPUs."
-        fix = "Install a newer driver, or jddp[cuda12], if kernels fail to load."
-        yield Finding(WARN, what, fix)
-    else:
-        yield Finding(OK, f"NVIDIA driver {version}")
 
 
 def check_atomics(runtime: str, environ: Mapping[str, str]) -> Iterator[Finding]:

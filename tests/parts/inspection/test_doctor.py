@@ -67,16 +67,6 @@ def test_interfaces_are_read_as_nccl_reads_them():
         assert levels(machine.check_interfaces(["eth0"], ["mlx5_0"], environ)) == want
 
 
-def test_a_driver_is_held_against_the_cuda_of_jax():
-    for version, runtime, want in (
-        (None, "cuda 12090", []),
-        (550, "PJRT C API\ncuda 12090", ["ok"]),
-        (550, "PJRT C API\ncuda 13000", ["warn"]),  # JAX has GPUs: by forward compatibility
-        (580, "cuda 13000", ["ok"]),
-    ):
-        assert levels(machine.check_driver(version, runtime)) == want
-
-
 def test_slow_scatters_are_named_with_their_flag_unless_it_is_set(monkeypatch):
     monkeypatch.setattr(gpus, "version", lambda package: "0.10.2")
     cuda, is_set = "PJRT C API\ncuda 12090", {"XLA_FLAGS": gpus.FLAG}

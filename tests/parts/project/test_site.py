@@ -24,10 +24,10 @@ import jddp
 from jddp.config.files import flatten
 from jddp.config.keys import is_at, keys_of
 from jddp.data import TrainBatches
+from jddp.distributed.gpus import OLDEST_DRIVER
 from jddp.distributed.outcome import DETERMINISTIC
 from jddp.engine.reducers import REFUSED
 from jddp.errors import ExitCode
-from jddp.inspection.machine import OLDEST_DRIVER
 
 STAGE = runpy.run_path(str(ROOT / "docs" / "stage.py"))
 READ = re.compile(r'environ(?:\.get\(|\.setdefault\(|\[)"([A-Za-z_]+)"|\b(JDDP_[A-Z_]+)\b')
