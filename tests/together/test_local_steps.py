@@ -260,7 +260,7 @@ def configured(**options):
 
 
 def test_a_config_describes_it():
-    outer = {"learning_rate": 0.7, "kwargs": {"momentum": 0.9, "nesterov": True}}
+    outer = {"kwargs": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}}
     job, plain = build(configured(every=16, start=3, outer=outer)), build(configured())
     plan = job.ddp.steps.spec.sync
     assert (plan.every, plan.start) == (16, 3)
