@@ -1,16 +1,318 @@
 """`python -m jddp.compare RUN...`: which run is better, by how much, and what differs?
 
+    print(compare_runs(read_runs([Path("runs/a"), Path("runs/b")])))
+
 A RUN is a run directory, or a folder of them. Their records and configs are read, and nothing runs.
+
+Runs that differ by the seed alone are a group, with a mean and a spread: their settings are the
+same, and their data by a digest. Of several runs of one seed the last one counts.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+import math
+import statistics
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 from json import dumps
 from pathlib import Path
 
 from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
+from jddp.config.schema import effect_of
 from jddp.errors import file_errors, show
-from jddp.names import MODES
+from jddp.names import MODES, choose_mode
+from jddp.trainer.reports.lines import COLUMNS
+from jddp.typing import JsonObject, Record
+from jddp.workbench.charts import SCRIPT, STYLE, Thinned, curves, series_of
+from jddp.workbench.pages import make_page, table
+from jddp.workbench.results import (
+    RecordedRun,
+    RunResult,
+    choose_metric,
+    find_runs,
+    read_runs,
+    result_of,
+)
+
+NO_SETTINGS = {"seed", "run.dir"}
+MOST_KEYS = 3  # in the sentence
+CLEAR = 2.0  # standard errors beyond which a difference is no chance
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeds:
+    """Runs that differ by the seed alone.
+
+    Attributes:
+      results: The runs.
+    """
+
+    results: tuple[RunResult, ...]
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """For each seed the metric of the best evaluation of its last run that has a number."""
+        found = {x.settings.get("seed"): x.best for x in self.results if x.best is not None}
+        return tuple(found.values())
+
+    @property
+    def name(self) -> str:
+        """The name of the run; or what the names have in common, and the number of seeds."""
+        names = [x.name for x in self.results]
+        num = len({x.settings.get("seed") for x in self.results})
+        return names[0] if len(names) == 1 else f"{_pattern(names)} ({num} seed{'s' * (num > 1)})"
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values; NaN without any."""
+        return statistics.fmean(self.values) if self.values else math.nan
+
+    @property
+    def variance(self) -> float | None:
+        """Variance of the mean, from the spread over seeds; None for fewer than two."""
+        num = len(self.values)
+        return statistics.variance(self.values) / num if num > 1 else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Mean time of a step; None if no run has one."""
+        known = [x.step_seconds for x in self.results if x.step_seconds is not None]
+        return statistics.fmean(known) if known else None
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedRuns:
+    """Groups of runs, the best first; its `str` is a table with a verdict above it.
+
+    Attributes:
+      metric: The metric by which runs are compared.
+      mode: "max" or "min", what is better.
+      groups: The groups.
+    """
+
+    metric: str
+    mode: str
+    groups: tuple[Seeds, ...]
+
+    @property
+    def verdict(self) -> str:
+        """The better group, by how much, at which cost, and what differs, in a few sentences."""
+        first, *others = self.groups
+        if not first.values:
+            return f"No evaluation of these runs has a number for {self.metric!r}."
+        if not others or not others[0].values:
+            return f"{self.metric} is {with_error(first.mean, first.variance)}: {first.name}."
+        second = others[0]
+        difference = abs(first.mean - second.mean)
+        if first.mean == second.mean:
+            said = f"{first.name} and {second.name} are equal: {self.metric} is {first.mean:.4g}"
+        elif first.variance is None or second.variance is None:
+            said = f"{first.name} is better than {second.name} by {difference:.2g} {self.metric}; "
+            said += "one seed does not show how much of that is chance"
+        else:
+            error = math.sqrt(first.variance + second.variance)
+            by = f"{with_error(difference, error**2)} {self.metric}"
+            said = f"{first.name} is better than {second.name} by {by}"
+            if difference <= CLEAR * error:
+                said = f"{first.name} and {second.name} are equal within their spread: "
+                said += f"they differ by {by}"
+        return ". ".join([said, *self._costs(first, second)]) + "."
+
+    def _costs(self, first: Seeds, second: Seeds) -> list[str]:
+        """Sentences on time and settings."""
+        costs = list[str]()
+        if first.step_seconds and second.step_seconds:
+            ratio = first.step_seconds / second.step_seconds
+            costs.append(f"Steps of the first take {ratio:.2f} times as long")
+        keys = differing([first.results[0], second.results[0]])
+        if keys:
+            more = f" and {len(keys) - MOST_KEYS} more keys" if len(keys) > MOST_KEYS else ""
+            costs.append(f"They differ in {', '.join(keys[:MOST_KEYS])}{more}")
+        return costs
+
+    def as_json(self) -> JsonObject:
+        """Verdict and runs as values of JSON."""
+        return {
+            "verdict": self.verdict,
+            "metric": self.metric,
+            "mode": self.mode,
+            "differing": differing(self.results),
+            "groups": [
+                {"mean": None if math.isnan(x.mean) else x.mean, **dataclasses.asdict(x)}
+                for x in self.groups
+            ],
+        }
+
+    @property
+    def results(self) -> list[RunResult]:
+        """The results of all runs, those of the best group first."""
+        return [*itertools.chain.from_iterable(group.results for group in self.groups)]
+
+    def __str__(self) -> str:
+        """The verdict, and a row for each run with the settings in which it differs below."""
+        keys = ["seed", *differing(self.results)]
+        width = max(3, *(len(x.name) for x in self.results))
+        return "\n".join(
+            [
+                *textwrap.wrap(self.verdict, COLUMNS - 1, break_on_hyphens=False),
+                "",
+                f"{'run':<{width}}  {self.metric:>10}     step      last   step s",
+                *itertools.chain.from_iterable(_rows(x, keys, width) for x in self.groups),
+            ]
+        )
+
+
+def compare_runs(
+    runs: Sequence[RecordedRun], metric: str | None = None, mode: str = "auto"
+) -> ComparedRuns:
+    """Compares runs by their best evaluations.
+
+    Args:
+      runs: What they have recorded.
+      metric: Metric of the evaluations; by default that of `checkpoint.best_metric`, or else
+        accuracy or loss, if all runs have it.
+      mode: Whether "max" or "min" is better; "auto" goes by the metric's name.
+
+    Raises:
+      UsageError: If no run has evaluations of the metric, or none is given and none in common.
+      ConfigError: If it is not known what is better.
+    """
+    metric = choose_metric(runs, metric)
+    mode = choose_mode(metric, mode, key="--mode")
+    groups = dict[str, list[RunResult]]()
+    for number, run in enumerate(runs):
+        same = _identity(run.settings)
+        key = str(sorted(same.items())) if same else f"run {number}"
+        groups.setdefault(key, []).append(result_of(run, metric, mode))
+    made = [Seeds(tuple(x)) for x in groups.values()]
+    sign = 1 if mode == "max" else -1
+    made.sort(key=lambda group: -sign * group.mean if group.values else math.inf)
+    return ComparedRuns(metric, mode, tuple(made))
+
+
+def differing(results: Sequence[RunResult]) -> list[str]:
+    """The keys, other than the seed, of which not all runs have the same value."""
+    known = [_identity(x.settings) for x in results if x.settings]
+    keys = dict.fromkeys(itertools.chain(*known))
+    return [k for k in keys if any(x.get(k) != known[0].get(k) for x in known)]
+
+
+def _identity(settings: JsonObject) -> JsonObject:
+    """The settings without those that make no other run; the data by their digest, if it is known.
+
+    The same files may lie in another folder on another machine.
+    """
+    others = NO_SETTINGS | ({"data.dir"} if "data.sha256" in settings else set())
+    return {k: x for k, x in settings.items() if k not in others and effect_of(k) != "none"}
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """The first and the last characters that all names have, with "*" for the others."""
+    first = _beginning(names)
+    last = _beginning([name[len(first) :][::-1] for name in names])[::-1]
+    return f"{first}*{last}"
+
+
+def _beginning(texts: Sequence[str]) -> str:
+    """The characters with which all texts begin."""
+    each = zip(*texts, strict=False)
+    return "".join(x[0] for x in itertools.takewhile(lambda x: len(set(x)) == 1, each))
+
+
+def _rows(group: Seeds, keys: Sequence[str], width: int) -> Iterator[str]:
+    for x in group.results:
+        step = "-" if x.step is None else f"{x.step:,}"
+        numbers = f"{cell(x.best):>10} {step:>8} {cell(x.last):>9}"
+        yield f"{x.name:<{width}}  {numbers} {cell(x.step_seconds, digits=3):>8}"
+        differs = "  ".join(f"{key}={x.settings[key]}" for key in keys if key in x.settings)
+        yield from textwrap.wrap(differs, COLUMNS - 3, initial_indent="  ", subsequent_indent="  ")
+    if group.variance is not None:
+        mean = with_error(group.mean, group.variance)
+        yield f"  mean of {len(group.values)} seeds: {mean} (standard error)"
+
+
+def with_error(value: float, variance: float | None) -> str:
+    """A value with its standard error, which is the root of a variance."""
+    return f"{value:.4g}" if variance is None else f"{value:.4g} +- {math.sqrt(variance):.2g}"
+
+
+def cell(value: float | None, digits: int = 4) -> str:
+    """A number for a table."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+GRID = """
+.charts { display: grid; gap: 1.5em;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)) }
+"""
+MOST_CURVES = 8  # over each other, each with a color of its own
+
+
+def comparison_page(compared: ComparedRuns, runs: Sequence[RecordedRun]) -> str:
+    """Returns a page, which loads nothing.
+
+    Args:
+      compared: The comparison.
+      runs: The runs that were compared.
+    """
+    of_path = {run.path: run for run in runs}
+    drawn = [of_path[x.path] for x in compared.results][:MOST_CURVES]
+    note = ""
+    if len(drawn) < len(runs):
+        note = f'<p class="note">Curves of the best {len(drawn)} of {len(runs):,} runs.</p>'
+    body = [
+        f"<h1>{escape(compared.verdict)}</h1>",
+        f'<div class="wide">{_table(compared)}</div>',
+        "<h2>Curves</h2>",
+        note,
+        f'<div class="charts">{"".join(_charts(compared.metric, drawn))}</div>',
+    ]
+    return make_page("Comparison of runs", "\n".join(body), style=STYLE + GRID, script=SCRIPT)
+
+
+def _table(compared: ComparedRuns) -> str:
+    keys = ["seed", *differing(compared.results)]
+    head = [compared.metric, "run", "step", "last", "seconds a step", *keys]
+    rows = [row for group in compared.groups for row in _cells(group, keys)]
+    return table([*map(escape, head)], rows, numbers=(0, 2, 3, 4))
+
+
+def _cells(group: Seeds, keys: Sequence[str]) -> Iterator[list[str]]:
+    for x in group.results:
+        yield [*map(escape, [*_numbers(x), *(str(x.settings.get(key, "")) for key in keys)])]
+    if group.variance is not None:
+        mean = with_error(group.mean, group.variance)
+        yield [f"<b>{mean}</b>", f"mean of {len(group.values)} seeds", *[""] * (3 + len(keys))]
+
+
+def _numbers(result: RunResult) -> list[str]:
+    step = "-" if result.step is None else f"{result.step:,}"
+    last, seconds = cell(result.last), cell(result.step_seconds, digits=3)
+    return [cell(result.best), result.name, step, last, seconds]
+
+
+def _charts(metric: str, runs: Sequence[RecordedRun]) -> Iterator[str]:
+    """A chart for the metric, for each other one of the evaluations, and for the training loss."""
+    others = set[str]().union(*(run.metrics for run in runs)) - {metric}
+    for name in [metric, *sorted(others)]:
+        evaluations = [(run.name, _curve(run.evaluations, name)) for run in runs]
+        yield curves([series_of(*x, is_dotted=True) for x in evaluations], name, "evaluations")
+    training = [
+        (run.name, _curve((x for x in run.records if x.get("split") == "train"), "loss"))
+        for run in runs
+    ]
+    yield curves([series_of(*x, is_smoothed=True) for x in training], "loss", "training")
+
+
+def _curve(records: Iterable[Record], metric: str) -> Thinned:
+    curve = Thinned()
+    for record in records:
+        if metric in record:
+            curve.add(record["step"], record[metric])
+    curve.finish()
+    return curve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,10 +331,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compare(
     *, runs: list[Path], metric: str | None, mode: str, json: bool, html: Path | None
 ) -> None:
-    from jddp.workbench.comparison import compare_runs
-    from jddp.workbench.comparison_page import comparison_page
-    from jddp.workbench.results import find_runs, read_runs
-
     recorded = read_runs(find_runs(runs))
     found = compare_runs(recorded, metric, mode)
     if html is not None:

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from jddp.errors import Error, UsageError
 from jddp.trainer.run import Run
 from jddp.typing import Batch
-from jddp.workbench.continue_text import continue_text
 from jddp.workbench.page.examples import TestAnswers, WrongAnswer
+from jddp.workbench.sampling import continue_text
 from jddp.workbench.tokenize import BYTES
 from jddp.zoo.losses import Model, next_token
 

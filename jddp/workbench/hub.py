@@ -29,8 +29,7 @@ from jddp.checkpoint.weights import (
 from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, report
 from jddp.runs.saved import Saved, config_in, model_in
 from jddp.typing import JsonObject
-from jddp.workbench.state_dicts import to_state_dict
-from jddp.workbench.state_dicts.schemes import scheme_of, unlike
+from jddp.workbench.state_dicts import scheme_of, to_state_dict, unlike
 
 CARD = """---
 library_name: {library}

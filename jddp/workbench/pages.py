@@ -1,11 +1,20 @@
 """Pages of HTML in one file, which load nothing: light or dark, on paper and on a phone.
 
 Path("step.html").write_text(make_page("A step", f"<h1>...</h1>{table(['ms'], [['12']])}"))
+
+Images are PNG inside of the HTML. Tables of classes have a number for each pair, or for each class.
 """
 
-from collections.abc import Collection, Sequence
+import base64
+import struct
+import zlib
+from collections.abc import Collection, Iterator, Sequence
 from html import escape
 from string import Template
+
+import numpy as np
+
+from jddp.workbench.charts import is_drawable, number
 
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -62,3 +71,78 @@ def table(
         return f"<tr>{''.join(made)}</tr>\n"
 
     return f"<table>\n{row('th', head)}{''.join(row('td', x) for x in rows)}</table>"
+
+
+MOST_PIXELS = 96  # of a side; larger images are drawn by every second, third, ... pixel
+
+
+def picture(pixels: np.ndarray, about: str) -> str:
+    """Returns an element with an image, from the darkest to the brightest of its values.
+
+    Args:
+      pixels: Values `(height, width)`, `(height, width, 1)` or `(height, width, 3)`.
+      about: Words for a reader who does not see it.
+    """
+    every = -(-max(pixels.shape[:2]) // MOST_PIXELS)
+    values = np.nan_to_num(pixels[::every, ::every].astype(np.float32))
+    scaled = (values - values.min()) * (255 / max(float(np.ptp(values)), 1e-9))
+    encoded = base64.b64encode(_png(scaled.astype(np.uint8).reshape(*values.shape[:2], -1)))
+    return f'<img alt="{escape(about)}" src="data:image/png;base64,{encoded.decode()}">'
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    """A PNG of bytes `(height, width, 1 or 3)`."""
+    height, width, num_channels = pixels.shape
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)
+    # Bits of a value, kind of color (0 gray, 2 RGB), and the only compression, filter and order.
+    head = struct.pack(">2I5B", width, height, 8, 2 if num_channels == 3 else 0, 0, 0, 0)
+    data = zlib.compress(rows.tobytes(), 9)
+    chunks = (_chunk(b"IHDR", head), _chunk(b"IDAT", data), _chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def _chunk(name: bytes, content: bytes) -> bytes:
+    checksum = zlib.crc32(name + content)
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
+
+
+def is_matrix(value: object) -> bool:
+    """Whether a value of a record has a number for each pair of classes."""
+    return (
+        isinstance(value, list)
+        and len(value) > 1
+        and all(isinstance(row, list) and len(row) == len(value) for row in value)
+        and all(x is None or is_drawable(x) for row in value for x in row)
+    )
+
+
+def draw_matrix(name: str, rows: Sequence[Sequence[float | None]], names: Sequence[str]) -> str:
+    """A row for each class, whose cells are darker the larger their share of it."""
+    head = "".join(f"<th>{number}</th>" for number in range(len(rows)))
+    lines = [
+        f"<tr><th>{number} {escape(named)}</th>{''.join(_cells(row))}</tr>"
+        for number, (named, row) in enumerate(zip(names, rows, strict=True))
+    ]
+    return (
+        f'<div class="wide"><b>{escape(name)}</b><table class="matrix"><tr><th></th>{head}</tr>'
+        f"{''.join(lines)}</table></div>"
+    )
+
+
+def _cells(row: Sequence[float | None]) -> Iterator[str]:
+    whole = sum(abs(x) for x in row if x is not None) or 1
+    for x in row:
+        share = abs(x or 0) / whole
+        shown = "" if not x else number(x)
+        yield f'<td style="background:hsl(210 65% 50% / {0.75 * share:.2f})">{shown}</td>'
+
+
+def draw_scores(name: str, values: Sequence[float | None], names: Sequence[str]) -> str:
+    """A score of each class, the lowest first."""
+    order = sorted(range(len(values)), key=lambda i: (values[i] is not None, values[i]))
+    rows = [[_score(values[i]), escape(names[i])] for i in order]
+    return f"<div>{table([escape(name), 'class'], rows, numbers={0})}</div>"
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else number(value)

@@ -28,7 +28,7 @@ from jddp.distributed.schedulers import resolve_identity
 from jddp.distributed.signals import Hearing
 from jddp.errors import ConfigError, Error, ExitCode, UsageError, report, show
 from jddp.names import few
-from jddp.workbench.comparison import compare_runs
+from jddp.workbench.compare import compare_runs
 from jddp.workbench.results import is_run, read_runs
 
 LONGEST = 40  # characters of a value in a name

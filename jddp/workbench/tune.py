@@ -28,7 +28,7 @@ from jddp.errors import ExitCode, report, show
 if TYPE_CHECKING:
     from jddp.config.schema import Config
     from jddp.workbench.modelled.described import Target
-    from jddp.workbench.step_scores import Scorer
+    from jddp.workbench.tuning import Scorer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def _scorer(arguments: argparse.Namespace) -> "tuple[Scorer, str]":
     if arguments.target is not None:
         # With GPUs of its own JAX would compile for those alone.
         os.environ["JAX_PLATFORMS"] = "cpu"
-    from jddp.workbench.step_scores import measured, modelled
+    from jddp.workbench.tuning import measured, modelled
 
     if arguments.target is None:
         share_gpus()  # with a job that may run there
@@ -84,7 +84,7 @@ def _scorer(arguments: argparse.Namespace) -> "tuple[Scorer, str]":
 
 def _largest(arguments: argparse.Namespace, config: "Config", score: "Scorer", how: str) -> int:
     from jddp.trainer.reports.lines import COLUMNS
-    from jddp.workbench.step_scores import largest_batch
+    from jddp.workbench.tuning import largest_batch
 
     multiple = config.ddp.accumulate_steps * _num_devices(arguments, config)
     found = largest_batch(config, score, multiple_of=multiple)

@@ -13,8 +13,7 @@ import jddp
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, DataError, UsageError
 from jddp.job.job import train
-from jddp.workbench.continue_text import continue_text
-from jddp.workbench.sample_text import SampleText
+from jddp.workbench.sampling import SampleText, continue_text
 from jddp.workbench.tokenize import BYTES, write_tokens
 
 LENGTH = 8

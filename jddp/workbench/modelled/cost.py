@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jddp.errors import UsageError
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, Instruction
-from jddp.workbench.modelled.gpus import Gpu
+from jddp.workbench.modelled.described import Gpu
 
 # They name, view or order what is there already.
 _FREE = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jddp.inspection.purposes import bucket_of, is_backward, purpose_of
 from jddp.reduce.plan import Bucket, BucketPlan
 from jddp.workbench.modelled.links import Choice, Fabric
-from jddp.workbench.modelled.timeline import Timeline, Transfer
+from jddp.workbench.modelled.schedule import Timeline, Transfer
 
 
 @dataclass(frozen=True)

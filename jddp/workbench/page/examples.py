@@ -7,8 +7,7 @@ from html import escape
 import numpy as np
 
 from jddp.workbench.charts import Series, curves
-from jddp.workbench.images import picture
-from jddp.workbench.page.matrices import draw_matrix, draw_scores
+from jddp.workbench.pages import draw_matrix, draw_scores, picture
 
 
 @dataclass(frozen=True)

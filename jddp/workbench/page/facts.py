@@ -21,11 +21,10 @@ from jddp.distributed.failure_file import headline, read_failure
 from jddp.errors import Error, words_of
 from jddp.names import direction_of
 from jddp.typing import JsonObject
+from jddp.workbench.charts import At
 from jddp.workbench.page.examples import TestAnswers
-from jddp.workbench.page.history import History, read_history
-from jddp.workbench.page.matrices import is_matrix
-from jddp.workbench.page.records import Records, read_records
-from jddp.workbench.thinned import At
+from jddp.workbench.page.records import History, Records, read_history, read_records
+from jddp.workbench.pages import is_matrix
 
 T = TypeVar("T")
 METRICS = ("accuracy", "loss")  # the first that has been recorded, if none is chosen

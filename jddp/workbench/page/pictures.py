@@ -7,12 +7,20 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from jddp.typing import RESERVED
-from jddp.workbench.charts import Mark, Series, bar, curves, lanes, number, series_of
+from jddp.workbench.charts import (
+    Mark,
+    Series,
+    Thinned,
+    bar,
+    curves,
+    is_drawable,
+    lanes,
+    number,
+    series_of,
+)
 from jddp.workbench.page.facts import Facts
-from jddp.workbench.page.matrices import draw_matrix, draw_scores, is_matrix
 from jddp.workbench.page.verdict import in_gib
-from jddp.workbench.pages import table
-from jddp.workbench.thinned import Thinned, is_drawable
+from jddp.workbench.pages import draw_matrix, draw_scores, is_matrix, table
 
 MOST_CHARTS, MOST_DOTS, MOST_WARNINGS, MOST_BUCKETS, MOST_CLASSES = 24, 60, 20, 30, 40
 # Charts below those of the metrics, by title: their unit and their fields.

@@ -1,9 +1,11 @@
-"""The records of a run as curves, read in one pass: a million of them take a few seconds.
+"""The records of a run as curves, and its events, each read in one pass.
 
     records = read_records(run_dir / "metrics.jsonl")
     records.train["loss"].values; records.evaluations["accuracy"].largest
+    history = read_history(run_dir / "logs" / "events.jsonl")
 
-Lines that are no records are counted. Numbers that are not finite are left out of their curve.
+A million records take a few seconds. Lines that are no records are counted. Numbers that are not
+finite are left out of their curve.
 """
 
 import json
@@ -11,11 +13,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from jddp.typing import JsonObject
-from jddp.workbench.thinned import Thinned, is_drawable
+from jddp.workbench.charts import Mark, Thinned, is_drawable
 
 _SLOW = 1.2  # times the step of the others: from here on a process is slow
 MOST_TEXTS = 64  # of a name: of more, every second one is dropped
@@ -170,3 +173,97 @@ def _add_to(curves: dict[str, Thinned], record: Mapping[str, object]) -> None:
         if name not in curves:
             curves[name] = Thinned()
         curves[name].add(step, value)
+
+
+MOST_EVENTS = 200  # of a kind
+PLAIN = ("begin", "step", "eval", "failed")  # kinds that leave no mark
+
+
+@dataclass
+class RunStart:
+    """A start of a run, up to the last event that it wrote.
+
+    Attributes:
+      began: Time of its first event.
+      ended: Time of its last event.
+      host: Name of its host; "" if it is not known.
+      resumed_from: Step from which it resumed; 0 if from the beginning.
+      last_step: The last step that it reported.
+    """
+
+    began: datetime
+    ended: datetime
+    host: str = ""
+    resumed_from: int = 0
+    last_step: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Time between its first event and its last one."""
+        return (self.ended - self.began).total_seconds()
+
+
+@dataclass
+class History:
+    """The history of a run.
+
+    Attributes:
+      starts: The starts, in order.
+      events: What happened, by kind; the last 200 of each.
+      num_steps: Number of steps of the whole run; 0 if it is not known.
+      pause_seconds: Time between the last step before an evaluation and its result.
+      error: The exception that ended the last start; "" if none did.
+    """
+
+    starts: list[RunStart] = field(default_factory=list)
+    events: dict[str, list[Mark]] = field(default_factory=dict)
+    num_steps: int = 0
+    pause_seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Time in which the run was running."""
+        return sum(start.seconds for start in self.starts)
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that were taken again, because a start had not saved them."""
+        pairs = zip(self.starts, self.starts[1:], strict=False)
+        return sum(max(0, one.last_step - other.resumed_from) for one, other in pairs)
+
+    def add(self, event: JsonObject) -> None:
+        """Adds an event."""
+        at, kind = datetime.fromisoformat(event["time"]), event["kind"]
+        if kind == "begin" or not self.starts:
+            self.starts.append(RunStart(at, at, event.get("host", "")))
+        start = self.starts[-1]
+        step = event.get("step", start.last_step)
+        if kind == "resumed":
+            start.resumed_from = start.last_step = step
+        elif kind == "eval" and start.last_step == step:
+            self.pause_seconds += (at - start.ended).total_seconds()
+        elif kind in ("step", "eval"):
+            start.last_step = max(start.last_step, step)
+        start.ended = at
+        self.num_steps = event.get("num_steps", self.num_steps)
+        self.error = event.get("error", "")
+        if kind not in PLAIN:
+            marks = self.events.setdefault(kind, [])
+            marks.append(Mark(step, event["text"][:300]))
+            del marks[:-MOST_EVENTS]
+
+
+def read_history(path: Path) -> History:
+    """Reads the events of a run.
+
+    Raises:
+      OSError: If the file cannot be read.
+      ValueError: If a line before the last is not an event.
+    """
+    history = History()
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.endswith("\n"):  # A process may have died in the middle of the last one.
+                history.add(json.loads(line))
+    return history

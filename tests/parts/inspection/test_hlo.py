@@ -14,9 +14,9 @@ from jddp.errors import ConfigError, UsageError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import HloShape, read_program
 from jddp.reduce.plan import MEBIBYTE
-from jddp.workbench.modelled import GPUS, described_mesh, walk
 from jddp.workbench.modelled.cost import cost
-from jddp.workbench.modelled.gpus import target_config
+from jddp.workbench.modelled.described import GPUS, described_mesh, target_config
+from jddp.workbench.modelled.schedule import walk
 
 # A second for the product below, nothing for anything else.
 FREE = {"bytes_per_second": float("inf"), "kernel_seconds": 0.0}

@@ -9,8 +9,10 @@ import pytest
 
 from jddp.workbench.charts import (
     HEIGHT,
+    MOST_POINTS,
     WIDTH,
     Series,
+    Thinned,
     bar,
     curves,
     number,
@@ -19,7 +21,6 @@ from jddp.workbench.charts import (
     ticks,
 )
 from jddp.workbench.pages import make_page, table
-from jddp.workbench.thinned import MOST_POINTS, Thinned
 
 
 def drawn(html):

@@ -5,9 +5,7 @@ import json
 import pytest
 
 from jddp.errors import ConfigError, UsageError
-from jddp.workbench.compare import main
-from jddp.workbench.comparison import compare_runs
-from jddp.workbench.comparison_page import comparison_page
+from jddp.workbench.compare import compare_runs, comparison_page, main
 from jddp.workbench.results import find_runs, read_runs
 
 

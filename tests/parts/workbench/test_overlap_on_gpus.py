@@ -14,9 +14,8 @@ from runs import ROOT
 from sweeps import swept
 
 from jddp.inspection.collectives import collectives
-from jddp.workbench.modelled import GPUS, walk
-from jddp.workbench.modelled.gpus import target_config
-from jddp.workbench.modelled.timeline import LARGE_BYTES
+from jddp.workbench.modelled.described import GPUS, target_config
+from jddp.workbench.modelled.schedule import LARGE_BYTES, walk
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("as_users_compile")]
 

@@ -9,12 +9,10 @@ import pytest
 from jddp.checkpoint.lock import held, holder_of
 from jddp.config.files import dump_values, load_config
 from jddp.errors import ExitCode
-from jddp.workbench.page import history
 from jddp.workbench.page import records as reading
 from jddp.workbench.page.facts import read_facts
-from jddp.workbench.page.history import read_history
 from jddp.workbench.page.page import SECTIONS, draw_run
-from jddp.workbench.page.records import read_records
+from jddp.workbench.page.records import read_history, read_records
 from jddp.workbench.report import main
 
 EVENTS = """\
@@ -238,7 +236,7 @@ def test_the_error_that_ended_a_run_is_kept_and_half_an_event_is_left_out(run):
 
 
 def test_the_last_events_of_a_kind_are_kept(run, monkeypatch):
-    monkeypatch.setattr(history, "MOST_EVENTS", 2)
+    monkeypatch.setattr(reading, "MOST_EVENTS", 2)
     events = "\n".join(f'10:00:0{i}.000 warning {{"text": "{i}"}}' for i in range(5))
     (run / "logs" / "events.jsonl").write_text("\n".join(lines_of(events)) + "\n")
     found = read_history(run / "logs" / "events.jsonl").events["warning"]

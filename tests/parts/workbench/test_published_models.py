@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jddp.workbench.state_dicts import from_state_dict, to_state_dict
-from jddp.workbench.state_dicts.schemes import library_of
+from jddp.workbench.state_dicts import from_state_dict, library_of, to_state_dict
 from jddp.zoo.models import gpt2, resnet18, resnet50, vit_b16
 
 if has_torch := importlib.util.find_spec("torch") is not None:

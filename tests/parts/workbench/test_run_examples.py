@@ -14,7 +14,7 @@ from jddp.errors import ExitCode
 from jddp.job.job import train
 from jddp.workbench import examples
 from jddp.workbench.examples import examples_of
-from jddp.workbench.images import picture
+from jddp.workbench.pages import picture
 from jddp.workbench.report import main
 from jddp.workbench.tokenize import BYTES, write_tokens
 

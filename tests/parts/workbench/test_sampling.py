@@ -10,8 +10,7 @@ from jddp.__main__ import main
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, UsageError
 from jddp.job.job import train
-from jddp.workbench.continue_text import continue_text
-from jddp.workbench.sampling import sample
+from jddp.workbench.sampling import continue_text, sample
 from jddp.workbench.tokenize import BYTES, write_tokens
 from jddp.zoo.losses import next_token
 from jddp.zoo.models import GPT

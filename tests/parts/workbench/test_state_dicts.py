@@ -12,8 +12,7 @@ from sweeps import swept
 
 from jddp.checkpoint.weights import read_file
 from jddp.errors import ConfigError
-from jddp.workbench.state_dicts import from_state_dict, to_state_dict
-from jddp.workbench.state_dicts.schemes import library_of, unlike
+from jddp.workbench.state_dicts import from_state_dict, library_of, to_state_dict, unlike
 from jddp.zoo.models import CNN, GPT, ResNet, ViT, gpt2, resnet18, vit_b16
 from jddp.zoo.models.resnet import BasicBlock, BottleneckBlock
 

@@ -10,9 +10,8 @@ import yaml
 from jddp.config.files import load_config, with_overrides
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, DataError, ExitCode
-from jddp.workbench.step_scores import Score, TimedStep, largest_batch, measured
 from jddp.workbench.tune import main
-from jddp.workbench.tuning import AS_IT_IS, BUCKETS, tune
+from jddp.workbench.tuning import AS_IT_IS, BUCKETS, Score, TimedStep, largest_batch, measured, tune
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 GB = 10**9
