@@ -11,9 +11,9 @@ from typing import Any
 
 from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
 from jddp.errors import printable, report, show
+from jddp.trainer.reports.display import columns_of
 from jddp.trainer.reports.lines import not_finite_values, tables_in
 from jddp.trainer.reports.metrics_file import as_json
-from jddp.trainer.reports.progress import columns_of
 from jddp.typing import Record
 
 

@@ -81,7 +81,10 @@ def _run(arguments: argparse.Namespace) -> int:
     detected = str(identity) if identity.source else ""
     with owned_process():
         if arguments.find_rate:
-            return _find_rate(config, is_writer=identity.process_id == 0)
+            rates = tool("find-rate")(config)
+            if identity.process_id == 0:
+                show(f"\n{rates}")
+            return ExitCode.DONE
         if arguments.fast_dev_run:
             return _try_out(config)
         return _train(config, name, detected, is_dry_run=arguments.dry_run)
@@ -90,8 +93,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int:
     from jddp.commands.summary import closing, opening, preview
     from jddp.job.job import build
+    from jddp.trainer.reports.display import columns_of
     from jddp.trainer.reports.metrics_file import as_json
-    from jddp.trainer.reports.progress import columns_of
 
     job = build(config, needs_data=not is_dry_run)
     columns = columns_of(sys.stdout)
@@ -116,13 +119,6 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int
         return ExitCode.PREEMPTED
     if job.is_writer:
         show(closing(job, run, columns=columns))
-    return ExitCode.DONE
-
-
-def _find_rate(config: Config, *, is_writer: bool) -> int:
-    found = tool("find-rate")(config)
-    if is_writer:
-        show(f"\n{found}")
     return ExitCode.DONE
 
 

@@ -21,8 +21,8 @@ from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
+from jddp.trainer.reports.display import Display
 from jddp.trainer.reports.lines import EXPOSED_SHARE, Course, Pause, summary
-from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
 from jddp.trainer.run import Run
@@ -77,7 +77,7 @@ class Reporter:
         pauses = (self.evaluations, self.saves)
         self.course = Course(options.num_steps or 0, steps_per_epoch=steps_per_epoch, pauses=pauses)
         self.reached = Reached(self.run.step)
-        self.progress = Progress(self.course, is_writer=is_writer)
+        self.progress = Display(self.course, is_writer=is_writer)
         self.note = self.progress.note
         chosen = self.options.sinks if is_writer else ()
         self._guarded = [GuardedSink(sink.name, sink.make) for sink in chosen]

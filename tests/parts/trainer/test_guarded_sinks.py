@@ -9,9 +9,9 @@ import pytest
 
 from jddp.errors import ConfigError
 from jddp.trainer.reports.boards import chart_of
+from jddp.trainer.reports.display import Display
 from jddp.trainer.reports.lines import Course
 from jddp.trainer.reports.metrics_file import MetricsFile
-from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start, choose_sinks
 
 START = Start(None, {"seed": 3}, 0)
@@ -43,7 +43,7 @@ def passed(make, **options):
 
 def test_the_metrics_file_and_the_printer_of_progress_are_sinks(tmp_path):
     assert isinstance(MetricsFile(tmp_path / "metrics.jsonl"), Sink)
-    assert isinstance(Progress(Course(10), is_writer=True), Sink)
+    assert isinstance(Display(Course(10), is_writer=True), Sink)
 
 
 def test_a_sink_is_made_for_its_run_and_gets_copies_of_all_records_in_order(caplog):

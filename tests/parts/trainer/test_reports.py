@@ -17,10 +17,10 @@ from runs import contents
 from jddp.checkpoint import checkpoints
 from jddp.distributed import coordination
 from jddp.errors import ConfigError, DataError, FileSystemError
+from jddp.trainer.reports.display import Display
 from jddp.trainer.reports.lines import Course, train_line
 from jddp.trainer.reports.log_file import logging_to, say
 from jddp.trainer.reports.metrics_file import MetricsFile
-from jddp.trainer.reports.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
 
 CONFIG = {"seed": 1, "run": {"dir": "a"}, "optimizer": {"learning_rate": 1e-3, "kwargs": {}}}
@@ -234,7 +234,7 @@ def test_a_train_line_has_tokens_and_mfu_or_else_flops_if_there_is_room():
 
 
 def report(records=(RECORD,), is_writer=True):
-    progress = Progress(Course(1170), is_writer=is_writer)
+    progress = Display(Course(1170), is_writer=is_writer)
     for record in records:
         progress.log(record)
     progress.log(EVALUATED)
@@ -454,7 +454,7 @@ def test_a_process_that_does_not_see_the_directory_of_process_0_says_so(tmp_path
 def test_a_metric_that_is_an_array_is_printed_below_its_evaluation(capsys):
     arrays = {"recall": [0.9, None, 0.95], "confusion": [[90, 3], [4, 88]], "big": [[1] * 90] * 90}
     record = {"step": 4, "split": "eval", "loss": 0.5, "examples": 9, **arrays}
-    Progress(Course(8), is_writer=True).log(record)
+    Display(Course(8), is_writer=True).log(record)
     lines = capsys.readouterr().out.splitlines()
     expected = ["eval 4  loss 0.5  examples 9", "recall", "[0.9   nan 0.95]"]
     assert lines[:7] == [*expected, "confusion", "[[90.  3.]", " [ 4. 88.]]", "big"]
@@ -473,10 +473,10 @@ def test_arrays_are_nested_lists_in_a_record_and_null_where_they_are_not_finite(
 def test_an_evaluation_that_is_not_finite_gets_a_line_and_its_arrays_none(capsys):
     record = {"step": 4, "split": "eval", "examples": 9, "recall": [math.nan, 0.5]}
     record |= {"loss": math.nan, "f1": math.inf}
-    Progress(Course(8), is_writer=True).log(record)
+    Display(Course(8), is_writer=True).log(record)
     lines = " ".join(capsys.readouterr().out.split())
     assert "eval 4 is not finite: loss nan, f1 inf. Look for examples with NaN" in lines
-    Progress(Course(8), is_writer=True).log({**record, "loss": 1.0, "f1": 0.5})
+    Display(Course(8), is_writer=True).log({**record, "loss": 1.0, "f1": 0.5})
     assert "not finite" not in capsys.readouterr().out
 
 

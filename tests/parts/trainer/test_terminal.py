@@ -13,8 +13,8 @@ import pytest
 from runs import environment
 
 from jddp.data import Epochs
+from jddp.trainer.reports.display import Display
 from jddp.trainer.reports.lines import Course, Pause, live_lines, train_line, unbroken, wrap
-from jddp.trainer.reports.progress import Progress
 
 RECORD = {"step": 400, "epoch": 3.413, "split": "train", "loss": 0.23841, "accuracy": 0.91234}
 RECORD |= {"learning_rate": 1.6e-3, "examples_per_second": 10812.0, "step_seconds": 0.02}
@@ -22,10 +22,10 @@ COURSE = Course(1170, steps_per_epoch=117.2, unit="images", best="best accuracy 
 EVALUATED = "eval 400  loss 0.361  accuracy 0.869  examples 10000"
 SHOW = f"""
 from jddp.trainer.reports.lines import Course
-from jddp.trainer.reports.progress import Progress
+from jddp.trainer.reports.display import Display
 
 course = Course(1170, "images", 117.2, best={COURSE.best!r})
-progress = Progress(course, is_writer=True)
+progress = Display(course, is_writer=True)
 progress.log({RECORD!r})
 progress.log({{"step": 400, "split": "eval", "loss": 0.361, "accuracy": 0.869, "examples": 1e4}})
 progress.note("saved in " + "/".join(["folder"] * 4) + ", which is a path that can be copied")
@@ -152,7 +152,7 @@ def test_a_notebook_has_an_element_that_is_replaced_once_a_second_and_at_the_end
 ):
     now = itertools.count(step=0.1)
     monkeypatch.setattr("time.monotonic", lambda: next(now))
-    progress = Progress(COURSE, is_writer=True)
+    progress = Display(COURSE, is_writer=True)
     for step in range(1, 41):
         progress.log(RECORD | {"step": step, "<b>": 0.5})
     progress.log({"step": 40, "split": "eval", "loss": 0.361, "examples": 1e4})
@@ -163,12 +163,12 @@ def test_a_notebook_has_an_element_that_is_replaced_once_a_second_and_at_the_end
     assert '<progress value="40" max="1170">' in element[-1]["text/html"]
     assert "&lt;b&gt; 0.5" in element[-1]["text/html"]
     assert capsys.readouterr().out == "eval 40  loss 0.361  examples 10000\n"
-    Progress(COURSE, is_writer=False)
+    Display(COURSE, is_writer=False)
     assert len(element) == 6
 
 
 def test_a_front_end_that_fails_is_reported_once_and_the_run_continues(element, caplog):
-    progress = Progress(Course(100), is_writer=True)
+    progress = Display(Course(100), is_writer=True)
     element.append = None  # cannot be called
     for step in (1, 2):
         progress.log(RECORD | {"step": step})

@@ -33,9 +33,9 @@ esac
 """
 SHOW = """
 from jddp.trainer.reports.lines import Course
-from jddp.trainer.reports.progress import Progress
+from jddp.trainer.reports.display import Display
 
-progress = Progress(Course(100), is_writer=True)
+progress = Display(Course(100), is_writer=True)
 for step in range(1, 101):
     progress.log({"step": step, "split": "train", "loss": 1.0})
 progress.close()

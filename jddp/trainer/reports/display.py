@@ -51,7 +51,7 @@ WAY_OUT = (
 log = logging.getLogger("jddp")
 
 
-class Progress:
+class Display:
     """A sink that shows records; if not `is_writer`, it shows nothing.
 
     Args:
@@ -64,7 +64,7 @@ class Progress:
 
     def __init__(self, course: Course, *, is_writer: bool) -> None:
         self.course = course
-        self._display = _display(course.num_steps) if is_writer else None
+        self._output = _output(course.num_steps) if is_writer else None
 
     def log(self, record: Record) -> None:
         """Shows a record of training, or of an evaluation with a table for each of its arrays."""
@@ -73,8 +73,8 @@ class Progress:
             return
         step, num_steps = record["step"], self.course.num_steps
         say(train_line(record, self.course), "step", step=step, num_steps=num_steps)
-        if self._display:
-            self._display.update(record, self.course)
+        if self._output:
+            self._output.update(record, self.course)
 
     def _log_evaluation(self, record: Record) -> None:
         fields = [f"eval {record['step']}", *metrics_of(record)]
@@ -95,12 +95,12 @@ class Progress:
 
     def close(self) -> None:
         """Restores the terminal; called also when training fails."""
-        if self._display:
-            self._display.close()
+        if self._output:
+            self._output.close()
 
     def _print(self, text: str) -> None:
-        if self._display:
-            self._display.print(printable_lines(text))
+        if self._output:
+            self._output.print(printable_lines(text))
 
 
 class _Lines:
@@ -133,14 +133,13 @@ class _Terminal(_Lines):
     """A bar and lines at the bottom of a terminal that can move its cursor."""
 
     def __init__(self, num_steps: int, console: "Console") -> None:
-        from rich.progress import BarColumn, ProgressColumn, TextColumn
-        from rich.progress import Progress as Live
+        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
         super().__init__()
         has_room = columns_of(self._stream) >= NARROWEST_WITH_BAR
         bar: list[ProgressColumn] = [BarColumn(BAR_COLUMNS)] if has_room else []
         text = TextColumn("{task.description}", markup=False)
-        self._live = Live(*bar, text, console=console, refresh_per_second=2)
+        self._live = Progress(*bar, text, console=console, refresh_per_second=2)
         self._task = self._live.add_task("compiling", total=num_steps)
         self._live.start()
 
@@ -183,8 +182,8 @@ class _Notebook(_Lines):
             log.warning("The notebook cannot show progress: %r", error)
 
 
-def _display(num_steps: int) -> _Lines:
-    """The display for the place in which the process runs."""
+def _output(num_steps: int) -> _Lines:
+    """The output for the place in which the process runs."""
     ipython = sys.modules.get("IPython")  # The kernel of Jupyter, VS Code or Colab has imported it.
     if getattr(ipython and ipython.get_ipython(), "kernel", None) is not None:
         from IPython.display import display
