@@ -29,41 +29,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="python -m jddp.checkpoint")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (run, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
-        command.set_defaults(command=run)
-        ARGUMENTS[name](command.add_argument)
+
+    def command(name: str, run: Callable[..., None], text: str) -> Callable[..., object]:
+        added = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        added.set_defaults(command=run)
+        return added.add_argument
+
+    def command_of_run(name: str, run: Callable[..., None], text: str) -> Callable[..., object]:
+        add = command(name, run, text)
+        add("run", type=local_copy, help="a run directory, its URL, or a folder of checkpoints")
+        return add
+
+    command_of_run("list", _list, "list the checkpoints of a run")
+    command_of_run("verify", _verify, "compare every file and every array with its digest")
+    export = "write the values of a model into one file, or into a folder"
+    export_add = command_of_run("export", _export, export)
+    file = "a new file, *.safetensors; or a new folder, as on the Hugging Face Hub"
+    export_add("file", type=expand, help=file)
+    push_add = command_of_run("push", _push, "upload the values of a model to the Hugging Face Hub")
+    push_add("repository", help="USER/NAME on the Hugging Face Hub; a new one is private")
+    for add in (export_add, push_add):
+        add("--step", type=int, help="step of the checkpoint (the newest that is valid)")
+        names = "name the arrays as torchvision or huggingface does, for PyTorch"
+        add("--names", metavar="LIBRARY", help=names)
+    export_add("--all", action="store_true", help="the whole state, not only the model's values")
+    pull_add = command("pull", _pull, "download weights from the Hugging Face Hub")
+    pull_add("repository", help="USER/NAME on the Hugging Face Hub")
+    pull_add("folder", type=expand, help="a new folder, which model.init_from takes")
+    pull_add("--revision", help="branch, tag or commit")
     return parser
-
-
-def _add_run(add: Callable[..., object]) -> None:
-    add("run", type=local_copy, help="a run directory, its URL, or a folder of checkpoints")
-
-
-def _add_chosen(add: Callable[..., object]) -> None:
-    add("--step", type=int, help="step of the checkpoint (the newest that is valid)")
-    names = "name the arrays as torchvision or huggingface does, for PyTorch"
-    add("--names", metavar="LIBRARY", help=names)
-
-
-def _add_export(add: Callable[..., object]) -> None:
-    _add_run(add)
-    text = "a new file, *.safetensors; or a new folder, as on the Hugging Face Hub"
-    add("file", type=expand, help=text)
-    _add_chosen(add)
-    add("--all", action="store_true", help="the whole state, not only the model's values")
-
-
-def _add_push(add: Callable[..., object]) -> None:
-    _add_run(add)
-    add("repository", help="USER/NAME on the Hugging Face Hub; a new one is private")
-    _add_chosen(add)
-
-
-def _add_pull(add: Callable[..., object]) -> None:
-    add("repository", help="USER/NAME on the Hugging Face Hub")
-    add("folder", type=expand, help="a new folder, which model.init_from takes")
-    add("--revision", help="branch, tag or commit")
 
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -140,19 +134,3 @@ def _with_checkpoint(arguments: argparse.Namespace, write: Callable[[Path], str]
         return directory / str(step)
 
     return reader.read_standing(find, write)
-
-
-COMMANDS = {
-    "list": (_list, "list the checkpoints of a run"),
-    "verify": (_verify, "compare every file and every array with its digest"),
-    "export": (_export, "write the values of a model into one file, or into a folder"),
-    "push": (_push, "upload the values of a model to the Hugging Face Hub"),
-    "pull": (_pull, "download weights from the Hugging Face Hub"),
-}
-ARGUMENTS = {
-    "list": _add_run,
-    "verify": _add_run,
-    "export": _add_export,
-    "push": _add_push,
-    "pull": _add_pull,
-}

@@ -1,6 +1,7 @@
 """`python -m jddp.data`: writes token files (`tokenize`), lists the examples of a step (`rows`)."""
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 
@@ -42,4 +43,4 @@ def _rows(arguments: argparse.Namespace) -> None:
     from jddp.runs.rows import rows_of_step
 
     found = rows_of_step(arguments.run_dir, arguments.step, trust=arguments.trust)
-    show(json.dumps(found.as_json()) if arguments.json else str(found))
+    show(json.dumps(dataclasses.asdict(found)) if arguments.json else str(found))

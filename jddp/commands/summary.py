@@ -55,6 +55,8 @@ def opening(job: Job, name: str, detected: str, *, columns: int) -> str:
     processes = f"{num} process{'es' if num > 1 else ''}"
     devices = f"{mesh.size // num} {device.platform} devices"
     head = f"jddp {versions()['jddp']} | jax {jax.__version__} | {processes} x {devices}"
+    every = as_period(period_of(config.checkpoint))
+    when_saved = "at the end" if every is None else f"every {every}"
     is_named = device.device_kind != device.platform
     facts = {
         "config": name,
@@ -67,7 +69,7 @@ def opening(job: Job, name: str, detected: str, *, columns: int) -> str:
         "lr": _rates(job),
         "sends": job.ddp.steps.planned(job.batch_spec).plan.headline if mesh.size > 1 else "",
         "run dir": str(config.run.dir),
-        "": _files(job),
+        "": f"metrics.jsonl, logs, {PAGE}, checkpoints {when_saved}",
         "job": detected,
     }
     return "\n".join([*wrap(head, columns), *_labelled(facts, columns)])
@@ -161,12 +163,6 @@ def _steps(job: Job) -> str:
     return f"{num_steps:,} = {epochs:.4g} epochs of {len(job.data.train):,} examples"
 
 
-def _steps_per_epoch(job: Job) -> float | None:
-    """Steps of an epoch; None if the data are absent, or have no epochs."""
-    data, size = job.data, job.config.data.global_batch_size
-    return len(data.train) / size if isinstance(data, DataSet) else None
-
-
 def _evaluations(job: Job) -> str:
     """The period of the evaluations, and how many there are in all."""
     every = as_period(period_of(job.config.train, "eval_"))
@@ -174,7 +170,9 @@ def _evaluations(job: Job) -> str:
         return ""
     if job.num_steps is None:
         return f"every {every}"
-    num = Pause.at_ends_of(every, _steps_per_epoch(job)).num_left(1, job.num_steps)
+    size = job.config.data.global_batch_size
+    per_epoch = len(job.data.train) / size if isinstance(job.data, DataSet) else None
+    num = Pause.at_ends_of(every, per_epoch).num_left(1, job.num_steps)
     return f"every {every}, {num} in all" if num > 1 else "at the end"
 
 
@@ -191,31 +189,15 @@ def _rates(job: Job) -> str:
     return ", ".join([unbroken(f"{rates[1]} at step 1"), *others])
 
 
-def _files(job: Job) -> str:
-    """The files of the run directory, and when they are written."""
-    every = as_period(period_of(job.config.checkpoint))
-    when = "at the end" if every is None else f"every {every}"
-    return f"metrics.jsonl, logs, {PAGE}, checkpoints {when}"
-
-
 def preview(job: Job) -> str:
     """Returns the bucket plan, groups of the optimizer, memory, and whether data keep up."""
     memory = memory_of(job.ddp, job.batch_spec)
     optimizers = optimizer_table(job.config, job.ddp.steps.abstract_state(job.batch_spec))
-    parts = [
-        [str(job.ddp.steps.planned(job.batch_spec).plan)],
-        optimizers,
-        memory_table(job, memory),
-        _data_rate(job),
-    ]
+    parts = [[str(job.ddp.steps.planned(job.batch_spec).plan)], optimizers]
+    parts.append(memory_table(job, memory))
+    if isinstance(job.data, DataSet):  # Of a stream nothing is read to measure its rate.
+        parts.append(textwrap.wrap(f"data: {measure_data_rate(job)}", 78))
     return "\n\n".join(filter(None, map("\n".join, parts)))
-
-
-def _data_rate(job: Job) -> list[str]:
-    """Returns a line on the rate of the examples; of a stream nothing is read to measure it."""
-    if not isinstance(job.data, DataSet):
-        return []
-    return textwrap.wrap(f"data: {measure_data_rate(job)}", 78)
 
 
 def memory_table(job: Job, memory: Memory) -> list[str]:

@@ -67,12 +67,7 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
     run = open_run(run_dir, **chosen)
     config = Config(**(run.config or {}))
     kept = kept_of_data(run.run_dir)
-    if data.suffix in ENDINGS:
-        rows: Examples = _rows(data, kept)
-    elif data.is_dir():
-        rows = _images(data, config)
-    else:
-        rows = _read(data, _scaling(kept, config))
+    rows = _rows_of(data, config, kept)
     batches = eval_batches(rows, global_batch_size=config.data.global_batch_size)
     found = by_path(run.predict(batches))
     arrays = {name or "predictions": x for name, x in found.items()}
@@ -86,56 +81,52 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
     return len(rows)
 
 
-def _scaling(kept: JsonObject, config: Config) -> Transform | None:
-    """How images of whole numbers are scaled for the run; None if they are not."""
-    if "normalization" in kept:
-        return normalize(**kept["normalization"])
-    return next((x for x in listed_transforms(config) if not x.num_draws), None)
+def _rows_of(path: Path, config: Config, kept: JsonObject) -> Examples:
+    """The rows of a table, a folder of images or a file of arrays, prepared like the test rows."""
+    if path.suffix in ENDINGS:
+        if "encoding" not in kept:
+            raise UsageError(
+                f"--data {path}: the run was not trained on a table, so it has no columns to read."
+            )
+        return rows_in(path, Encoding(**kept["encoding"]))
+    if path.is_dir():
+        if config.data.name not in OF_IMAGES:
+            raise UsageError(f"--data {path} is a folder, but the run was not trained on images.")
+        return images_in(path, **config.data.kwargs)
+    return _arrays_in(path, config, kept)
 
 
-def _read(path: Path, scaling: Transform | None) -> Examples:
-    """The rows of a file with inputs, of which images of uint8 and uint16 are scaled."""
+def _arrays_in(path: Path, config: Config, kept: JsonObject) -> Examples:
+    """The rows of a file of arrays; images of uint8 and uint16 are scaled."""
     if path.suffix not in (".npz", ".npy"):
         raise UsageError(
             f"--data {path}: rows are read from .npz and .npy, or .csv and .parquet "
             "for a run of a table. Convert them."
         )
-    arrays = map_npz(path) if path.suffix == ".npz" else _named(map_npy(path))
-    if not (given := [arrays[name] for name in INPUTS if name in arrays]):
+    if path.suffix == ".npz":
+        arrays = map_npz(path)
+    else:
+        array = map_npy(path)
+        arrays = {"image" if array.ndim == 4 else "x": array}
+    inputs = next((arrays[name] for name in INPUTS if name in arrays), None)
+    if inputs is None:
         raise DataError(
             f"{path} holds {', '.join(arrays)}, but no inputs: name them image, tokens or x. For "
             "other names, use jddp.open_run(run_dir).predict(batches, function) in Python."
         )
-    rows, dtype = ArrayExamples(arrays), given[0].dtype
-    if given[0].ndim != 4 or dtype.kind == "f":
+    rows = ArrayExamples(arrays)
+    if inputs.ndim != 4 or inputs.dtype.kind == "f":
         return rows
-    if dtype.name not in LARGEST or scaling is None:
+    if "normalization" in kept:
+        scaling: Transform | None = normalize(**kept["normalization"])
+    else:
+        scaling = next((x for x in listed_transforms(config) if not x.num_draws), None)
+    if inputs.dtype.name not in LARGEST or scaling is None:
         raise DataError(
-            f"{path}: images are {dtype}. Give floating-point images, normalized like the images "
-            "of the run."
+            f"{path}: images are {inputs.dtype}. Give floating-point images, normalized like the "
+            "images of the run."
         )
     return Transformed(rows, scaling)
-
-
-def _named(array: np.ndarray) -> dict[str, np.ndarray]:
-    """The array of a file of one, by the name that models know: images have four dimensions."""
-    return {"image" if array.ndim == 4 else "x": array}
-
-
-def _images(folder: Path, config: Config) -> Examples:
-    """The images of a folder, decoded like the images of the run."""
-    if config.data.name not in OF_IMAGES:
-        raise UsageError(f"--data {folder} is a folder, but the run was not trained on images.")
-    return images_in(folder, **config.data.kwargs)
-
-
-def _rows(path: Path, kept: JsonObject) -> ArrayExamples:
-    """The rows of a table, encoded like those of the run."""
-    if "encoding" not in kept:
-        raise UsageError(
-            f"--data {path}: the run was not trained on a table, so it has no columns to read."
-        )
-    return rows_in(path, Encoding(**kept["encoding"]))
 
 
 def _classified(

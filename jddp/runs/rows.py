@@ -12,15 +12,12 @@ import numpy as np
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.reader import read_object
 from jddp.checkpoint.storage import local_copy
-from jddp.config.schema import Config
-from jddp.data import DataSet
 from jddp.data.examples import Concatenated, Examples
 from jddp.errors import ConfigError, DataError, UsageError, printable
 from jddp.job.job import batches_in_order
 from jddp.job.parts import find_source
 from jddp.job.trust import check_trust, is_trusted, refusal
 from jddp.runs.saved import config_in, kept_of_data
-from jddp.typing import JsonObject
 
 
 @dataclass(frozen=True)
@@ -39,15 +36,6 @@ class Rows:
     epoch: float
     examples: tuple[int, ...]
     names: tuple[str, ...]
-
-    def as_json(self) -> JsonObject:
-        """The same as values of JSON."""
-        return {
-            "step": self.step,
-            "epoch": self.epoch,
-            "examples": [*self.examples],
-            "names": [*self.names],
-        }
 
     def __str__(self) -> str:
         """A sentence, and a line for each example."""
@@ -88,23 +76,27 @@ def rows_of_step(run_dir: str | Path, step: int, *, trust: str | None = None) ->
     if not is_trusted("data.target", config, trust, run_dir):
         raise refusal("data.target", config, "the data by data.name")
     data = find_source(config).load()
-    _refuse_other_data(run_dir, data)
-    return _rows(run_dir, config, data, step)
-
-
-def _rows(run_dir: Path, config: Config, data: DataSet, step: int) -> Rows:
+    digest = kept_of_data(run_dir).get("sha256")
+    if digest and data.sha256 and data.sha256 != digest:
+        raise DataError(
+            f"The data have changed since the run began (sha256 {digest[:12]}, now "
+            f"{data.sha256[:12]}), and with them the examples of its steps. Restore the data."
+        )
     batches = batches_in_order(config, data, process_index=0, num_processes=1)
-    known, at = _newest(run_dir)
-    end = at + (step - known) * batches.global_batch_size
+    saved, position = 0, 0
+    if steps := finished(run_dir / "checkpoints"):
+        saved = steps[-1]
+        beside = read_object(run_dir / "checkpoints" / str(saved) / "run.json")
+        position = int(beside["position"]["state"]["position"])
+    end = position + (step - saved) * batches.global_batch_size
     first = end - batches.global_batch_size
-    left = (batches.positions_left().stop - at) // batches.global_batch_size
-    num_steps = config.train.num_steps or known + left
+    left = (batches.positions_left().stop - position) // batches.global_batch_size
+    num_steps = config.train.num_steps or saved + left
     if not (1 <= step <= num_steps and first >= 0):
         raise ConfigError(f"--step {step}: the steps of this run are 1 to {num_steps:,}.")
     examples = batches.examples_before({"position": end})
-    epoch = first / batches.num_examples
     names = _names_of(data.train, examples)
-    return Rows(step, epoch, tuple(np.asarray(examples).tolist()), names)
+    return Rows(step, first / batches.num_examples, tuple(map(int, examples)), names)
 
 
 def _names_of(train: Examples, examples: np.ndarray) -> tuple[str, ...]:
@@ -112,20 +104,3 @@ def _names_of(train: Examples, examples: np.ndarray) -> tuple[str, ...]:
         return tuple(train.places(examples))
     files = getattr(train, "files", None)
     return () if files is None else tuple(str(files[i]) for i in examples)
-
-
-def _newest(run_dir: Path) -> tuple[int, int]:
-    """The step of the newest checkpoint, and the position after it; zeros without one."""
-    if not (steps := finished(run_dir / "checkpoints")):
-        return 0, 0
-    beside = read_object(run_dir / "checkpoints" / str(steps[-1]) / "run.json")
-    return steps[-1], int(beside["position"]["state"]["position"])
-
-
-def _refuse_other_data(run_dir: Path, data: DataSet) -> None:
-    known = kept_of_data(run_dir).get("sha256")
-    if known and data.sha256 and data.sha256 != known:
-        raise DataError(
-            f"The data have changed since the run began (sha256 {known[:12]}, now "
-            f"{data.sha256[:12]}), and with them the examples of its steps. Restore the data."
-        )
