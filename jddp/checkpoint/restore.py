@@ -7,6 +7,7 @@ An optimizer's state may be whole or sharded, and is converted.
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from jddp.checkpoint.arrays import Described, Layouts, find_altered, layouts_in
 from jddp.checkpoint.folders import first_line
 from jddp.checkpoint.reader import read_described, read_object
 from jddp.engine.mesh import in_a_row, replicated, sharded
+from jddp.engine.moving_average import UNAVERAGED
 from jddp.engine.state import Layout, PerReplica, Replicated, TrainState, by_path, merged
 from jddp.errors import ConfigError, FileSystemError
 from jddp.reduce.shards import Shape
@@ -62,9 +64,13 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
       Damaged: If an array has changed.
       FileSystemError: If it cannot be read.
     """
-    wanted, here = by_path(like), layouts_of(like, layouts)
+    whole, here = by_path(like), layouts_of(like, layouts)
     try:
         described = read_described(folder)
+        # An earlier version averaged parameters alone.
+        wanted = {
+            n: x for n, x in whole.items() if n in described or not n.startswith("ema_state/")
+        }
         beside = read_object(folder / "run.json")
         there = layouts_in(described)
         if differ := difference(described, wanted, there, here):
@@ -89,8 +95,12 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
     if damage := find_altered(arrays, described):
         raise Damaged(damage)
     del beside["step"]
-    leaves = [_on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()]
-    state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    found = {n: _on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()}
+    if begun := whole.keys() - found.keys():
+        logging.getLogger("jddp").warning(UNAVERAGED, "begin it")
+        raw = {n: found[n.replace("ema", "model", 1)] for n in begun}
+        found |= {n: jnp.array(x, whole[n].dtype) for n, x in raw.items()}
+    state = jax.tree.unflatten(jax.tree.structure(like), [found[n] for n in whole])
     return Restored(int(folder.name), state, beside)
 
 

@@ -12,6 +12,7 @@ known by the names in their state, so that a checkpoint shows them too:
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
@@ -26,9 +27,13 @@ from jddp.errors import ConfigError, check_choice
 from jddp.modules.frozen import is_frozen
 from jddp.typing import Leaf, ModelState, Params
 
+log = logging.getLogger("jddp")
+
 # Fields of the states of such optimizers: one that shows it, and the one with other parameters.
 OTHERS = {"weight_sum": "z", "steps_since_sync": "cache"}
 FIELDS = {*OTHERS, *OTHERS.values(), "b1"}
+# Of a checkpoint of an earlier version.
+UNAVERAGED = "The checkpoint has no average of batch statistics: the ones of the raw parameters %s."
 
 
 @final
@@ -107,6 +112,8 @@ def first_average(model_state: ModelState) -> ModelState:
 def with_average(model_state: ModelState, ema_state: ModelState) -> ModelState:
     """The other state with the averages that there are, in its own dtypes."""
     found = by_path(ema_state)
+    if not found and jax.tree.leaves(first_average(model_state)):
+        log.warning(UNAVERAGED, "are evaluated")
     return jax.tree_util.tree_map_with_path(
         lambda path, x: found[name].astype(x.dtype) if (name := name_of(path)) in found else x,
         model_state,

@@ -13,6 +13,7 @@ from sweeps import swept
 from tiny import ConvNet, NnxConvNet, Of, loss_fn, make_batch
 
 import jddp
+from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.reader import read_arrays
 from jddp.checkpoint.weights import read_weights
 from jddp.commands.checkpoint import main
@@ -91,6 +92,30 @@ def test_frozen_parameters_and_state_of_whole_numbers_have_no_average():
     )
     mlp = Of(lambda m, x, train: nn.Dense(4)(x))
     assert not jax.tree.leaves(averaging(mlp).init(0, BATCHES[0]).ema_state)
+
+
+def test_a_checkpoint_without_averaged_statistics_resumes_from_the_raw_ones(tmp_path, caplog):
+    """As versions have written it that averaged parameters alone."""
+    ddp = averaging(batch_norm="local")
+    state, _ = ddp.step(ddp.init(0, BATCHES[0]), BATCHES[0])
+    older = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    layouts = ddp.steps.layouts(state).replace(ema_state=None)
+    older.save(1, state.replace(ema_state=None), {}, layouts)
+    older.close()
+    restored, _ = jddp.Checkpoints(tmp_path / "checkpoints").restore(ddp)
+    equal(restored.ema_state, state.model_state)
+    assert "batch statistics" in caplog.text
+    statistics = host(state.model_state)  # the step takes both
+    restored, _ = ddp.step(restored, BATCHES[1])
+    want = jax.tree.map(
+        lambda a, x: DECAY * a + (1 - DECAY) * x, statistics, host(restored.model_state)
+    )
+    close(restored.ema_state, want)
+    caplog.clear()
+    opened = jddp.open_run(tmp_path, model=ConvNet(), loss_fn=loss_fn, params="ema")
+    means = jax.tree.map(lambda x: x.mean(0), statistics)
+    close(opened._ddp.model(opened.state, "ema")["batch_stats"], means["batch_stats"])
+    assert "batch statistics" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["params", "ema"])
