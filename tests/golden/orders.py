@@ -5,7 +5,9 @@ import hashlib
 import io
 import json
 import tarfile
+from unittest import mock
 
+import datasets
 import jax
 import numpy as np
 from PIL import Image
@@ -154,7 +156,8 @@ def source(name, folder):
     make = SOURCES[name]
     kwargs = {} if make is None else make(folder)
     place = {} if make is None else {"directory": str(folder)}
-    data = make_source(name, kwargs=kwargs, **place).load()
+    with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", folder / "cache"):
+        data = make_source(name, kwargs=kwargs, **place).load()
     found = {}
     for part, examples in (("train", data.train), ("test", data.test)):
         if examples is not None:

@@ -134,19 +134,6 @@ def test_all_processes_together_read_what_one_would_augmentation_included(num_pr
         equal({name: np.concatenate([p[name] for p in parts]) for name in whole}, whole)
 
 
-def test_state_resumes_where_it_was_taken_and_reading_ahead_disturbs_nothing():
-    batches, resumed = images_of(size=4), images_of(size=4)
-    next(batches), next(batches)
-    state = batches.get_state()
-    expected = [next(batches) for _ in range(4)]
-    resumed.set_state(state)
-    assert state == {"position": 8}
-    ahead = batches.batch(8)
-    for batch in expected:
-        equal(next(resumed), batch)
-    equal(ahead, expected[0])
-
-
 def counted(batches):
     """The examples that count, batch by batch."""
     return [batch["x"][batch.get("mask", np.ones(len(batch["x"]))) > 0] for batch in batches]

@@ -336,14 +336,6 @@ def test_text_that_is_written_as_tokens_is_read_back(tmp_path):
     assert masked == len(TEXTS) - len(documents)  # the first of a shard is predicted by nobody
 
 
-def test_the_part_of_a_document_is_that_of_its_text(tmp_path):
-    written(tmp_path)
-    write_tokens(reversed(TEXTS), tmp_path / "again", tokenizer=BYTES)
-    for part in ("train-00000.npy", "test-00000.npy"):
-        one, other = (np.load(tmp_path / x / part).astype("u1") for x in ("tokens", "again"))
-        assert sorted(bytes(one).split(b"\0")) == sorted(bytes(other).split(b"\0"))
-
-
 @pytest.mark.parametrize("token", [-1, 300, 2**16 + 1])
 def test_a_token_beyond_the_vocabulary_is_refused_and_does_not_wrap(tmp_path, token):
     for encoded in ([1, token], np.array([1, token])):
@@ -379,14 +371,6 @@ def test_a_tokenizer_of_hugging_face_writes_its_own_tokens(tmp_path):
         tokenizer_in(tmp_path / "nothing.json")
 
 
-def test_tokens_of_an_earlier_version_have_no_known_bytes(tmp_path):
-    directory, index = written(tmp_path)
-    del index["bytes"]
-    (directory / "tokens.json").write_text(json.dumps(index))
-    source = make_source("tokens", directory=str(directory), kwargs={"sequence_length": 2})
-    assert source.bytes_per_token is None
-
-
 def test_documents_are_files_and_lines_of_jsonl(tmp_path):
     (tmp_path / "b").mkdir()
     for name, content in (
@@ -412,13 +396,6 @@ def test_documents_are_files_and_lines_of_jsonl(tmp_path):
 
 def test_bad_token_files_are_named_with_the_place(tmp_path):
     directory, _ = written(tmp_path)
-    path = directory / "train-00000.npy"
-    tokens = np.load(path)
-    tokens[77] = 300
-    np.save(path, tokens)
-    source = make_source("tokens", directory=str(directory), kwargs={"sequence_length": 8})
-    with pytest.raises(DataError, match=r"train-00000\.npy: token 300 at 77 is not in 0"):
-        source.load()
     for index in ("{", "{}", '{"vocab_size": null}'):
         (directory / "tokens.json").write_text(index)
         with pytest.raises(DataError, match=r"tokens\.json: not a whole index"):
@@ -462,12 +439,6 @@ def test_rows_are_dicts_of_a_list_or_of_grain_or_tuples_with_names():
     ):
         with pytest.raises(DataError, match=message):
             RowExamples(bad).take(np.array([0, 1]))
-
-
-@pytest.fixture(autouse=True)
-def cache_of_datasets(tmp_path, monkeypatch):
-    """A folder for the library's copies of Parquet files; they would be in the user's home."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.mark.parametrize("is_shown", [True, False])

@@ -21,15 +21,6 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage
 PIXELS = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
 
 
-@pytest.fixture(autouse=True)
-def cache_of_datasets(tmp_path, monkeypatch):
-    """A folder for the library's copies of Parquet files, which writes without progress bars."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
-
-
 @pytest.fixture
 def started(tmp_path, monkeypatch):
     """The file that Ghostscript would leave, where a program of that name is on the path."""

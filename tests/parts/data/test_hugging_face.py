@@ -17,11 +17,10 @@ SHARE = Share(0, 1)
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path, monkeypatch):
-    """No network, and a cache of its own."""
+def offline(monkeypatch):
+    """No network."""
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 
 from jddp.data import ArrayExamples, MixtureOrder, TrainBatches, source_of
 from jddp.data.examples import Concatenated
-from jddp.data.order import Order
 from jddp.data.source import mixed_source
 from jddp.errors import ConfigError
 
@@ -52,16 +51,6 @@ def test_after_an_epoch_all_examples_of_a_source_were_taken_equally_often(sizes,
         counts = np.bincount(examples, minlength=sum(sizes))
         for part in np.split(counts, np.cumsum(sizes)[:-1]):
             assert part.max() - part.min() <= 1
-
-
-def test_passes_over_a_small_source_follow_each_other():
-    order = MixtureOrder((5, 200), (0.5, 0.5), seed=0)
-    examples = order.examples_at(np.arange(3 * order.num_examples))
-    counts = np.zeros(5, int)
-    for example in examples[examples < 5]:
-        counts[example] += 1
-        assert counts.max() - counts.min() <= 2
-    assert counts.min() > 50
 
 
 def test_a_weight_is_the_decimal_number_that_is_written():
@@ -156,14 +145,6 @@ def test_a_mixture_trains_on_shares_and_is_tested_on_all():
     assert (data.order(0).examples_at(np.arange(16)) < 4).sum() == 12
     assert "0.75 of one (3 times), 0.25 of two (0.333 times): 16 train / 4" in data.description
     assert data.test.take(np.arange(4))["x"].tolist() == [0, 1, 4, 5]
-
-
-def test_one_source_alone_is_in_an_order_of_whole_epochs():
-    order = MixtureOrder((7,), (1.0,), seed=0)
-    for first in (0, 7, 14):
-        epoch = order.examples_at(np.arange(first, first + 7))
-        own = Order(7, 0).examples_at(np.arange(first, first + 7))
-        assert sorted(epoch) == sorted(own) == [*range(7)]
 
 
 def test_bytes_of_a_token_are_known_of_a_mixture_if_all_sources_have_as_many():
