@@ -1,8 +1,6 @@
 """Formats: each read back as it was written, and refused where it is damaged."""
 
-import dataclasses
 import gzip
-import json
 import pickle
 import sys
 import zipfile
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jddp.commands.data import main
 from jddp.data import (
     RowExamples,
     eval_batches,
@@ -28,13 +25,6 @@ from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.tokens import TokenExamples
 from jddp.data.transforms import CropAndFlip
 from jddp.errors import ConfigError, DataError, FileSystemError
-from jddp.workbench.tokenize import (
-    BYTES,
-    documents_in,
-    tokenizer_in,
-    tokens_of,
-    write_tokens,
-)
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
 Y = np.arange(8) % 4
@@ -304,121 +294,6 @@ def test_windows_of_shards_are_of_each_and_first_tokens_of_documents_are_not_pre
     documents = [np.array([0, 3, 4]), np.array([0])]
     examples = TokenExamples(np.arange(9), np.arange(9), sequence_length=4, documents=documents)
     assert take_all(examples)["mask"].tolist() == [[1, 1, 0, 0], [1] * 4, [1] * 4, [1] * 4]
-
-
-TEXTS = [f"document {i} of some length " * (i % 3 + 1) for i in range(40)]
-
-
-def written(tmp_path, tokenizer=None, **options):
-    directory = tmp_path / "tokens"
-    index = write_tokens(TEXTS, directory, tokenizer=tokenizer or BYTES, **options)
-    return directory, index
-
-
-def test_text_that_is_written_as_tokens_is_read_back(tmp_path):
-    directory, index = written(tmp_path, shard_tokens=300)
-    kwargs = {"sequence_length": 1, "documents": "mask"}
-    source = make_source("tokens", directory=str(directory), kwargs=kwargs)
-    data = source.load()
-    assert spec_of(data.train) == source.spec
-    assert json.loads((directory / "tokens.json").read_text()) == index
-    seen, counts = [], {"train": 0, "test": 0}
-    documents = list(directory.glob("*.documents.npy"))
-    for path in documents:
-        shard = np.load(path.with_name(path.name.replace(".documents", ""))).astype(np.uint8)
-        texts = np.split(shard, np.load(path)[1:])
-        seen += [bytes(text).removesuffix(b"\0").decode() for text in texts]
-        counts[path.name.partition("-")[0]] += len(shard)
-    assert sorted(seen) == sorted(TEXTS)
-    assert counts == index["tokens"]
-    assert len(documents) > 3
-    masked = sum((1 - take_all(part)["mask"]).sum() for part in (data.train, data.test))
-    assert masked == len(TEXTS) - len(documents)  # the first of a shard is predicted by nobody
-
-
-@pytest.mark.parametrize("token", [-1, 300, 2**16 + 1])
-def test_a_token_beyond_the_vocabulary_is_refused_and_does_not_wrap(tmp_path, token):
-    for encoded in ([1, token], np.array([1, token])):
-        coder = dataclasses.replace(BYTES, encode=lambda text, x=encoded: x)
-        with pytest.raises(ConfigError, match=f"gives token {token}, and its vocab_size is 256"):
-            written(tmp_path, coder)
-
-
-def test_a_tokenizer_of_hugging_face_writes_its_own_tokens(tmp_path):
-    import tokenizers
-
-    words = sorted({word for text in TEXTS for word in text.split()} | {"[UNK]", "<end>"})
-    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    path = tmp_path / "words.json"
-    tokenizer.save(str(path))
-    directory, index = written(tmp_path, tokenizer_in(path, end_of_document="<end>"))
-    assert (index["tokenizer"], index["vocab_size"]) == ("words.json", len(words))
-    assert sum(index["bytes"].values()) == sum(len(text) for text in TEXTS)
-    source = make_source("tokens", directory=str(directory), kwargs={"sequence_length": 2})
-    assert source.bytes_per_token == index["bytes"]["test"] / index["tokens"]["test"] > 3
-    tokens = np.load(directory / "train-00000.npy")
-    texts = " ".join(words[i] for i in tokens).split(" <end>")
-    assert set(" ".join(t.split()) for t in texts if t) < {" ".join(t.split()) for t in TEXTS}
-    coder = tokenizer_in(path)
-    assert tokens_of("some document", coder) == [words.index("some"), words.index("document")]
-    with pytest.raises(ConfigError, match="words.json has no token for 'neé' in the prompt"):
-        tokens_of("some neé document", coder)
-    with pytest.raises(ConfigError, match="has no token '<eos>'"):
-        tokenizer_in(path, end_of_document="<eos>")
-    with pytest.raises(ConfigError, match=r"nothing\.json: not a Hugging Face tokenizer file"):
-        tokenizer_in(tmp_path / "nothing.json")
-
-
-def test_documents_are_files_and_lines_of_jsonl(tmp_path):
-    (tmp_path / "b").mkdir()
-    for name, content in (
-        *(("b/two.txt", b"two"), ("b/one.txt", b"one"), ("bad.txt", b"abc\xff")),
-        ("three.jsonl", b'{"text": "three"}\n{"text": "four"}\n'),
-        ("bad.jsonl", b'{"text": "three"}\n{"txt": 3}\n'),
-        ("null.jsonl", b'{"text": null}\n'),
-        ("half.jsonl", b'{"text": "\\ud83d"}\n'),
-    ):
-        (tmp_path / name).write_bytes(content)
-    found = documents_in([tmp_path / "b", tmp_path / "three.jsonl"])
-    assert [*found] == ["one", "two", "three", "four"]
-    for name, message in (
-        ("bad.jsonl", r'bad\.jsonl: line 2 is not an object with "text"'),
-        ("null.jsonl", r'null\.jsonl: line 1 is not an object with "text"'),
-        ("half.jsonl", r'half\.jsonl: line 1 is not an object with "text"'),
-        ("bad.txt", r"bad\.txt: not UTF-8 at byte 3"),
-        ("none.txt", r"none\.txt: No such file"),
-    ):
-        with pytest.raises(DataError, match=message):
-            [*documents_in([tmp_path / name])]
-
-
-def test_bad_token_files_are_named_with_the_place(tmp_path):
-    directory, _ = written(tmp_path)
-    for index in ("{", "{}", '{"vocab_size": null}'):
-        (directory / "tokens.json").write_text(index)
-        with pytest.raises(DataError, match=r"tokens\.json: not a whole index"):
-            make_source("tokens", directory=str(directory), kwargs={"sequence_length": 8})
-    with pytest.raises(ConfigError, match=r"holds \.npy files already"):
-        written(tmp_path)
-    with pytest.raises(DataError, match="test got no document"):
-        write_tokens(TEXTS[:1], tmp_path / "few", tokenizer=BYTES)
-    with pytest.raises(ConfigError, match="between 0 and 1"):
-        write_tokens(TEXTS, tmp_path / "all", tokenizer=BYTES, test_share=1.0)
-
-
-def test_the_command_writes_tokens_and_says_how_to_train(tmp_path, capsys):
-    for i, text in enumerate(TEXTS):
-        (tmp_path / f"{i}.txt").write_text(text)
-    texts = [str(tmp_path / f"{i}.txt") for i in range(len(TEXTS))]
-    assert main(["tokenize", str(tmp_path / "out"), *texts]) == 0
-    said = capsys.readouterr().out
-    assert f"data.name=tokens data.dir={tmp_path / 'out'}" in said
-    assert "vocab_size 256" in said
-    assert main(["tokenize", str(tmp_path / "out"), *texts]) == 2
-    assert "holds .npy files already" in capsys.readouterr().err
-    assert main(["tokenize", str(tmp_path / "more"), str(tmp_path / "none")]) == 65
 
 
 def test_rows_are_dicts_of_a_list_or_of_grain_or_tuples_with_names():

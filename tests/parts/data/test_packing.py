@@ -8,7 +8,6 @@ from jddp.data.packing import pack_items
 from jddp.data.source import spec_of
 from jddp.data.sources.tokens import PackedExamples
 from jddp.errors import ConfigError, DataError
-from jddp.workbench.tokenize import BYTES, write_tokens
 
 
 def best_fit_decreasing(lengths, capacity):
@@ -87,24 +86,6 @@ def test_padding_of_the_standard_library_is_below_one_token_in_fifty():
     assert data.train.padding < 0.02
     assert data.test.padding < 0.02
     assert spec_of(data.train) == source.spec
-
-
-def test_written_tokens_are_packed_and_their_description_has_the_padding(tmp_path):
-    texts = [f"document {i} " * (i % 5 + 1) for i in range(60)]
-    write_tokens(texts, tmp_path / "tokens", tokenizer=BYTES, shard_tokens=500)
-    kwargs = {"sequence_length": 63, "documents": "pack"}
-    source = make_source("tokens", directory=str(tmp_path / "tokens"), kwargs=kwargs)
-    data = source.load()
-    assert spec_of(data.train) == source.spec
-    assert f"packed with {100 * data.train.padding:.2g} % padding" in data.description
-    found = [text for part in (data.train, data.test) for text in documents_of(part)]
-    assert sorted(found) == sorted(text.encode() for text in texts)
-
-
-def documents_of(examples):
-    """The texts in rows, which end with zeros, as padding does."""
-    rows = all_of(examples)["tokens"].astype("u1")
-    return [text for row in rows for text in bytes(row).split(b"\0") if text]
 
 
 def test_another_word_for_documents_is_refused():
