@@ -57,8 +57,10 @@ class ArrayExamples:
         self._arrays |= {name: x for name, x in arrays.items() if isinstance(x, np.memmap)}
         for name, array in self._arrays.items():
             if array.ndim == 0 or array.dtype.kind not in "biuf":
-                found = f"{array.dtype}{array.shape}"
-                raise DataError(f"array '{name}' is {found}. It needs rows of numbers or booleans.")
+                raise DataError(
+                    f"array '{name}' is {array.dtype}{array.shape}. It needs rows of numbers or "
+                    "booleans."
+                )
             if not isinstance(array, np.memmap):
                 check_numbers(name, array, range(len(array)))
         lengths = {name: len(array) for name, array in self._arrays.items()}
@@ -137,10 +139,10 @@ def check_numbers(name: str, array: np.ndarray, row_names: Sequence[int] | np.nd
     is_wrong = ~((limits.min <= array) & (array <= limits.max))
     wrong_rows = np.flatnonzero(is_wrong.reshape(len(array), -1).any(1))
     first = array[is_wrong][0]
-    what = f"holds {first}, which needs 64 bits" if np.isfinite(first) else "holds NaN or infinity"
+    mistake = f"{first}, which needs 64 bits" if np.isfinite(first) else "NaN or infinity"
     raise DataError(
-        f"array '{name}' {what}, first in row {row_names[wrong_rows[0]]}. Remove or fix the "
-        f"{len(wrong_rows)} rows with such numbers."
+        f"array '{name}' holds {mistake}, first in row {row_names[wrong_rows[0]]}. Remove or fix "
+        f"the {len(wrong_rows)} rows with such numbers."
     )
 
 
@@ -198,10 +200,9 @@ class RowExamples:
         shapes = {array.shape for array in arrays}
         if len(shapes) > 1 or not {array.dtype.kind for array in arrays} <= {*"biuf"}:
             dtypes = ", ".join(sorted({str(array.dtype) for array in arrays}))
-            found = f"{dtypes} of shapes {sorted(shapes)}"
             raise DataError(
-                f"{name!r} of the data is {found}. Rows must hold numbers, all of one shape: "
-                "convert, pad or leave out that part before training."
+                f"{name!r} of the data is {dtypes} of shapes {sorted(shapes)}. Rows must hold "
+                "numbers, all of one shape: convert, pad or leave out that part before training."
             )
         return in_32_bits(name, np.stack(arrays), indices)
 

@@ -126,12 +126,12 @@ def _map_at(path: Path, offset: int, where: str) -> np.ndarray:
         read_header = read_array_header_1_0 if is_old else read_array_header_2_0
         shape, is_fortran, dtype = read_header(file)
         begin = file.tell()
-        there = os.fstat(file.fileno()).st_size
+        num_bytes = os.fstat(file.fileno()).st_size
     if dtype.hasobject:
         raise DataError(f"{where}: holds Python objects, which are not read. Write numbers.")
     end = begin + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if end > there:
-        raise DataError(f"{where}: cut off at byte {there:,} of {end:,}. Write it again.")
+    if end > num_bytes:
+        raise DataError(f"{where}: cut off at byte {num_bytes:,} of {end:,}. Write it again.")
     if end == begin:
         return np.zeros(shape, dtype)
     return MappedArray(path, dtype, "r", begin, shape, "F" if is_fortran else "C")
@@ -152,10 +152,10 @@ def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
     with refusing_damage(path, "gzip file" if path.suffix == ".gz" else "IDX file"):
         content = path.read_bytes()
         plain = gzip.decompress(content) if path.suffix == ".gz" else content
-    found = sha256(plain).hexdigest()
-    if sha256_hex is not None and found != sha256_hex:
+    digest = sha256(plain).hexdigest()
+    if sha256_hex is not None and digest != sha256_hex:
         raise DataError(
-            f"{path}: altered: unpacked, its sha256 is {found[:12]}..., expected "
+            f"{path}: altered: unpacked, its sha256 is {digest[:12]}..., expected "
             f"{sha256_hex[:12]}.... Put the original in its place."
         )
     return parse_idx(plain, called=str(path))

@@ -160,8 +160,8 @@ class _Splits:
     def _saved(self, split: str, where: str) -> Any:
         assert self.directory is not None
         if not (self.directory / split).is_dir():
-            there = sorted(x.parent.name for x in self.directory.glob("*/state.json"))
-            splits = f"The splits there are: {', '.join(there)}. " if there else ""
+            names = sorted(x.parent.name for x in self.directory.glob("*/state.json"))
+            splits = f"The splits there are: {', '.join(names)}. " if names else ""
             raise DataError(f"{where}: no such folder. {splits}It is needed; see data.dir.")
         with reading(where) as datasets:
             rows = datasets.load_from_disk(where)
@@ -176,12 +176,12 @@ class _Splits:
             try:
                 return datasets.load_dataset(self.path, self.config, **options)
             except ConnectionError as error:
-                given = [repr(x) for x in (self.path, self.config) if x is not None]
-                given += [f"revision={self.revision!r}"] if self.revision is not None else []
+                arguments = [repr(x) for x in (self.path, self.config) if x is not None]
+                arguments += [f"revision={self.revision!r}"] if self.revision is not None else []
                 raise DataError(
                     f"{self.where(split)}: {_line(error)}. Load it once where there is a network, "
                     'with the same HF_HOME: python -c "import datasets; '
-                    f'datasets.load_dataset({", ".join(given)})"; or give a folder of '
+                    f'datasets.load_dataset({", ".join(arguments)})"; or give a folder of '
                     "DatasetDict.save_to_disk as data.dir."
                 ) from error
 
@@ -205,7 +205,7 @@ def reading(where: object, way_out: str = "Write it again.") -> Iterator[Any]:
         if is_ours and not datasets.are_progress_bars_disabled():
             datasets.disable_progress_bars()
             afterwards.callback(datasets.enable_progress_bars)
-        for name in ("datasets", "huggingface_hub"):  # of their own view of what is raised too
+        for name in ("datasets", "huggingface_hub"):  # which log errors that are raised too
             logger = logging.getLogger(name)
             afterwards.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.CRITICAL)
@@ -372,7 +372,7 @@ class RowStream:
 
     @property
     def resumes_exactly(self) -> bool:
-        """Whether a position is that of the next row; rows in a buffer are left out."""
+        """Whether the next row is at the position; rows in a buffer are left out."""
         return not self.num_divisions
 
     def __iter__(self) -> Iterator[NumpyBatch]:

@@ -44,10 +44,10 @@ class FolderExamples:
       root: Folder with one folder for each class.
       image_size: Height and width of the images that are returned, in pixels.
       margin: Fraction of the shorter side that is cropped, half of it on each side.
-      keep_undecodable: Whether an image that does not decode becomes a black one of mask 0; it is
-        an error otherwise.
-      is_labelled: Whether there is a folder for each class; otherwise all images in the folder and
-        below it are used, with label 0.
+      keep_undecodable: Whether an image that does not decode becomes a black one of mask 0;
+        without, it is an error.
+      is_labelled: Whether there is a folder for each class; without, all images in the folder and
+        below it have label 0.
       files: Paths of the images, relative to `root`, in their order.
       classes: Names of the classes, in the order of their numbers.
 
@@ -137,8 +137,10 @@ def _images_in(folder: Path) -> list[Path]:
     images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
     for path in images:
         if not (path.is_file() or path.is_dir()):
-            what = "a link that leads to no file, a named pipe or a device"
-            raise DataError(f"{_shown(path)}: {what}, not an image. Remove it.")
+            raise DataError(
+                f"{_shown(path)}: a link that leads to no file, a named pipe or a device, not an "
+                "image. Remove it."
+            )
     return [path for path in images if path.is_file()]
 
 
@@ -218,8 +220,9 @@ def image_folder(
     if masks:
         spec["mask"] = ((), np.dtype("float32"))
     root = directory if test_share is not None else directory / "train"
-    found = num_classes or (len(_class_folders(root)) if root.is_dir() else 0)
-    return DataSource(spec, load, (CropAndFlip(),), {"num_classes": found} if found else {})
+    num_folders = num_classes or (len(_class_folders(root)) if root.is_dir() else 0)
+    sizes = {"num_classes": num_folders} if num_folders else {}
+    return DataSource(spec, load, (CropAndFlip(),), sizes)
 
 
 def images_in(
@@ -239,5 +242,5 @@ def images_in(
       std: Divisor after that.
       **others: Arguments of `image_folder` that concern labels, or images that do not decode.
     """
-    found = FolderExamples(directory, image_size, TEST_MARGIN, is_labelled=False)
-    return Transformed(found, normalize(mean, std))
+    images = FolderExamples(directory, image_size, TEST_MARGIN, is_labelled=False)
+    return Transformed(images, normalize(mean, std))

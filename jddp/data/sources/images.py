@@ -73,7 +73,7 @@ def decode_image(
 
     Args:
       file: Content of its file, in one of `FORMATS`.
-      size: Height and width of the result; None for those of the image.
+      size: Height and width of the result; None to keep the size of the image.
       margin: Fraction of the shorter side that is cropped, half of it on each side.
       mode: Mode of Pillow. "RGB" makes uint8 `(height, width, 3)`; "L" uint8 `(height, width)`,
         grey; None the latter if the image is grey, and the former if it is not. Pixels in other

@@ -34,7 +34,7 @@ from jddp.typing import JsonObject
 ENDINGS = (".csv", ".parquet")
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null", "None")  # for numbers
 FILL = "fill_missing"
-FILE, ROW = "\0file", "\0row"  # columns beside those of the files: where a row is
+FILE, ROW = "\0file", "\0row"  # two more columns: the place of a row
 
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(?i:inf|infinity)$"
 _WHOLE = re.compile(r"^(-?(?:0|[1-9][0-9]*))\.0*$")  # "1.0"
@@ -159,11 +159,11 @@ class Encoding:
         for i, (name, mean) in enumerate(self.means.items()):
             numbers = _numbers(rows, name, fills=self.fills_missing)
             x[:, i] = np.nan_to_num((numbers - mean) / self.stds[name])
-        found = [
+        categories = [
             _numbers_of(rows, name, known, unseen=len(known) if self.reserves_unseen else None)
             for name, known in self.categories.items()
         ]
-        return {"x": x, **({"categories": np.stack(found, 1)} if found else {})}
+        return {"x": x, **({"categories": np.stack(categories, 1)} if categories else {})}
 
     def to_json(self) -> JsonObject:
         """The arguments that make it again; without those that the manifests of old runs lack."""
@@ -171,7 +171,7 @@ class Encoding:
 
 
 def rows_in(path: Path, encoding: Encoding) -> ArrayExamples:
-    """The inputs of a CSV or Parquet file, encoded like those of a run.
+    """The inputs of a CSV or Parquet file, encoded like the inputs of a run.
 
     Raises:
       DataError: As for `table`.
@@ -189,10 +189,10 @@ def _read(files: Sequence[Path], names: list[str]) -> Any:
     columns = {}
     for name in names:
         types = {part[name].type for part in parts}
-        found = [part[name] for part in parts]
+        pieces = [part[name] for part in parts]
         if len(types) > 1 or not _is_numeric(types.pop()):
-            found = [_text(path, name, column) for path, column in zip(files, found, strict=True)]
-        columns[name] = arrow.chunked_array([chunk for column in found for chunk in column.chunks])
+            pieces = [_text(path, name, piece) for path, piece in zip(files, pieces, strict=True)]
+        columns[name] = arrow.chunked_array([chunk for piece in pieces for chunk in piece.chunks])
     lengths = [len(part) for part in parts]
     numbers = np.repeat(np.arange(len(files)), lengths)
     columns[FILE] = arrow.DictionaryArray.from_arrays(numbers, [*map(str, files)])
@@ -319,15 +319,15 @@ def _numbers_of(
     known |= {x: i for i, x in enumerate(categories)}
     unique = texts.dictionary.to_pylist()
     numbers = np.array([known.get(x, known.get(_canonical(x), -1)) for x in unique], np.int32)
-    found = numbers[texts.indices.to_numpy()]
-    is_unseen = found < 0
+    numbers = numbers[texts.indices.to_numpy()]
+    is_unseen = numbers < 0
     if unseen is None:
         rule = f"none of the {len(categories)} categories of the training part"
         _refuse(rows, name, is_unseen, rule)
     elif is_unseen.all():
         text = "%s: column %r has no category of the training part."
         logging.getLogger("jddp").warning(text, rows[FILE][0], name)
-    return np.where(is_unseen, np.int32(unseen or 0), found)
+    return np.where(is_unseen, np.int32(unseen or 0), numbers)
 
 
 def _refuse(rows: Any, name: str, is_wrong: np.ndarray, rule: str) -> None:

@@ -91,8 +91,8 @@ def _known_in(index: Path) -> tuple[str, int | None, float | None]:
         return "", None, None
     require_file(index)
     with refusing_damage(index, "index"):
-        found = json.loads(index.read_text())
-        return str(found.get("tokenizer", "")), int(found["vocab_size"]), _bytes_per_token(found)
+        facts = json.loads(index.read_text())
+        return str(facts.get("tokenizer", "")), int(facts["vocab_size"]), _bytes_per_token(facts)
 
 
 def _bytes_per_token(index: JsonObject) -> float | None:
@@ -132,12 +132,12 @@ def python_stdlib(*, sequence_length: int = 256, documents: str = "cross") -> Da
 
 def source_files(root: Path) -> list[Path]:
     """The source files under `root` that count as text: relative paths, in a fixed order."""
-    found = []
+    files = []
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if _is_text(name)]
         here = Path(directory).relative_to(root)
-        found += [here / name for name in names if name.endswith(".py") and _is_text(name)]
-    return sorted(found, key=Path.as_posix)
+        files += [here / name for name in names if name.endswith(".py") and _is_text(name)]
+    return sorted(files, key=Path.as_posix)
 
 
 def _is_text(name: str) -> bool:
@@ -324,8 +324,8 @@ class TokenExamples:
 
 
 def _are_in(places: np.ndarray, rising: np.ndarray) -> np.ndarray:
-    found = np.searchsorted(rising, places)
-    return rising[np.minimum(found, len(rising) - 1)] == places if len(rising) else found < 0
+    nearest = np.searchsorted(rising, places)
+    return rising[np.minimum(nearest, len(rising) - 1)] == places if len(rising) else nearest < 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,8 +44,8 @@ class SampleExamples:
       rows: A `Dataset` of samples.
       image_size: Height and width of images, in pixels; None for samples without "image".
       margin: Fraction of the shorter side that is cropped, half of it on each side.
-      keep_undecodable: Whether an image that does not decode becomes a black one of mask 0; it is
-        an error otherwise.
+      keep_undecodable: Whether an image that does not decode becomes a black one of mask 0;
+        without, it is an error.
 
     Raises:
       DataError: If labels are no whole numbers from 0 on, or need 64 bits.
@@ -203,11 +203,11 @@ def _column(where: str, rows: Any, name: str, text: str) -> str:
     wanted = {f"{ending}.{key}" if key else ending for ending in endings.split(";")}
     columns = [column for column in rows.column_names if column.lower() in wanted]
     if len(columns) != 1:
-        there = ", ".join(column for column in rows.column_names if column not in PLACE)
+        endings_there = ", ".join(column for column in rows.column_names if column not in PLACE)
         raise DataError(
-            f"{where}: a sample has the members {printable(there)}, and '{name}' is to be one of "
-            f"{text}. A name ends at its first dot. Rename the members of all samples, or choose "
-            "others: data.kwargs.members."
+            f"{where}: a sample has the members {printable(endings_there)}, and '{name}' is to be "
+            f"one of {text}. A name ends at its first dot. Rename the members of all samples, or "
+            "choose others: data.kwargs.members."
         )
     missing = np.flatnonzero(rows.data.column(columns[0]).is_null())
     if len(missing):

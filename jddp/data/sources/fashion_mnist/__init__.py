@@ -1,4 +1,4 @@
-"""Fashion-MNIST: 28 x 28 grey images of clothes in ten classes, beside this file.
+"""Fashion-MNIST: 28 x 28 grey images of clothes in ten classes, in this folder.
 
 There are two sources, which are never mixed; neither replaces the other silently:
 
@@ -111,7 +111,7 @@ def _load(source: str, root: Path, num_held_out: int) -> DataSet:
 
 def _last_of_each_class(labels: np.ndarray, num_of_each: int) -> np.ndarray:
     """Whether each example is one of the last of its class."""
-    found = np.zeros(len(labels), bool)
+    is_last = np.zeros(len(labels), bool)
     for label in range(NUM_CLASSES):
-        found[np.flatnonzero(labels == label)[-num_of_each:]] = True
-    return found
+        is_last[np.flatnonzero(labels == label)[-num_of_each:]] = True
+    return is_last
