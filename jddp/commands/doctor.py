@@ -26,7 +26,7 @@ ACCEPTANCE = Path(__file__).parents[2] / "benchmarks" / "gpu_acceptance.py"  # o
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    return run_command(lambda: _run(_parser().parse_args(argv)))
+    return run_command(lambda: _act(_parser().parse_args(argv)))
 
 
 def _parser() -> Parser:
@@ -47,7 +47,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _act(arguments: argparse.Namespace) -> int:
     if arguments.gpu_acceptance is not None:
         return _accept(arguments)
     if arguments.config:

@@ -31,10 +31,10 @@ from jddp.names.plugins import tool
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code of the first process that failed, or 0."""
-    return run_command(lambda: _run(_parser().parse_args(argv)))
+    return run_command(lambda: _launch(_parser().parse_args(argv)))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _launch(arguments: argparse.Namespace) -> int:
     if arguments.start_seconds is not None:
         os.environ[START] = str(arguments.start_seconds)  # which the processes inherit
     return run_launch(plan_launch(arguments))
@@ -136,15 +136,15 @@ def _parser() -> Parser:
     parser = Parser(prog="python -m jddp.launch", usage=usage, description=about)
 
     def add(name: str, peer: str = "", **how: object) -> None:
-        how = {"metavar": "N"} | how if how.get("type") in (_positive, _count) else how
+        how = {"metavar": "N"} | how if how.get("type") in (_positive, _whole_number) else how
         peers = (peer, peer.replace("-", "_").replace("__", "--", 1)) if peer else ()
         parser.add_argument(*dict.fromkeys((name, *peers)), **how)  # type: ignore[arg-type]
 
     add("--num-processes", "--nproc-per-node", type=_positive, help="processes per node (1)")
     add("--devices-per-process", type=_positive, help="GPUs, or CPU devices, of each process")
-    add("--max-restarts", "--max-restarts", type=_count, help="restarts of the job (0)")
+    add("--max-restarts", "--max-restarts", type=_whole_number, help="restarts of the job (0)")
     add("--num-nodes", "--nnodes", type=_positive, help="machines of the job (1)")
-    add("--node-rank", "--node-rank", type=_count, help="number of this machine, from 0")
+    add("--node-rank", "--node-rank", type=_whole_number, help="number of this machine, from 0")
     add("--coordinator", help="host:port on node 0; with one node, a free port")
     add("--min-processes", type=_positive, help="elastic: fewest processes to resume with")
     add("--master-addr", "--master-addr", help="host of --coordinator")
@@ -158,10 +158,10 @@ def _parser() -> Parser:
     return parser
 
 
-def _count(text: str, least: int = 0) -> int:
+def _whole_number(text: str, least: int = 0) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} up")
     return int(text)
 
 
-_positive = functools.partial(_count, least=1)
+_positive = functools.partial(_whole_number, least=1)

@@ -81,7 +81,7 @@ def collect(key: str, value: str, *, timeout_seconds: float) -> list[str]:
     """
     if num_processes() == 1:
         return [value]
-    number = _count(key)
+    number = _next_use(key)
     name = f"jddp/{key}/{number}"
     if process_index() != 0:
         publish(f"{name}/{process_index()}", value)
@@ -98,7 +98,7 @@ def collect(key: str, value: str, *, timeout_seconds: float) -> list[str]:
     return values
 
 
-def _count(key: str) -> int:
+def _next_use(key: str) -> int:
     """The number of this use of a key, from 1."""
     with _lock:
         _uses[key] += 1
@@ -108,7 +108,7 @@ def _count(key: str) -> int:
 def _exchange(key: str, value: str, senders: range, timeout_seconds: float) -> list[str]:
     if num_processes() == 1:
         return [value]
-    name = f"jddp/{key}/{_count(key)}"
+    name = f"jddp/{key}/{_next_use(key)}"
     if process_index() in senders:
         publish(f"{name}/{process_index()}", value)
     values = []

@@ -139,7 +139,7 @@ def _wait_for_others(listening: contextlib.ExitStack) -> None:
     listening.close()  # At exit Python aborts a thread that is inside of JAX.
     service.try_publish(f"{_LEFT}/{me}", json.dumps(process.exit_code))
     while len(service.published(_LEFT)) < service.num_processes() and time.monotonic() < until:
-        if _read(_POLL_SECONDS) is not None:
+        if _first_failure(_POLL_SECONDS) is not None:
             service.try_publish(f"{_GONE}/{me}", "")
             if me == 0:
                 _outlast(range(1, service.num_processes()), _LINGER_SECONDS)
@@ -154,7 +154,7 @@ def end_job(code: int, error: BaseException) -> NoReturn:
       error: Exception that has ended it.
     """
     is_consequence = _is_consequence(error)
-    first = _read(2 * _MOMENT) if is_consequence else None
+    first = _first_failure(2 * _MOMENT) if is_consequence else None
     with _leaving:
         if first is not None:
             _follow(first)
@@ -163,7 +163,7 @@ def end_job(code: int, error: BaseException) -> NoReturn:
         if is_consequence:
             report(headline(failure))
         service.try_publish(_KEY, json.dumps(failure))  # unless another was faster
-        _exit(code, _read(_MOMENT) or failure)
+        _exit(code, _first_failure(_MOMENT) or failure)
 
 
 def _is_consequence(error: BaseException) -> bool:
@@ -188,7 +188,7 @@ def _listen() -> bool:
     found = read_failure(Path(file))
     if found and found["exit_code"] != ExitCode.HANG:  # of which all know
         service.try_publish(_KEY, json.dumps(found))
-    first = _read(0.5)
+    first = _first_failure(0.5)
     if first is not None and first["process"] != service.process_index():
         time.sleep(_MOMENT)
         with _leaving:
@@ -221,7 +221,7 @@ def host_of(number: int) -> str | None:
     return service.published(_HOST).get(number)
 
 
-def _read(seconds: float) -> JsonObject | None:
+def _first_failure(seconds: float) -> JsonObject | None:
     """The failure of the first process that failed, if one does in this time."""
     text = service.try_read(_KEY, seconds)
     return None if text is None else dict(json.loads(text))

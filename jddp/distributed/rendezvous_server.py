@@ -127,7 +127,7 @@ class RendezvousServer:
             if now > until:
                 raise self._missing(infos, mine.count, seconds)
             missing = f"{mine.count - len(infos)} of {mine.count} {self._plural(mine.count)}"
-            which = _numbers(infos, mine.count)
+            which = _first_missing(infos, mine.count)
             notice.give(f"waiting for {missing} at {self.address} ({self.kind} {which})")
             self._receive(POLL_SECONDS)
 
@@ -206,7 +206,7 @@ class RendezvousServer:
         client.close()
 
     def _missing(self, infos: Infos, count: int, seconds: float) -> CoordinatorError:
-        who = f"{self._plural(count - len(infos))} {_numbers(infos, count)}"
+        who = f"{self._plural(count - len(infos))} {_first_missing(infos, count)}"
         return CoordinatorError(
             f"{who} of {count} did not connect to {self.address} within {seconds:.0f} s. Was each "
             "started, with its own number, and can it reach this address?"
@@ -262,7 +262,7 @@ def _refuse(client: Connection, error: Error) -> None:
     client.send({"error": str(error), "is_missing": isinstance(error, CoordinatorError)})
 
 
-def _numbers(infos: Infos, count: int) -> str:
+def _first_missing(infos: Infos, count: int) -> str:
     """The first numbers of members that are missing."""
     numbers = [str(number) for number in range(count) if number not in infos]
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""

@@ -31,7 +31,7 @@ from jddp.distributed.signals import Hearing, leave_early
 _ANSWER_SECONDS = 30.0  # in which the threads of all processes answer
 _DAY = 86_400.0  # no limit: the watchdog, or the end of another process, ends the wait
 _LAST_SECONDS = 600.0  # from the end of the first process to the end of the last
-_numbers = itertools.count()
+_openings = itertools.count()
 
 
 class Request(NamedTuple):
@@ -55,7 +55,7 @@ class Requests:
 
     def __init__(self) -> None:
         self.is_open = False
-        self._key = f"jddp/requests/{next(_numbers)}"
+        self._key = f"jddp/requests/{next(_openings)}"
         self._num_calls = self._num_rounds = 0
         self._asked = list[Request]()  # requests of this process that are not done yet
         self._at: int | None = None  # the call at which all act

@@ -36,7 +36,7 @@ from jddp.typing import JsonObject, Settings
 
 _ANSWER_SECONDS = 5.0
 _TICK = 0.5  # seconds
-_numbers = itertools.count()
+_openings = itertools.count()
 ProgressOfAll = Mapping[int, Settings | None]  # of each process; None for no answer
 
 
@@ -79,7 +79,7 @@ class Watchdog:
     def __init__(self, limits: Limits, stacks: Path | None) -> None:
         self._limits = limits
         self._path = stacks
-        self._key = f"jddp/hang/{next(_numbers)}"
+        self._key = f"jddp/hang/{next(_openings)}"
         self._ran = 0.0  # seconds
         self._ticked = time.monotonic()  # time of the last count
         self.phase = "start"
