@@ -22,7 +22,6 @@ from jddp.distributed.identity import (
     ADDRESS,
     COUNT,
     ID,
-    MOST_PROCESSES,
     VARIABLES,
     Environ,
     HalfSetError,
@@ -227,7 +226,7 @@ def list_hosts(nodes: str) -> list[str]:
     """Expands a list of hosts of Slurm: `n[9-10],m1` is `n9`, `n10`, `m1`.
 
     Raises:
-      ConfigError: If it is not such a list, or has more hosts than any job.
+      ConfigError: If it is not such a list.
     """
     if not _HOSTS.fullmatch(nodes):
         raise ConfigError(
@@ -237,13 +236,9 @@ def list_hosts(nodes: str) -> list[str]:
     for name in _HOST.findall(nodes):
         before, bracket, rest = name.partition("[")
         ranges, _, after = rest.partition("]")
+        tails = list_hosts(after) if after else [""]
         for first, last in re.findall(r"(\d+)(?:-(\d+))?", ranges):
-            if not (is_number(first) and is_number(last or first)):
-                raise ConfigError(f"{shown(nodes)}: numbers of hosts have at most nine digits.")
             numbers = range(int(first), int(last or first) + 1)
-            tails = list_hosts(after) if after else [""]
-            if len(hosts) + len(numbers) * len(tails) > MOST_PROCESSES:
-                raise ConfigError(f"{shown(nodes)} names more than {MOST_PROCESSES:,} hosts.")
             hosts += [f"{before}{x:0{len(first)}}{tail}" for x in numbers for tail in tails]
         hosts += [] if bracket else [name]
     return hosts
@@ -264,10 +259,6 @@ def _of_step(environ: Environ, hosts: list[str]) -> str:
     """
     size = environ.get("SLURM_HET_SIZE") or "0"
     step = environ.get("SLURM_STEP_ID", "")
-    if not (is_number(size) and int(size) <= MOST_PROCESSES):
-        raise ConfigError(
-            f"SLURM_HET_SIZE={shown(size)} must be the number of components of a job."
-        )
     if not step:
         raise ConfigError(
             "SLURM_STEP_NODELIST is set but SLURM_STEP_ID not: start the tasks with srun, or set "
@@ -298,7 +289,7 @@ def _num_sharing(environ: Environ, hosts: list[str]) -> str:
     per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     counts = list[str]()
     for count, times in per_node:
-        counts += [count] * min(int(times[:9] or 1), len(hosts))
+        counts += [count] * int(times or 1)
     return dict(zip(hosts, counts, strict=False)).get(environ.get("SLURMD_NODENAME", ""), "")
 
 

@@ -269,27 +269,13 @@ MISTAKES = [
     (STEP | JAX | env("JAX_PROCESS_ID=0"), "=0, but Slurm has started process 3 of 4"),
     (STEP | JAX | env("JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1"), "but Slurm has started process 3"),
     (TORCHRUN | JAX | env("JAX_PROCESS_ID=0"), "=0, but torchrun has started process 3 of 4"),
-    *(
-        (JAX | {"JAX_COORDINATOR_ADDRESS": x}, "must be host:port")
-        for x in ("a..b:1234", f"{'a' * 64}:1", "a:" + "1" * 5000, "a\0b:1")
-    ),
     (JAX | env("JAX_NUM_PROCESSES=1000000000"), "JAX_NUM_PROCESSES='1000000000'.*must be numbers"),
-    (
-        JAX | env("JAX_NUM_PROCESSES=900000000"),
-        "=900000000 is more than the 100,000",
-    ),
     (JAX | {"JAX_PROCESS_ID": "9" * 5000}, r"JAX_PROCESS_ID='9{57}\.\.\.' must be numbers"),
-    (STEP | env("SLURM_STEP_NODELIST=node[1-999999999]"), "names more than 100,000 hosts"),
-    (STEP | env("SLURM_STEP_NODELIST=a[1-999]b[1-999]"), "names more than 100,000 hosts"),
-    (STEP | {"SLURM_STEP_NODELIST": f"n[{'1' * 5000}]"}, "have at most nine digits"),
     *(
         (STEP | {"SLURM_STEP_NODELIST": x}, "is not a list of hosts")
         for x in ("[[[[", "n[1", "n]", ",")
     ),
-    (STEP | env("SLURM_HET_SIZE=abc"), "SLURM_HET_SIZE='abc' must be the number of components"),
-    (STEP | env("SLURM_HET_SIZE=999999999"), "SLURM_HET_SIZE='999999999' must be the number"),
     (STEP | env("SLURM_STEP_ID="), "SLURM_STEP_NODELIST is set but SLURM_STEP_ID not"),
-    (STEP | FOUR_SHARE_TWO | {"SLURM_STEP_TASKS_PER_NODE": "4(x99999999999)"}, "PER_NODE=4 proc"),
     (INDEXED | {"JOB_INDEX": "1" * 5000}, "of one of several Jobs"),
     (BATCH | env("JAX_NUM_PROCESSES=4"), "JAX_NUM_PROCESSES set but JAX_COORDINATOR_ADDRESS"),
 ]
