@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jddp.inspection.explain import explain as explain
     from jddp.inspection.memory import memory as memory
     from jddp.inspection.norms import diagnose as diagnose
-    from jddp.job.job import train as train
+    from jddp.job.build import train as train
     from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
     from jddp.modules.functional import sync_batch_norm as sync_batch_norm
     from jddp.modules.metrics import Mean as Mean
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from jddp.reduce.plan import BucketPlan as BucketPlan
     from jddp.reduce.powersgd import powersgd as powersgd
     from jddp.runs.opened import open_run as open_run
-    from jddp.trainer.callbacks import Callback as Callback
     from jddp.trainer.fit import fit as fit
     from jddp.trainer.options import Checks as Checks
     from jddp.trainer.options import Evaluation as Evaluation
     from jddp.trainer.options import Keep as Keep
-    from jddp.trainer.own_loop import Checkpoints as Checkpoints
+    from jddp.trainer.run import Callback as Callback
     from jddp.trainer.run import Run as Run
+    from jddp.trainer.saving import Checkpoints as Checkpoints
     from jddp.trainer.watching import EarlyStopping as EarlyStopping
     from jddp.trainer.watching import KeepBest as KeepBest
     from jddp.verification.verify import verify as verify
@@ -57,8 +57,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "AXIS": "engine.mesh",
     "BucketPlan": "reduce.plan",
-    "Callback": "trainer.callbacks",
-    "Checkpoints": "trainer.own_loop",
+    "Callback": "trainer.run",
+    "Checkpoints": "trainer.saving",
     "Checks": "trainer.options",
     "CommHook": "reduce.hooks",
     "Config": "config.schema",
@@ -94,7 +94,7 @@ _HOMES = {
     "register_batch_norm": "modules.batch_norm",
     "replica_key": "engine.for_losses",
     "sync_batch_norm": "modules.functional",
-    "train": "job.job",
+    "train": "job.build",
     "verify": "verification.verify",
 }
 

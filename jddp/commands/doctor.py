@@ -77,8 +77,8 @@ def _compare_rates(files: Sequence[str]) -> int:
     """Prints whether the data of a job keep up with its steps."""
     from jddp.config.files import load_config
     from jddp.inspection.machine import OK, WARN, Finding
+    from jddp.job.build import build
     from jddp.job.data_rate import measure_data_rate
-    from jddp.job.job import build
 
     config, _ = load_config(files)
     share_gpus()  # with a job that may run there

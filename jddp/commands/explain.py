@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     config, _ = load_config(arguments.config, arguments.overrides)
     from jddp.inspection.explain import explain
-    from jddp.job.job import build
+    from jddp.job.build import build
 
     share_gpus()  # with a job that may run there
     job = build(config, needs_data=False)

@@ -26,8 +26,7 @@ from jddp.inspection.memory import Memory, in_words
 from jddp.inspection.memory import memory as memory_of
 from jddp.job.data_rate import measure_data_rate
 from jddp.job.job import Job
-from jddp.job.length import period_of
-from jddp.job.optimizers import optimizer_table
+from jddp.job.optimizers import optimizer_table, period_of
 from jddp.names import accepted_names
 from jddp.trainer.options import as_period
 from jddp.trainer.out_of_memory import NOTHING_FITS, ways_out

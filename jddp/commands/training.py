@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int:
     from jddp.commands.summary import closing, opening, preview
-    from jddp.job.job import build
+    from jddp.job.build import build
     from jddp.trainer.reports.display import columns_of
     from jddp.trainer.reports.metrics_file import as_json
 
@@ -123,8 +123,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int
 
 
 def _try_out(config: Config) -> int:
-    from jddp.job.dev_run import fast_dev_run
-    from jddp.job.job import build
+    from jddp.job.build import build, fast_dev_run
 
     with fast_dev_run(config) as short:
         run = build(short).run()

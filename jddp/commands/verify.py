@@ -23,7 +23,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from jddp.config.files import load_config
 
     config, name = load_config(arguments.config, arguments.overrides)
-    from jddp.job.job import build
+    from jddp.job.build import build
 
     share_gpus()  # with a job that may run there
     report = build(config).verify()

@@ -7,20 +7,17 @@ run = job.run()
 import contextlib
 import dataclasses
 import functools
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.storage import local_copy
 from jddp.checkpoint.weights import Misfit
-from jddp.config.files import load_config, with_overrides
 from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
 from jddp.data import DataSet, Mix, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
@@ -28,62 +25,27 @@ from jddp.data.order import ExampleOrder
 from jddp.data.source import Streams
 from jddp.data.transforms import normalization_of
 from jddp.data_parallel import DataParallel
-from jddp.distributed.agree import agree
 from jddp.distributed.watchdog import Limits
 from jddp.engine.host_rows import as_arrays
-from jddp.engine.mesh import count_processes, make_mesh
+from jddp.engine.mesh import count_processes
 from jddp.engine.state import TrainState, by_path
-from jddp.errors import ConfigError, DataError, report
-from jddp.inspection.outputs import num_outputs
-from jddp.job.callbacks import make_callbacks
-from jddp.job.joining import join
-from jddp.job.length import num_steps_of, period_of
-from jddp.job.optimizers import Schedule, optimizer_of
-from jddp.job.parts import Parts, resolve_parts, with_labels
-from jddp.job.streams import check_first, open_data
-from jddp.job.transforms import (
-    OfStream,
+from jddp.errors import ConfigError, report
+from jddp.job.data import (
     listed_transforms,
-    note_on_bytes,
     training_transforms,
 )
+from jddp.job.optimizers import Schedule, optimizer_of, period_of
+from jddp.job.parts import Parts, make_callbacks
 from jddp.names.plugins import OPTIONS, find
 from jddp.reduce.shards import Shape
-from jddp.trainer.callbacks import Callback
+from jddp.trainer.fit import start
 from jddp.trainer.options import Checks, Evaluation, Keep, Options
-from jddp.trainer.own_loop import Checkpoints
 from jddp.trainer.prefetch import Source
-from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.run import Run
-from jddp.trainer.start import start
+from jddp.trainer.run import Callback, Run
+from jddp.trainer.saving import Checkpoints
 from jddp.typing import Batch, Batches, JsonObject
 from jddp.verification.compare import Verification
 from jddp.verification.verify import verify
-
-
-def train(
-    config: Config | str | Path, *, callbacks: Sequence[Callback] = (), **overrides: Any
-) -> Run:
-    """Trains what a config describes: the command line as a function.
-
-    Args:
-      config: A config, a YAML file or the name of a preset.
-      callbacks: Callbacks, which get reduced values during the run.
-      **overrides: Sections, `model={"name": "mlp"}`, or dotted keys, `**{"model.name": "mlp"}`.
-
-    Returns:
-      The finished run. A `Config` without `run.dir` leaves nothing on disk.
-
-    Raises:
-      Error: A subclass for each kind of mistake, where possible before anything is compiled.
-    """
-    if isinstance(config, Config):
-        resolved = with_overrides(config, overrides)
-    else:
-        resolved, _ = load_config([str(config)], overrides)
-    if resolved.run.dir is not None:  # before the data are read
-        RunDirectory(resolved.run.dir, is_writer=True).check_usable()
-    return build(resolved).run(callbacks)
 
 
 @dataclass(frozen=True)
@@ -312,76 +274,6 @@ class Job:
         }
 
 
-def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) -> Job:
-    """Makes a job: joins the processes, resolves names, makes the mesh, reads the data.
-
-    Args:
-      config: Config of the job.
-      needs_data: Whether absent data are an error. A preview needs none.
-      mesh: Devices to compile for, in the place of those that the config names.
-
-    Raises:
-      ConfigError: With all names of the config that cannot be resolved, one line each.
-      DataError: If the data are absent or damaged.
-      DeviceError: If JAX finds no device.
-      ProcessMismatchError: If processes have different configs, versions or data.
-    """
-    folder = Path.cwd()
-    join(config, config.mesh.num_devices)
-    parts = resolve_parts(config)
-    config = parts.config
-    data = None
-    data_error = ""
-    num_classes = 0
-    try:
-        data = open_data(parts.source, config)
-    except DataError as error:
-        if needs_data or not parts.source.spec:  # The shapes of a stream are those of a batch.
-            raise
-        data_error = str(error)
-    num_steps = config.train.num_steps
-    if isinstance(data, DataSet):
-        agree("data set", {"sha256": data.sha256})
-        parts, num_classes = with_labels(parts, data, _order(config, data, folder))
-        config = parts.config
-        num_steps = num_steps_of(config, len(data.train), folder)
-    optimizer, learning_rate = optimizer_of(config, num_steps or 1)
-    num_devices = None if config.mesh.num_devices == "auto" else config.mesh.num_devices
-    mesh = make_mesh(mesh or num_devices, config.mesh.axis_name)
-    options = {"mesh": mesh, "eval_fn": parts.eval_fn, **parts.ddp_options}
-    ddp = DataParallel(parts.model, optimizer, parts.loss_fn, **options)
-    stream = None
-    if isinstance(data, Streams):
-        stream = Source(data.train, ddp.shard_batch, OfStream(config))
-        check_first(config, stream.peek())
-    job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error, folder, stream)
-    if config.loss.name in ("cross_entropy", "next_token"):
-        _check_outputs(job, num_classes)
-    if job.is_writer and (note := note_on_bytes(config, _dtype_of_images(job))):
-        logging.getLogger("jddp").warning(note)
-    return job
-
-
-def _dtype_of_images(job: Job) -> np.dtype | None:
-    """Dtype of the images before any listed transform; None if there are no images."""
-    if job.stream is None:
-        return job.parts.source.spec.get("image", (None, None))[1]
-    batch = job.batch_spec
-    return batch["image"].dtype if isinstance(batch, Mapping) and "image" in batch else None
-
-
-def _check_outputs(job: Job, num_classes: int) -> None:
-    """Compares the model's outputs with the classes, or the vocabulary, of the data."""
-    known = job.parts.source.sizes
-    outputs = num_outputs(job.ddp, job.batch_spec)
-    for name, size in (known or {"num_classes": num_classes}).items():
-        mismatch = f"model: it has {outputs} outputs, and {name} of the data is {size}."
-        if outputs is not None and outputs < size:
-            raise ConfigError(f"{mismatch} Set model.kwargs.{name}={size}.")
-        if outputs is not None and outputs > size and known and job.is_writer:
-            logging.getLogger("jddp").warning("%s The additional outputs learn nothing.", mismatch)
-
-
 def batches_in_order(
     config: Config, data: DataSet, folder: Path | None = None, **options: Any
 ) -> TrainBatches:
@@ -396,14 +288,14 @@ def batches_in_order(
     return TrainBatches(
         data.train,
         global_batch_size=config.data.global_batch_size,
-        order=_order(config, data, folder),
+        order=order_of(config, data, folder),
         num_epochs=config.train.num_epochs,
         drop_remainder=config.data.drop_remainder,
         **options,
     )
 
 
-def _order(config: Config, data: DataSet, folder: Path | None) -> ExampleOrder:
+def order_of(config: Config, data: DataSet, folder: Path | None) -> ExampleOrder:
     """The order of the examples of a run."""
     if data.order is not None:
         return data.order(config.seed)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jddp.config.files import with_overrides
 from jddp.config.options import (
     BatchNormConfig,
@@ -21,22 +23,23 @@ from jddp.config.options import (
     StrategyConfig,
     SyncBatchNorm,
 )
-from jddp.config.schema import Config
+from jddp.config.schema import CallbackConfig, Config
 from jddp.data import DataSet, DataSource, make_source, source_of
+from jddp.data.examples import Examples, column_of
 from jddp.data.order import ExampleOrder
 from jddp.data.source import mixed_source
 from jddp.engine.strategy import FSDP, LogicalReplicas, Strategy
 from jddp.engine.sync import LocalSteps
-from jddp.errors import ConfigError
-from jddp.job.callbacks import find_callbacks
-from jddp.job.class_weights import balanced_weights, counted_labels
+from jddp.errors import ConfigError, DataError
+from jddp.job.data import check_listed, is_stream, source_of_batches, stream_arguments
 from jddp.job.optimizers import optimizer_of
-from jddp.job.streams import is_stream, source_of_batches, stream_arguments
-from jddp.job.transforms import check_listed
 from jddp.names import accepted_names, check_arguments, defaults_of, named, resolve_target
+from jddp.names.plugins import ADDED_CALLBACKS, added
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
 from jddp.trainer.reports.sinks import ChosenSink, choose_sinks
+from jddp.trainer.run import Callback
+from jddp.trainer.watching import EarlyStopping, KeepBest
 from jddp.typing import LossFn, Settings
 from jddp.zoo.losses import LOSSES, cross_entropy, next_token
 from jddp.zoo.models import MODELS, Module, make_model
@@ -260,3 +263,103 @@ def _local_steps(section: StrategyConfig) -> LocalSteps:
         named(outer, key), schedule=lambda step: 1.0, kwargs=outer.kwargs, key=key
     )
     return LocalSteps(section.every or 0, optimizer, section.start)
+
+
+CALLBACKS: dict[str, Callable[..., Callback]] = {
+    "early_stopping": EarlyStopping,
+    "keep_best": KeepBest,
+}
+Make = Callable[[], Callback]
+
+
+def find_callbacks(config: Config) -> list[Make]:
+    """Functions that make the callbacks that a config lists, with checked arguments.
+
+    Raises:
+      ConfigError: If a name or a target is unknown, or an argument is.
+    """
+    return [_find(f"callbacks[{i}]", section) for i, section in enumerate(config.callbacks)]
+
+
+def _find(key: str, section: CallbackConfig) -> Make:
+    make = named(section, key, CALLBACKS | dict(added(ADDED_CALLBACKS)), "callback")
+    check_arguments(make, section.kwargs, key=f"{key}.kwargs")
+    return functools.partial(_made, key, make, section)
+
+
+def _made(key: str, make: Callable[..., object], section: CallbackConfig) -> Callback:
+    made = make(**section.kwargs)
+    if not isinstance(made, Callback):
+        raise ConfigError(
+            f"{key}.target: {section.target} returns {type(made).__name__}. It must return a "
+            "jddp.Callback."
+        )
+    return made
+
+
+def make_callbacks(config: Config) -> list[Callback]:
+    """The callbacks of a run, new ones.
+
+    Raises:
+      ConfigError: As `find_callbacks`, or if an argument breaks a rule of the callback.
+    """
+    metric = config.checkpoint.best_metric
+    made = [] if metric is None else [KeepBest(metric)]
+    return [*made, *(make() for make in find_callbacks(config))]
+
+
+def counted_labels(
+    part: str, examples: Examples, frequencies: np.ndarray | None = None, *, reads: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """The labels of the examples that count, and how often an epoch takes each of them.
+
+    Examples do not count that an epoch never takes, or whose mask is 0. The arrays are empty if
+    there are no labels, or none at hand.
+
+    Args:
+      part: "train" or "test", for the error.
+      examples: Examples of that part.
+      frequencies: How often an epoch takes each; None for once.
+      reads: Whether all examples are read for labels that are not at hand.
+
+    Raises:
+      DataError: If one of these labels is negative.
+    """
+    labels = column_of(examples, "label", reads=reads)
+    if labels is None or labels.dtype.kind not in "iu" or labels.ndim != 1:
+        return np.zeros(0, int), np.zeros(0)
+    counts = np.ones(len(labels)) if frequencies is None else frequencies
+    # Where labels are at hand, so is a mask, but for the mask of images that do not decode.
+    mask = column_of(examples, "mask", reads=column_of(examples, "label") is None)
+    if mask is not None:
+        counts = counts * (mask > 0).reshape(len(mask), -1).any(1)
+    is_counted = counts > 0
+    if len(wrong := np.flatnonzero(is_counted & (labels < 0))):
+        raise DataError(
+            f"{part}: the label of example {wrong[0]} is {labels[wrong[0]]}, one of {len(wrong):,} "
+            "negative ones. Classes count from 0: leave such examples out, or give all a 'mask', "
+            "with 0 for these."
+        )
+    return labels[is_counted].astype(np.int64), counts[is_counted]
+
+
+def balanced_weights(
+    labels: np.ndarray, num_classes: int = 0, frequencies: np.ndarray | None = None
+) -> list[float]:
+    """The weights with which each class has the same sum of weights: n / (num_classes * n_class).
+
+    Args:
+      labels: Labels of the training examples, whole numbers `(n,)`.
+      num_classes: Number of classes; 0 for the largest label and one.
+      frequencies: How often an epoch takes each example; None for once.
+
+    Raises:
+      DataError: If a class has no example.
+    """
+    counts = np.bincount(labels, frequencies, max(1, num_classes))
+    if not counts.all():
+        raise DataError(
+            f"loss.class_weights=balanced: class {int(counts.argmin())} has no training example. "
+            "Give a list of weights."
+        )
+    return (counts.sum() / (len(counts) * counts)).tolist()

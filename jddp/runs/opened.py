@@ -26,10 +26,10 @@ from jddp.distributed.agree import agree
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError, Error, UsageError
+from jddp.job.build import join
+from jddp.job.data import open_data
 from jddp.job.job import test_batches
-from jddp.job.joining import join
 from jddp.job.parts import find_eval_fn, find_loss, find_source
-from jddp.job.streams import open_data
 from jddp.job.trust import is_trusted, refusal
 from jddp.runs.saved import Saved, config_in, kept_of_data, model_in, read_saved
 from jddp.trainer.progress import Progress

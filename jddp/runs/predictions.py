@@ -30,7 +30,7 @@ from jddp.distributed.schedulers import resolve_identity
 from jddp.engine.state import by_path
 from jddp.errors import DataError, FileSystemError, UsageError, file_errors
 from jddp.files import replace_file
-from jddp.job.transforms import listed_transforms
+from jddp.job.data import listed_transforms
 from jddp.runs.opened import open_run
 from jddp.runs.saved import kept_of_data
 from jddp.typing import JsonObject

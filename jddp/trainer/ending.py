@@ -9,8 +9,8 @@ from jddp.distributed.coordination import from_first
 from jddp.distributed.exits import ending_forked_children
 from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError
 from jddp.names.plugins import RUN_ENDED, added
-from jddp.trainer.callbacks import call_each
 from jddp.trainer.loop import Interrupted, Loop
+from jddp.trainer.run import call_each
 from jddp.trainer.saving import LATEST
 
 log = logging.getLogger("jddp")

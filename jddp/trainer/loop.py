@@ -26,18 +26,15 @@ from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import UsageError
 from jddp.inspection.norms import diagnose
-from jddp.trainer.callbacks import call_each
-from jddp.trainer.given import refuse_same_rows
-from jddp.trainer.numerics import Numerics, Sent
+from jddp.trainer.arguments import refuse_same_rows
+from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent, Spikes
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
 from jddp.trainer.progress import Progress
-from jddp.trainer.replica_check import ReplicaCheck
 from jddp.trainer.reporter import Reporter
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.run import Run
+from jddp.trainer.run import Run, call_each
 from jddp.trainer.saving import LATEST, Saving
-from jddp.trainer.spikes import Spikes
 from jddp.trainer.throughput import measure
 from jddp.trainer.timing import DATA, Clock, Profile
 from jddp.trainer.watching import best_steps, settings_of, watching

@@ -14,8 +14,8 @@ from jddp.data.periods import Epochs, OptimizerSteps, Period
 from jddp.distributed.watchdog import Limits
 from jddp.engine.evaluation import check_batches
 from jddp.errors import ConfigError, check_choice
-from jddp.trainer.callbacks import Callback
 from jddp.trainer.reports.sinks import ChosenSink
+from jddp.trainer.run import Callback
 from jddp.typing import Batches, JsonObject, Settings
 
 
@@ -94,8 +94,8 @@ class Checks:
       max_consecutive_skips: Number of steps in a row, skipped by `skip_nonfinite`, that ends the
         run.
       on_spike: Action where a loss is far above the losses before it, by the rule of
-        `jddp.trainer.spikes`: "warn" prints a line, "skip" also leaves out the update of the step;
-        None looks for nothing.
+        `jddp.trainer.numerics`: "warn" prints a line, "skip" also leaves out the update of the
+        step; None looks for nothing.
       same_batches: Whether all processes get the same rows on purpose, as in a benchmark.
         Otherwise a first batch that several processes have is refused. With
         `jddp.data.TrainBatches` and `eval_batches` each process reads its own rows.

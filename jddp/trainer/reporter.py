@@ -17,7 +17,6 @@ import numpy as np
 from jddp.data.periods import Epochs, Reached
 from jddp.inspection.norms import Layers
 from jddp.modules.rows import count_rows
-from jddp.trainer.callbacks import Callback, call_each
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
@@ -25,7 +24,7 @@ from jddp.trainer.reports.display import Display
 from jddp.trainer.reports.lines import EXPOSED_SHARE, Course, Pause, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
-from jddp.trainer.run import Run
+from jddp.trainer.run import Callback, Run, call_each
 from jddp.trainer.throughput import Work
 from jddp.trainer.timing import Clock, Processes, Profile
 from jddp.trainer.watching import Watching, watching

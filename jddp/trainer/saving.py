@@ -1,23 +1,46 @@
-"""Restores a run from its newest checkpoint, and saves states that are finite."""
+"""The checkpoints of a run, and `jddp.Checkpoints`, those of your own loop, in the same format.
 
+    checkpoints = jddp.Checkpoints("checkpoints", keep=3)
+    found = checkpoints.restore(ddp)                  # (state, extra), or None
+    checkpoints.save(ddp, state, {"epoch": 3})        # written in the background
+    checkpoints.wait()                                # once, after the last
+
+A directory holds the checkpoints of one training. The first save needs a directory without
+checkpoints, or a restore of the newest one, and steps only grow. So a training resumes from the
+newest checkpoint, and no checkpoint of another training is removed or replaced.
+"""
+
+import atexit
 import contextlib
+import json
+import logging
+import os
+import weakref
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jddp.checkpoint.checkpoints import CheckpointFolder
+from jddp.checkpoint.checkpoints import SECONDS, CheckpointFolder
+from jddp.checkpoint.folders import finished
+from jddp.checkpoint.plain import from_plain, to_plain
 from jddp.checkpoint.restore import Restored
-from jddp.distributed.coordination import gather
+from jddp.config.permissions import absolute
+from jddp.distributed.coordination import from_first, gather
 from jddp.engine.state import TrainState, is_float
 from jddp.engine.trainable import Trainable
-from jddp.errors import ConfigError, Error, FileSystemError, NumericsError
+from jddp.errors import ConfigError, Error, FileSystemError, NumericsError, UsageError
 from jddp.trainer.options import Keep, Options
 from jddp.trainer.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
 
+log = logging.getLogger("jddp")
+
+
 LATEST = "checkpoints"  # the folder to resume from; other folders hold one checkpoint
 BEST = "best"  # the folder of the checkpoints that are kept for their evaluations
-SECONDS = 2.0  # between the first and the last process that fail with the same mistake
+TOGETHER_SECONDS = 2.0  # between the first and the last process that fail with the same mistake
 
 
 @jax.jit
@@ -101,7 +124,7 @@ class Saving:
     def all_are_at(self, step: int) -> bool:
         """Whether all processes call this for the same step, within seconds of each other."""
         with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
-            return bool(gather(f"saved at an error/{step}", "", timeout_seconds=SECONDS))
+            return bool(gather(f"saved at an error/{step}", "", timeout_seconds=TOGETHER_SECONDS))
         return False
 
     def settle(self) -> None:
@@ -147,3 +170,156 @@ class Saving:
                 storage=files.storage,
             )
         return self._folders[name]
+
+
+# By directory, for all objects of this process: one waits for checkpoints that another writes.
+_written: dict[Path, CheckpointFolder] = {}
+
+
+class Checkpoints:
+    """The checkpoints of your own loop.
+
+    Writing continues in the background, and ends before the next save begins; `wait` waits for it
+    after the last one. If the process ends meanwhile, the previous checkpoint is still there.
+
+    Args:
+      directory: Directory of the checkpoints of one training, on a file system that all processes
+        share; made by the first save if it is missing. For `restore` also the run directory of
+        `jddp.fit`.
+      keep: Number of newest checkpoints that stay.
+
+    Raises:
+      ConfigError: If `keep` is below 1.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
+        if keep < 1:
+            raise ConfigError(f"keep is at least 1; got {keep}.")
+        self._directory = absolute(directory)
+        self._keep = keep
+        # What was saved or restored last, by folder: step, state and extra values.
+        self._last: dict[Path, tuple[int, weakref.ref[TrainState], str]] = {}
+
+    def save(self, ddp: Trainable, state: TrainState, extra: object = None) -> None:
+        """Saves a state, as `jddp.fit` does; returns once it is copied.
+
+        Every process calls it. An error of the file system is logged, and loses only this
+        checkpoint. The state and `extra` that were saved last are not written again; another state
+        of the same step replaces them.
+
+        Args:
+          ddp: The `jddp.DataParallel` that has made the state.
+          state: State from `init`, `step` or `restore`; the next step may take it.
+          extra: Values that `restore` returns beside the state: a position in the data, metrics,
+            None. They may be numbers, text, bytes, and lists, tuples and dicts of them, and come
+            back as they are.
+
+        Raises:
+          ConfigError: If `extra` holds anything else; if the directory belongs to a run of `fit`,
+            or holds checkpoints that were not restored first, or of later steps.
+          FileSystemError: If the directory cannot be made or written.
+          NumericsError: If the state is not finite.
+          ReplicaMismatchError: At the next call, if replicas that must be identical differ.
+          UsageError: If a step has taken the state, or it is of another model.
+        """
+        ddp.check(state)
+        step, folder = int(state.step), self._directory
+        plain = to_plain(extra, "extra=")
+        now = step, weakref.ref(state), json.dumps(plain)
+        self._refuse_directory(folder, step)
+        refuse_unsound(step, state)
+        if folder not in _written:
+            if not _written:
+                atexit.register(_report_unfinished, os.getpid())
+            _written[folder] = CheckpointFolder(folder, keep=self._keep)
+        _written[folder].keep(self._keep)
+        if self._last.get(folder) != now:
+            beside = {"extra": plain, "world": dict(ddp.steps.topology)}
+            _written[folder].save(step, state, beside, ddp.steps.layouts(state))
+            self._last[folder] = now
+
+    def _refuse_directory(self, folder: Path, step: int) -> None:
+        """Refuses a directory where this state would not be the newest of its training."""
+        if _is_run(folder) or _is_run(folder.parent):
+            raise ConfigError(
+                f"{folder} belongs to a run of fit, which resumes only from its own checkpoints. "
+                "Save into another directory; restore may read this one."
+            )
+        last = self._last.get(folder)
+        if (last is None or step < last[0]) and (there := _newest_in(folder)) is not None:
+            raise ConfigError(
+                f"{folder} holds a checkpoint of step {there}, and this state of step {step} does "
+                "not come from it. Call restore first, or choose another directory."
+            )
+
+    def restore(self, ddp: Trainable) -> tuple[TrainState, Any] | None:
+        """Returns the newest undamaged state, and its `extra` values.
+
+        Every process calls it, after `ddp.init`. The state may be from another number of devices or
+        processes, and its optimizer sharded or not. Nothing is written, so another process may be
+        saving there; but a damaged checkpoint is renamed, and the one before it is read.
+
+        Args:
+          ddp: A `jddp.DataParallel`, of the same model and optimizer.
+
+        Returns:
+          The state and the extra values; None if there is no checkpoint. Checkpoints of `jddp.fit`
+          have their run data in place of extra values.
+
+        Raises:
+          UsageError: If there was no `init`, which gives the form of the state.
+          ConfigError: If the state is of another model or optimizer, with the paths that differ.
+          FileSystemError: If there are checkpoints, but none is undamaged and readable.
+        """
+        like = ddp.latest
+        if like is None:
+            raise UsageError("restore needs a state of the same form. Call init first.")
+        own = self._directory
+        folder = own / LATEST if _is_run(own) else own
+        if _newest_in(folder) is None:
+            return None
+        with contextlib.closing(CheckpointFolder(folder, keep=1, is_written=False)) as checkpoints:
+            found = checkpoints.restore(like, ddp.steps.layouts(like))
+        assert found is not None  # of none that is undamaged it raises
+        plain = found.beside.get("extra", found.beside)
+        self._last[folder] = found.step, weakref.ref(found.state), json.dumps(plain)
+        ddp.latest = found.state
+        return found.state, from_plain(plain)
+
+    def wait(self) -> None:
+        """Waits until all is written. Call it after the last save.
+
+        Raises:
+          FileSystemError: If the last state could not be written.
+        """
+        if self._directory in _written:
+            _written[self._directory].wait()
+
+
+def _report_unfinished(process: int) -> None:
+    """Logs each directory whose last checkpoint a process has not completed before its end."""
+    for folder, checkpoints in _written.items() if os.getpid() == process else ():
+        try:
+            checkpoints.wait()
+        except FileSystemError:
+            pass  # It has been logged.
+        except RuntimeError:  # A process that ends starts no threads, and a save needs some.
+            log.error(
+                "%s: the last checkpoint is not complete; the one before it stays. Call wait() of "
+                "jddp.Checkpoints before the process ends.",
+                folder,
+            )
+
+
+def _is_run(folder: Path) -> bool:
+    return os.path.exists(folder / "manifest.json")  # False where it cannot be read
+
+
+def _newest_in(folder: Path) -> int | None:
+    """The newest step in a directory, as process 0 sees it; None for none, or no directory."""
+    if folder in _written:
+        with contextlib.suppress(FileSystemError):
+            _written[folder].wait()
+    there = finished(folder) if os.path.isdir(folder) else []
+    text = from_first("steps", json.dumps(max(there, default=None)), timeout_seconds=SECONDS)
+    return json.loads(text)

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from jddp.errors import ConfigError
 from jddp.names import choose_mode, did_you_mean
-from jddp.trainer.callbacks import Callback
 from jddp.trainer.options import Options, check_counts
-from jddp.trainer.run import Run
+from jddp.trainer.run import Callback, Run
 from jddp.trainer.saving import BEST
 from jddp.typing import JsonObject, Record
 

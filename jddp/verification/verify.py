@@ -29,7 +29,7 @@ from jddp.errors import UsageError
 from jddp.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
 from jddp.modules.metrics import weights_in
 from jddp.modules.rows import count_rows
-from jddp.trainer.fingerprint import fingerprint
+from jddp.trainer.arguments import fingerprint
 from jddp.typing import Batch, Grads, LossFn, Metrics, ModelState, Params, PyTree
 from jddp.verification import findings
 from jddp.verification.compare import (

@@ -11,7 +11,7 @@ from jddp.config.cli import check_output, write_output
 from jddp.config.files import load_config
 from jddp.errors import ExitCode, UsageError, show
 from jddp.inspection.explain import Explanation, explain
-from jddp.job.job import build
+from jddp.job.build import build
 from jddp.typing import JsonObject
 from jddp.workbench.modelled.described import Target
 from jddp.workbench.step_times import draw_page, times_as_text

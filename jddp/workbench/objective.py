@@ -25,8 +25,7 @@ from jddp.config.schema import Config
 from jddp.distributed.coordination import from_first, num_processes, process_index
 from jddp.distributed.schedulers import resolve_identity
 from jddp.errors import ConfigError, NumericsError, UsageError
-from jddp.job.job import train
-from jddp.job.joining import join
+from jddp.job.build import join, train
 from jddp.names import direction_of
 from jddp.trainer.reports.run_directory import compare_keys
 from jddp.trainer.run import Run

@@ -25,11 +25,10 @@ import numpy as np
 from jddp.config.files import with_overrides
 from jddp.config.schema import Config
 from jddp.errors import NumericsError, UsageError
-from jddp.job.job import build
+from jddp.job.build import build
 from jddp.job.optimizers import Schedule
-from jddp.trainer.callbacks import Callback
 from jddp.trainer.fit import fit
-from jddp.trainer.run import Run
+from jddp.trainer.run import Callback, Run
 
 FIRST, LAST, NUM_STEPS = 1e-7, 10.0, 100
 AROUND = 2  # losses on each side of one that are averaged with it

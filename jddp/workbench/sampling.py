@@ -23,9 +23,8 @@ from jddp.config.schema import Config
 from jddp.engine.state import by_path
 from jddp.errors import ConfigError, UsageError
 from jddp.job.parts import find_source
-from jddp.trainer.callbacks import Callback
 from jddp.trainer.options import check_counts
-from jddp.trainer.run import Run
+from jddp.trainer.run import Callback, Run
 from jddp.typing import Batch
 from jddp.workbench.tokenize import BYTES, tokenizer_in, tokens_of
 from jddp.zoo.losses import Model, call_model

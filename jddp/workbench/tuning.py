@@ -24,8 +24,9 @@ from jddp.config.schema import Config
 from jddp.engine.mesh import platform
 from jddp.errors import ConfigError, DataError, Error
 from jddp.inspection.explain import explain
+from jddp.job.build import build
 from jddp.job.data_rate import TimedStep
-from jddp.job.job import Job, build
+from jddp.job.job import Job
 from jddp.reduce.average import compiler_options
 from jddp.typing import JsonObject, Settings, Shown
 from jddp.workbench.modelled.described import Target

@@ -25,7 +25,7 @@ from jddp.engine.state import Divided, Inputs, Replicated, by_path
 from jddp.errors import ConfigError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
-from jddp.job.job import build
+from jddp.job.build import build
 from jddp.modules.frozen import thaw
 from jddp.zoo.optimizers import decay_mask
 

@@ -12,7 +12,7 @@ from sweeps import swept
 import jddp
 from jddp.commands.summary import preview
 from jddp.config.files import load_config
-from jddp.job.job import build
+from jddp.job.build import build
 from jddp.job.optimizers import optimizer_of, optimizer_table
 from jddp.zoo.groups import ParameterGroup, by_group, decay_by_layer, scales_of
 

@@ -34,8 +34,7 @@ from jddp.config.options import (
 from jddp.config.schema import Config, effect_of
 from jddp.distributed.watchdog import Limits
 from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
-from jddp.job.job import build, train
-from jddp.job.joining import _facts
+from jddp.job.build import _facts, build, train
 from jddp.job.optimizers import optimizer_of
 from jddp.runs.opened import open_run
 from jddp.trainer.reports.run_directory import compare_keys

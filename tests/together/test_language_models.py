@@ -12,7 +12,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, DataError, UsageError
-from jddp.job.job import train
+from jddp.job.build import train
 from jddp.workbench.sampling import SampleText, continue_text
 from jddp.workbench.tokenize import BYTES, write_tokens
 

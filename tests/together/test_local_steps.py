@@ -31,7 +31,7 @@ from jddp.checkpoint.weights import export
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.sync import EveryStep
 from jddp.errors import ConfigError, UsageError
-from jddp.job.job import build
+from jddp.job.build import build
 from jddp.trainer.resume import differences
 
 DILOCO = optax.sgd(0.7, momentum=0.9, nesterov=True)

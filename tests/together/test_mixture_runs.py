@@ -8,7 +8,7 @@ import jddp
 from jddp.commands.summary import opening
 from jddp.config.schema import Config
 from jddp.errors import ConfigError
-from jddp.job.job import build, train
+from jddp.job.build import build, train
 from jddp.runs.rows import rows_of_step
 from jddp.workbench.tokenize import BYTES, write_tokens
 

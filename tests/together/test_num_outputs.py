@@ -16,7 +16,7 @@ from jddp.config.schema import Config
 from jddp.data import make_source
 from jddp.errors import ConfigError, DataError
 from jddp.inspection.outputs import num_outputs
-from jddp.job.job import build, train
+from jddp.job.build import build, train
 from jddp.runs.opened import open_run
 from jddp.workbench.tokenize import BYTES, write_tokens
 

@@ -19,9 +19,8 @@ import jddp
 from jddp.data import ArrayExamples, TrainBatches
 from jddp.errors import NumericsError
 from jddp.files import SameFolder
-from jddp.trainer.numerics import Numerics, Sent, write_evidence
+from jddp.trainer.numerics import Numerics, Sent, Spikes, write_evidence
 from jddp.trainer.progress import Progress
-from jddp.trainer.spikes import Spikes
 from jddp.zoo.losses import cross_entropy
 
 

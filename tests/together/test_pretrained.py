@@ -8,7 +8,7 @@ import safetensors.numpy
 
 from jddp.config.schema import Config
 from jddp.errors import ConfigError
-from jddp.job.job import train
+from jddp.job.build import train
 from jddp.workbench.state_dicts import to_state_dict
 from jddp.zoo.models import GPT
 

@@ -9,7 +9,7 @@ import pytest
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.trainer.callbacks import Callback
+from jddp.trainer.run import Callback
 
 
 def wrapped(**options):

@@ -20,7 +20,7 @@ from jddp.__main__ import main
 from jddp.config.files import dump_values
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, FileSystemError, UsageError
-from jddp.job.job import train
+from jddp.job.build import train
 from jddp.runs.predictions import predict_file
 from jddp.trainer.watching import KeepBest
 

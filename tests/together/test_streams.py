@@ -10,8 +10,8 @@ import jddp
 from jddp.__main__ import main
 from jddp.config.files import load_config
 from jddp.errors import ConfigError, DataError, UsageError
+from jddp.job.build import build
 from jddp.job.data_rate import measure_data_rate
-from jddp.job.job import build
 from jddp.runs.rows import rows_of_step
 
 pytestmark = pytest.mark.usefixtures("started_devices")

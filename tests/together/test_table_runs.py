@@ -9,7 +9,7 @@ import jddp
 from jddp.__main__ import main
 from jddp.config.schema import Config
 from jddp.errors import ConfigError, DataError
-from jddp.job.job import train
+from jddp.job.build import train
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 

@@ -11,7 +11,7 @@ from states import assert_same
 
 from jddp.config.schema import Config
 from jddp.config.versions import versions
-from jddp.job.job import train
+from jddp.job.build import train
 from jddp.runs.predictions import predict_file
 from jddp.runs.rows import rows_of_step
 from jddp.trainer import options

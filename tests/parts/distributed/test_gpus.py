@@ -22,7 +22,7 @@ from jddp.distributed.gpus import (
     why_missing,
 )
 from jddp.errors import DeviceError
-from jddp.job.joining import _report_lacks
+from jddp.job.build import _report_lacks
 
 VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
 

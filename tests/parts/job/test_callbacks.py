@@ -6,7 +6,7 @@ import jddp
 from jddp.commands.training import run
 from jddp.config.files import dump_values, load_config
 from jddp.errors import ConfigError
-from jddp.job.callbacks import find_callbacks, make_callbacks
+from jddp.job.parts import find_callbacks, make_callbacks
 
 
 def config(listed, *keys):

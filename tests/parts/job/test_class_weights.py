@@ -11,8 +11,8 @@ from jddp.config.files import read_yaml, with_overrides
 from jddp.config.schema import Config
 from jddp.data.examples import ArrayExamples, RowExamples, column_of
 from jddp.errors import ConfigError, DataError
-from jddp.job.class_weights import balanced_weights
-from jddp.job.job import build, train
+from jddp.job.build import build, train
+from jddp.job.parts import balanced_weights
 from jddp.runs.opened import open_run
 from jddp.zoo.losses import cross_entropy
 

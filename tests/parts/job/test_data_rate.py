@@ -8,8 +8,8 @@ import pytest
 from jddp.commands import doctor
 from jddp.config.files import load_config
 from jddp.job import data_rate
+from jddp.job.build import build
 from jddp.job.data_rate import DataRate, measure_data_rate
-from jddp.job.job import build
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import pytest
 from jddp.commands.training import run
 from jddp.config.files import load_config
 from jddp.errors import ExitCode, UsageError
-from jddp.job.dev_run import fast_dev_run
-from jddp.job.job import build
+from jddp.job.build import build, fast_dev_run
 
 
 def config(run_dir, *keys):

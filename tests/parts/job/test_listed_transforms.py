@@ -7,7 +7,7 @@ import jddp
 from jddp.config.files import load_config
 from jddp.config.schema import Config
 from jddp.errors import ConfigError
-from jddp.job.job import build
+from jddp.job.build import build
 from jddp.typing import TRANSFORM
 
 

@@ -12,7 +12,7 @@ import jddp
 from jddp.commands.data import main
 from jddp.config.files import load_config
 from jddp.errors import ConfigError, DataError, ExitCode, UsageError
-from jddp.job.job import build
+from jddp.job.build import build
 from jddp.runs.rows import rows_of_step
 
 pytestmark = pytest.mark.usefixtures("started_devices")

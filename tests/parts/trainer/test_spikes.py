@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jddp.trainer.spikes import LAG, RULE, SpikeRule, Spikes
+from jddp.trainer.numerics import LAG, RULE, SpikeRule, Spikes
 
 WARN = Spikes("warn")
 

@@ -11,7 +11,7 @@ from PIL import Image
 import jddp
 from jddp.config.schema import Config
 from jddp.errors import ExitCode
-from jddp.job.job import train
+from jddp.job.build import train
 from jddp.workbench import examples
 from jddp.workbench.examples import examples_of
 from jddp.workbench.pages import picture
