@@ -85,13 +85,9 @@ def collect(key: str, value: str, *, timeout_seconds: float) -> list[str]:
     name = f"jddp/{key}/{number}"
     if process_index() != 0:
         publish(f"{name}/{process_index()}", value)
-        with awaiting({0}):
-            found: list[str] = json.loads(read(f"{name}/all", timeout_seconds, of=0))
-        return found
-    values = [value]
-    for i in range(1, num_processes()):
-        with awaiting({i}):
-            values.append(read(f"{name}/{i}", timeout_seconds, of=i))
+        return list(json.loads(_await(f"{name}/all", timeout_seconds, of=0)))
+    others = range(1, num_processes())
+    values = [value, *(_await(f"{name}/{i}", timeout_seconds, of=i) for i in others)]
     publish(f"{name}/all", json.dumps(values))
     # All have read it, or they would not have sent a value to this exchange.
     _client().key_value_delete(f"jddp/{key}/{number - 1}")
@@ -111,11 +107,13 @@ def _exchange(key: str, value: str, senders: range, timeout_seconds: float) -> l
     name = f"jddp/{key}/{_next_use(key)}"
     if process_index() in senders:
         publish(f"{name}/{process_index()}", value)
-    values = []
-    for i in senders:
-        with awaiting({i}):
-            values.append(read(f"{name}/{i}", timeout_seconds, of=i))
-    return values
+    return [_await(f"{name}/{i}", timeout_seconds, of=i) for i in senders]
+
+
+def _await(name: str, timeout_seconds: float, *, of: int) -> str:
+    """The value under a name; meanwhile this process is known to wait for process `of`."""
+    with awaiting({of}):
+        return read(name, timeout_seconds, of=of)
 
 
 def publish(name: str, value: str) -> None:

@@ -21,7 +21,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -254,6 +253,8 @@ def _number(text: str) -> int | None:
 
 def lacks_atomics(environ: Mapping[str, str]) -> bool:
     """Whether JAX will compile slow loops: by its version, unless the user has set the flag."""
+    from importlib.metadata import version  # which takes longer than all of this module
+
     numbers = tuple(map(int, re.findall(r"\d+", version("jaxlib"))[:3]))
     return _FIRST_SLOW <= numbers <= _LAST_SLOW and _NAME not in environ.get("XLA_FLAGS", "")
 

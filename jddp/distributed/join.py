@@ -215,7 +215,7 @@ def settle_address(coordinator: str) -> None:
     Args:
       coordinator: host:port of process 0, to which all are connected.
     """
-    import jddp.distributed.coordination as job
+    from jddp.distributed.coordination import gather, listen_at
 
     host, _, port = coordinator.rpartition(":")
     family, *_, there = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
@@ -223,9 +223,9 @@ def settle_address(coordinator: str) -> None:
         route.connect(there)  # which sends nothing
         mine = route.getsockname()[0]
     # Process 0 may be on this host, and others reach it by another address.
-    known = [mine, *job.gather("address", str(there[0]), timeout_seconds=60.0)]
+    known = [mine, *gather("address", str(there[0]), timeout_seconds=60.0)]
     if leads_to_itself(socket.gethostname()):
-        job.listen_at(next((address for address in known if not _is_loopback(address)), mine))
+        listen_at(next((address for address in known if not _is_loopback(address)), mine))
 
 
 def leads_to_itself(name: str) -> bool:

@@ -224,7 +224,7 @@ def test_nothing_is_asked_where_arrays_are_on_a_gpu_unless_cpus_are_chosen(offer
 def test_the_flag_is_added_for_versions_that_need_it_unless_it_is_set(
     monkeypatch, jaxlib, environ, num_gpus, flags
 ):
-    monkeypatch.setattr(gpus, "version", lambda package: jaxlib)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: jaxlib)
     monkeypatch.setattr(gpus, "num_nvidia", lambda: num_gpus)
     add_flag(environ)
     assert environ.get("XLA_FLAGS") == flags

@@ -68,7 +68,7 @@ def test_interfaces_are_read_as_nccl_reads_them():
 
 
 def test_slow_scatters_are_named_with_their_flag_unless_it_is_set(monkeypatch):
-    monkeypatch.setattr(gpus, "version", lambda package: "0.10.2")
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.10.2")
     cuda, is_set = "PJRT C API\ncuda 12090", {"XLA_FLAGS": gpus.FLAG}
     (found,) = machine.check_atomics(cuda, {})
     assert found.level == "warn"
