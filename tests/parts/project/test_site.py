@@ -257,17 +257,6 @@ def test_options_and_keys_that_the_page_on_trainers_names_are_there():
     assert named <= options
 
 
-def test_keys_that_the_page_on_trainers_shows_beside_those_of_others_are_there():
-    table = re.search(r"^\| you look for \|.*?\n\n", page("trainers"), re.M | re.S)[0]
-    own = [row.split(" | ")[-1] for row in table.splitlines()[2:]]
-    sections = "|".join(jddp.Config.model_fields)
-    named = re.findall(rf"`((?:{sections})\.[\w.]+)`", "\n".join(own))
-    keys = [".".join(path) for path in keys_of(jddp.Config)]
-    assert len(named) >= 5
-    others = {name for name in named if not any(f"{key}.".startswith(f"{name}.") for key in keys)}
-    assert others == {"report.html", "run.log"}  # a file and a method
-
-
 @pytest.mark.slow
 def test_the_program_and_the_config_of_the_tutorial_run(tmp_path):
     def is_module(block):
