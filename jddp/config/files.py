@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from jddp.config.keys import REMOVED, ConfigMistakes, Mistake
-from jddp.config.options import (
-    BatchNormConfig,
-    PrecisionConfig,
-    ReductionConfig,
-    StrategyConfig,
-    WordedSection,
-)
+from jddp.config.options import DdpConfig, WordedSection
 from jddp.config.permissions import expand
 from jddp.config.schema import Config
 from jddp.errors import ConfigError
@@ -52,24 +46,22 @@ _ALIKE = re.compile(
 )
 NO_OVERRIDE = "not of the form key.path=value, e.g. train.num_steps=100"
 NOT_READABLE = (ConfigError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
+# Sections for which a word may stand: `ddp.strategy=zero1`.
+WORDED = {
+    f"ddp.{name}": field.annotation
+    for name, field in DdpConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, WordedSection)
+}
 # Sections, keys of which one is chosen, and keys beside them: choosing another in a later source
-# drops all of them from earlier ones. A function for evaluation belongs to the loss beside it.
+# drops all of them from earlier ones. A function for evaluation belongs to the loss beside it, and
+# all keys of a section to its word, but for the form in which gradients are sent.
 NAMED = ("data", "model", "optimizer", "optimizer.schedule", "ddp.reduction.hook")
-RIVALS = [
+RIVALS: list[tuple[str, Sequence[str], Iterable[str]]] = [
     *((section, ("name", "target"), ("kwargs",)) for section in NAMED),
     ("loss", ("name", "target"), ("kwargs", "class_weights", "eval_target")),
     ("train", ("num_steps", "num_epochs"), ()),
-    ("ddp.strategy", ("name",), ("every", "start", "outer", "number", "regather", "group_size")),
-    ("ddp.batch_norm", ("name",), ("group_size", "unbiased")),
-    ("ddp.precision", ("compute_dtype",), ("loss_scale",)),
+    *((x, [kind.WORD], kind.model_fields) for x, kind in WORDED.items() if x != "ddp.reduction"),
 ]
-# Sections for which a word may stand: `ddp.strategy=zero1`.
-WORDED: dict[str, type[WordedSection]] = {
-    "ddp.strategy": StrategyConfig,
-    "ddp.reduction": ReductionConfig,
-    "ddp.batch_norm": BatchNormConfig,
-    "ddp.precision": PrecisionConfig,
-}
 
 
 class Layer(NamedTuple):

@@ -301,6 +301,8 @@ class SyncBatchNorm(ObjectSection, BatchNormConfig):
 class PrecisionConfig(WordedSection):
     """The precision of the model's arithmetic."""
 
+    WORD = "compute_dtype"
+
     compute_dtype: HalfPrecision = option(
         None, "Dtype of the model's arithmetic; its parameters and the loss are float32."
     )

@@ -14,7 +14,7 @@ from runs import contents, environment
 
 from jddp.checkpoint import folders
 from jddp.checkpoint.folders import finished, surplus
-from jddp.checkpoint.storage import Remote, local_copy
+from jddp.checkpoint.storage import Remote, local_copy, storage_at
 from jddp.errors import ConfigError, FileSystemError
 from jddp.trainer.reports.run_directory import RunDirectory
 
@@ -222,3 +222,10 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next_one_and_no_other(
         third = Remote("memory:///mine").folder
     assert {theirs.parent, third.parent} == {tmp_path}
     assert {*tmp_path.iterdir()} == {*mine, third}
+
+
+def test_the_folder_is_named_as_it_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(storage_at("runs/mine").name) == "runs/mine"
+    assert str(storage_at(tmp_path / "runs" / "mine").name) == "runs/mine"
+    assert storage_at(tmp_path.parent / "mine").name == tmp_path.parent / "mine"
