@@ -39,7 +39,6 @@ HEART = {  # the tests of each file, those that notice most first
         *STEP,
         *("overlap", "hooks", "ddp_hooks", "loss_scale", "state_reduction", "replica"),
     ],
-    "jddp/engine/schedule.py": ["micro_batches", *STEP, "overlap"],
     "jddp/engine/step.py": [*STEP, "constants", "verify"],
     "jddp/modules/metrics.py": ["metrics", "data_parallel", "mean", "overlap", "logical_replicas"],
     "jddp/reduce/average.py": ["reduce", "hooks", "loss_scale", "peers"],
@@ -62,7 +61,6 @@ HEART = {  # the tests of each file, those that notice most first
     "jddp/reduce/shards.py": ["reduce", "shard_optimizer"],
 }
 TESTS = HEART | {
-    "jddp/engine/clip.py": ["clip", "parameters", "shard_optimizer", "local_steps"],
     "jddp/engine/compiled.py": [
         *("data_parallel", "explain", "constants", "hooks", "local_steps", "memory"),
     ],
@@ -89,7 +87,6 @@ TESTS = HEART | {
     "jddp/engine/spec.py": ["option_pairs", "logical_replicas"],
     "jddp/engine/state.py": ["replica", "local_steps", "shard_optimizer", "run", "checkpoint"],
     "jddp/engine/sync.py": ["sync", "local_steps"],
-    "jddp/engine/unused.py": ["optimizer", "ddp_unused"],
     "jddp/engine/view.py": ["view", "clip", "shard_optimizer", "local_steps"],
 }
 # cosmic-ray replaces each operator by all others, ten mutants of one kind: one stands for

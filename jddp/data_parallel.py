@@ -31,7 +31,6 @@ from jddp.config.options import (
 )
 from jddp.distributed.schedulers import refuse_unjoined
 from jddp.engine.calls import run_compiled
-from jddp.engine.clip import choose_clip
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.evaluation import (
     evaluate_exactly,
@@ -45,17 +44,21 @@ from jddp.engine.executor import Executor
 from jddp.engine.guard import choose_guard
 from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import copy_off_mesh, make_mesh, platform, put_rows
-from jddp.engine.moving_average import choose_average, evaluated_values
+from jddp.engine.micro_batches import MicroBatches
+from jddp.engine.moving_average import Average, evaluated_values
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.padding import pad_for_step
-from jddp.engine.placement import choose_placement
-from jddp.engine.protocols import Function
-from jddp.engine.reducers import choose_reducer
-from jddp.engine.replicas import choose_replicas
-from jddp.engine.schedule import choose_backward
+from jddp.engine.replicas import Function
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, Values
-from jddp.engine.strategy import Strategy, choose_strategy
+from jddp.engine.strategy import (
+    Strategy,
+    choose_placement,
+    choose_reducer,
+    choose_replicas,
+    choose_strategy,
+)
+from jddp.engine.view import Clip
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, thaw
 from jddp.modules.functional import functional
@@ -165,13 +168,11 @@ class DataParallel(Shown):
         spec = Step(
             model=flax_model,
             eval_fn=eval_fn or loss_fn,
-            backward=choose_backward(
-                flax_model, loss_fn, accumulate_steps, overlaps=overlaps, is_scaled=is_scaled
-            ),
+            backward=MicroBatches(flax_model, loss_fn, accumulate_steps, overlaps, is_scaled),
             replicas=choose_replicas(reducer.axis, flax_model, parts.num_logical, self.mesh.size),
             reducer=reducer,
             sync=parts.sync,
-            clip=choose_clip(max_grad_norm),
+            clip=Clip(max_grad_norm),
             optimizer=choose_optimizer(
                 optimizer,
                 unused_parameters,
@@ -181,7 +182,7 @@ class DataParallel(Shown):
                 reducer if parts.shards_optimizer else None,
             ),
             placement=placement,
-            average=choose_average(ema_decay),
+            average=Average(ema_decay),
             guard=choose_guard(arithmetic.loss_scale, skip_nonfinite, flax_model.keeps_own),
         )
         self._executor = Executor(donate=donate, platform=platform(self.mesh))

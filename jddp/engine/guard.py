@@ -1,8 +1,7 @@
 """The guard of a step: which steps count, and the loss scale.
 
-    NoGuard         every step counts; the loss scale is fixed
-    SkipNonfinite   a step with numbers that are not finite changes nothing but counts
-    DynamicScale    the same, and the loss scale follows what overflows
+Every step counts, or one with numbers that are not finite changes nothing but counts; and the loss
+scale is fixed, or follows what overflows.
 
 A loss scale keeps gradients of float16 arithmetic from becoming zero. float16 has no number between
 0 and 2^-24 and none above 65,504. So the backward pass starts from a scale in place of 1, and
@@ -26,18 +25,19 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.engine.micro_batches import Scale
-from jddp.engine.protocols import Outcome, StepGuard, View
 from jddp.engine.state import KeepsOwn, TrainState, own_layouts
+from jddp.engine.view import View
 from jddp.errors import ConfigError
 from jddp.modules.metrics import mean_tree
 from jddp.reduce.hooks import CommHook, GradBucket, Units
-from jddp.typing import HookState, PyTree
+from jddp.typing import HookState, Metrics, PyTree
 
 DYNAMIC = "dynamic"
 FIRST = 2.0**16
 LEAST, MOST = 1.0, 2.0**24
 ALLOWED = (None, DYNAMIC, *(2.0**power for power in range(25)))
 GROWTH_INTERVAL = 2000  # good steps
+Outcome = tuple[TrainState, Metrics]
 
 
 @jax.tree_util.register_dataclass
@@ -65,79 +65,61 @@ def adjust(before: LossScale, is_finite: Array, *, interval: int = GROWTH_INTERV
     )
 
 
+@final
 @dataclasses.dataclass(frozen=True)
-class NoGuard:
-    """Every step counts, whatever its numbers are.
+class Guard:
+    """Which steps count, and the loss scale.
 
     Attributes:
-      loss_scale: Factor of the loss in the backward pass.
+      loss_scale: Factor of the loss in the backward pass; the first one, if it is dynamic.
+      keeps_own: Whether each replica has its own of a leaf of `model_state`, by path and leaf.
+      skips: Whether a step counts only if its loss, gradients and other state are finite.
+      follows_overflows: Whether the loss scale changes from step to step; such a guard skips too.
     """
 
     loss_scale: float
-    follows_overflows = False
-
-    def init(self) -> PyTree:
-        """Returns (): the scale is fixed."""
-        return ()
-
-    def scale(self, state: TrainState) -> Scale:
-        """Returns the fixed scale."""
-        return self.loss_scale
-
-    def limited(
-        self, limit: Array | None, before: TrainState, after: TrainState, loss: Array
-    ) -> Outcome:
-        """Returns the state before a step whose loss is above a limit, and "skipped"."""
-        if limit is None:
-            return after, {}
-        # What is not finite is left to `accept`, which may lower the loss scale. The loss is of the
-        # global batch: each replica has the same verdict.
-        return after_good_step(jnp.isfinite(loss) & (loss > limit), before, after)
-
-    def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
-        """Returns the state as it is, and no metric."""
-        return after, {}
-
-
-@dataclasses.dataclass(frozen=True)
-class SkipNonfinite(NoGuard):
-    """A step counts only if its loss, gradients and other state are finite.
-
-    Attributes:
-      keeps_own: Whether each replica has its own of a leaf of `model_state`, by path and leaf.
-    """
-
     keeps_own: KeepsOwn
-
-    def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
-        """Returns the state after a good step, else the state before it; and "skipped"."""
-        found = find_nonfinite(before, after, numbers, view, self.keeps_own)
-        return after_good_step(found, before, after)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class DynamicScale(SkipNonfinite):
-    """As `SkipNonfinite`; the loss scale is the first, and follows overflows."""
-
-    follows_overflows = True
+    skips: bool = False
+    follows_overflows: bool = False
 
     def init(self) -> PyTree:
-        """Returns the first `LossScale`."""
+        """Returns the first `CommState.loss_scale`; () for a fixed one."""
+        if not self.follows_overflows:
+            return ()
         return LossScale(jnp.float32(self.loss_scale), jnp.int32(0))
 
     def scale(self, state: TrainState) -> Scale:
-        """Returns the scale that the last step has left."""
-        return state.comm_state.loss_scale.scale
+        """Returns the loss scale of the step that starts from this state."""
+        return state.comm_state.loss_scale.scale if self.follows_overflows else self.loss_scale
 
     def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
-        """Also returns the next loss scale, and in "loss_scale" the scale of this step."""
+        """Returns the state after a good step, else the state before it; and metrics of the guard.
+
+        Args:
+          before: State before the step, of one replica.
+          after: State that the step has computed.
+          numbers: Loss and gradients, which must be finite.
+          view: View of the replica on the mean gradient.
+        """
+        if not (self.skips or self.follows_overflows):
+            return after, {}
         found = find_nonfinite(before, after, numbers, view, self.keeps_own)
         after, metrics = after_good_step(found, before, after)
+        if not self.follows_overflows:
+            return after, metrics
         # A smaller scale is no help to other state, which the forward pass writes.
         scale = adjust(before.comm_state.loss_scale, found < 2)
         after = after.replace(comm_state=dataclasses.replace(after.comm_state, loss_scale=scale))
         return after, {**metrics, "loss_scale": self.scale(before)}
+
+
+def limited(limit: Array | None, before: TrainState, after: TrainState, loss: Array) -> Outcome:
+    """Returns the state before a step whose loss is above the limit; None is no limit."""
+    if limit is None:
+        return after, {}
+    # A loss that is not finite is left to the guard, which may lower the loss scale. The loss is of
+    # the global batch: each replica has the same verdict.
+    return after_good_step(jnp.isfinite(loss) & (loss > limit), before, after)
 
 
 def find_nonfinite(
@@ -178,7 +160,7 @@ def after_good_step(found: Array, before: TrainState, after: TrainState) -> Outc
     return after, {"skipped": after.skipped.astype(jnp.float32)}
 
 
-def choose_guard(loss_scale: float | str | None, skips: bool, keeps_own: KeepsOwn) -> StepGuard:
+def choose_guard(loss_scale: float | str | None, skips: bool, keeps_own: KeepsOwn) -> Guard:
     """Returns the guard of these options, as `jddp.DataParallel` describes them.
 
     Raises:
@@ -190,8 +172,8 @@ def choose_guard(loss_scale: float | str | None, skips: bool, keeps_own: KeepsOw
             f"None; got {loss_scale!r}."
         )
     if isinstance(loss_scale, str):
-        return DynamicScale(FIRST, keeps_own)
-    return SkipNonfinite(loss_scale or 1.0, keeps_own) if skips else NoGuard(loss_scale or 1.0)
+        return Guard(FIRST, keeps_own, follows_overflows=True)
+    return Guard(loss_scale or 1.0, keeps_own, skips)
 
 
 def unscaled(hook: CommHook, units: Units) -> CommHook:

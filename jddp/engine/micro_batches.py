@@ -1,7 +1,8 @@
 """Gradients of one replica: its rows run forward and backward, one micro-batch after the other.
 
-    MicroBatches        the rows in equal parts, of which there may be one; one reduction for all
-    BackwardSchedule    when their gradients leave, see `engine.schedule`
+Rows are run in equal parts, of which there may be one, with one reduction for all. Gradients leave
+after the backward passes, or inside the last one: then the reduction runs it, bucket by bucket, and
+each bucket is sent while the pass continues. The numbers are the same.
 
 The loss is summed over the valid entries, so gradients are those of a sum, and the step divides
 them by the global count.
@@ -12,22 +13,23 @@ This room knows models, losses and masks, and nothing of optimizers or meshes.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, final, runtime_checkable
+from typing import NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jddp.engine.parameters import WHOLE, ParameterSource
+from jddp.engine.placement import WHOLE, ParameterSource
 from jddp.engine.state import Inputs, TrainState, is_float, widened
 from jddp.engine.statistics import RunningStatistics, running_statistics
+from jddp.errors import ConfigError
 from jddp.modules.base import FlaxModel
 from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.metrics import Sums
 from jddp.modules.rows import split_rows
 from jddp.reduce.backward import Backward, trace_backward
-from jddp.reduce.gradients import Gradients
+from jddp.reduce.gradients import Finished, Gradients, Running
 from jddp.reduce.hooks import Units, power_of_two_within
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, Grads, LossFn, ModelState, Params, Path, PyTree
@@ -91,29 +93,6 @@ class Accumulated(NamedTuple):
     sums: Sums
 
 
-@runtime_checkable
-class BackwardSchedule(Protocol):
-    """When gradients leave: after the backward passes of a replica, or inside the last one."""
-
-    def __call__(
-        self,
-        passes: "MicroBatches",
-        state: TrainState,
-        inputs: Inputs,
-        key: Array,
-        loss_scale: ScaleOf,
-    ) -> Local:
-        """Runs a replica's rows forward and backward; see `MicroBatches.__call__`."""
-
-    def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
-        """Returns the plan with notes on when buckets leave.
-
-        Args:
-          plan: The buckets.
-          num_looped: `Backward.num_looped`.
-        """
-
-
 @final
 @dataclass(frozen=True)
 class MicroBatches:
@@ -122,20 +101,26 @@ class MicroBatches:
     Attributes:
       model: The model.
       loss_fn: The loss.
-      start: Function that returns `Units.backward_scale`, `start_if_half` or `start_per_entry`.
-      guard: Function `keep_all`, or `drop_empty` where a model makes NaN of no valid rows.
       num: Number of micro-batches.
-      schedule: When gradients leave.
+      overlaps: Whether gradients leave inside the last backward pass, and not after all passes.
+      is_scaled: Whether there is a loss scale.
       source: Where the model gets its parameters from.
+
+    Raises:
+      ConfigError: If there are less than one.
     """
 
     model: FlaxModel
     loss_fn: LossFn
-    start: Callable[[Params, int], float]
-    guard: Callable[..., Guarded]
     num: int
-    schedule: BackwardSchedule
+    overlaps: bool = False
+    is_scaled: bool = False
     source: ParameterSource = WHOLE
+
+    def __post_init__(self) -> None:
+        """Refuses a number out of range."""
+        if self.num < 1:
+            raise ConfigError(f"accumulate_steps is at least 1; got {self.num}.")
 
     @functools.cached_property
     def forward(self) -> Callable[..., tuple[Array, tuple[Sums, ModelState]]]:
@@ -157,7 +142,63 @@ class MicroBatches:
           key: Key of its random numbers in this step.
           loss_scale: Function of the state that returns the loss scale of the step.
         """
-        return self.schedule(self, state, inputs, key, loss_scale)
+        run = self._with_last_pass if self.overlaps else self._all_passes
+        return run(state, inputs, key, loss_scale)
+
+    def _all_passes(
+        self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf
+    ) -> Local:
+        """Runs all micro-batches in one loop; gradients are finished before a bucket leaves."""
+        scale, running = loss_scale(state), self.running(state, inputs)
+        take = self.split(inputs, key)
+        total = self.accumulate(state, running, take, self.num, scale)
+        # Back to the parameters' dtypes, in which gradients are planned, sent and given to optax.
+        grads = jax.tree.map(lambda g, x: g.astype(x.dtype), total.grads, state.params)
+        units = self.units(state.params, total.sums, scale)
+        return Local(Finished(grads), total.sums, running.finish(total.model_state), units)
+
+    def _with_last_pass(
+        self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf
+    ) -> Local:
+        """Runs all micro-batches, but for the last backward pass, which the reduction runs."""
+        take, scale = self.split(inputs, key), loss_scale(state)
+        running = self.running(state, inputs)
+        # The last micro-batch stands outside the scan: a loop is one equation, so buckets could
+        # only be sent at its end. Only in the last backward pass are the sums of gradients
+        # finished, one by one.
+        last = self.num - 1
+        total = self.accumulate(state, running, take, last, scale)
+        carried = total.model_state
+        run = self.linearize(state, running.before(carried), take(last))
+        earlier = jax.tree.leaves(total.grads)
+
+        def finish(i: int, x: Array) -> Array:
+            # NaN of an empty micro-batch is replaced before the earlier gradients are added to it.
+            x = run.finish(x)
+            if not earlier:
+                return x
+            return (x.astype(earlier[i].dtype) + earlier[i]).astype(x.dtype)
+
+        backward = trace_backward(lambda one: run.backward(one * scale))
+        # Sums need no reduction inside the pass: they are sent after it, in one small vector.
+        sums = jax.tree.map(jnp.add, total.sums, run.sums) if earlier else run.sums
+        units = self.units(state.params, sums, scale)
+        model_state = running.finish(running.add(carried, last, run.model_state))
+        return Local(Running(backward, finish), sums, model_state, units)
+
+    def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
+        """Returns the plan with notes on when buckets leave.
+
+        Args:
+          plan: The buckets.
+          num_looped: `Backward.num_looped`.
+        """
+        if not self.overlaps:
+            return plan.noted("overlap off: buckets leave after the backward pass")
+        notes = ["overlap on: buckets leave inside the backward pass"]
+        if num_looped:
+            notes.append(f"{num_looped} gradients leave a loop at once: they are ready at its end")
+        return plan.noted(*notes)
 
     def trace(self, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums, ModelState]:
         """Traces the backward pass over one micro-batch, without running it.
@@ -192,7 +233,11 @@ class MicroBatches:
         start = self.start(state.params, sums["loss"].num_entries * self.num)
         # The guard works leaf by leaf: one decision over all gradients would hold back the first
         # bucket until the last gradient is finished.
-        model_state, finish = self.guard(self.model, sums["loss"].count, before, model_state)
+        finish: Callable[[Array], Array] = _as_it_is
+        # Statistics of the global batch have valid rows wherever the step has; those of one
+        # replica's rows may have none, and 0 / 0 is NaN.
+        if self.model.batch_norm != "sync" and jax.tree.leaves(before):
+            model_state, finish = drop_empty(self.model, sums["loss"].count, before, model_state)
 
         def backward(scale: Array) -> Grads:
             # The cotangent has the dtype of the loss, which may be float64.
@@ -209,6 +254,15 @@ class MicroBatches:
     def running(self, state: TrainState, inputs: Inputs) -> RunningStatistics:
         """Returns the running statistics over the micro-batches, from the state before the step."""
         return running_statistics(self.model, state.model_state, inputs.rows, self.num)
+
+    def start(self, params: Params, num_entries: int) -> float:
+        """Returns the power of two that the backward pass starts from; 1 where it is not needed.
+
+        A gradient summed over all entries of a replica overflows float16. Times this, it is no more
+        than the gradient of their mean, and that is what a loss scale scales.
+        """
+        is_half = any(x.dtype == jnp.float16 for x in jax.tree.leaves(params))
+        return power_of_two_within(1 / num_entries) if self.is_scaled or is_half else 1.0
 
     def split(self, inputs: Inputs, key: Array) -> Callable[[Number], MicroBatch]:
         """Returns a function of a number that returns the micro-batch."""
@@ -260,9 +314,8 @@ class MicroBatches:
         return total._replace(sums=jax.tree.map(lambda x: x.sum(0), sums))
 
 
-def keep_all(model: FlaxModel, count: Array, before: ModelState, after: ModelState) -> Guarded:
-    """Takes state and gradients of a micro-batch as they are."""
-    return after, lambda grad: grad
+def _as_it_is(grad: Array) -> Array:
+    return grad
 
 
 def drop_empty(model: FlaxModel, count: Array, before: ModelState, after: ModelState) -> Guarded:
@@ -279,8 +332,6 @@ def drop_empty(model: FlaxModel, count: Array, before: ModelState, after: ModelS
     Returns:
       The state to continue with, and a function to apply to each gradient.
     """
-    if not jax.tree.leaves(before):
-        return after, lambda grad: grad
     is_empty = count == 0
 
     def keep(path: Path, old: Array, new: Array) -> Array:
@@ -291,18 +342,3 @@ def drop_empty(model: FlaxModel, count: Array, before: ModelState, after: ModelS
 
     state = jax.tree_util.tree_map_with_path(keep, before, after)
     return state, lambda grad: jnp.where(is_empty, 0, grad)
-
-
-def start_per_entry(params: Params, num_entries: int) -> float:
-    """Returns the power of two that the backward pass starts from.
-
-    A gradient summed over all entries of a replica overflows float16. Times this, it is no more
-    than the gradient of their mean, and that is what a loss scale scales.
-    """
-    return power_of_two_within(1 / num_entries)
-
-
-def start_if_half(params: Params, num_entries: int) -> float:
-    """Returns `start_per_entry` where parameters are float16, else 1."""
-    is_half = any(x.dtype == jnp.float16 for x in jax.tree.leaves(params))
-    return start_per_entry(params, num_entries) if is_half else 1.0

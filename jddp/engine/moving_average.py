@@ -1,8 +1,5 @@
 """The parameters that a state is evaluated with: its own, the optimizer's, or a moving average.
 
-NoAverage    no average
-Ema          an exponential moving average
-
 An average of parameters needs the batch statistics of these parameters: floating values of the
 other state are averaged with them. Optimizers that evaluate other parameters than they step are
 known by the names in their state, so that a checkpoint shows them too:
@@ -21,7 +18,6 @@ import jax.numpy as jnp
 import optax
 
 from jddp.engine.optimizer import own_count
-from jddp.engine.protocols import MovingAverage
 from jddp.engine.state import TrainState, Values, by_path, is_float, name_of, widened
 from jddp.errors import ConfigError, check_choice
 from jddp.modules.frozen import is_frozen
@@ -38,63 +34,49 @@ UNAVERAGED = "The checkpoint has no average of batch statistics: the ones of the
 
 @final
 @dataclasses.dataclass(frozen=True)
-class NoAverage:
-    """Keeps no average."""
-
-    def init(self, state: TrainState) -> TrainState:
-        """Returns the state as it is."""
-        return state
-
-    def __call__(self, before: TrainState, after: TrainState) -> TrainState:
-        """Returns the state after the step as it is."""
-        return after
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Ema:
-    """Keeps an exponential moving average, which begins with the first values.
+class Average:
+    """An exponential moving average of the parameters, which begins with the first values.
 
     Attributes:
-      decay: Weight of the average before the step.
+      decay: Weight of the average before the step; None for no average.
+
+    Raises:
+      ConfigError: If the decay is not between 0 and 1.
     """
 
-    decay: float
+    decay: float | None
+
+    def __post_init__(self) -> None:
+        """Refuses a decay out of range."""
+        if self.decay is not None and not 0 < self.decay < 1:
+            raise ConfigError(f"ema_decay is between 0 and 1, or None; got {self.decay}.")
 
     def init(self, state: TrainState) -> TrainState:
         """Returns the state with its first average, in float32 at least."""
+        if self.decay is None:
+            return state
         # In bfloat16 a decay of 0.999 is 1, and the average would never move.
         params, model_state = jax.tree.map(jnp.copy, _averaged(state))
         return state.replace(ema_params=params, ema_state=model_state)
 
     def __call__(self, before: TrainState, after: TrainState) -> TrainState:
         """Moves the average towards the parameters and the other state after an update."""
+        if (decay := self.decay) is None:
+            return after
         # Each replica averages what it holds: parameters that are equal give equal averages, so
         # nothing is sent. With local steps each replica has its own average, which is merged when
         # read.
         held = after.ema_params, after.ema_state
-        moved = jax.tree.map(self._moved, held, _averaged(after))
+        # With one product. Of two, XLA contracts one with the sum, and which one depends on the
+        # shape: rows of logical replicas would have other bits on other numbers of devices.
+        moved = jax.tree.map(
+            lambda old, new: old + (1 - decay) * (new - old), held, _averaged(after)
+        )
         # MultiSteps leaves parameters alone in most steps, by which their average is not to decay.
         if (count := own_count(after.opt_state)) is not None:
             is_updated = count > own_count(before.opt_state)
             moved = jax.tree.map(lambda new, old: jnp.where(is_updated, new, old), moved, held)
         return after.replace(ema_params=moved[0], ema_state=moved[1])
-
-    def _moved(self, old: Leaf, new: Leaf) -> Leaf:
-        # With one product. Of two, XLA contracts one with the sum, and which one depends on the
-        # shape: rows of logical replicas would have other bits on other numbers of devices.
-        return old + (1 - self.decay) * (new - old)
-
-
-def choose_average(decay: float | None) -> MovingAverage:
-    """Returns the average of this decay.
-
-    Raises:
-      ConfigError: If it is not between 0 and 1.
-    """
-    if decay is not None and not 0 < decay < 1:
-        raise ConfigError(f"ema_decay is between 0 and 1, or None; got {decay}.")
-    return NoAverage() if decay is None else Ema(decay)
 
 
 def _averaged(state: TrainState) -> Values:

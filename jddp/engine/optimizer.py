@@ -9,6 +9,11 @@ whole update if the optimizer is separable, which is read from its traced progra
 as Muon, which needs whole matrices, updates whole arrays on each replica, which are gathered for
 the update alone: at rest its state is divided too, and so it is where parameters are divided.
 
+An optimizer moves a parameter also when its gradient is zero, by weight decay or momentum. With
+`unused_parameters="skip"` parameters that no gradient reaches, and their state, stay as they are.
+The state holds trees of the same form as the parameters; so an array that belongs to a parameter is
+known by its path, which ends in that of the parameter.
+
 References:
   Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020.
   https://arxiv.org/abs/2004.13336. Rajbhandari et al., "ZeRO", 2020, stage 1.
@@ -16,6 +21,7 @@ References:
 """
 
 import functools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -25,17 +31,17 @@ import optax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
-from jddp.engine.protocols import OPTIMIZER, Optimizer, Placement, Unused, View
+from jddp.engine.placement import Placement
 from jddp.engine.separable import at_least_1d, mixes_elements, update
-from jddp.engine.state import Replicated, Sharded, TrainState, parts_in
-from jddp.engine.unused import UNUSED
-from jddp.engine.view import own_shards
+from jddp.engine.state import Replicated, Sharded, TrainState, name_of, parts_in
+from jddp.engine.view import View, own_shards
 from jddp.errors import ConfigError, check_choice
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
 from jddp.reduce.shards import Division, Flat
-from jddp.typing import Grads, Leaf, OptState, Params, PyTree
+from jddp.typing import Grads, Leaf, OptState, Params, Path, PyTree
 
+OPTIMIZER = "optimizer_update"  # the scope of the equations of an optimizer
 GATHERED = "optimizer_whole"  # the scope of the gathers for an optimizer of whole arrays
 
 
@@ -45,13 +51,13 @@ class PlacedOptimizer:
 
     Attributes:
       tx: Any optax optimizer.
-      unused: Treatment of parameters that no gradient reaches.
+      unused: Treatment of parameters that no gradient reaches: "zero", "skip" or "error".
       num_micro_batches: Number of micro-batches of a step.
       placement: Placement of the parameters.
     """
 
     tx: optax.GradientTransformation
-    unused: Unused
+    unused: str
     num_micro_batches: int
     placement: Placement
 
@@ -94,7 +100,24 @@ class PlacedOptimizer:
             after = updated(self.tx, grads, state.opt_state, state.params, value)
         # After the update, since weight decay and momentum move a parameter also with a gradient of
         # 0.
-        return self.unused(after, before, after[0], plan)
+        return self._kept(after, before, after[0], plan)
+
+    def check_used(self, plan: BucketPlan) -> None:
+        """Refuses a plan with unused parameters, where they are not allowed.
+
+        Raises:
+          ConfigError: If there are any, with their names.
+        """
+        if plan.unused and self.unused == "error":
+            raise ConfigError(
+                f"No gradient reaches {', '.join(plan.unused)}. Use them in the loss, or "
+                "choose unused_parameters='zero' or 'skip'."
+            )
+
+    def _kept(self, new: PyTree, old: PyTree, params: Params, plan: BucketPlan) -> PyTree:
+        """The parameters and optimizer state to keep of an update."""
+        is_taken_back = plan.unused and self.unused == "skip"
+        return take_back(new, old, params, plan.unused) if is_taken_back else new
 
     def _gathered_by(self, shapes: Params) -> Division | None:
         """The division of arrays that are gathered for the update; None where none are."""
@@ -147,13 +170,13 @@ class Zero1(PlacedOptimizer):
             with jax.named_scope(GATHERED):
                 grads = view.whole(grads, gather)
             params, opt_state = updated(self.tx, grads, opt_state, state.params, value)
-            return self.unused((params, own(division, opt_state)), before, params, plan)
+            return self._kept((params, own(division, opt_state)), before, params, plan)
         shards = own_shards(state.params, view.axis)
         shards, opt_state = updated(self.tx, view.shards(grads), state.opt_state, shards, value)
         # At the end of the step, not before the next: `state.params` is always complete, to be
         # evaluated, saved and compared.
         params = gather(shards)
-        return self.unused((params, opt_state), before, params, plan)
+        return self._kept((params, opt_state), before, params, plan)
 
 
 def own(division: Division, tree: PyTree) -> PyTree:
@@ -244,7 +267,7 @@ def choose_optimizer(
     placement: Placement,
     num_replicas: int,
     sharded_by: Reducer | None = None,
-) -> Optimizer:
+) -> PlacedOptimizer:
     """Returns the update of an optax optimizer.
 
     Args:
@@ -265,9 +288,63 @@ def choose_optimizer(
         )
     # A tuple of functions is hashable, so it can be a cache key.
     tx = optax.with_extra_args_support(tx)
-    check_choice("unused_parameters", unused_parameters, UNUSED)
-    unused = UNUSED[unused_parameters]()
+    check_choice("unused_parameters", unused_parameters, ("zero", "skip", "error"))
     if sharded_by is None:
-        return PlacedOptimizer(tx, unused, num_micro_batches, placement)
+        return PlacedOptimizer(tx, unused_parameters, num_micro_batches, placement)
     shards = Flat(sharded_by.axis, num_replicas)
-    return Zero1(tx, unused, num_micro_batches, placement, sharded_by, shards)
+    return Zero1(tx, unused_parameters, num_micro_batches, placement, sharded_by, shards)
+
+
+def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str]) -> PyTree:
+    """Returns `new`, but with the arrays of `old` that belong to unused parameters.
+
+    Args:
+      new: Trees with all or part of the form of the parameters, such as an optimizer's state.
+      old: The same trees before the optimizer's update.
+      params: The parameters, for their paths.
+      unused: Names of parameters, as in `BucketPlan.unused`.
+
+    Raises:
+      ConfigError: If an array holds all parameters together.
+    """
+    num_all = sum(x.size for x in jax.tree.leaves(params))
+    names = {
+        _entries(path): name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
+    }
+
+    def choose(path: Path, after: Leaf, before: Leaf) -> Leaf:
+        owner = _owner(_entries(path), names)
+        # An optimizer that flattens all parameters into one vector, such as `optax.flatten`, leaves
+        # no array that belongs to one of them.
+        if owner is None and jnp.size(after) >= num_all > 1:
+            raise ConfigError(
+                "unused_parameters='skip': this optimizer keeps an array of all parameters at "
+                f"{name_of(path)!r}, of which none can be left alone. Choose 'zero' or 'error'."
+            )
+        return before if owner in unused else after
+
+    return jax.tree_util.tree_map_with_path(choose, new, old)
+
+
+def _entries(path: Path) -> tuple[str, ...]:
+    # A parameter of the name "count" is in a dict, an optimizer's own is a field: ".count".
+    return tuple(
+        ("." if isinstance(entry, jax.tree_util.GetAttrKey) else "")
+        + jax.tree_util.keystr((entry,), simple=True)
+        for entry in path
+    )
+
+
+def _owner(path: tuple[str, ...], names: Mapping[tuple[str, ...], str]) -> str | None:
+    """The name of the longest parameter path that `path` ends in, numbers behind it aside.
+
+    Behind it are numbers where an optimizer keeps a list of arrays for each parameter.
+    """
+    # The longest first: in nested dicts one parameter's path may end in that of another.
+    for start in range(len(path)):
+        for end in range(len(path), start, -1):
+            if path[start:end] in names:
+                return names[path[start:end]]
+            if not path[end - 1].isdigit():
+                break
+    return None

@@ -1,6 +1,6 @@
 """The placement of parameters on the replicas, with their moving average and optimizer state.
 
-    Everywhere      whole on each replica
+    Placement       whole on each replica
     FullySharded    each divided over all replicas, or over those of each group, along one of its
                     dims: `DividedParameters`
 
@@ -14,65 +14,113 @@ References:
 """
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import final
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
+from jax.extend.core import Jaxpr
 
-from jddp.engine.mesh import platform
-from jddp.engine.parameters import WHOLE, Dims, Loss, ParameterSource, Pullback
-from jddp.engine.protocols import Placement, TraceLoss
 from jddp.engine.state import Divided, Layout, Replicated, name_of
-from jddp.engine.strategy import FSDP
+from jddp.engine.view import View, view_of_parts
 from jddp.errors import ConfigError
 from jddp.jaxprs import equations
 from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, Origin, forget
-from jddp.reduce.packing import average_of_shards
 from jddp.reduce.plan import BucketPlan, GatheredUnit, in_mebibytes
-from jddp.reduce.reducer import Reducer
 from jddp.reduce.shards import AlongDim, Groups, Shape, divided_dim
 from jddp.reduce.unit_plan import Part, list_units
-from jddp.reduce.units import Gather
 from jddp.typing import Grads, Leaf, Params, Path, PyTree
 
+Dims = tuple[int | None, ...]  # along which each leaf is divided
+Loss = Callable[[Params], tuple[jax.Array, PyTree]]
+Pullback = Callable[[jax.Array], tuple[Params]]
+TraceLoss = Callable[[], Jaxpr] | None  # the loss of the parameters; None where there are no rows
 
-@final
-@dataclass(frozen=True)
-class Everywhere:
-    """Parameters are whole on each replica."""
 
-    division = None
-    groups = None
+class ParameterSource:
+    """The source from which a replica's model gets its parameters; here it has all of them.
+
+    A model is run and differentiated by the source of its parameters, and knows nothing of it.
+    """
+
+    def view(self, of_packing: View) -> View:
+        """Returns the view of a replica on the mean gradient, from the view of the packing."""
+        return of_packing
+
+    def run(self, function: Callable[[Params], PyTree], params: Params) -> PyTree:
+        """Returns `function` of the whole parameters.
+
+        Args:
+          function: Function of whole parameters.
+          params: This replica's parameters, or its parts of them.
+        """
+        return function(params)
+
+    def linearize(self, loss: Loss, params: Params) -> tuple[jax.Array, Pullback, PyTree]:
+        """Returns the loss, its pullback and its auxiliary values, as `jax.vjp` does.
+
+        The pullback returns this replica's gradients of whole parameters, and of the others its
+        part of the mean gradient of its group of replicas.
+        """
+        linearized: tuple[jax.Array, Pullback, PyTree] = jax.vjp(loss, params, has_aux=True)
+        return linearized
+
+    def mean_of_groups(self, grads: Grads) -> Grads:
+        """Averages the gradients of divided parameters over all groups; leaves the others."""
+        return grads
+
+
+WHOLE = ParameterSource()
+
+
+class Placement:
+    """Placement of parameters, their average and the optimizer's state; here on each replica."""
+
+    @property
+    def division(self) -> AlongDim | None:
+        """Division of the parameters; None if they are whole on each replica."""
+        return None
+
+    @property
+    def groups(self) -> Groups | None:
+        """Groups of replicas that divide parameters; None where all are whole."""
+        return None
 
     def layout(self, shape: Shape) -> Layout:
-        """Returns the replicated layout."""
+        """Returns the layout of a leaf of the shape of a parameter."""
         return Replicated()
 
     def source(self, layouts: PyTree) -> ParameterSource:
-        """Returns the source of whole parameters."""
+        """Returns the source of parameters of these layouts."""
         return WHOLE
 
     def note(self, plan: BucketPlan, params: Params, program: TraceLoss) -> BucketPlan:
-        """Notes nothing."""
+        """Returns the plan with units and notes of parameters that are in no bucket.
+
+        Args:
+          plan: The buckets.
+          params: Shapes of the parameters.
+          program: Function that traces the loss; None where there are no rows to trace it with.
+        """
         return plan
 
 
 @final
 @dataclass(frozen=True)
-class FullySharded:
+class FullySharded(Placement):
     """Parameters are divided over the replicas of each group.
 
     Attributes:
-      groups: Groups of replicas; one of all, if there are no others.
       lazy: Evaluation that gathers parameters where they are used.
     """
 
-    groups: Groups
     lazy: Lazy
+
+    @property
+    def groups(self) -> Groups:
+        """Groups of replicas; one of all, if there are no others."""
+        return self.lazy.gather.groups
 
     def layout(self, shape: Shape) -> Layout:
         """Returns the layout of a divided array; the replicated one if no dim fits."""
@@ -88,7 +136,7 @@ class FullySharded:
         """Returns the source that gathers parameters."""
         found = jax.tree.leaves(layouts)
         dims = tuple(x.dim if isinstance(x, Divided) else None for x in found)
-        return DividedParameters(dims, self.groups, self.lazy)
+        return DividedParameters(dims, self.lazy)
 
     def note(self, plan: BucketPlan, params: Params, program: TraceLoss) -> BucketPlan:
         """Notes the units of divided parameters, and which parameters stay whole."""
@@ -135,18 +183,25 @@ class FullySharded:
 
 @final
 @dataclass(frozen=True)
-class DividedParameters:
+class DividedParameters(ParameterSource):
     """Each replica has a part of the parameters.
 
     Attributes:
       dims: Dims along which parameters are divided, leaf by leaf; None for one that is whole.
-      groups: Groups of replicas.
       lazy: Evaluation that gathers parameters where they are used.
     """
 
     dims: Dims
-    groups: Groups
     lazy: Lazy
+
+    @property
+    def groups(self) -> Groups:
+        """Groups of replicas."""
+        return self.lazy.gather.groups
+
+    def view(self, of_packing: View) -> View:
+        """Returns the view of parts."""
+        return view_of_parts(of_packing.axis, self.dims, self.groups)
 
     def run(
         self, function: Callable[[Params], PyTree], params: Params, lazy: Lazy | None = None
@@ -207,25 +262,6 @@ class DividedParameters:
 def _size_of(params: list[Leaf]) -> str:
     size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in params))
     return f"{len(params)} parameter{'' if len(params) == 1 else 's'}, {size} MiB"
-
-
-def choose_placement(reducer: Reducer, mesh: Mesh, fsdp: FSDP | None) -> Placement:
-    """Returns the placement of parameters.
-
-    Args:
-      reducer: Reducer of the gradients of whole parameters.
-      mesh: The devices.
-      fsdp: The division of the parameters; None where they are whole on each replica.
-    """
-    if fsdp is None:
-        return Everywhere()
-    groups = fsdp.groups(mesh.size)
-    if groups.size == 1:
-        logging.getLogger("jddp").warning("strategy='fsdp' on one device is 'ddp'.")
-        return Everywhere()
-    average = average_of_shards(platform(mesh), groups)
-    gather = Gather(reducer.axis, average, groups, reducer.wire_dtype)
-    return FullySharded(groups, Lazy(gather, reducer.bucket_bytes, keeps=not fsdp.regather))
 
 
 def _after(pullback: PyTree, params: Params, value: jax.Array) -> PyTree:

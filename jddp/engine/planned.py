@@ -16,8 +16,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jddp.engine.calls import call
+from jddp.engine.placement import TraceLoss
 from jddp.engine.program import Form
-from jddp.engine.protocols import TraceLoss
 from jddp.engine.row_split import RowSplit
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState
@@ -99,7 +99,7 @@ class Plans:
             plan = self._noted(plan, state, traced.num_looped, loss)
             self._planned[form] = Planned(plan, traced)
         # Checked for each form of rows: another batch may leave other parameters unused.
-        spec.optimizer.unused.check(self._planned[form].plan)
+        spec.optimizer.check_used(self._planned[form].plan)
         return self._planned[form]
 
     def micro_batch(self, inputs: Inputs) -> Inputs:
@@ -131,7 +131,7 @@ class Plans:
         """The plan, with notes on when buckets are sent, and on parameters that never are."""
         plan = plan.noted(*self._spec.model.notes(state.model_state))
         plan = self._spec.placement.note(plan, state.params, loss)
-        return self._spec.sync.note(self._spec.backward.schedule.note(plan, num_looped))
+        return self._spec.sync.note(self._spec.backward.note(plan, num_looped))
 
 
 def form_key(tree: PyTree) -> Hashable:

@@ -1,35 +1,31 @@
 """A step as a value made of parts, one for each question.
 
-    step.backward     MicroBatches, with a BackwardSchedule   how rows become gradients
-    step.replicas     Devices | FixedReplicas                 rows of a replica, order of sums
-    step.reducer      Reducer, with a Packing and a hook      in what form gradients are sent
-    step.sync         EveryStep | LocalSteps                  when replicas synchronize
-    step.clip         NoClip | ClipByGlobalNorm               limit of the mean gradient
-    step.optimizer    PlacedOptimizer | Zero1                 parameters that a replica updates
-    step.placement    Everywhere | FullySharded               placement of the parameters
-    step.average      NoAverage | Ema                         moving average of the parameters
-    step.guard        NoGuard | SkipNonfinite | DynamicScale  steps that count, the loss scale
+    step.backward     MicroBatches               how rows become gradients, and when these leave
+    step.replicas     Devices | FixedReplicas    rows of a replica, order of sums
+    step.reducer      Reducer                    in what form gradients are sent
+    step.sync         EveryStep | LocalSteps     when replicas synchronize
+    step.clip         Clip                       limit of the mean gradient
+    step.optimizer    PlacedOptimizer | Zero1    parameters that a replica updates
+    step.placement    Placement | FullySharded   placement of the parameters
+    step.average      Average                    moving average of the parameters
+    step.guard        Guard                      steps that count, the loss scale
 
-What each part promises is written in `engine.protocols`. An option chooses a part, once and in the
-part's own module; the step itself tests no option.
+Where there are two, the base class says what a part promises the step, and is the simpler one. An
+option chooses a part, once and in the part's own module; the step itself tests no option.
 """
 
 import functools
 from dataclasses import dataclass, replace
 from typing import final
 
+from jddp.engine.guard import Guard
 from jddp.engine.micro_batches import MicroBatches
-from jddp.engine.protocols import (
-    Clip,
-    MovingAverage,
-    Optimizer,
-    Placement,
-    Replicas,
-    StepGuard,
-    Synchronization,
-    View,
-)
-from jddp.engine.view import PartsOfMean, ShardOfMean, WholeMean
+from jddp.engine.moving_average import Average
+from jddp.engine.optimizer import PlacedOptimizer
+from jddp.engine.placement import Placement
+from jddp.engine.replicas import Replicas
+from jddp.engine.sync import Synchronization
+from jddp.engine.view import Clip, View, view_of_shards
 from jddp.modules.base import FlaxModel
 from jddp.reduce.reducer import Reducer
 from jddp.typing import LossFn, PyTree
@@ -61,10 +57,10 @@ class Step:
     reducer: Reducer
     sync: Synchronization
     clip: Clip
-    optimizer: Optimizer
+    optimizer: PlacedOptimizer
     placement: Placement
-    average: MovingAverage
-    guard: StepGuard
+    average: Average
+    guard: Guard
 
     @property
     def axis(self) -> str:
@@ -76,11 +72,8 @@ class Step:
         """The view of one replica on the mean gradient, from packing and synchronization."""
         # Derived and never chosen: a step that took a shard for the whole would be wrong without an
         # error, or wait for a collective that no other replica starts.
-        source = self.backward.source
-        if source.groups is not None:
-            return self.sync.view(PartsOfMean(self.axis, source.dims, source.groups))
-        view = ShardOfMean if self.reducer.packing.keeps_shards else WholeMean
-        return self.sync.view(view(self.axis))
+        view = view_of_shards if self.reducer.packing.keeps_shards else View
+        return self.sync.view(self.backward.source.view(view(self.axis)))
 
     def placed(self, layouts: PyTree) -> "Step":
         """The step for parameters of these layouts, as it runs; unplaced, it is traced for plans.

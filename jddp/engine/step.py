@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array
 
+from jddp.engine.guard import limited
 from jddp.engine.mesh import input_specs, over_replicas, platform, shardings
 from jddp.engine.micro_batches import Local, MicroBatches
 from jddp.engine.spec import Step
@@ -52,8 +53,8 @@ def replica_step(
     # Last, so that a step that is not finite changes nothing but counts, whatever part made it so.
     # The verdict is the same on every replica.
     after, verdict = step.guard.accept(state, after, (metrics["loss"], grads), step.view)
-    after, limited = step.guard.limited(inputs.loss_limit, state, after, metrics["loss"])
-    return after, {**metrics, **norm, **verdict, **limited}
+    after, limit = limited(inputs.loss_limit, state, after, metrics["loss"])
+    return after, {**metrics, **norm, **verdict, **limit}
 
 
 def global_mean(

@@ -13,7 +13,7 @@ This room knows when replicas synchronize and what they send, and nothing of mod
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import final
+from typing import Protocol, final, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,66 +22,123 @@ from jax import lax
 from jaxtyping import Array
 
 from jddp.engine.micro_batches import Local
-from jddp.engine.protocols import OPTIMIZER, Averaged, OuterStep, View
+from jddp.engine.optimizer import OPTIMIZER
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
-from jddp.engine.view import OwnGradient
+from jddp.engine.view import View
 from jddp.errors import ConfigError
 from jddp.reduce.gradients import Finished
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
-from jddp.typing import ModelState, Params, Path, PyTree
+from jddp.typing import Grads, HookState, ModelState, Params, Path, PyTree
 
 MEAN = optax.sgd(1.0)
+Averaged = tuple[Grads, HookState]
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class EveryStep:
-    """Replicas average gradients in each step, and so hold the same parameters."""
+class Synchronization:
+    """When replicas synchronize, and what they send; here in each step, by averaging gradients.
 
-    every = None
-    start = 0
+    Attributes:
+      every: Number of steps from one outer step to the next; None where there are no local steps.
+      start: Number of first steps in which gradients are averaged before local steps begin.
+    """
+
+    every: int | None
+    start: int
 
     def init(self, params: Params) -> PyTree:
-        """Returns (): parameters are equal, and nothing else is shared."""
+        """Returns the first `CommState.outer`; () for nothing."""
         return ()
 
     def check(self, model_state: ModelState, keeps_own: KeepsOwn) -> None:
-        """Refuses nothing: replicas may agree on any state in each step."""
+        """Refuses other state of the model on which replicas cannot agree; runs on the host.
+
+        Args:
+          model_state: Shapes of one replica's other state.
+          keeps_own: Function of path and leaf: whether each replica has its own.
+
+        Raises:
+          ConfigError: If there is such a leaf.
+        """
 
     def keeps_own(self, path: Path, x: PyTree) -> bool:
-        """Returns False for every leaf."""
+        """Whether each replica has its own of a leaf of parameters or the optimizer's state."""
         return False
 
     def layouts(self, state: TrainState, layouts: TrainState) -> TrainState:
-        """Returns the layouts as they are."""
+        """Returns the layouts of a state whose parameters these replicas have."""
         return layouts
 
     def sent(self, reducer: Reducer, plan: BucketPlan, params: Params) -> BucketPlan:
-        """Returns the plan of the gradients."""
+        """Returns the plan of the arrays that are sent, from the plan of a step's gradients."""
         return plan
 
     def note(self, plan: BucketPlan) -> BucketPlan:
-        """Notes nothing."""
+        """Returns the plan with a note on when it is used."""
         return plan
 
     def view(self, of_packing: View) -> View:
-        """Returns the view of the packing."""
+        """Returns the view of a replica on the mean gradient, from the view of the packing."""
         return of_packing
 
     def mean(self, reducer: Reducer, plan: BucketPlan, local: Local, state: TrainState) -> Averaged:
-        """Averages the gradients of all replicas."""
+        """Averages gradients.
+
+        Args:
+          reducer: Reducer of the gradients.
+          plan: The buckets.
+          local: Results of this replica.
+          state: State before the step.
+
+        Returns:
+          The gradients that the replica updates by, and the new state of the hook.
+        """
         return reducer(local.grads, state.comm_state.hook, plan, local.units)
 
     def count(self, state: TrainState, own: Array, mean: Array) -> Array:
-        """Returns the mean count."""
+        """Returns the count that gradients are divided by: a replica's own, or the mean of all."""
         return mean
 
     def settle(
         self, reducer: Reducer, local: Local, before: TrainState, after: TrainState
     ) -> TrainState:
-        """Returns the state as it is: replicas have synchronized."""
+        """Returns the state after the step, synchronized where that is due.
+
+        Args:
+          reducer: Reducer of parameters.
+          local: Results of this replica.
+          before: State before the step.
+          after: State after it.
+        """
         return after
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class EveryStep(Synchronization):
+    """Replicas average gradients in each step, and so hold the same parameters."""
+
+    every = None
+    start = 0
+
+
+@runtime_checkable
+class OuterStep(Protocol):
+    """How replicas agree on parameters after local steps; a part of `jddp.LocalSteps`."""
+
+    def init(self, params: Params) -> dict[str, PyTree]:
+        """Returns the first shared state: a dict with "params", the parameters of all replicas."""
+
+    def __call__(
+        self, reducer: Reducer, params: Params, outer: dict[str, PyTree]
+    ) -> tuple[Params, dict[str, PyTree]]:
+        """Returns the replica's parameters after the outer step, and the shared state.
+
+        Args:
+          reducer: Reducer of differences of parameters.
+          params: Parameters of this replica.
+          outer: Shared state since the last outer step.
+        """
 
 
 @final
@@ -117,7 +174,7 @@ class MeanDifference:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class LocalSteps:
+class LocalSteps(Synchronization):
     """Local steps of each replica, between outer steps in which parameters are averaged.
 
         jddp.LocalSteps(every=16)                                              # their mean
@@ -129,7 +186,7 @@ class LocalSteps:
       outer: Optimizer of the outer step, which takes the mean of (parameters after the last outer
         step - own) for a gradient of those parameters. By default SGD of rate 1, which gives the
         mean of the replicas' parameters. Or an outer step of your own, such as one that averages
-        parts of the parameters in turn: an object like `jddp.engine.protocols.OuterStep`.
+        parts of the parameters in turn: an object like `jddp.engine.sync.OuterStep`.
       start: Number of first steps that are plain ones, with gradients averaged in each.
 
     Steps that `skip_nonfinite` leaves out are not counted.
@@ -197,7 +254,7 @@ class LocalSteps:
 
     def view(self, of_packing: View) -> View:
         """Returns the view of a gradient of its own."""
-        return OwnGradient(of_packing.axis)
+        return View(of_packing.axis, is_mean=False)
 
     def mean(self, reducer: Reducer, plan: BucketPlan, local: Local, state: TrainState) -> Averaged:
         """Averages in the first `start` steps alone."""

@@ -1,9 +1,9 @@
-"""How much of the mean gradient a replica holds.
+"""A replica's view of the mean gradient: how much of it the replica holds, and its clipping.
 
-WholeMean      all of it, the same on every replica
-ShardOfMean    its shard
-PartsOfMean    its parts of divided parameters, and all of the others
-OwnGradient    a gradient of its own
+all of it            the same on every replica
+its shard            with ZeRO-1
+its parts            with FSDP, of divided parameters, and all of the others
+its own gradient     with local steps; that is no mean
 """
 
 import dataclasses
@@ -17,107 +17,131 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
+from jddp.engine.state import widened
+from jddp.errors import ConfigError
 from jddp.reduce.shards import Groups, own_shard, whole
-from jddp.typing import Grads, PyTree
+from jddp.typing import Grads, Metrics, PyTree
+
+Gather = Callable[[Grads], Grads]
+Norm = Float[Array, ""]
 
 
+@final
 @dataclasses.dataclass(frozen=True)
-class WholeMean:
-    """All of the mean gradient, on every replica: nothing needs to be sent.
+class View:
+    """How much of the mean gradient a replica holds; by default all of it.
+
+    A number that is computed from the gradient and must be the same on every replica, such as its
+    norm, is taken by the view.
 
     Attributes:
       axis: Name of the axis of the replicas.
+      norm: Function that returns the global norm of the gradient that the replica updates by.
+      whole: Function that returns the whole gradient; it is given another one, which makes it of
+        the shards of all replicas.
+      is_divided: Whether the replica holds a shard or parts of it.
+      is_mean: Whether it is the mean, and not a gradient of the replica's own.
     """
 
     axis: str
-    differs = False
+    norm: Callable[[Grads], Norm] = optax.tree.norm
+    whole: Callable[[Grads, Gather], Grads] = lambda grads, gather: grads
+    is_divided: bool = False
+    is_mean: bool = True
 
-    def norm(self, grads: Grads) -> Float[Array, ""]:
-        """Returns the norm, which is the same on every replica."""
-        return optax.tree.norm(grads)
+    @property
+    def differs(self) -> bool:
+        """Whether replicas hold different numbers."""
+        return self.is_divided or not self.is_mean
 
-    def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns the number, which is the same on every replica."""
-        return x
-
-    def shards(self, grads: Grads) -> Grads:
-        """Cuts the replica's shard out of the whole."""
-        return own_shards(grads, self.axis)
-
-    def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
-        """Returns the gradient as it is."""
-        return grads
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardOfMean(WholeMean):
-    """The replica's shard of the mean gradient."""
-
-    differs = True
-
-    def norm(self, grads: Grads) -> Float[Array, ""]:
-        """Returns the norm over the shards of all replicas."""
-        with jax.named_scope("metrics"):
-            # Squares are added, and the root is taken of their sum. Zeros that pad shards add
-            # nothing.
-            return jnp.sqrt(lax.psum(optax.tree.norm(grads, squared=True), self.axis))
-
-    def shards(self, grads: Grads) -> Grads:
-        """Returns the shard as it is."""
-        return grads
-
-    def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
-        """Gathers the shards of all replicas."""
-        return gather(grads)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class PartsOfMean(ShardOfMean):
-    """The replica's parts of the mean gradient of divided parameters, and all of the others.
-
-    Attributes:
-      dims: Dims along which gradients are divided, leaf by leaf; None for one that is whole.
-      groups: Groups of replicas, each of which has all parts.
-    """
-
-    dims: tuple[int | None, ...]
-    groups: Groups
-
-    def norm(self, grads: Grads) -> Float[Array, ""]:
-        """Returns the norm over the parts of all replicas."""
-        leaves = jax.tree.leaves(grads)
-        parts = [x for x, dim in zip(leaves, self.dims, strict=True) if dim is not None]
-        others = [x for x, dim in zip(leaves, self.dims, strict=True) if dim is None]
-        with jax.named_scope("metrics"):
-            squares = lax.psum(optax.tree.norm(parts, squared=True), self.axis)
-            if self.groups.num > 1:
-                # Each has every part; a sum over one group alone might round as in no other.
-                squares /= self.groups.num
-            return jnp.sqrt(squares + optax.tree.norm(others, squared=True))
-
-    def whole(self, grads: Grads, gather: Callable[[Grads], Grads]) -> Grads:
-        """Gathers the parts of all replicas, leaf by leaf."""
-        leaves, treedef = jax.tree.flatten(grads)
-        join = functools.partial(whole, axis=self.axis, groups=self.groups)
-        return jax.tree.unflatten(treedef, map(join, leaves, self.dims))
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class OwnGradient(WholeMean):
-    """All of the replica's own gradient, which is no mean: replicas take local steps."""
-
-    differs = True
-
-    def metric(self, x: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns the mean over the replicas."""
+    def metric(self, x: Norm) -> Norm:
+        """Returns the number to report for all replicas, from the number that each computed."""
+        if self.is_mean:
+            return x
         with jax.named_scope("metrics"):
             # For the report alone: each replica clips by its own norm, and metrics must leave the
             # step the same on all of them.
             return lax.pmean(x, self.axis)
 
+    def shards(self, grads: Grads) -> Grads:
+        """Returns the replica's shard of the gradient."""
+        return grads if self.is_divided else own_shards(grads, self.axis)
+
+
+def view_of_shards(axis: str) -> View:
+    """Returns the view of a replica that holds its shard of the mean."""
+
+    def norm(grads: Grads) -> Norm:
+        with jax.named_scope("metrics"):
+            # Squares are added, and the root is taken of their sum. Zeros that pad shards add
+            # nothing.
+            return jnp.sqrt(lax.psum(optax.tree.norm(grads, squared=True), axis))
+
+    return View(axis, norm, lambda grads, gather: gather(grads), is_divided=True)
+
+
+def view_of_parts(axis: str, dims: tuple[int | None, ...], groups: Groups) -> View:
+    """Returns the view of a replica that holds its parts of the mean.
+
+    Args:
+      axis: Name of the axis of the replicas.
+      dims: Dims along which gradients are divided, leaf by leaf; None for one that is whole.
+      groups: Groups of replicas, each of which has all parts.
+    """
+
+    def norm(grads: Grads) -> Norm:
+        leaves = jax.tree.leaves(grads)
+        parts = [x for x, dim in zip(leaves, dims, strict=True) if dim is not None]
+        others = [x for x, dim in zip(leaves, dims, strict=True) if dim is None]
+        with jax.named_scope("metrics"):
+            squares = lax.psum(optax.tree.norm(parts, squared=True), axis)
+            if groups.num > 1:
+                # Each has every part; a sum over one group alone might round as in no other.
+                squares /= groups.num
+            return jnp.sqrt(squares + optax.tree.norm(others, squared=True))
+
+    def join(grads: Grads, gather: Gather) -> Grads:
+        leaves, treedef = jax.tree.flatten(grads)
+        one = functools.partial(whole, axis=axis, groups=groups)
+        return jax.tree.unflatten(treedef, map(one, leaves, dims))
+
+    return View(axis, norm, join, is_divided=True)
+
 
 def own_shards(tree: PyTree, axis: str) -> PyTree:
     """Returns this replica's shards of arrays that it has as a whole."""
     return jax.tree.map(functools.partial(own_shard, axis=axis), tree)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Scales gradients down to a global norm, as optax's function of this name does.
+
+    Attributes:
+      limit: The largest norm; None leaves gradients as they are.
+
+    Raises:
+      ConfigError: If the limit is not positive.
+    """
+
+    limit: float | None
+
+    def __post_init__(self) -> None:
+        """Refuses a limit that is not positive."""
+        if self.limit is not None and not self.limit > 0:
+            raise ConfigError(f"max_grad_norm is positive, or None; got {self.limit}.")
+
+    def __call__(self, grads: Grads, view: View) -> tuple[Grads, Metrics]:
+        """Returns the clipped gradients, and "grad_norm": their norm before."""
+        limit = self.limit
+        if limit is None:
+            return grads, {}
+        # In float32, since the squares of a norm of 256 overflow float16.
+        exact = widened(grads)
+        norm = view.norm(exact)
+        # The operations of optax's own clipping, so that results equal those of one device.
+        clipped = jax.tree.map(
+            lambda x: jnp.where(norm < limit, x, x / norm.astype(x.dtype) * limit), exact
+        )
+        return optax.tree.cast_like(clipped, grads), {"grad_norm": view.metric(norm)}

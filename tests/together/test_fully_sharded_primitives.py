@@ -11,8 +11,7 @@ from two_replicas import reduction_of
 from zoo_of_primitives import OPERATIONS, OTHERS, SIZE, known
 
 from jddp.engine.mesh import over_replicas
-from jddp.engine.placement import choose_placement
-from jddp.engine.strategy import FSDP
+from jddp.engine.strategy import FSDP, choose_placement
 from jddp.jaxprs import equations
 
 NUM = 2

@@ -11,7 +11,7 @@ from sweeps import swept
 from test_random_options import MIB, Case, Net, halves, hold
 
 import jddp
-from jddp.engine.reducers import REFUSED
+from jddp.engine.strategy import REFUSED
 
 # An option with a value that is not its default, and what makes that value possible at all.
 VALUES = {

@@ -15,7 +15,6 @@ from test_option_pairs import hold_options
 from tiny import MLP, MODELS, NUM_CLASSES, Of, Transformer, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.engine.schedule import AfterPasses, InsideLastPass
 from jddp.reduce.backward import trace_backward
 
 BYTES = 1 / 2**20
@@ -195,6 +194,5 @@ def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
 
 
 def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch):
-    monkeypatch.setattr("jddp.engine.reducers.platform", lambda mesh: "gpu")
-    schedules = [wrapped(mesh=num).steps.spec.backward.schedule for num in (1, 2)]
-    assert schedules == [AfterPasses(), InsideLastPass()]
+    monkeypatch.setattr("jddp.engine.strategy.platform", lambda mesh: "gpu")
+    assert [wrapped(mesh=num).steps.spec.backward.overlaps for num in (1, 2)] == [False, True]

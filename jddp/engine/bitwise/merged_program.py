@@ -26,7 +26,7 @@ import jax
 from jax.extend.mlir import ir, passmanager
 
 from jddp.engine.calls import checks_for_nan
-from jddp.engine.protocols import Function, Places, XlaOptions
+from jddp.engine.replicas import Function, XlaOptions, Places
 from jddp.typing import PyTree
 
 Operation = Any  # of MLIR, whose classes a type checker does not know
@@ -42,7 +42,7 @@ class MergedProgram:
 
     Args:
       function: The function.
-      options: Options of XLA.
+      options: XlaOptions of XLA.
       donated: Arguments whose memory the program reuses, by their places.
     """
 

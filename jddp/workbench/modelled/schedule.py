@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from jddp.engine.protocols import OPTIMIZER
+from jddp.engine.optimizer import OPTIMIZER
 from jddp.errors import UsageError
 from jddp.inspection.collectives import Collective, collectives_of
 from jddp.inspection.hlo import Computation, HloProgram, Instruction

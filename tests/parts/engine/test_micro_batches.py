@@ -6,8 +6,7 @@ import pytest
 from flax import linen as nn
 from two_replicas import on_two, reduction_of, state_of
 
-from jddp.engine.micro_batches import start_if_half, start_per_entry
-from jddp.engine.schedule import AfterPasses, InsideLastPass, choose_backward
+from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.state import Inputs
 from jddp.errors import ConfigError
 from jddp.modules.functional import functional
@@ -32,7 +31,7 @@ def loss_fn(model, batch):
 def run(num, *, overlaps, dtype=np.float32, scale=1.0, is_scaled=False, mode="sync"):
     """Gradients, total and count of each replica, and the units of the gradients."""
     model, units = functional(Times(), mode), []
-    backward = choose_backward(model, loss_fn, num, overlaps=overlaps, is_scaled=is_scaled)
+    backward = MicroBatches(model, loss_fn, num, overlaps, is_scaled)
 
     def replica(x, mask):
         state = state_of({"w": jnp.ones((), dtype)})
@@ -65,7 +64,7 @@ def test_a_loss_scale_multiplies_gradients_of_the_mean_and_the_units_know(overla
 
 def test_gradients_of_half_precision_are_added_in_float32():
     """4,096 + 1 is no number of float16, and 4,096 + 1 + 1 + 2 is."""
-    backward = choose_backward(functional(Times()), loss_fn, 4, overlaps=False, is_scaled=False)
+    backward = MicroBatches(functional(Times()), loss_fn, 4)
 
     def replica(x):
         state = state_of({"w": jnp.ones((), jnp.float16)})
@@ -77,18 +76,20 @@ def test_gradients_of_half_precision_are_added_in_float32():
 
 def test_the_pass_starts_from_a_power_of_two_that_keeps_a_sum_to_its_mean():
     params = {"w": jnp.ones((), jnp.float16)}
-    assert [start_if_half(params, num) for num in (1, 2, 3, 1000)] == [1, 0.5, 0.25, 2**-10]
-    assert start_if_half({"w": jnp.ones(())}, 1000) == 1
-    assert start_per_entry({"w": jnp.ones(())}, 1000) == 2**-10
+    plain, scaled = (MicroBatches(functional(Times()), loss_fn, 1, False, x) for x in (False, True))
+    assert [plain.start(params, num) for num in (1, 2, 3, 1000)] == [1, 0.5, 0.25, 2**-10]
+    assert plain.start({"w": jnp.ones(())}, 1000) == 1
+    assert scaled.start({"w": jnp.ones(())}, 1000) == 2**-10
 
 
 def test_a_plan_shows_when_buckets_leave():
     plan = reduction_of().plan({"w": jnp.ones(2)})
-    assert AfterPasses().note(plan, 3).notes[-1].startswith("overlap off")
-    assert InsideLastPass().note(plan, 0).notes[-1].startswith("overlap on")
-    assert InsideLastPass().note(plan, 3).notes[-1].startswith("3 gradients leave a loop at once")
+    after, inside = (MicroBatches(functional(Times()), loss_fn, 1, x) for x in (False, True))
+    assert after.note(plan, 3).notes[-1].startswith("overlap off")
+    assert inside.note(plan, 0).notes[-1].startswith("overlap on")
+    assert inside.note(plan, 3).notes[-1].startswith("3 gradients leave a loop at once")
 
 
 def test_there_is_at_least_one_micro_batch():
     with pytest.raises(ConfigError, match="accumulate_steps is at least 1; got 0"):
-        choose_backward(functional(Times()), loss_fn, 0, overlaps=False, is_scaled=False)
+        MicroBatches(functional(Times()), loss_fn, 0)

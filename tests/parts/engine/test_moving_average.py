@@ -5,7 +5,7 @@ import numpy as np
 import optax
 from two_replicas import on_two, state_of
 
-from jddp.engine.moving_average import Ema, NoAverage, choose_average, optimizer_params
+from jddp.engine.moving_average import Average, optimizer_params
 from jddp.engine.state import by_path
 
 
@@ -20,27 +20,26 @@ def moved(average, params, before):
 
 
 def test_without_an_average_nothing_is_kept():
-    assert NoAverage().init(state_of({"w": jnp.ones(2)})).ema_params is None
+    assert Average(None).init(state_of({"w": jnp.ones(2)})).ema_params is None
     one, other = state_of({"w": jnp.ones(2)}), state_of({"w": jnp.zeros(2)})
-    assert NoAverage()(one, other) is other
-    assert choose_average(None) == NoAverage()
+    assert Average(None)(one, other) is other
 
 
 def test_it_moves_towards_the_parameters_by_what_decay_leaves():
-    assert moved(Ema(0.75), np.float32([8, 8]), np.float32([4, 4])).tolist() == [5, 5]
+    assert moved(Average(0.75), np.float32([8, 8]), np.float32([4, 4])).tolist() == [5, 5]
 
 
 def test_replicas_with_parameters_of_their_own_have_averages_of_their_own():
-    assert moved(Ema(0.5), np.float32([2, 6]), np.float32([0, 4])).tolist() == [1, 5]
+    assert moved(Average(0.5), np.float32([2, 6]), np.float32([0, 4])).tolist() == [1, 5]
 
 
 def test_it_is_kept_in_float32_where_parameters_are_narrower():
     narrow = {"w": jnp.ones(2, jnp.bfloat16)}
-    first = Ema(0.5).init(state_of(narrow, model_state=narrow))
+    first = Average(0.5).init(state_of(narrow, model_state=narrow))
     assert first.ema_params["w"].dtype == first.ema_state["w"].dtype == jnp.float32
     # Between 256 and 258 bfloat16 has no number.
     params = jnp.full(2, 256, jnp.bfloat16)
-    assert moved(Ema(0.5), params, np.float32([258, 258])).tolist() == [257] * 2
+    assert moved(Average(0.5), params, np.float32([258, 258])).tolist() == [257] * 2
 
 
 def test_sam_is_evaluated_with_the_parameters_before_its_adversarial_step():
@@ -67,7 +66,7 @@ def test_parameters_that_have_the_names_of_such_a_state_are_evaluated_as_they_ar
 def test_it_moves_with_the_updates_of_an_optimizer_that_accumulates():
     """By hand: two updates in four steps, and not four decays."""
     tx = optax.MultiSteps(optax.sgd(1.0), 2)
-    params, average = {"w": jnp.float32(8)}, Ema(0.5)
+    params, average = {"w": jnp.float32(8)}, Average(0.5)
     state = average.init(state_of(params, opt_state=tx.init(params)))
     for want in (8, 6, 6, 3):  # of 8, 4, 4, 0
         updates, opt_state = tx.update({"w": jnp.float32(4)}, state.opt_state, state.params)

@@ -11,8 +11,9 @@ from jax import lax
 from two_replicas import AXIS, local_of, on_two, state_of
 
 from jddp.engine.bitwise.logical_replicas import FixedReplicas
-from jddp.engine.replicas import Devices, choose_replicas
+from jddp.engine.replicas import Devices
 from jddp.engine.state import Inputs, PerReplica, Replicated
+from jddp.engine.strategy import choose_replicas
 from jddp.errors import ConfigError
 from jddp.modules.metrics import Sum
 from jddp.reduce.hooks import PLAIN

@@ -11,7 +11,7 @@ from two_replicas import AXIS, local_of, on_two, reduction_of, state_of
 
 from jddp.engine.state import CommState, PerReplica, Replicated
 from jddp.engine.sync import EveryStep, LocalSteps
-from jddp.engine.view import OwnGradient, WholeMean
+from jddp.engine.view import View
 from jddp.errors import ConfigError
 
 REDUCTION = reduction_of()
@@ -47,13 +47,13 @@ def settled(sync, step, params, *, skipped=0, count=(1, 1), start=0.0):
 def test_in_each_step_gradients_become_their_mean_and_nothing_is_left_to_settle():
     assert mean(EveryStep(), step=0) == [[2, 2], [6, 6]]
     assert settled(EveryStep(), 0, [5, 7]) == ([5, 7], None)
-    view = WholeMean(AXIS)
+    view = View(AXIS)
     assert EveryStep().view(view) is view
 
 
 def test_in_local_steps_each_replica_keeps_its_gradient_and_divides_by_its_own_count():
     assert mean(LocalSteps(2), step=0) == [[1, 3], [4, 8]]
-    assert LocalSteps(2).view(WholeMean(AXIS)) == OwnGradient(AXIS)
+    assert LocalSteps(2).view(View(AXIS)) == View(AXIS, is_mean=False)
 
 
 def test_the_first_steps_are_plain_if_a_start_is_given():

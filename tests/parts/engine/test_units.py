@@ -9,7 +9,7 @@ from two_replicas import on_two, state_of
 
 import jddp
 from jddp.engine.guard import unscaled
-from jddp.engine.schedule import choose_backward
+from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.state import Inputs
 from jddp.modules.functional import functional
 from jddp.modules.metrics import mean_tree
@@ -38,12 +38,8 @@ def test_the_table_of_units(
     dtype, loss_scale, backward_scale, start, wire, wire_scale, seen, seen_scale
 ):
     is_scaled, found = loss_scale is not None, {}
-    backward = choose_backward(
-        functional(Times()),
-        lambda model, batch: model(batch["x"]),
-        1,
-        overlaps=False,
-        is_scaled=is_scaled,
+    backward = MicroBatches(
+        functional(Times()), lambda model, batch: model(batch["x"]), 1, is_scaled=is_scaled
     )
 
     def note(bucket, state, axis):

@@ -26,7 +26,7 @@ from jddp.config.keys import is_at, keys_of
 from jddp.data import TrainBatches
 from jddp.distributed.gpus import OLDEST_DRIVER
 from jddp.distributed.outcome import DETERMINISTIC
-from jddp.engine.reducers import REFUSED
+from jddp.engine.strategy import REFUSED
 from jddp.errors import ExitCode
 
 STAGE = runpy.run_path(str(ROOT / "docs" / "stage.py"))
