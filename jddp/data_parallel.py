@@ -13,15 +13,14 @@ reports are functions of their own rooms: `jddp.fit(ddp, ...)`, `jddp.Checkpoint
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jddp.checkpoint.initial_state import InitialState
-from jddp.checkpoint.weights import Loaded
+from jddp.checkpoint.weights import read_weights
 from jddp.config.options import (
     BatchNormConfig,
     Precision,
@@ -29,6 +28,7 @@ from jddp.config.options import (
     Reduction,
     SyncBatchNorm,
 )
+from jddp.config.permissions import expand
 from jddp.distributed.schedulers import refuse_unjoined
 from jddp.engine.calls import run_compiled
 from jddp.engine.compiled import CompiledSteps
@@ -42,15 +42,15 @@ from jddp.engine.evaluation import (
 )
 from jddp.engine.executor import Executor
 from jddp.engine.guard import choose_guard
-from jddp.engine.host_rows import as_arrays
-from jddp.engine.mesh import copy_off_mesh, make_mesh, platform, put_rows
+from jddp.engine.initial_state import InitialState, Loaded
+from jddp.engine.mesh import copy_off_mesh, make_mesh, platform
 from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.moving_average import Average, evaluated_values
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.padding import pad_for_step
 from jddp.engine.replicas import Function
 from jddp.engine.spec import Step
-from jddp.engine.state import Inputs, TrainState, Values
+from jddp.engine.state import TrainState, Values
 from jddp.engine.strategy import (
     Strategy,
     choose_placement,
@@ -62,6 +62,7 @@ from jddp.engine.view import Clip
 from jddp.modules.batch_norm import Sync
 from jddp.modules.frozen import Frozen, thaw
 from jddp.modules.functional import functional
+from jddp.modules.rows import as_arrays
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_DATA_PARALLEL
 from jddp.reduce.plan import BucketPlan
@@ -262,7 +263,9 @@ class DataParallel(Shown):
           ConfigError: If `params` does not fit the model.
         """
         inputs = self.steps.inputs(as_arrays(batch), constants)
-        first = self._first.make(seed, inputs, params, partial=partial)
+        is_path = isinstance(params, str | Path)
+        given = read_weights(expand(params)) if is_path else params
+        first = self._first.make(seed, inputs, given, partial=partial, casts=is_path)
         self._executor.latest = first.state
         self._executor.planned = first.planned
         return first.state
@@ -288,15 +291,11 @@ class DataParallel(Shown):
         Raises:
           UsageError: If it is such a state, or lies on other devices.
         """
-        self._check(state)
-
-    def _check(self, state: TrainState, inputs: Inputs | None = None) -> None:
-        self._executor.refuse_taken(state)
-        self._first.refuse_foreign(state, self._executor.latest, inputs)
+        self.steps.check(state, self._executor.latest)
 
     def _values(self, state: TrainState, params: str = "params") -> Values:
         """The chosen parameters and the other state, with the replicas' own averaged."""
-        self._check(state)
+        self.check(state)
         return evaluated_values(state, params, self.steps.merged)
 
     def step(
@@ -327,10 +326,9 @@ class DataParallel(Shown):
           ConfigError: If the rows do not divide over the devices, or a shape is wrong.
           UsageError: If the state has already been given to a step.
         """
-        limit = None if loss_limit is None else np.float32(loss_limit)
-        inputs = self.steps.inputs(self.shard_batch(batch), constants)._replace(loss_limit=limit)
-        self._check(state, inputs)
-        return self._executor.send(self.steps.step_for(state, inputs), state, inputs)
+        latest = self._executor.latest
+        call = self.steps.step_for(state, batch, constants, latest=latest, loss_limit=loss_limit)
+        return self._executor.send(call)
 
     def gradients(
         self, state: TrainState, batch: Batch, constants: PyTree = None
@@ -346,9 +344,8 @@ class DataParallel(Shown):
           The gradient of the global mean loss, averaged over all replicas and not clipped, of the
           structure of `state.params`; and the metrics.
         """
-        inputs = self.steps.inputs(self.shard_batch(batch), constants)
-        self._check(state, inputs)
-        return run_compiled(self.steps.gradients_for(state, inputs).run, state, inputs)
+        call = self.steps.gradients_for(state, batch, constants, self._executor.latest)
+        return run_compiled(call.run, call.state, call.inputs)
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Places this process's rows on its devices, as `step` does by itself.
@@ -356,9 +353,7 @@ class DataParallel(Shown):
         Raises:
           ConfigError: If the rows do not divide over the devices and `accumulate_steps`.
         """
-        batch = as_arrays(batch)
-        self.steps.rows.check(batch)
-        return put_rows(batch, self.mesh)
+        return self.steps.placed(batch)
 
     def pad(self, batch: Batch, num_rows: int | None = None) -> Batch:
         """Pads this process's rows until they divide, with copies of its last, whose mask is 0.

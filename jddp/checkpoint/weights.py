@@ -1,7 +1,6 @@
-"""Weights in files: reads a tree from a file or folder, fits it to a model, and exports one.
+"""Weights in files: reads a tree from a file or folder, and exports one.
 
     tree = read_weights(Path("weights.safetensors"))
-    params, loaded = fit_weights(tree, model_params, partial=True)
     export(folder, Path("weights.safetensors"), ["params", "model_state"])
 
 It reads safetensors, state dicts of PyTorch, a folder of the Hugging Face Hub, the checkpoints of a
@@ -14,7 +13,6 @@ and an index: {"weight_map": {"wte.weight": "model-00001-of-00002.safetensors", 
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import importlib
 import json
@@ -127,80 +125,6 @@ def _read_orbax(path: Path) -> PyTree:
         names = handler.metadata(folder).tree
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), names)
         return handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-
-
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """The weights that a model took from a file or tree, by path.
-
-    Attributes:
-      taken: Weights that the model took.
-      made: Weights of the model that were not given, or given in another shape.
-      unused: Given weights that the model does not have.
-    """
-
-    taken: tuple[str, ...]
-    made: tuple[str, ...]
-    unused: tuple[str, ...]
-
-    def __add__(self, other: "Loaded") -> "Loaded":
-        """The weights of both trees."""
-        return Loaded(self.taken + other.taken, self.made + other.made, self.unused + other.unused)
-
-    def __str__(self) -> str:
-        """One to three sentences."""
-        text = f"{len(self.taken)} of {len(self.taken) + len(self.made)} arrays were loaded."
-        if self.made:
-            text += f" Initialized: {', '.join(self.made)}."
-        if self.unused:
-            text += f" Not used: {', '.join(self.unused)}."
-        return text
-
-
-class Misfit(ConfigError):
-    """Weights that do not fit a model.
-
-    Args:
-      where: Number of places where they differ, and the first of them.
-    """
-
-    def __init__(self, where: str) -> None:
-        super().__init__(
-            f"params= does not fit the model at {where}. With partial=True the model keeps its own "
-            "there."
-        )
-        self.where = where
-
-
-def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree, Loaded]:
-    """Replaces each leaf of a model by the given array at the same path.
-
-    Args:
-      given: Tree of arrays.
-      wanted: Tree of the model; with values if `partial`.
-      partial: Whether the model keeps its own leaf if none is given, or one of another shape.
-
-    Returns:
-      A tree of the structure of `wanted`, and the use of the given weights.
-
-    Raises:
-      Misfit: If the two differ in a path or shape, and it is not `partial`.
-    """
-    found, own = by_path(given), by_path(wanted)
-    there, here = ({name: np.shape(x) for name, x in tree.items()} for tree in (found, own))
-    taken = [name for name, shape in here.items() if there.get(name) == shape]
-    unused = [name for name in found if name not in own]
-    missing = [name for name in own if name not in taken]
-    if (differ := sorted({*missing, *unused})) and not partial:
-        name = differ[0]
-        raise Misfit(
-            f"{len(differ)} places; the first is {name!r}: got {there.get(name, 'nothing')}, the "
-            f"model has {here.get(name, 'nothing')}"
-        )
-    values = [found[name] if name in taken else x for name, x in own.items()]
-    made = [f"{n} ({there[n]} given, {here[n]} here)" if n in there else n for n in missing]
-    loaded = Loaded(tuple(taken), tuple(made), tuple(unused))
-    return jax.tree.unflatten(jax.tree.structure(wanted), values), loaded
 
 
 def read_file(file: Path) -> HostArrays:

@@ -5,8 +5,8 @@ other parameters, so they have other buckets too.
 
     steps = CompiledSteps(spec, mesh, donate=True, remake=remake)
     steps.planned(batch).plan                           # traces, computes nothing
-    sent = steps.step_for(state, steps.inputs(batch))
-    state, metrics = sent.run(state, inputs)
+    sent = steps.step_for(state, batch)
+    state, metrics = sent.run(sent.state, sent.inputs)
 
 Nothing here depends on which rows came last: a plan is a value, and a program belongs to it.
 """
@@ -25,10 +25,9 @@ from jax.stages import Wrapped
 from jddp.distributed.coordination import computing
 from jddp.engine.calls import call
 from jddp.engine.first_state import make_init
-from jddp.engine.mesh import is_key, replicate, replicated, sharded, sharding_of
-from jddp.engine.planned import Planned, Plans, form_key, shapes_of
+from jddp.engine.mesh import RowSplit, is_key, put_rows, replicate, replicated, sharded, sharding_of
+from jddp.engine.planned import Planned, Plans
 from jddp.engine.program import Form, Program, digest_optimizer, digest_passes
-from jddp.engine.row_split import RowSplit, topology_of
 from jddp.engine.spec import Step
 from jddp.engine.state import (
     CommState,
@@ -38,27 +37,35 @@ from jddp.engine.state import (
     Replicated,
     TrainState,
     Values,
+    check_state,
     enter,
+    form_key,
     merge_rows,
     own_layouts,
+    shapes_of,
 )
 from jddp.engine.step import make_gradients, make_step
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.functional import refuse_constants
+from jddp.modules.rows import as_arrays
 from jddp.reduce.plan import BucketPlan
 from jddp.typing import Batch, Leaf, PyTree, Settings
 
 
-class Compiled(NamedTuple):
-    """A step for rows of one form.
+class Call(NamedTuple):
+    """A call of a jitted function.
 
     Attributes:
       planned: Plan of the step.
-      run: Jitted function.
+      run: The function, of a state and inputs.
+      state: The state.
+      inputs: The inputs, on the devices.
     """
 
     planned: Planned
     run: Wrapped
+    state: TrainState
+    inputs: Inputs
 
 
 class CompiledSteps:
@@ -82,12 +89,15 @@ class CompiledSteps:
     ) -> None:
         self.spec = spec
         self.mesh = mesh
-        self.rows = RowSplit.of(spec, mesh)
+        self.rows = RowSplit.over(
+            mesh, spec.replicas.total(mesh.size), spec.backward.num, spec.replicas.noun
+        )
         self.init = make_init(spec, mesh)
         self._constants: PyTree = None
         self._plans = Plans(spec, mesh, self.rows)
         self._hook_plans: list[BucketPlan] = []  # the last one, for which hook state was made
-        self._jitted: dict[Hashable, Compiled] = {}  # by what makes it, and the form of all rows
+        # By the function that makes it, and the form of all rows.
+        self._jitted: dict[Hashable, tuple[Planned, Wrapped]] = {}
         self._make_step = functools.partial(make_step, donate=donate)
         self._remake = remake
 
@@ -99,8 +109,23 @@ class CompiledSteps:
 
     @property
     def topology(self) -> Settings:
-        """Processes, devices and options by which a step divides its rows and statistics."""
-        return topology_of(self.spec, self.mesh)
+        """Processes, devices and options by which a step divides its rows and statistics.
+
+        A checkpoint keeps them, and a run that resumes reports where they differ.
+        """
+        model = self.spec.model
+        sync = model.sync
+        state = {**dict.fromkeys(model.per_replica, "per_replica"), **dict(sync.rules)}
+        return {
+            **({"state": state} if state else {}),
+            "num_processes": jax.process_count(),
+            "num_devices": self.mesh.size,
+            "accumulate_steps": self.spec.backward.num,
+            "batch_norm": model.batch_norm,
+            "batch_norm_group_size": sync.group_size,
+            "logical_replicas": self.spec.replicas.num,
+            "local_steps": self.spec.sync.every,
+        }
 
     def with_constants(self, constants: PyTree) -> "CompiledSteps":
         """The same steps, whose inputs have these constants; programs are shared.
@@ -248,19 +273,88 @@ class CompiledSteps:
         with computing(values):
             return merge_rows(values, layouts, replicated(self.mesh))
 
-    def step_for(self, state: TrainState, inputs: Inputs) -> Compiled:
-        """The step for rows of this form; compiles nothing yet.
+    def placed(self, batch: Batch) -> Batch:
+        """Puts this process's rows on its devices.
 
         Raises:
-          UsageError: If a hook has state of buckets that these rows do not have.
+          ConfigError: If the rows do not divide over replicas and micro-batches.
         """
-        return self._for(self._make_step, state, inputs)
+        batch = as_arrays(batch)
+        self.rows.check(batch)
+        return put_rows(batch, self.mesh)
 
-    def gradients_for(self, state: TrainState, inputs: Inputs) -> Compiled:
-        """The step as far as its averaged gradients."""
-        return self._for(make_gradients, state, inputs)
+    def step_for(
+        self,
+        state: TrainState,
+        batch: Batch,
+        constants: PyTree = None,
+        *,
+        latest: TrainState | None = None,
+        loss_limit: float | None = None,
+    ) -> Call:
+        """The call of a step; compiles nothing yet. Arguments are those of `DataParallel.step`.
 
-    def _for(self, make: Callable[..., Wrapped], state: TrainState, inputs: Inputs) -> Compiled:
+        Args:
+          state: A state.
+          batch: Rows of this process.
+          constants: Constants of the loss.
+          latest: A state of these steps, if there is one.
+          loss_limit: Loss above which the step changes nothing.
+
+        Raises:
+          UsageError: If it is no state of these steps, or if a hook has state of buckets that these
+            rows do not have.
+        """
+        limit = None if loss_limit is None else np.float32(loss_limit)
+        inputs = self.inputs(self.placed(batch), constants)._replace(loss_limit=limit)
+        self.check(state, latest, inputs)
+        return Call(*self._jitted_for(self._make_step, state, inputs), state, inputs)
+
+    def gradients_for(
+        self,
+        state: TrainState,
+        batch: Batch,
+        constants: PyTree = None,
+        latest: TrainState | None = None,
+    ) -> Call:
+        """The call of a step as far as its averaged gradients; arguments as of `step_for`."""
+        inputs = self.inputs(self.placed(batch), constants)
+        self.check(state, latest, inputs)
+        return Call(*self._jitted_for(make_gradients, state, inputs), state, inputs)
+
+    def check(
+        self, state: TrainState, latest: TrainState | None, inputs: Inputs | None = None
+    ) -> None:
+        """Refuses a state that a step has taken, or that is of another model.
+
+        If there are inputs, for a step, the optimizer's state is compared, too.
+
+        Args:
+          state: The state.
+          latest: A state of these steps, if there is one.
+          inputs: Inputs of a step.
+
+        Raises:
+          UsageError: If it is such a state, or is on other devices.
+        """
+        check_state(state)
+        if state.step.committed and state.step.devices() != replicated(self.mesh).device_set:
+            raise UsageError("This state lies on other devices: make one with init, or restore it.")
+        own = latest or (None if inputs is None else self.shapes(inputs))
+        if own is None or own is state:
+            return
+        shapes = functools.partial(jax.tree.map, np.shape)
+        if shapes(own.params) != shapes(state.params):
+            raise UsageError("This state has the parameters of another model: make one with init.")
+        if inputs is not None and shapes(own.opt_state) != shapes(state.opt_state):
+            raise UsageError(
+                "This state is from another optimizer. Make one with init; "
+                "init(params=state.params) keeps the parameters."
+            )
+
+    def _jitted_for(
+        self, make: Callable[..., Wrapped], state: TrainState, inputs: Inputs
+    ) -> tuple[Planned, Wrapped]:
         # By hand, and not by `jax.jit`'s cache, since a form of rows has its own plan.
         form = make, form_key(inputs)
         if form not in self._jitted:
@@ -274,8 +368,10 @@ class CompiledSteps:
                     "These rows use other parameters than those that the hook was made for: "
                     "its state is of other buckets. Give init a batch that uses them too."
                 )
-            run = make(self.spec, planned.plan, self.mesh, self.layouts(state))
-            self._jitted[form] = Compiled(planned, run)
+            self._jitted[form] = (
+                planned,
+                make(self.spec, planned.plan, self.mesh, self.layouts(state)),
+            )
         return self._jitted[form]
 
     def _one(self, state: TrainState) -> TrainState:
@@ -287,20 +383,17 @@ class CompiledSteps:
     def lower(self, batch: Batch, accumulate_steps: int | None = None) -> jax.stages.Lowered:
         """Lowers the step for rows of this process, with nothing allocated or run.
 
-        With `accumulate_steps` it is another step, with as many micro-batches.
-
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-          accumulate_steps: Number of micro-batches, if not that of the options.
+          accumulate_steps: Number of micro-batches of another step; by default that of the options.
         """
         state, inputs = self.abstract_state(batch), self.inputs(batch)
-        step = self.step_for(state, inputs)
-        run = step.run
+        planned, run = self._jitted_for(self._make_step, state, inputs)
         if accumulate_steps is not None:
             # The plan stays: micro-batches change when gradients are finished, not which they are.
             backward = dataclasses.replace(self.spec.backward, num=accumulate_steps)
             spec = dataclasses.replace(self.spec, backward=backward)
-            run = self._make_step(spec, step.planned.plan, self.mesh, self.layouts(state))
+            run = self._make_step(spec, planned.plan, self.mesh, self.layouts(state))
         return call(run.lower, state, self._global(inputs))
 
     def lower_init(self, batch: Batch) -> jax.stages.Lowered:
@@ -331,7 +424,8 @@ class CompiledSteps:
         """
         inputs = self.inputs(batch)
         state = self.abstract_state(batch) if state is None else state
-        return call(self.step_for(state, inputs).run.trace, state, self._global(inputs))
+        _, run = self._jitted_for(self._make_step, state, inputs)
+        return call(run.trace, state, self._global(inputs))
 
     def program(self, state: TrainState, batch: Batch, form: Form | None = None) -> Program:
         """Digests of model, loss and optimizer, of traces that a step makes anyway; runs nothing.

@@ -22,7 +22,6 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
 from jddp.engine.calls import run_compiled
-from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import input_specs, over_replicas, put_rows, shardings
 from jddp.engine.padding import pad_rows, refuse_padding
 from jddp.engine.processes import from_all_processes
@@ -32,7 +31,7 @@ from jddp.errors import ConfigError, UsageError
 from jddp.modules.forward import mask_of, run_forward
 from jddp.modules.functional import name_constants, name_key
 from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
-from jddp.modules.rows import count_rows
+from jddp.modules.rows import as_arrays, count_rows
 from jddp.typing import Batch, Batches, LossFn, Metrics, PyTree
 
 Read = Callable[[Callable[[Values], PyTree]], PyTree]  # calls a function with values of a model

@@ -3,7 +3,7 @@
 A step reuses the memory of the state that it is given. So the executor keeps the newest state,
 names the call that took an old one, and delays Ctrl-C while the new one is not yet kept.
 
-    state, metrics = executor.send(step, state, inputs)
+    state, metrics = executor.send(call)
     executor.latest is state
 
 This room knows whether the memory of a state has been taken, and nothing of the step itself.
@@ -13,17 +13,15 @@ import collections
 import contextlib
 import signal
 import threading
-import weakref
 from collections.abc import Iterator
 from types import FrameType
 
 import jax
 
 from jddp.engine.calls import run_compiled
-from jddp.engine.compiled import Compiled
+from jddp.engine.compiled import Call
 from jddp.engine.planned import Planned
-from jddp.engine.state import Inputs, TrainState, check_state
-from jddp.errors import UsageError
+from jddp.engine.state import TrainState
 from jddp.typing import Metrics
 
 Stepped = tuple[TrainState, Metrics]
@@ -48,18 +46,16 @@ class Executor:
         self._donate = donate
         self._platform = platform
         self._in_flight: collections.deque[Metrics] = collections.deque()
-        # Weak, or the handle of every old state would be kept for the sake of a message.
-        self._taken: weakref.WeakKeyDictionary[TrainState, int] = weakref.WeakKeyDictionary()
 
-    def send(self, step: Compiled, state: TrainState, inputs: Inputs) -> Stepped:
+    def send(self, step: Call) -> Stepped:
         """Sends a step; returns its result, which need not be computed yet."""
         self._num_calls += 1
         self.planned = step.planned
-        with _interrupts_after(state):
-            result = run_compiled(step.run, state, inputs)
+        with _interrupts_after(step.state):
+            result = run_compiled(step.run, step.state, step.inputs)
             self.latest = result[0]
         if self._donate:
-            self._taken[state] = self._num_calls
+            object.__setattr__(step.state, "_taken_by", self._num_calls)
         if self._platform == "cpu":
             self._wait_for_room(result[1])
         return result
@@ -70,23 +66,6 @@ class Executor:
         self._in_flight.append(metrics)
         if len(self._in_flight) > 4:
             jax.block_until_ready(self._in_flight.popleft())
-
-    def refuse_taken(self, state: TrainState) -> None:
-        """Refuses a state whose memory a step has taken, or that lies on no device.
-
-        Raises:
-          UsageError: If a step has, with the number of its call; or if it is no state of a device.
-        """
-        check_state(state)
-        if state.step.is_deleted():
-            # JAX's own error names a buffer, but not the call that took it.
-            number = self._taken.get(state)
-            which = "another step" if number is None else f"step call {number} of this DataParallel"
-            raise UsageError(
-                f"This state was given to {which}, which reused its memory. Continue with the "
-                "state that the step returned (ddp.latest is the newest), or build "
-                "DataParallel(..., donate=False)."
-            )
 
 
 @contextlib.contextmanager

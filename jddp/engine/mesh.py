@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections import Counter
@@ -18,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jddp.engine.state import Inputs, Layout
 from jddp.errors import ConfigError, UsageError
+from jddp.modules.rows import check_rows, count_rows
 from jddp.typing import Batch, Leaf, PyTree
 
 AXIS = "data"
@@ -311,3 +313,61 @@ def put_rows(batch: Batch, mesh: Mesh) -> Batch:
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     return jax.tree.map(put, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSplit:
+    """The numbers by which a step divides rows: over processes, replicas and micro-batches.
+
+    Attributes:
+      num_replicas: Replicas of all processes together: one a device, or logical ones.
+      num_local_replicas: Replicas of this process.
+      accumulate_steps: Micro-batches of a replica.
+      noun: Word for the replicas, for messages.
+    """
+
+    num_replicas: int
+    num_local_replicas: int
+    accumulate_steps: int
+    noun: str
+
+    @classmethod
+    def over(cls, mesh: Mesh, num_replicas: int, accumulate_steps: int, noun: str) -> "RowSplit":
+        """The division of rows over so many replicas of a mesh."""
+        num_local = num_replicas // mesh.size * len(mesh.local_devices)
+        return cls(num_replicas, num_local, accumulate_steps, noun)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step, of all replicas: a divisor of the global batch size."""
+        return self.num_replicas * self.accumulate_steps
+
+    @property
+    def num_local_micro_batches(self) -> int:
+        """Micro-batches of a step, of the replicas of this process."""
+        return self.num_local_replicas * self.accumulate_steps
+
+    def count_micro_batches(self, batch: Batch) -> int:
+        """Micro-batches of all replicas that have rows of this batch."""
+        leaves = jax.tree.leaves(batch)
+        # An array with rows on other processes is the global batch; any other holds this process's
+        # rows.
+        on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
+        return self.num_micro_batches if on_all else self.num_local_micro_batches
+
+    def check(self, batch: Batch) -> None:
+        """Refuses rows that are not a multiple of the micro-batches.
+
+        Raises:
+          ConfigError: If they are not, with the sizes that would be.
+        """
+        num_parts = self.count_micro_batches(batch)
+        what = f"{num_parts // self.accumulate_steps} {self.noun}"
+        if self.accumulate_steps > 1:
+            what += f" times accumulate_steps={self.accumulate_steps}"
+        check_rows(count_rows(batch), num_parts, what)
+
+    def of_micro_batch(self, batch: Batch) -> int:
+        """Rows of a micro-batch; at least one."""
+        # A batch that is empty, or has fewer rows than micro-batches, is planned for as one row.
+        return max(1, count_rows(batch) // self.count_micro_batches(batch))

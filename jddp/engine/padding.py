@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jddp.engine.mesh import RowSplit
 from jddp.engine.processes import from_all_processes
-from jddp.engine.row_split import RowSplit
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.metrics import Sums
 from jddp.modules.rows import check_rows, count_rows

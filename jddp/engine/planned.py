@@ -16,16 +16,16 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jddp.engine.calls import call
+from jddp.engine.mesh import RowSplit
 from jddp.engine.placement import TraceLoss
 from jddp.engine.program import Form
-from jddp.engine.row_split import RowSplit
 from jddp.engine.spec import Step
-from jddp.engine.state import Inputs, TrainState
+from jddp.engine.state import Inputs, TrainState, form_key, shapes_of
 from jddp.engine.step import Traced, trace, trace_loss
 from jddp.errors import ConfigError
 from jddp.modules.metrics import Sums, weights_in
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, PyTree
+from jddp.typing import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,17 +132,6 @@ class Plans:
         plan = plan.noted(*self._spec.model.notes(state.model_state))
         plan = self._spec.placement.note(plan, state.params, loss)
         return self._spec.sync.note(self._spec.backward.note(plan, num_looped))
-
-
-def form_key(tree: PyTree) -> Hashable:
-    """The form that a jitted function is compiled for: structure, shapes and dtypes."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((x.shape, x.dtype) for x in leaves)
-
-
-def shapes_of(tree: PyTree) -> PyTree:
-    """Shapes and dtypes, as JAX would take them."""
-    return jax.eval_shape(lambda x: x, tree)
 
 
 def _refuse_constant_loss(traced: Traced) -> None:

@@ -13,7 +13,7 @@ and every reader would see replica 0's.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -146,7 +146,7 @@ class CommState:
 
 
 @jax.tree_util.register_dataclass
-# Compared by identity: arrays have no truth value, and a state is a key of weak dictionaries.
+# Compared by identity: arrays have no truth value.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TrainState(Shown):
     """Everything that a step reads and writes.
@@ -173,6 +173,7 @@ class TrainState(Shown):
     key: Leaf
     ema_state: ModelState = None
     has_given_params: ClassVar[bool] = False
+    _taken_by: ClassVar[int | None] = None
 
     def __repr__(self) -> str:
         """Its contents, in numbers and bytes; waits for the devices."""
@@ -246,7 +247,7 @@ def _size(leaves: Sequence[Leaf]) -> str:
 
 
 def check_state(state: object) -> None:
-    """Refuses an object that is no state, or a state that lies on no device.
+    """Refuses an object that is no state, or a state that is on no device or was given to a step.
 
     Raises:
       UsageError: If it is one of these, with the state to give.
@@ -260,6 +261,15 @@ def check_state(state: object) -> None:
         raise UsageError(
             "This state lies on the host, as jax.device_get returns it. Give the state that init, "
             "step or restore returned; or start from its values: init(params=state.params)."
+        )
+    if state.step.is_deleted():
+        # JAX's own error names a buffer, but not the call that took it.
+        number = state._taken_by
+        which = "another step" if number is None else f"step call {number} of this DataParallel"
+        raise UsageError(
+            f"This state was given to {which}, which reused its memory. Continue with the state "
+            "that the step returned (ddp.latest is the newest), or build DataParallel(..., "
+            "donate=False)."
         )
 
 
@@ -320,6 +330,17 @@ def parts_in(tree: PyTree, *kinds: type) -> list[PyTree]:
 def is_float(x: Leaf) -> bool:
     """Whether a leaf is of floating values: whole numbers count steps, and keys are shared."""
     return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+
+
+def form_key(tree: PyTree) -> Hashable:
+    """The form that a jitted function is compiled for: structure, shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype) for x in leaves)
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """Shapes and dtypes, as JAX would take them."""
+    return jax.eval_shape(lambda x: x, tree)
 
 
 def stack_rows(tree: PyTree, layouts: PyTree, rows: NamedSharding, num: int) -> PyTree:

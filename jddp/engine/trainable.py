@@ -9,9 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import Mesh
 
+from jddp.engine.mesh import RowSplit
 from jddp.engine.planned import Planned
 from jddp.engine.program import Form, Program
-from jddp.engine.row_split import RowSplit
 from jddp.engine.spec import Step
 from jddp.engine.state import TrainState, Values
 from jddp.reduce.plan import BucketPlan

@@ -23,8 +23,8 @@ from jddp.data.batches import Share
 from jddp.data.examples import Examples
 from jddp.data.source import Streams, source_of_streams
 from jddp.data.transforms import LARGEST, TRANSFORMS, Chain, Normalize, Transform
-from jddp.engine.host_rows import as_arrays
 from jddp.errors import ConfigError, DataError
+from jddp.modules.rows import as_arrays
 from jddp.names import check_arguments, defaults_of, look_up
 from jddp.typing import TRANSFORM, Batch, Batches, Settings
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.storage import local_copy
-from jddp.checkpoint.weights import Misfit
 from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
 from jddp.data import DataSet, Mix, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
@@ -26,7 +25,7 @@ from jddp.data.source import Streams
 from jddp.data.transforms import normalization_of
 from jddp.data_parallel import DataParallel
 from jddp.distributed.watchdog import Limits
-from jddp.engine.host_rows import as_arrays
+from jddp.engine.initial_state import Misfit
 from jddp.engine.mesh import count_processes
 from jddp.engine.state import TrainState, by_path
 from jddp.errors import ConfigError, report
@@ -36,6 +35,7 @@ from jddp.job.data import (
 )
 from jddp.job.optimizers import Schedule, optimizer_of, period_of
 from jddp.job.parts import Parts, make_callbacks
+from jddp.modules.rows import as_arrays
 from jddp.names.plugins import OPTIONS, find
 from jddp.reduce.shards import Shape
 from jddp.trainer.fit import start

@@ -1,16 +1,30 @@
-"""Rows of a batch: how many there are, and whether they divide."""
+"""Rows of a batch: made arrays that a device can hold, counted, and divided.
 
+    batch = as_arrays({"image": tensor, "name": ["cat", "dog"], "id": ids})   # without "name"
+
+Whatever numpy can convert becomes an array. A column of a dict that holds no numbers is left out,
+with one notice, since most losses do not read it: one that does is refused where it is traced
+(`modules.base.call_loss`). The function under "transform" stays: a step applies it to its rows.
+Whole numbers that JAX would cut to 32 bits are refused, and so are weights that are given as a
+mask.
+"""
+
+import logging
 import math
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from jddp.errors import ConfigError, DataError
-from jddp.typing import TRANSFORM, Batch
+from jddp.typing import TRANSFORM, Batch, Leaf, PyTree
 
 # Columns of batches that hold no numbers and were left out, and what they hold.
 LEFT_OUT: dict[str, str] = {}
+_KINDS = "biufc"
+_INSTEAD = "Encode it as numbers, or leave it out of the batch"
 
 
 def count_rows(batch: Batch) -> int:
@@ -53,3 +67,124 @@ def transformed(batch: Batch) -> Batch:
     if not (isinstance(batch, Mapping) and callable(batch.get(TRANSFORM))):
         return batch
     return batch[TRANSFORM]({name: x for name, x in batch.items() if name != TRANSFORM})
+
+
+def as_arrays(batch: Batch) -> Batch:
+    """The batch as arrays; a mapping as a dict, without the columns that hold no numbers.
+
+    Args:
+      batch: A tree of arrays, tensors, numbers and lists of numbers, or of their shapes.
+
+    Raises:
+      DataError: If a leaf that is in no column of a dict holds no numbers, or whole numbers need 64
+        bits, and JAX has 32; or if "mask" holds other numbers than 0 and 1.
+    """
+    if not isinstance(batch, Mapping):
+        return _converted("the batch", batch)
+    kept = dict[str, Batch]()
+    for name, column in batch.items():
+        if name == TRANSFORM and callable(column):
+            # A tree without leaves, which is equal to any of the same function.
+            kept[name] = column if isinstance(column, Partial) else Partial(column)
+            continue
+        try:
+            kept[name] = _converted(f"batch[{name!r}]", column)
+        except _NoNumbers as error:
+            _leave_out(name, error.holds)
+    if batch and not kept:
+        raise DataError(f"no column of the batch holds numbers: {', '.join(map(str, batch))}.")
+    _refuse_weights(kept.get("mask"))
+    return kept
+
+
+def _refuse_weights(mask: object) -> None:
+    """Refuses a mask on the host that holds anything but 0 and 1."""
+    if not isinstance(mask, np.ndarray) or mask.dtype == bool:
+        return
+    is_mask = (mask == 0) | (mask == 1)
+    if not is_mask.all():
+        raise DataError(
+            f"batch['mask'] holds {mask[~is_mask].flat[0]}: a mask is 1 for an entry that counts "
+            "and 0 for any other. Give weights another name, such as batch['weights'], and return "
+            "jddp.Mean(losses * weights, weights)."
+        )
+
+
+class _NoNumbers(DataError):
+    """A leaf without numbers."""
+
+    def __init__(self, where: str, holds: str) -> None:
+        super().__init__(f"{where} holds {holds}, and a device holds numbers. {_INSTEAD}.")
+        self.holds = holds
+
+
+def _leave_out(name: str, holds: str) -> None:
+    if name not in LEFT_OUT:
+        logging.getLogger("jddp").warning(
+            "batch[%r] holds %s, and a device holds numbers: it is left out.", name, holds
+        )
+    LEFT_OUT[name] = holds
+
+
+def _converted(where: str, tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: _array(where, x), tree, is_leaf=_is_list_of_values)
+
+
+def _is_list_of_values(x: object) -> bool:
+    """Whether it is a list of numbers or text, which is an array, and no list of arrays."""
+    if not isinstance(x, list) or not x:
+        return False
+    return all(isinstance(leaf, bool | int | float | complex | str | bytes) for leaf in _leaves(x))
+
+
+def _leaves(x: object) -> list[object]:
+    return [leaf for item in x for leaf in _leaves(item)] if isinstance(x, list) else [x]
+
+
+def _array(where: str, x: object) -> Leaf:
+    """A leaf as an array of numbers.
+
+    Raises:
+      _NoNumbers: If it holds none.
+      DataError: If a whole number needs 64 bits, or values of a masked array are missing.
+    """
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return x
+    if np.ma.is_masked(x):
+        raise DataError(
+            f"{where} is a masked array with missing values. Fill them (x.filled(0)), and give "
+            "batch['mask'] to leave their rows out."
+        )
+    if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
+        x = _from_numpy(where, x)
+    if x.dtype.kind not in _KINDS and not jnp.issubdtype(x.dtype, np.number):
+        raise _NoNumbers(where, _in_words(x))
+    if x.dtype.kind in "iu" and x.dtype.itemsize == 8 and not jax.config.read("jax_enable_x64"):
+        _refuse_cut(where, x)
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+
+
+def _from_numpy(where: str, x: object) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError):  # lists of several lengths, or an object that is no array
+        raise _NoNumbers(where, f"{type(x).__name__} whose rows differ in length") from None
+
+
+def _in_words(x: np.ndarray) -> str:
+    """The contents of an array without numbers."""
+    words = {"U": "text", "S": "bytes", "O": "objects", "M": "dates", "m": "durations"}
+    return f"{words.get(x.dtype.kind, 'no numbers')} ({x.dtype})"
+
+
+def _refuse_cut(where: str, x: np.ndarray) -> None:
+    """Refuses whole numbers of 64 bits that have no place in 32."""
+    limits = np.iinfo(np.int32 if x.dtype.kind == "i" else np.uint32)
+    if not x.size or (limits.min <= x.min() and x.max() <= limits.max):
+        return
+    first = x[(x < limits.min) | (x > limits.max)].flat[0]
+    raise DataError(
+        f"{where} holds {first}, which needs 64 bits, and JAX would cut it to 32. Give numbers "
+        f"below {limits.max + 1:,}, such as indices; leave the column out of the batch; or set "
+        "jax_enable_x64."
+    )

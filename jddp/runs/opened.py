@@ -14,7 +14,6 @@ import jax
 from jax.sharding import Mesh
 
 from jddp.checkpoint.storage import local_copy
-from jddp.checkpoint.weights import Misfit, fit_weights
 from jddp.config.files import with_overrides
 from jddp.config.keys import ConfigMistakes
 from jddp.config.options import Precision
@@ -23,6 +22,7 @@ from jddp.data import DataSet, DataSource
 from jddp.data.source import Streams
 from jddp.data_parallel import DataParallel
 from jddp.distributed.agree import agree
+from jddp.engine.initial_state import Misfit, fit_weights
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import TrainState
 from jddp.errors import ConfigError, DataError, Error, UsageError

@@ -21,10 +21,10 @@ from jddp.data import TrainBatches
 from jddp.data.batches import Share
 from jddp.distributed.agree import agree
 from jddp.distributed.coordination import gather
-from jddp.engine.host_rows import as_arrays
 from jddp.engine.state import by_path
 from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, ProcessMismatchError
+from jddp.modules.rows import as_arrays
 from jddp.trainer.options import Options
 from jddp.typing import Batch, Batches
 

@@ -22,11 +22,11 @@ from jddp.distributed.agree import agree
 from jddp.distributed.coordination import take_sigterm_back
 from jddp.distributed.schedulers import refuse_unjoined
 from jddp.distributed.watchdog import Watchdog
-from jddp.engine.host_rows import as_arrays
 from jddp.engine.padding import refuse_padding
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError
+from jddp.modules.rows import as_arrays
 from jddp.names import refuses_unknown
 from jddp.names.synonyms import OF_FIT
 from jddp.trainer.arguments import (

@@ -20,15 +20,14 @@ import optax
 from jax.sharding import Mesh
 
 from jddp.data_parallel import DataParallel
-from jddp.engine.host_rows import as_arrays
 from jddp.engine.mesh import platform
 from jddp.engine.spec import Step
-from jddp.engine.state import Inputs, TrainState
+from jddp.engine.state import TrainState
 from jddp.engine.strategy import FSDP
 from jddp.errors import UsageError
 from jddp.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
 from jddp.modules.metrics import weights_in
-from jddp.modules.rows import count_rows
+from jddp.modules.rows import as_arrays, count_rows
 from jddp.trainer.arguments import fingerprint
 from jddp.typing import Batch, Grads, LossFn, Metrics, ModelState, Params, PyTree
 from jddp.verification import findings
@@ -198,8 +197,8 @@ def _quantizations(
     ddp: DataParallel, state: TrainState, batch: Batch, constants: PyTree
 ) -> set[str]:
     """How the loss and its backward pass quantize; the optimizer is left out."""
-    inputs = Inputs(ddp.shard_batch(batch), constants)
-    traced = ddp.steps.gradients_for(state, inputs).run.trace(state, inputs)
+    call = ddp.steps.gradients_for(state, batch, constants)
+    traced = call.run.trace(call.state, call.inputs)
     return quantizations(traced.jaxpr.jaxpr)
 
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jddp.checkpoint.weights import Misfit, is_run_folder, read_weights
+from jddp.checkpoint.weights import is_run_folder, read_weights
+from jddp.engine.initial_state import Misfit
 from jddp.engine.state import by_path
 from jddp.errors import ConfigError
 from jddp.typing import JsonObject, PyTree

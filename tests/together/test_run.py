@@ -124,20 +124,18 @@ def test_an_interrupt_while_a_step_is_sent_comes_when_its_state_is_kept(monkeypa
     ddp, batch = wrapped(), make_batch()
     state = ddp.init(0, batch)
     state, _ = ddp.step(state, batch)
-    rows = ddp.shard_batch(batch)
-    inputs = ddp.steps.inputs(rows)
-    compiled = ddp.steps.step_for(state, inputs)
+    call = ddp.steps.step_for(state, batch)
 
     def taken_then_interrupted(state, inputs):
-        result = compiled.run(state, inputs)
+        result = call.run(state, inputs)
         assert state.step.is_deleted()
         signal.raise_signal(signal.SIGINT)
         return result
 
-    sent = compiled._replace(run=taken_then_interrupted)
-    monkeypatch.setattr(ddp.steps, "step_for", lambda *_: sent)
+    sent = call._replace(run=taken_then_interrupted)
+    monkeypatch.setattr(ddp.steps, "step_for", lambda *_, **__: sent)
     with pytest.raises(KeyboardInterrupt):
-        ddp.step(state, rows)
+        ddp.step(state, batch)
     monkeypatch.undo()
     assert int(ddp.latest.step) == 2
     state, _ = ddp.step(ddp.latest, batch)

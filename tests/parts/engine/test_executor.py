@@ -2,7 +2,7 @@
 
 import pytest
 
-from jddp.engine.compiled import Compiled
+from jddp.engine.compiled import Call
 from jddp.engine.executor import Executor
 
 
@@ -20,7 +20,10 @@ class Computed:
 def test_at_most_four_steps_are_in_flight_on_cpus(platform, waited_for):
     executor, waited = Executor(donate=False, platform=platform), []
     for i in range(7):
-        step = Compiled(None, lambda state, inputs, i=i: (state, Computed(i, waited)))
-        executor.send(step, f"state {i}", None)
+
+        def run(state, inputs, i=i):
+            return state, Computed(i, waited)
+
+        executor.send(Call(None, run, f"state {i}", None))
     assert waited == waited_for
     assert executor.latest == "state 6"

@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jddp.engine.mesh import make_mesh
-from jddp.engine.row_split import RowSplit
+from jddp.engine.mesh import RowSplit, make_mesh
 from jddp.errors import OutOfMemoryError
 from jddp.inspection import memory as memory_module
 from jddp.inspection.memory import FIELDS, Memory

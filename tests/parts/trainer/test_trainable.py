@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jddp
-from jddp.engine.mesh import make_mesh, replicate
+from jddp.engine.mesh import RowSplit, make_mesh, replicate
 from jddp.engine.program import PARTS, Form, Program
-from jddp.engine.row_split import RowSplit
 from jddp.engine.state import CommState, Replicated, TrainState
 
 BATCHES = [{"x": np.float32([i])} for i in range(6)]

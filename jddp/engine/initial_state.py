@@ -8,26 +8,22 @@ rows, and given values are replicated.
 """
 
 import dataclasses
-import functools
 import logging
 import operator
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jddp.checkpoint.weights import Loaded, fit_weights, read_weights
-from jddp.config.permissions import expand
 from jddp.engine.calls import call
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.first_state import put_given
-from jddp.engine.mesh import replicate, replicated, sharded, with_shardings
+from jddp.engine.mesh import replicate, sharded, with_shardings
 from jddp.engine.planned import Planned
 from jddp.engine.processes import connect, from_process_zero
-from jddp.engine.state import Inputs, TrainState, Values, stack_rows
+from jddp.engine.state import Inputs, TrainState, Values, by_path, stack_rows
 from jddp.errors import ConfigError, UsageError
-from jddp.typing import Leaf, Params
+from jddp.typing import Leaf, Params, PyTree
 
 
 class First(NamedTuple):
@@ -54,13 +50,27 @@ class InitialState:
         self._mesh = steps.mesh
 
     def make(
-        self, seed: int, inputs: Inputs, params: Params = None, *, partial: bool = False
+        self,
+        seed: int,
+        inputs: Inputs,
+        params: Params = None,
+        *,
+        partial: bool = False,
+        casts: bool = False,
     ) -> First:
-        """Makes a state and its plan; the arguments are those of `jddp.DataParallel.init`."""
+        """Makes a state and its plan.
+
+        Args:
+          seed: Seed of the base PRNG key.
+          inputs: Example rows of this process, and constants.
+          params: Values to start from, as `jddp.DataParallel.init` has them, but for a path.
+          partial: Whether the model keeps its own values where these do not fit.
+          casts: Whether floating values take the dtypes of the model, as values of files do.
+        """
         _check_seed(seed)
         steps = self._steps
         connect(self._mesh, steps.spec.placement.groups)
-        values = self._values(seed, inputs, params, partial=partial)
+        values = self._values(seed, inputs, params, partial=partial, casts=casts)
         # The rows of process 0, so that all processes start with the same state.
         example = inputs._replace(rows=from_process_zero(steps.example(inputs.rows, values)))
         values = put_given(steps.spec, self._mesh, values)
@@ -73,37 +83,14 @@ class InitialState:
         state = with_shardings(state, layouts, self._mesh)
         return First(stack_rows(state, layouts, sharded(self._mesh), num), planned)
 
-    def refuse_foreign(
-        self, state: TrainState, latest: TrainState | None, inputs: Inputs | None
-    ) -> None:
-        """Refuses a state whose shapes differ from the latest state, or from the state for inputs.
-
-        If there are inputs, for a step, the optimizer's state is compared, too.
-
-        Raises:
-          UsageError: If they differ, or the state is on other devices.
-        """
-        if state.step.committed and state.step.devices() != replicated(self._mesh).device_set:
-            raise UsageError("This state lies on other devices: make one with init, or restore it.")
-        own = latest or (None if inputs is None else self._steps.shapes(inputs))
-        if own is None or own is state:
-            return
-        shapes = functools.partial(jax.tree.map, np.shape)
-        if shapes(own.params) != shapes(state.params):
-            raise UsageError("This state has the parameters of another model: make one with init.")
-        if inputs is not None and shapes(own.opt_state) != shapes(state.opt_state):
-            raise UsageError(
-                "This state is from another optimizer. Make one with init; "
-                "init(params=state.params) keeps the parameters."
-            )
-
     def _split(self, params: Params) -> Values:
         return (self._model.values or (None, None)) if params is None else self._model.split(params)
 
-    def _values(self, seed: int, inputs: Inputs, params: Params, *, partial: bool) -> Values:
+    def _values(
+        self, seed: int, inputs: Inputs, params: Params, *, partial: bool, casts: bool
+    ) -> Values:
         """The given values, checked against the model's own if these are known."""
-        is_path = isinstance(params, str | Path)
-        values, state = self._split(read_weights(expand(params)) if is_path else params)
+        values, state = self._split(params)
         is_unchecked = params is None or (self._model.values is None and inputs.rows is None)
         if is_unchecked and partial:
             raise UsageError("init(partial=True) needs params=, and for a Linen model batch=.")
@@ -118,7 +105,7 @@ class InitialState:
             self.loaded += loaded
         if partial:
             logging.getLogger("jddp").warning("params=: %s", self.loaded)
-        return (jax.tree.map(_like, values, own_values) if is_path else values), state
+        return (jax.tree.map(_like, values, own_values) if casts else values), state
 
     def _own(self, seed: int, inputs: Inputs, *, with_values: bool) -> Values:
         """The model's own initial values, or their shapes."""
@@ -141,3 +128,77 @@ def _like(x: Leaf, wanted: Leaf) -> Leaf:
     """A floating array in another floating dtype; other arrays unchanged."""
     both = (jax.numpy.issubdtype(v.dtype, np.floating) for v in (x, wanted))
     return np.asanyarray(x).astype(wanted.dtype, copy=False) if all(both) else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """The weights that a model took from a file or tree, by path.
+
+    Attributes:
+      taken: Weights that the model took.
+      made: Weights of the model that were not given, or given in another shape.
+      unused: Given weights that the model does not have.
+    """
+
+    taken: tuple[str, ...]
+    made: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def __add__(self, other: "Loaded") -> "Loaded":
+        """The weights of both trees."""
+        return Loaded(self.taken + other.taken, self.made + other.made, self.unused + other.unused)
+
+    def __str__(self) -> str:
+        """One to three sentences."""
+        text = f"{len(self.taken)} of {len(self.taken) + len(self.made)} arrays were loaded."
+        if self.made:
+            text += f" Initialized: {', '.join(self.made)}."
+        if self.unused:
+            text += f" Not used: {', '.join(self.unused)}."
+        return text
+
+
+class Misfit(ConfigError):
+    """Weights that do not fit a model.
+
+    Args:
+      where: Number of places where they differ, and the first of them.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"params= does not fit the model at {where}. With partial=True the model keeps its own "
+            "there."
+        )
+        self.where = where
+
+
+def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree, Loaded]:
+    """Replaces each leaf of a model by the given array at the same path.
+
+    Args:
+      given: Tree of arrays.
+      wanted: Tree of the model; with values if `partial`.
+      partial: Whether the model keeps its own leaf if none is given, or one of another shape.
+
+    Returns:
+      A tree of the structure of `wanted`, and the use of the given weights.
+
+    Raises:
+      Misfit: If the two differ in a path or shape, and it is not `partial`.
+    """
+    found, own = by_path(given), by_path(wanted)
+    there, here = ({name: np.shape(x) for name, x in tree.items()} for tree in (found, own))
+    taken = [name for name, shape in here.items() if there.get(name) == shape]
+    unused = [name for name in found if name not in own]
+    missing = [name for name in own if name not in taken]
+    if (differ := sorted({*missing, *unused})) and not partial:
+        name = differ[0]
+        raise Misfit(
+            f"{len(differ)} places; the first is {name!r}: got {there.get(name, 'nothing')}, the "
+            f"model has {here.get(name, 'nothing')}"
+        )
+    values = [found[name] if name in taken else x for name, x in own.items()]
+    made = [f"{n} ({there[n]} given, {here[n]} here)" if n in there else n for n in missing]
+    loaded = Loaded(tuple(taken), tuple(made), tuple(unused))
+    return jax.tree.unflatten(jax.tree.structure(wanted), values), loaded
