@@ -34,6 +34,7 @@ from jddp.engine.calls import run_compiled
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.evaluation import (
     evaluate_exactly,
+    evaluated_values,
     make_evaluate,
     make_predict,
     numbered,
@@ -45,11 +46,10 @@ from jddp.engine.guard import choose_guard
 from jddp.engine.initial_state import InitialState, Loaded
 from jddp.engine.mesh import copy_off_mesh, make_mesh, platform
 from jddp.engine.micro_batches import MicroBatches
-from jddp.engine.moving_average import Average, evaluated_values
+from jddp.engine.moving_average import Average
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.padding import pad_for_step
-from jddp.engine.replicas import Function
-from jddp.engine.spec import Step
+from jddp.engine.spec import Function, Step
 from jddp.engine.state import TrainState, Values
 from jddp.engine.strategy import (
     Strategy,

@@ -36,8 +36,8 @@ from jddp.checkpoint.arrays import (
     layouts_in,
 )
 from jddp.checkpoint.folders import find_damage, finished, first_line
+from jddp.engine.evaluation import optimizer_params, read_in_evaluation
 from jddp.engine.mesh import make_mesh, replicate
-from jddp.engine.moving_average import optimizer_params, read_in_evaluation
 from jddp.engine.state import merged
 from jddp.errors import FileSystemError, printable
 from jddp.files import SameFolder

@@ -23,8 +23,8 @@ from jax.stages import Wrapped
 from jddp.checkpoint.arrays import Described, Layouts, find_altered, layouts_in
 from jddp.checkpoint.folders import first_line
 from jddp.checkpoint.reader import read_described, read_object
+from jddp.engine.evaluation import UNAVERAGED
 from jddp.engine.mesh import in_a_row, replicated, sharded
-from jddp.engine.moving_average import UNAVERAGED
 from jddp.engine.state import Layout, PerReplica, Replicated, TrainState, by_path, merged
 from jddp.errors import ConfigError, FileSystemError
 from jddp.reduce.shards import Shape

@@ -5,17 +5,26 @@
 
 Rows that do not fill the devices are padded, and padding is masked. Sums and counts leave
 the devices; they are added up on the host in float64, so that counts stay whole numbers.
+
+A state is evaluated with its own parameters, the optimizer's, or a moving average. Optimizers that
+evaluate other parameters than they step are known by the names in their state, so that a checkpoint
+shows them too:
+
+    optax.contrib.schedule_free    x, from the iterates y and z
+    optax.contrib.sam              the parameters before an adversarial step
 """
 
 import functools
 import itertools
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import P, lax
 from jax.sharding import Mesh
 from jax.stages import Wrapped
@@ -23,18 +32,89 @@ from jaxtyping import Array, Float
 
 from jddp.engine.calls import run_compiled
 from jddp.engine.mesh import input_specs, over_replicas, put_rows, shardings
+from jddp.engine.moving_average import first_average
 from jddp.engine.padding import pad_rows, refuse_padding
 from jddp.engine.processes import from_all_processes
 from jddp.engine.spec import Step
-from jddp.engine.state import Inputs, Values
-from jddp.errors import ConfigError, UsageError
+from jddp.engine.state import Inputs, TrainState, Values, by_path, name_of, widened
+from jddp.errors import ConfigError, UsageError, check_choice
 from jddp.modules.forward import mask_of, run_forward
 from jddp.modules.functional import name_constants, name_key
 from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
 from jddp.modules.rows import as_arrays, count_rows
-from jddp.typing import Batch, Batches, LossFn, Metrics, PyTree
+from jddp.typing import Batch, Batches, Leaf, LossFn, Metrics, ModelState, Params, PyTree
 
 Read = Callable[[Callable[[Values], PyTree]], PyTree]  # calls a function with values of a model
+
+
+# Fields of the states of such optimizers: one that shows it, and the one with other parameters.
+OTHERS = {"weight_sum": "z", "steps_since_sync": "cache"}
+FIELDS = {*OTHERS, *OTHERS.values(), "b1"}
+# Of a checkpoint of an earlier version.
+UNAVERAGED = "The checkpoint has no average of batch statistics: the ones of the raw parameters %s."
+
+
+def with_average(model_state: ModelState, ema_state: ModelState) -> ModelState:
+    """The other state with the averages that there are, in its own dtypes."""
+    found = by_path(ema_state)
+    if not found and jax.tree.leaves(first_average(model_state)):
+        logging.getLogger("jddp").warning(UNAVERAGED, "are evaluated")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: found[name].astype(x.dtype) if (name := name_of(path)) in found else x,
+        model_state,
+    )
+
+
+def evaluated_values(state: TrainState, name: str, merge: Callable[[Values], Values]) -> Values:
+    """Returns the parameters and the other state with which a state is evaluated.
+
+    Args:
+      state: The state.
+      name: "params", or "ema" for the moving average, in the same dtypes.
+      merge: Function that averages what each replica has its own of.
+
+    Raises:
+      ConfigError: If there is no such name, or no average.
+    """
+    check_choice("params", name, ("params", "ema"))
+    if name == "params":
+        kept = {} if state.has_given_params else by_path(state.opt_state)
+        kept = {name: kept[name] for name in read_in_evaluation(kept)}
+        (params, kept), model_state = merge(((state.params, kept), state.model_state))
+        return optimizer_params(params, kept), model_state
+    if state.ema_params is None:
+        raise ConfigError("params='ema' needs DataParallel(..., ema_decay=...).")
+    params = optax.tree.cast_like(state.ema_params, state.params)
+    return merge((params, with_average(state.model_state, state.ema_state)))
+
+
+def read_in_evaluation(names: Iterable[str]) -> set[str]:
+    """The arrays of an optimizer's state, by path, that `optimizer_params` may need."""
+    return {name for name in names if not FIELDS.isdisjoint(name.split("/"))}
+
+
+def optimizer_params(params: Params, kept: Mapping[str, Leaf]) -> Params:
+    """The parameters with which an optimizer is evaluated; most evaluate the ones they step.
+
+    Args:
+      params: The parameters that the optimizer steps.
+      kept: Arrays of its state by path, without rows for each replica; shards are flat.
+    """
+    values = by_path(params)
+    for name, number in kept.items():
+        above, field = name[: name.rfind("/") + 1], name[name.rfind("/") + 1 :]
+        for path, x in values.items() if field in OTHERS else ():
+            if (y := kept.get(f"{above}{OTHERS[field]}/{path}")) is None:
+                continue  # masked
+            y = widened(y if y.shape == x.shape else y.ravel()[: x.size].reshape(x.shape))
+            if field == "weight_sum":  # as optax.contrib.schedule_free_eval_params
+                b1 = widened(kept[f"{above}b1"])
+                y = (widened(x) - (1 - b1) * y) / b1
+            elif int(number) == 0:
+                y = x
+            y = y.astype(x.dtype)
+            values[path] = jax.device_put(y, x.sharding) if isinstance(x, jax.Array) else y
+    return jax.tree.unflatten(jax.tree.structure(params), values.values())
 
 
 def make_evaluate(step: Step, mesh: Mesh) -> Wrapped:

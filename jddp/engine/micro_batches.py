@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jddp.engine.placement import WHOLE, ParameterSource
 from jddp.engine.state import Inputs, TrainState, is_float, widened
 from jddp.engine.statistics import RunningStatistics, running_statistics
+from jddp.engine.view import View
 from jddp.errors import ConfigError
 from jddp.modules.base import FlaxModel
 from jddp.modules.forward import run_and_settle, trace_state
@@ -39,6 +39,44 @@ MicroBatch = tuple[Batch, Array, PyTree]  # its rows, key and constants
 Scale = float | Array
 ScaleOf = Callable[[TrainState], Scale]  # the loss scale of a step
 Guarded = tuple[ModelState, Callable[[Array], Array]]
+Loss = Callable[[Params], tuple[jax.Array, PyTree]]
+Pullback = Callable[[jax.Array], tuple[Params]]
+
+
+class ParameterSource:
+    """The source from which a replica's model gets its parameters; here it has all of them.
+
+    A model is run and differentiated by the source of its parameters, and knows nothing of it.
+    """
+
+    def view(self, of_packing: View) -> View:
+        """Returns the view of a replica on the mean gradient, from the view of the packing."""
+        return of_packing
+
+    def run(self, function: Callable[[Params], PyTree], params: Params) -> PyTree:
+        """Returns `function` of the whole parameters.
+
+        Args:
+          function: Function of whole parameters.
+          params: This replica's parameters, or its parts of them.
+        """
+        return function(params)
+
+    def linearize(self, loss: Loss, params: Params) -> tuple[jax.Array, Pullback, PyTree]:
+        """Returns the loss, its pullback and its auxiliary values, as `jax.vjp` does.
+
+        The pullback returns this replica's gradients of whole parameters, and of the others its
+        part of the mean gradient of its group of replicas.
+        """
+        linearized: tuple[jax.Array, Pullback, PyTree] = jax.vjp(loss, params, has_aux=True)
+        return linearized
+
+    def mean_of_groups(self, grads: Grads) -> Grads:
+        """Averages the gradients of divided parameters over all groups; leaves the others."""
+        return grads
+
+
+WHOLE = ParameterSource()
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ import optax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
-from jddp.engine.placement import Placement
 from jddp.engine.separable import at_least_1d, mixes_elements, update
+from jddp.engine.spec import Placement
 from jddp.engine.state import Replicated, Sharded, TrainState, name_of, parts_in
 from jddp.engine.view import View, own_shards
 from jddp.errors import ConfigError, check_choice
@@ -250,14 +250,6 @@ def refuse_unusable(
             "line search, functions of the loss or gradients of rows; or write the loop, and "
             "average gradients with jddp.average_gradients."
         ) from error
-
-
-def own_count(opt_state: OptState) -> Leaf | None:
-    """The updates so far of an optimizer that leaves out steps by itself; None of another."""
-    leaves_out = parts_in(opt_state, optax.MultiStepsState, optax.ApplyIfFiniteState)
-    counts = [x.count for x in parts_in(leaves_out, optax.ScaleByScheduleState)]
-    counts += [x.gradient_step for x in parts_in(leaves_out, optax.MultiStepsState)]
-    return counts[0] if counts else None
 
 
 def choose_optimizer(

@@ -1,8 +1,4 @@
-"""The placement of parameters on the replicas, with their moving average and optimizer state.
-
-    Placement       whole on each replica
-    FullySharded    each divided over all replicas, or over those of each group, along one of its
-                    dims: `DividedParameters`
+"""Parameters divided along one of their dims, over all replicas or over the replicas of each group.
 
 Which parameters are divided, and along which dim, follows from their shapes alone
 (`jddp.reduce.shards`). A moving average and the optimizer's state have the same shapes, and so the
@@ -20,8 +16,9 @@ from typing import final
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr
 
+from jddp.engine.micro_batches import WHOLE, Loss, ParameterSource, Pullback
+from jddp.engine.spec import Placement, TraceLoss
 from jddp.engine.state import Divided, Layout, Replicated, name_of
 from jddp.engine.view import View, view_of_parts
 from jddp.errors import ConfigError
@@ -33,77 +30,6 @@ from jddp.reduce.unit_plan import Part, list_units
 from jddp.typing import Grads, Leaf, Params, Path, PyTree
 
 Dims = tuple[int | None, ...]  # along which each leaf is divided
-Loss = Callable[[Params], tuple[jax.Array, PyTree]]
-Pullback = Callable[[jax.Array], tuple[Params]]
-TraceLoss = Callable[[], Jaxpr] | None  # the loss of the parameters; None where there are no rows
-
-
-class ParameterSource:
-    """The source from which a replica's model gets its parameters; here it has all of them.
-
-    A model is run and differentiated by the source of its parameters, and knows nothing of it.
-    """
-
-    def view(self, of_packing: View) -> View:
-        """Returns the view of a replica on the mean gradient, from the view of the packing."""
-        return of_packing
-
-    def run(self, function: Callable[[Params], PyTree], params: Params) -> PyTree:
-        """Returns `function` of the whole parameters.
-
-        Args:
-          function: Function of whole parameters.
-          params: This replica's parameters, or its parts of them.
-        """
-        return function(params)
-
-    def linearize(self, loss: Loss, params: Params) -> tuple[jax.Array, Pullback, PyTree]:
-        """Returns the loss, its pullback and its auxiliary values, as `jax.vjp` does.
-
-        The pullback returns this replica's gradients of whole parameters, and of the others its
-        part of the mean gradient of its group of replicas.
-        """
-        linearized: tuple[jax.Array, Pullback, PyTree] = jax.vjp(loss, params, has_aux=True)
-        return linearized
-
-    def mean_of_groups(self, grads: Grads) -> Grads:
-        """Averages the gradients of divided parameters over all groups; leaves the others."""
-        return grads
-
-
-WHOLE = ParameterSource()
-
-
-class Placement:
-    """Placement of parameters, their average and the optimizer's state; here on each replica."""
-
-    @property
-    def division(self) -> AlongDim | None:
-        """Division of the parameters; None if they are whole on each replica."""
-        return None
-
-    @property
-    def groups(self) -> Groups | None:
-        """Groups of replicas that divide parameters; None where all are whole."""
-        return None
-
-    def layout(self, shape: Shape) -> Layout:
-        """Returns the layout of a leaf of the shape of a parameter."""
-        return Replicated()
-
-    def source(self, layouts: PyTree) -> ParameterSource:
-        """Returns the source of parameters of these layouts."""
-        return WHOLE
-
-    def note(self, plan: BucketPlan, params: Params, program: TraceLoss) -> BucketPlan:
-        """Returns the plan with units and notes of parameters that are in no bucket.
-
-        Args:
-          plan: The buckets.
-          params: Shapes of the parameters.
-          program: Function that traces the loss; None where there are no rows to trace it with.
-        """
-        return plan
 
 
 @final

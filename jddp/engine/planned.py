@@ -17,9 +17,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jddp.engine.calls import call
 from jddp.engine.mesh import RowSplit
-from jddp.engine.placement import TraceLoss
 from jddp.engine.program import Form
-from jddp.engine.spec import Step
+from jddp.engine.spec import Step, TraceLoss
 from jddp.engine.state import Inputs, TrainState, form_key, shapes_of
 from jddp.engine.step import Traced, trace, trace_loss
 from jddp.errors import ConfigError

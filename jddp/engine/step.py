@@ -20,9 +20,8 @@ from jaxtyping import Array
 from jddp.engine.guard import limited
 from jddp.engine.mesh import input_specs, over_replicas, platform, shardings
 from jddp.engine.micro_batches import Local, MicroBatches
-from jddp.engine.spec import Step
+from jddp.engine.spec import EveryStep, Step
 from jddp.engine.state import Inputs, TrainState, name_of
-from jddp.engine.sync import EveryStep
 from jddp.jaxprs import has_random_bits
 from jddp.modules.metrics import Sums, mean_tree, means
 from jddp.modules.reached import reached_by, uses_constant_key

@@ -21,9 +21,9 @@ from jddp.engine.bitwise.logical_replicas import FixedReplicas
 from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.guard import unscaled
 from jddp.engine.mesh import axis_of, count_processes, platform
-from jddp.engine.placement import FullySharded, Placement
-from jddp.engine.replicas import Devices, Replicas
-from jddp.engine.sync import EveryStep, LocalSteps, Synchronization
+from jddp.engine.placement import FullySharded
+from jddp.engine.spec import Devices, EveryStep, Placement, Replicas, Synchronization
+from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
 from jddp.modules.base import FlaxModel
 from jddp.reduce.average import bucket_sizes, choose_layout, make_reducer

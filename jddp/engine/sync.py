@@ -1,8 +1,7 @@
-"""When replicas synchronize: in each step, or after several local ones.
+"""Replicas that synchronize after several local steps.
 
-    EveryStep     gradients are averaged in each step
-    LocalSteps    steps 1 to H    each replica alone: its rows, its gradient, its optimizer
-                  after step H    outer parameters - own ─► bucketed mean ─► outer optimizer ─► all
+    steps 1 to H    each replica alone: its rows, its gradient, its optimizer
+    after step H    outer parameters - own ─► bucketed mean ─► outer optimizer ─► all
 
 An outer step (`MeanDifference`) takes the mean difference for a gradient. With SGD of rate 1 it
 gives the mean of the parameters; with Nesterov momentum it is the outer step of DiLoCo.
@@ -23,103 +22,16 @@ from jaxtyping import Array
 
 from jddp.engine.micro_batches import Local
 from jddp.engine.optimizer import OPTIMIZER
+from jddp.engine.spec import Averaged, Synchronization
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
 from jddp.engine.view import View
 from jddp.errors import ConfigError
 from jddp.reduce.gradients import Finished
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
-from jddp.typing import Grads, HookState, ModelState, Params, Path, PyTree
+from jddp.typing import ModelState, Params, Path, PyTree
 
 MEAN = optax.sgd(1.0)
-Averaged = tuple[Grads, HookState]
-
-
-class Synchronization:
-    """When replicas synchronize, and what they send; here in each step, by averaging gradients.
-
-    Attributes:
-      every: Number of steps from one outer step to the next; None where there are no local steps.
-      start: Number of first steps in which gradients are averaged before local steps begin.
-    """
-
-    every: int | None
-    start: int
-
-    def init(self, params: Params) -> PyTree:
-        """Returns the first `CommState.outer`; () for nothing."""
-        return ()
-
-    def check(self, model_state: ModelState, keeps_own: KeepsOwn) -> None:
-        """Refuses other state of the model on which replicas cannot agree; runs on the host.
-
-        Args:
-          model_state: Shapes of one replica's other state.
-          keeps_own: Function of path and leaf: whether each replica has its own.
-
-        Raises:
-          ConfigError: If there is such a leaf.
-        """
-
-    def keeps_own(self, path: Path, x: PyTree) -> bool:
-        """Whether each replica has its own of a leaf of parameters or the optimizer's state."""
-        return False
-
-    def layouts(self, state: TrainState, layouts: TrainState) -> TrainState:
-        """Returns the layouts of a state whose parameters these replicas have."""
-        return layouts
-
-    def sent(self, reducer: Reducer, plan: BucketPlan, params: Params) -> BucketPlan:
-        """Returns the plan of the arrays that are sent, from the plan of a step's gradients."""
-        return plan
-
-    def note(self, plan: BucketPlan) -> BucketPlan:
-        """Returns the plan with a note on when it is used."""
-        return plan
-
-    def view(self, of_packing: View) -> View:
-        """Returns the view of a replica on the mean gradient, from the view of the packing."""
-        return of_packing
-
-    def mean(self, reducer: Reducer, plan: BucketPlan, local: Local, state: TrainState) -> Averaged:
-        """Averages gradients.
-
-        Args:
-          reducer: Reducer of the gradients.
-          plan: The buckets.
-          local: Results of this replica.
-          state: State before the step.
-
-        Returns:
-          The gradients that the replica updates by, and the new state of the hook.
-        """
-        return reducer(local.grads, state.comm_state.hook, plan, local.units)
-
-    def count(self, state: TrainState, own: Array, mean: Array) -> Array:
-        """Returns the count that gradients are divided by: a replica's own, or the mean of all."""
-        return mean
-
-    def settle(
-        self, reducer: Reducer, local: Local, before: TrainState, after: TrainState
-    ) -> TrainState:
-        """Returns the state after the step, synchronized where that is due.
-
-        Args:
-          reducer: Reducer of parameters.
-          local: Results of this replica.
-          before: State before the step.
-          after: State after it.
-        """
-        return after
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class EveryStep(Synchronization):
-    """Replicas average gradients in each step, and so hold the same parameters."""
-
-    every = None
-    start = 0
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ from jddp.errors import ConfigError
 from jddp.reduce.shards import Groups, own_shard, whole
 from jddp.typing import Grads, Metrics, PyTree
 
-Gather = Callable[[Grads], Grads]
+Join = Callable[[Grads], Grads]
 Norm = Float[Array, ""]
 
 
@@ -45,7 +45,7 @@ class View:
 
     axis: str
     norm: Callable[[Grads], Norm] = optax.tree.norm
-    whole: Callable[[Grads, Gather], Grads] = lambda grads, gather: grads
+    whole: Callable[[Grads, Join], Grads] = lambda grads, gather: grads
     is_divided: bool = False
     is_mean: bool = True
 
@@ -100,7 +100,7 @@ def view_of_parts(axis: str, dims: tuple[int | None, ...], groups: Groups) -> Vi
                 squares /= groups.num
             return jnp.sqrt(squares + optax.tree.norm(others, squared=True))
 
-    def join(grads: Grads, gather: Gather) -> Grads:
+    def join(grads: Grads, gather: Join) -> Grads:
         leaves, treedef = jax.tree.flatten(grads)
         one = functools.partial(whole, axis=axis, groups=groups)
         return jax.tree.unflatten(treedef, map(one, leaves, dims))

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jddp.engine.mesh import platform
-from jddp.engine.sync import Synchronization
+from jddp.engine.spec import Synchronization
 from jddp.engine.trainable import Steps, Trainable
 from jddp.errors import UsageError
 from jddp.inspection.collectives import Collective, collectives

@@ -13,7 +13,7 @@ from jddp.checkpoint import reader
 from jddp.checkpoint.folders import finished
 from jddp.config.files import read_stored
 from jddp.config.schema import Config
-from jddp.engine.moving_average import with_average
+from jddp.engine.evaluation import with_average
 from jddp.engine.state import Values
 from jddp.errors import FileSystemError, UsageError
 from jddp.job.trust import check_trust, resolve_model

@@ -21,7 +21,7 @@ from jddp.distributed.coordination import num_processes
 from jddp.distributed.exits import process
 from jddp.distributed.requests import Request, Requests
 from jddp.distributed.watchdog import Watchdog
-from jddp.engine.optimizer import own_count
+from jddp.engine.moving_average import own_count
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import UsageError

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from jddp.engine.bitwise.merged_program import MergedProgram
 from jddp.engine.bitwise.sums_of_calls import sum_in_pairs
 from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
-from jddp.engine.replicas import Evaluate, Function, Places, Replicas, XlaOptions
+from jddp.engine.spec import Evaluate, Function, Places, Replicas, XlaOptions
 from jddp.engine.state import Inputs, TrainState, key_of_replica, own_layouts
 from jddp.errors import ConfigError
 from jddp.jaxprs import axes_of, equations

@@ -26,7 +26,7 @@ import jax
 from jax.extend.mlir import ir, passmanager
 
 from jddp.engine.calls import checks_for_nan
-from jddp.engine.replicas import Function, Places, XlaOptions
+from jddp.engine.spec import Function, Places, XlaOptions
 from jddp.typing import PyTree
 
 Operation = Any  # of MLIR, whose classes a type checker does not know

@@ -5,7 +5,8 @@ import numpy as np
 import optax
 from two_replicas import on_two, state_of
 
-from jddp.engine.moving_average import Average, optimizer_params
+from jddp.engine.evaluation import optimizer_params
+from jddp.engine.moving_average import Average
 from jddp.engine.state import by_path
 
 

@@ -8,7 +8,7 @@ import pytest
 from two_replicas import AXIS, on_two, reduction_of, state_of
 
 from jddp.engine.optimizer import PlacedOptimizer, Zero1, choose_optimizer
-from jddp.engine.placement import Placement
+from jddp.engine.spec import Placement
 from jddp.engine.state import Replicated, Sharded
 from jddp.engine.view import View, own_shards, view_of_shards
 from jddp.errors import ConfigError

@@ -11,7 +11,7 @@ from jax import lax
 from two_replicas import AXIS, local_of, on_two, state_of
 
 from jddp.engine.bitwise.logical_replicas import FixedReplicas
-from jddp.engine.replicas import Devices
+from jddp.engine.spec import Devices
 from jddp.engine.state import Inputs, PerReplica, Replicated
 from jddp.engine.strategy import choose_replicas
 from jddp.errors import ConfigError

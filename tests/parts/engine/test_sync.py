@@ -9,8 +9,9 @@ import pytest
 from jax import lax
 from two_replicas import AXIS, local_of, on_two, reduction_of, state_of
 
+from jddp.engine.spec import EveryStep
 from jddp.engine.state import CommState, PerReplica, Replicated
-from jddp.engine.sync import EveryStep, LocalSteps
+from jddp.engine.sync import LocalSteps
 from jddp.engine.view import View
 from jddp.errors import ConfigError
 
