@@ -27,7 +27,7 @@ from jddp.engine.calls import call
 from jddp.engine.first_state import make_init
 from jddp.engine.mesh import RowSplit, is_key, put_rows, replicate, replicated, sharded, sharding_of
 from jddp.engine.planned import Planned, Plans
-from jddp.engine.program import Form, Program, digest_optimizer, digest_passes
+from jddp.engine.program import Form, Program, digest_optimizer, digest_passes, trace_as
 from jddp.engine.spec import Step
 from jddp.engine.state import (
     CommState,
@@ -442,7 +442,8 @@ class CompiledSteps:
         if form in (None, own):
             traced = self._plans.of(one, inputs).traced
         else:
-            traced = self._plans.trace_as(form, one, inputs)
+            part = self._plans.micro_batch(inputs)
+            traced = trace_as(form, self.spec, shapes_of(one), part)
         assert traced is not None  # There are rows.
         passes = digest_passes(traced, self.spec.axis)
         return Program(passes | digest_optimizer(self.spec, shapes_of(state.params)), form or own)

@@ -10,21 +10,137 @@ Rows of another form may use other parameters, so they have other buckets too.
 import dataclasses
 import functools
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import jax
+from jax import P
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 
 from jddp.engine.calls import call
-from jddp.engine.mesh import RowSplit
-from jddp.engine.program import Form
+from jddp.engine.mesh import RowSplit, over_replicas
+from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.spec import Step, TraceLoss
-from jddp.engine.state import Inputs, TrainState, form_key, shapes_of
-from jddp.engine.step import Traced, trace, trace_loss
+from jddp.engine.state import Inputs, TrainState, form_key, name_of, shapes_of
 from jddp.errors import ConfigError
+from jddp.jaxprs import DRAWING, Followed, follow, has_random_bits
 from jddp.modules.metrics import Sums, weights_in
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch
+from jddp.typing import Batch, Leaf, ModelState, Params, PyTree
+
+# The first input of each of these is the key, or the first half of one.
+_KEYED = DRAWING - {"rng_uniform"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """Facts from the traced passes of one replica.
+
+    Attributes:
+      ready: Order in which gradients are finished, `Backward.ready`.
+      num_looped: Number of gradients that leave a loop, `Backward.num_looped`.
+      sums: Shapes of the sums of loss and metrics.
+      uses_rng: Whether one of the passes uses random numbers.
+      has_constant_key: Whether the forward pass uses random numbers of a key made from constants.
+      has_batch_statistics: Whether rows reach statistics of a batch norm; False where a step has
+        but one micro-batch, of which nobody asks.
+      forward: Equations of the forward pass of all replicas. Its results are the sums, the other
+        state of the model, and the constants of the backward pass.
+      backward: Equations of the backward pass of one replica.
+      inputs: Paths of the inputs of the forward pass.
+    """
+
+    ready: tuple[int | None, ...]
+    num_looped: int
+    sums: Sums
+    uses_rng: bool
+    has_constant_key: bool
+    has_batch_statistics: bool
+    forward: ClosedJaxpr
+    backward: Jaxpr
+    inputs: tuple[str, ...]
+
+
+def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inputs) -> Traced:
+    """Traces a replica's forward and backward pass. Computes nothing.
+
+    Args:
+      step: The parts of the step.
+      mesh: The mesh, for the size of its axis.
+      state: Shapes of one replica's state.
+      inputs: Shapes of the rows of one micro-batch, and of constants.
+    """
+    traced = []
+
+    def replica(state: TrainState, inputs: Inputs) -> tuple[Sums, ModelState, list[Leaf]]:
+        backward, sums, model_state = step.backward.trace(state, inputs)
+        traced.append(backward)
+        return sums, model_state, backward.traced.consts
+
+    # Mapped as the step is, so that a model that names the axis of the replicas can be traced; but
+    # nothing is reduced, so specs that are not true do no harm.
+    program = over_replicas(replica, mesh, P(), P())
+    forward, results = jax.make_jaxpr(program, return_shape=True)(state, inputs)
+    (backward,) = traced
+    step.replicas.check(forward.jaxpr)
+    # Both passes: a custom backward pass may use random numbers where the forward pass does not.
+    draws = has_random_bits(forward.jaxpr) or has_random_bits(backward.traced.jaxpr)
+    is_parted = step.backward.num > 1
+    given = state, inputs
+    return Traced(
+        ready=backward.ready,
+        num_looped=backward.num_looped,
+        sums=results[0],
+        uses_rng=draws,
+        has_constant_key=draws and uses_constant_key(forward.jaxpr),
+        has_batch_statistics=is_parted and _reach_statistics(step, forward.jaxpr, given, results),
+        forward=forward,
+        backward=backward.traced.jaxpr,
+        inputs=tuple(name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(given)),
+    )
+
+
+def trace_loss(
+    passes: MicroBatches, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inputs
+) -> Jaxpr:
+    """Traces the loss of a micro-batch of one replica, whose inputs are the parameters.
+
+    Args:
+      passes: The forward pass.
+      mesh: The mesh, for the size of its axis.
+      state: Shapes of one replica's state.
+      inputs: Shapes of the rows, and of constants.
+    """
+    traced: list[ClosedJaxpr] = []
+
+    def replica(state: TrainState, inputs: Inputs) -> None:
+        batch = inputs.rows, state.key, inputs.constants
+
+        def loss(params: Params) -> PyTree:
+            return passes.forward(params, state.model_state, *batch)
+
+        traced.append(jax.make_jaxpr(loss)(state.params))
+
+    jax.eval_shape(over_replicas(replica, mesh, P(), P()), state, inputs)
+    return traced[0].jaxpr
+
+
+def _reach_statistics(
+    step: Step, forward: Jaxpr, given: tuple[TrainState, Inputs], results: PyTree
+) -> bool:
+    """Whether rows reach statistics of a batch norm in the traced forward pass."""
+    _, after, _ = results
+    is_statistic = [
+        step.model.is_statistic(path) for path, _ in jax.tree_util.tree_leaves_with_path(after)
+    ]
+    state, inputs = given
+    rows = jax.tree.map(lambda _: True, inputs.rows)
+    constants = jax.tree.map(lambda _: False, inputs.constants)
+    labels = jax.tree.map(lambda _: False, state), Inputs(rows, constants)
+    reached = reached_by(forward, jax.tree.leaves(labels))
+    labels = jax.tree.unflatten(jax.tree.structure(results), reached)
+    of_state = jax.tree.leaves(labels[1])
+    return any(x and y for x, y in zip(of_state, is_statistic, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,22 +224,6 @@ class Plans:
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), rows)
         return Inputs(rows, constants)
 
-    def trace_as(self, form: Form, state: TrainState, inputs: Inputs) -> Traced:
-        """Traces the passes over a micro-batch in another form.
-
-        Args:
-          form: The form.
-          state: Shapes of the state of one replica.
-          inputs: Inputs of this process, or their shapes.
-        """
-        spec = self._spec
-        backward = dataclasses.replace(spec.backward, num=form.num_micro_batches)
-        spec = dataclasses.replace(spec, backward=backward)
-        mesh = AbstractMesh((form.num_replicas,), (spec.axis,))
-        part = self.micro_batch(inputs)
-        part = part._replace(rows=form.applied_to(part.rows))
-        return call(trace, spec, mesh, shapes_of(state), part)
-
     def _noted(
         self, plan: BucketPlan, state: TrainState, num_looped: int = 0, loss: TraceLoss = None
     ) -> BucketPlan:
@@ -170,3 +270,19 @@ def _warn_of_micro_batches(traced: Traced, num: int) -> None:
             f"accumulate_steps={num}: batch norm takes the statistics of each micro-batch, and not "
             "of the whole batch, so this is another step than that of the whole batch."
         )
+
+
+def reached_by(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
+    """Returns which results of a program depend on the inputs that are true in `given`."""
+    return [bool(label) for label in follow(jaxpr, given, _find_constant_key)[0]]
+
+
+def uses_constant_key(jaxpr: Jaxpr) -> bool:
+    """Whether any random number of a program has a key that none of its inputs reaches."""
+    return follow(jaxpr, [True] * len(jaxpr.invars), _find_constant_key)[1]
+
+
+def _find_constant_key(eqn: JaxprEqn, given: list[int]) -> Followed | None:
+    if eqn.primitive.name not in _KEYED:
+        return None
+    return [max(given)] * len(eqn.outvars), not given[0]

@@ -20,11 +20,13 @@ import jax
 import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.sharding import AbstractMesh
 
+from jddp.engine.calls import call
 from jddp.engine.optimizer import trace_whole
+from jddp.engine.planned import Traced, trace
 from jddp.engine.spec import Step
-from jddp.engine.state import name_of
-from jddp.engine.step import Traced
+from jddp.engine.state import Inputs, TrainState, name_of
 from jddp.modules.base import LOSS
 from jddp.modules.precision import MODEL
 from jddp.typing import Batch, Leaf, Params, Path, PyTree
@@ -84,6 +86,21 @@ class Program:
 
     digests: Mapping[str, str]
     form: Form
+
+
+def trace_as(form: Form, spec: Step, state: TrainState, part: Inputs) -> Traced:
+    """Traces the passes over a micro-batch in a form.
+
+    Args:
+      form: The form.
+      spec: The parts of the step.
+      state: Shapes of the state of one replica.
+      part: Shapes of the inputs of a micro-batch, perhaps of another form.
+    """
+    backward = dataclasses.replace(spec.backward, num=form.num_micro_batches)
+    mesh = AbstractMesh((form.num_replicas,), (spec.axis,))
+    inputs = part._replace(rows=form.applied_to(part.rows))
+    return call(trace, dataclasses.replace(spec, backward=backward), mesh, state, inputs)
 
 
 def digest_passes(traced: Traced, axis: str) -> dict[str, str]:

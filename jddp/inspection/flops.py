@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from jddp.engine.step import Traced
+from jddp.engine.planned import Traced
 from jddp.inspection.peaks import TF32
 from jddp.jaxprs import aval_shape, called, carried, dtype_of, equations, follow_loop, may_round
 
