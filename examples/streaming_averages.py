@@ -24,7 +24,7 @@ from flax import linen as nn
 from jax import lax
 
 import jddp
-from jddp.reduce.gradients import Finished
+from jddp.reduce.backward import Finished
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jddp.config.options import SyncBatchNorm as SyncBatchNorm
     from jddp.config.schema import Config as Config
     from jddp.data_parallel import DataParallel as DataParallel
-    from jddp.engine.for_losses import all_gather as all_gather
-    from jddp.engine.for_losses import replica_key as replica_key
     from jddp.engine.mesh import AXIS as AXIS
+    from jddp.engine.mesh import all_gather as all_gather
+    from jddp.engine.mesh import replica_key as replica_key
     from jddp.engine.state import TrainState as TrainState
     from jddp.engine.strategy import FSDP as FSDP
     from jddp.engine.strategy import LogicalReplicas as LogicalReplicas
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from jddp.modules.functional import sync_batch_norm as sync_batch_norm
     from jddp.modules.metrics import Mean as Mean
     from jddp.modules.metrics import Metric as Metric
-    from jddp.reduce.average import average_gradients as average_gradients
     from jddp.reduce.hooks import CommHook as CommHook
     from jddp.reduce.plan import BucketPlan as BucketPlan
     from jddp.reduce.powersgd import powersgd as powersgd
+    from jddp.reduce.reducer import average_gradients as average_gradients
     from jddp.runs.opened import open_run as open_run
     from jddp.trainer.fit import fit as fit
     from jddp.trainer.options import Checks as Checks
@@ -81,8 +81,8 @@ _HOMES = {
     "SyncBatchNorm": "config.options",
     "TrainState": "engine.state",
     "ZeRO1": "engine.strategy",
-    "all_gather": "engine.for_losses",
-    "average_gradients": "reduce.average",
+    "all_gather": "engine.mesh",
+    "average_gradients": "reduce.reducer",
     "diagnose": "inspection.norms",
     "explain": "inspection.explain",
     "fit": "trainer.fit",
@@ -92,7 +92,7 @@ _HOMES = {
     "open_run": "runs.opened",
     "powersgd": "reduce.powersgd",
     "register_batch_norm": "modules.batch_norm",
-    "replica_key": "engine.for_losses",
+    "replica_key": "engine.mesh",
     "sync_batch_norm": "modules.functional",
     "train": "job.build",
     "verify": "verification.verify",

@@ -38,6 +38,7 @@ from jddp.engine.evaluation import (
     make_evaluate,
     make_predict,
     numbered,
+    pad_for_step,
     predict_rows,
     sums_of,
 )
@@ -48,7 +49,6 @@ from jddp.engine.mesh import copy_off_mesh, make_mesh, platform
 from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.moving_average import Average
 from jddp.engine.optimizer import choose_optimizer
-from jddp.engine.padding import pad_for_step
 from jddp.engine.spec import Function, Step
 from jddp.engine.state import TrainState, Values
 from jddp.engine.strategy import (
@@ -59,8 +59,8 @@ from jddp.engine.strategy import (
     choose_strategy,
 )
 from jddp.engine.view import Clip
+from jddp.modules.base import Frozen, thaw
 from jddp.modules.batch_norm import Sync
-from jddp.modules.frozen import Frozen, thaw
 from jddp.modules.functional import functional
 from jddp.modules.rows import as_arrays
 from jddp.names import refuses_unknown

@@ -9,10 +9,10 @@ from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.micro_batches import Local
 from jddp.engine.state import CommState, TrainState
 from jddp.modules.metrics import Sum
-from jddp.reduce.average import make_reducer
-from jddp.reduce.gradients import Finished
+from jddp.reduce.backward import Finished
 from jddp.reduce.hooks import PLAIN
 from jddp.reduce.packing import choose_packing
+from jddp.reduce.reducer import make_reducer
 
 AXIS = "data"
 

@@ -137,7 +137,7 @@ def schedule(*, overlap: bool) -> list[Span]:
     """When the parts of a step run, and the all-reduces of the buckets that they complete.
 
     With overlap the pass continues once a bucket is packed and the one before it has arrived:
-    `jddp/reduce/gradients.py:Pass.hold`. Else buckets follow each other after the pass.
+    `jddp/reduce/backward.py:Pass.hold`. Else buckets follow each other after the pass.
     """
     spans, now, arrived = [Span("plain", "forward", 0, 60)], 60.0, 0.0
     parts, sends = (34, 64, 64), (20, 55, 55)

@@ -41,7 +41,7 @@ from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import merged
 from jddp.errors import FileSystemError, printable
 from jddp.files import SameFolder
-from jddp.modules.frozen import thaw
+from jddp.modules.base import thaw
 from jddp.typing import JsonObject, Leaf, PyTree
 
 # If several reads or writes fail, the first error is raised. Asyncio would print the others, and

@@ -46,7 +46,7 @@ def call(function: Callable[..., Result], *args: PyTree) -> Result:
         with _checked():
             return function(*args)
     except ValueError as error:
-        # Of a constraint that was imported by name before the first model ran: `modules.mesh_axes`.
+        # Of a constraint that was imported by name before the first model ran: `modules.base`.
         if not any(words in str(error) for words in _OF_CONSTRAINTS):
             raise
         raise ConfigError(

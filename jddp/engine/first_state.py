@@ -21,9 +21,9 @@ from jddp.engine.mesh import (
 )
 from jddp.engine.spec import Step
 from jddp.engine.state import CommState, Inputs, Layout, Replicated, TrainState, Values
-from jddp.modules.frozen import freeze, thaw
+from jddp.modules.base import freeze, thaw
 from jddp.modules.functional import name_constants, name_key
-from jddp.reduce.average import unless_set
+from jddp.reduce.reducer import unless_set
 from jddp.reduce.shards import Division
 from jddp.typing import Leaf, ModelState, Params, PyTree
 

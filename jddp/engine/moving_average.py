@@ -19,7 +19,7 @@ from jddp.engine.state import (
     widened,
 )
 from jddp.errors import ConfigError
-from jddp.modules.frozen import is_frozen
+from jddp.modules.base import is_frozen
 from jddp.typing import Leaf, ModelState, OptState
 
 

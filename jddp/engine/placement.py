@@ -26,7 +26,7 @@ from jddp.jaxprs import equations
 from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, Origin, forget
 from jddp.reduce.plan import BucketPlan, GatheredUnit, in_mebibytes
 from jddp.reduce.shards import AlongDim, Groups, Shape, divided_dim
-from jddp.reduce.unit_plan import Part, list_units
+from jddp.reduce.units import Part, list_units
 from jddp.typing import Grads, Leaf, Params, Path, PyTree
 
 Dims = tuple[int | None, ...]  # along which each leaf is divided

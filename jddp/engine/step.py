@@ -21,8 +21,8 @@ from jddp.engine.micro_batches import Local
 from jddp.engine.spec import EveryStep, Step
 from jddp.engine.state import Inputs, TrainState
 from jddp.modules.metrics import mean_tree, means
-from jddp.reduce.average import compiler_options
 from jddp.reduce.plan import BucketPlan
+from jddp.reduce.reducer import compiler_options
 from jddp.typing import Grads, Metrics, OptState, Params
 
 

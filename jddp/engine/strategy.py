@@ -26,11 +26,10 @@ from jddp.engine.spec import Devices, EveryStep, Placement, Replicas, Synchroniz
 from jddp.engine.sync import LocalSteps
 from jddp.errors import ConfigError
 from jddp.modules.base import FlaxModel
-from jddp.reduce.average import bucket_sizes, choose_layout, make_reducer
 from jddp.reduce.hooks import as_is
 from jddp.reduce.lazy import Lazy
 from jddp.reduce.packing import average_of_shards, choose_packing
-from jddp.reduce.reducer import Reducer
+from jddp.reduce.reducer import Reducer, bucket_sizes, choose_layout, make_reducer
 from jddp.reduce.shards import Groups, divided_dim
 from jddp.reduce.units import Gather
 

@@ -26,7 +26,7 @@ from jddp.engine.spec import Averaged, Synchronization
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
 from jddp.engine.view import View
 from jddp.errors import ConfigError
-from jddp.reduce.gradients import Finished
+from jddp.reduce.backward import Finished
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
 from jddp.typing import ModelState, Params, Path, PyTree

@@ -1,22 +1,155 @@
-"""The interface of a model to a step, which Linen and NNX each implement; and calls of a loss."""
+"""The interface of a model to a step, which Linen and NNX each implement; and calls of a loss.
+
+Parameters that are not trained are kept with the other state of a model, its collection "params",
+so that whatever works on `state.params` leaves them alone without knowing of it: they are not
+differentiated, sent, clipped, averaged or updated, and have no optimizer state.
+
+Models that are written to be sharded name mesh axes in the boxes of their parameters
+(`nn.with_partitioning`) and in constraints on arrays (`lax.with_sharding_constraint`, which Flax
+also calls for its boxes and logical names). In a replica's program every array is whole, and JAX
+refuses a constraint on it, whatever axis it names. JAX has no interceptor for constraints. So the
+function `jax.lax.with_sharding_constraint` is replaced once, when the first model is run, by one
+that calls it, except in a thread and context where constraints are left out.
+"""
 
 import abc
+import contextlib
 import functools
 import inspect
+import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jddp.errors import ConfigError, UsageError
 from jddp.modules.batch_norm import Sync
-from jddp.modules.frozen import Frozen, describe_frozen, is_frozen, thaw
-from jddp.modules.mesh_axes import MeshAxes
 from jddp.modules.rows import LEFT_OUT, transformed
+from jddp.names import match_paths
+from jddp.reduce.plan import in_mebibytes
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
+
+log = logging.getLogger("jddp")
+
+# The specs of constraints that are left out; None where they are not.
+_LEFT_OUT: ContextVar[list[Any] | None] = ContextVar("left_out", default=None)
+
+
+class MeshAxes:
+    """The axes that one model names; each is reported once."""
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+
+    def report(self, named: Iterable[Any]) -> None:
+        """Warns of axes that have not been reported, in specs or tuples of names.
+
+        Where constraints are left out, it does so at the end of that, with the axes of those.
+        """
+        if (left_out := _LEFT_OUT.get()) is not None:
+            left_out += named
+            return
+        specs = [spec for spec in named if isinstance(spec, tuple | list | jax.P)]
+        axes = jax.tree.leaves([tuple(spec) for spec in specs])
+        new = {axis for axis in axes if isinstance(axis, str)} - self._reported
+        self._reported |= new
+        if new:
+            log.warning(
+                "The model names the mesh axes %s. Here each device holds all parameters, and its "
+                "own rows whole.",
+                ", ".join(sorted(new)),
+            )
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """While open, constraints on arrays are left out; reports their axes at the end."""
+        _replace_constraints()
+        specs: list[Any] = []
+        token = _LEFT_OUT.set(specs)
+        try:
+            yield
+        finally:
+            _LEFT_OUT.reset(token)
+        self.report(specs)
+
+
+@functools.cache
+def _replace_constraints() -> None:
+    for module, name in ((jax.lax, "with_sharding_constraint"), (jax.sharding, "reshard")):
+        setattr(module, name, _left_out_where_asked(getattr(module, name)))
+
+
+def _left_out_where_asked(constrain: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    @functools.wraps(constrain)
+    def constrain_or_not(x: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+        left_out = _LEFT_OUT.get()
+        if left_out is None:
+            return constrain(x, *args, **kwargs)
+        given = jax.tree.leaves((args, kwargs), is_leaf=lambda spec: isinstance(spec, jax.P))
+        left_out += [getattr(sharding, "spec", sharding) for sharding in given]
+        return x
+
+    return constrain_or_not
+
+
+COLLECTION = "params"
+Frozen = Sequence[str] | Callable[[str], bool]
+
+
+def is_frozen(path: Path) -> bool:
+    """Whether a leaf of the other state is a parameter that is not trained."""
+    return bool(path[0].key == COLLECTION)
+
+
+def freeze(params: Params, model_state: ModelState, frozen: Frozen) -> tuple[Params, ModelState]:
+    """Moves parameters that are not trained into the other state.
+
+    Args:
+      params: All parameters.
+      model_state: Other state.
+      frozen: Regular expressions, each for whole paths such as "backbone/Dense_0/kernel"; or a
+        function of such a path. An empty list freezes nothing.
+
+    Raises:
+      ConfigError: If an expression matches no parameter, with the nearest ones; or if all
+        parameters are frozen.
+    """
+    if not (callable(frozen) or frozen):
+        return params, model_state
+    leaves = flatten_dict(params, keep_empty_nodes=True)
+    names = {"/".join(map(str, path)): path for path in leaves}
+    is_chosen = (
+        frozen if callable(frozen) else match_paths(frozen, names, key="frozen").__contains__
+    )
+    still = {path: leaves[path] for name, path in names.items() if is_chosen(name)}
+    trained = {path: x for path, x in leaves.items() if path not in still}
+    if not (still and trained):
+        raise ConfigError(f"frozen: it matches {'all parameters' if still else 'none'}.")
+    return unflatten_dict(trained), {**model_state, COLLECTION: unflatten_dict(still)}
+
+
+def thaw(params: Params, model_state: ModelState) -> tuple[Params, ModelState]:
+    """Returns all parameters, and the other state without those that are not trained."""
+    if COLLECTION not in model_state:
+        return params, model_state
+    rest = {name: x for name, x in model_state.items() if name != COLLECTION}
+    both = [flatten_dict(tree, keep_empty_nodes=True) for tree in (model_state[COLLECTION], params)]
+    return unflatten_dict(both[0] | both[1]), rest
+
+
+def describe_frozen(model_state: ModelState) -> list[str]:
+    """A sentence on the parameters that are not trained; none where there are none."""
+    leaves = jax.tree.leaves(model_state.get(COLLECTION, {}))
+    if not leaves:
+        return []
+    size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
+    return [f"{len(leaves)} frozen leaves, {size} MiB: neither trained nor sent"]
+
 
 STATISTICS = {"batch_stats", "BatchStat"}  # kinds of state, in Linen and in NNX
 OVERWRITTEN = "_overwrite_with_gradient"  # the kind of the scales of fp8 layers
@@ -35,7 +168,7 @@ class FlaxModel(abc.ABC):
       per_replica: Names of other state of which each replica keeps its own: collections (Linen), or
         classes of variables (NNX).
       compute_dtype: Dtype of the arithmetic, as `jddp.modules.precision.Casts` takes it.
-      frozen: Parameters that are not trained, as `jddp.modules.frozen.freeze` takes them.
+      frozen: Parameters that are not trained, as `jddp.modules.base.freeze` takes them.
       axes: Mesh axes that the model names.
     """
 

@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
-from jddp.reduce.pairwise import add_in_pairs
+from jddp.reduce.shards import add_in_pairs
 
 _REGISTERED: set[type] = set()
 

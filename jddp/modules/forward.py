@@ -1,25 +1,73 @@
 """Rows run forward on one replica: outputs of the loss become sums, and replicas agree on state.
 
+The program shows which state of a model depends on the rows of a replica, whatever layer wrote it.
+A value varies if rows, or a random key, of one replica reach it through the equations, or the
+number of the replica does. A collective over all replicas, such as `lax.psum`, makes its results
+equal again. An equal value may be taken for varying; never the reverse.
+
 This room knows models, losses and masks, and nothing of gradients.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import eval_jaxpr
+from jax.extend.core import JaxprEqn
 from jaxtyping import Array, Float
 
 from jddp.errors import ConfigError
+from jddp.jaxprs import Followed, axes_of, follow
 from jddp.modules.base import STATISTICS, FlaxModel, name_constants, name_key
 from jddp.modules.batch_norm import Sync
 from jddp.modules.metrics import Mean, Metric, Sums, mask_in, weigh
 from jddp.modules.rows import count_rows
-from jddp.modules.varying import EQUAL, GROUPED, VARYING, find_varying
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
+
+EQUAL, GROUPED, VARYING = range(3)
+# Collectives whose results are equal on all replicas.
+EQUALISING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+
+
+def find_varying(
+    run: Callable[..., PyTree], given: Sequence[PyTree], labels: Sequence[PyTree], axis: str
+) -> tuple[Callable[[], PyTree], PyTree]:
+    """Finds which results of a function of arrays vary.
+
+    Args:
+      run: Function of trees of arrays that returns a tree of arrays; traced once.
+      given: Arguments of the function.
+      labels: EQUAL or VARYING, for each leaf of `given`.
+      axis: Name of the mapped axis.
+
+    Returns:
+      A function that evaluates the traced program for `given`; and a label for each result, GROUPED
+      for one that is equal within groups of replicas.
+    """
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
+    like_results = functools.partial(jax.tree.unflatten, jax.tree.structure(shapes))
+
+    def evaluate() -> PyTree:
+        leaves = jax.tree.leaves(tuple(given))
+        return like_results(eval_jaxpr(traced.jaxpr, traced.consts, *leaves))
+
+    equalize = functools.partial(_equalize, axis=axis)
+    found, _ = follow(traced.jaxpr, jax.tree.leaves(tuple(labels)), equalize)
+    return evaluate, like_results(found)
+
+
+def _equalize(eqn: JaxprEqn, given: list[int], axis: str) -> Followed | None:
+    if axis not in axes_of(eqn):
+        return None
+    label = VARYING
+    if eqn.primitive.name in EQUALISING:
+        label = EQUAL if eqn.params.get("axis_index_groups") is None else GROUPED
+    return [label] * len(eqn.outvars), False
+
 
 _NUMBERS = jax.Array | np.ndarray | np.generic | float | int
 SYNC = "sync_state"  # the scope of the equations by which replicas agree on state
@@ -89,7 +137,7 @@ def trace_state(
     """Traces `run`, for rows, a key, and constants.
 
     Returns:
-      A function that evaluates it, and labels of `jddp.modules.varying` for the new state.
+      A function that evaluates it, and labels of `jddp.modules.forward` for the new state.
     """
 
     def label(path: Path, x: Any) -> int:
@@ -122,7 +170,7 @@ def settle(
     Args:
       old: State before the model ran.
       new: State after it.
-      labels: Label of each leaf, of `jddp.modules.varying`.
+      labels: Label of each leaf, of `jddp.modules.forward`.
       model: The model, for the rule of each leaf.
       mask: The mask of this replica's rows, or None.
 

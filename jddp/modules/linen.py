@@ -14,9 +14,8 @@ from jaxtyping import Array
 
 from jddp.errors import UsageError
 from jddp.modules import batch_norm
-from jddp.modules.base import FlaxModel, is_saved, stream, takes_train
+from jddp.modules.base import FlaxModel, MeshAxes, is_saved, stream, takes_train
 from jddp.modules.batch_norm import Sync
-from jddp.modules.mesh_axes import MeshAxes
 from jddp.modules.precision import CASTS, with_casts
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 

@@ -11,9 +11,8 @@ from jaxtyping import Array
 
 from jddp.errors import ConfigError
 from jddp.modules import batch_norm
-from jddp.modules.base import FlaxModel, is_saved
+from jddp.modules.base import FlaxModel, MeshAxes, is_saved
 from jddp.modules.batch_norm import Sync
-from jddp.modules.mesh_axes import MeshAxes
 from jddp.modules.precision import CASTS, with_casts
 from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 

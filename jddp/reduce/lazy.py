@@ -4,7 +4,7 @@
     results = lazy.evaluate(traced, [Part(...), ..., rows], made)
 
 The program was traced for whole parameters, and knows nothing of it. Parameters are gathered in
-units (`jddp.reduce.unit_plan`). A parameter that a scan slices is gathered in the body of the scan,
+units (`jddp.reduce.units`). A parameter that a scan slices is gathered in the body of the scan,
 a slice at a time; one that a loop or a branch takes whole is gathered before it.
 
 Values made of parameters alone are not kept from the forward to the backward pass: parameters are
@@ -30,8 +30,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_i
 
 from jddp.jaxprs import LOOPS, carried, dtypes
 from jddp.reduce.backward import evaluate, variables
-from jddp.reduce.unit_plan import CALLS, REMAT, Part, is_narrowing, plan_units
-from jddp.reduce.units import FORGOTTEN, Gather, forgotten
+from jddp.reduce.units import (
+    CALLS,
+    FORGOTTEN,
+    REMAT,
+    Gather,
+    Part,
+    forgotten,
+    is_narrowing,
+    plan_units,
+)
 from jddp.typing import PyTree
 
 # The sources of a value: no divided parameter, divided parameters alone, or anything.

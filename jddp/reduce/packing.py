@@ -29,9 +29,8 @@ from jddp.reduce.hooks import (
     narrow,
     split,
 )
-from jddp.reduce.pairwise import add_in_pairs
 from jddp.reduce.plan import Bucket
-from jddp.reduce.shards import Groups, own_shard, pack, shard_shape
+from jddp.reduce.shards import Groups, add_in_pairs, own_shard, pack, shard_shape
 from jddp.typing import HookState, PyTree
 
 BucketLayout = Literal["leaf", "flat"]

@@ -16,20 +16,28 @@ made: which of the two, the gradients decide (`gradients`).
 
 This room knows trees of arrays and the name of one mesh axis, and nothing of models, meshes or
 configs.
+
+What "auto" is on which hardware is decided here. XLA merges collectives that it was given
+separately, unless an option forbids it: `compiler_options` returns these options, for one function.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
+from jax.typing import DTypeLike
 
-from jddp.reduce.gradients import Gradients
-from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is
-from jddp.reduce.packing import NOTES, Packing
-from jddp.reduce.plan import BucketPlan, plan_buckets
+from jddp.errors import ConfigError, check_choice
+from jddp.reduce.backward import Finished, Gradients
+from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is, varies
+from jddp.reduce.packing import NOTES, BucketLayout, Packed, Packing, bucketed
+from jddp.reduce.plan import MEBIBYTE, BucketPlan, plan_buckets
 from jddp.reduce.shards import Shape, unpack
 from jddp.typing import Grads, HookState, Leaf, Params, PyTree
 
@@ -159,3 +167,185 @@ class Reducer:
         for x in flying:
             done |= zip(x.planned.leaves, self.packing.unpack(x, self.axis), strict=True)
         return done
+
+
+GPUS = ("gpu", "cuda", "rocm")
+# A small first bucket is complete early, so that the network is busy from nearly the beginning of
+# the backward pass. PyTorch DDP's first bucket is 1 MiB for that reason.
+BUCKET_MB = (1, 25)
+
+
+def bucket_sizes(bucket_mb: float | Sequence[float]) -> tuple[int, ...]:
+    """Returns the largest sizes of the buckets, of which the last repeats, in bytes.
+
+    Args:
+      bucket_mb: Size of the buckets, or sizes of the first, the second, ..., in MiB.
+
+    Raises:
+      ConfigError: If one is not positive.
+    """
+    sizes = [bucket_mb] if isinstance(bucket_mb, int | float) else list(bucket_mb)
+    if not sizes or min(sizes) <= 0:
+        raise ConfigError(
+            f"A bucket holds at least one byte: got bucket_mb={bucket_mb}. Give positive sizes, in "
+            "MiB."
+        )
+    return tuple(map(_bytes, sizes))
+
+
+def make_reducer(
+    axis: str,
+    packed: Packed,
+    sizes: tuple[int, ...],
+    wire_dtype: DTypeLike | None,
+    seen: Callable[[CommHook, Units], CommHook] = as_is,
+) -> Reducer:
+    """Makes a `Reducer` from options as a user gives them.
+
+    Args:
+      axis: Name of the mapped axis.
+      packed: A packing with its hook, and the name of the hook.
+      sizes: Result of `bucket_sizes`.
+      wire_dtype: Dtype to which wider gradients are cast on the wire, or None.
+      seen: Function of the hook and the units of a step that returns the hook to call.
+
+    Raises:
+      ConfigError: If the dtype is unknown.
+    """
+    # The mean is linear: a loss scale passes through it. A custom hook need not be, or has state of
+    # other steps, so it is called without the scale.
+    packing, hook, name = packed
+    seen = seen if name else as_is
+    dtype = half_precision("wire_dtype", wire_dtype)
+    return Reducer(axis, sizes, packing, hook, name, dtype, seen)
+
+
+def average_gradients(
+    axis: str = "data",
+    bucket_mb: float | Sequence[float] = BUCKET_MB,
+    layout: str = "auto",
+    *,
+    wire_dtype: DTypeLike | None = None,
+    comm_hook: CommHook | None = None,
+) -> optax.GradientTransformation:
+    """Returns an optax transformation that averages gradients over `axis`, bucket by bucket.
+
+    Put it first in a chain, inside your own `pmap` or `shard_map` step; `jddp.DataParallel` uses
+    the same buckets.
+
+        optimizer = optax.chain(jddp.average_gradients("batch"), optax.adamw(1e-3))
+
+    Under `shard_map` build the step with `check_vma=False`, or take the gradient at
+    `jax.lax.pcast(params, axis, to="varying")`: otherwise JAX has already summed the gradients of
+    replicated parameters, which is refused. examples/bring_your_own_step.py shows both, and `pmap`.
+
+    Args:
+      axis: Name of the mapped axis.
+      bucket_mb: Largest size of a bucket, in MiB; or sizes of the first, the second, ..., of which
+        the last repeats.
+      layout: "leaf", "flat", or "auto": flat on GPUs, leaf elsewhere.
+      wire_dtype: Dtype to which wider gradients are cast on the wire: "bfloat16" or "float16".
+      comm_hook: A `CommHook` that reduces a bucket, in place of the mean. Each replica has its own
+        hook state.
+
+    Raises:
+      ConfigError: If an option breaks its rule; in `update`, if gradients are already the same on
+        all replicas.
+    """
+    chosen, _ = choose_layout(layout, False, jax.default_backend)
+    sizes = bucket_sizes(bucket_mb)
+    reducer = make_reducer(axis, bucketed(chosen, comm_hook), sizes, wire_dtype)
+
+    def init(params: Params) -> HookState:
+        # Stateless hooks need no plan, and then any tree will do.
+        return reducer.hook.init(reducer.plan(params))
+
+    def update(updates: Grads, state: HookState, params: Params = None) -> tuple[Grads, HookState]:
+        # Under check_vma=True an axis index has a varying type. Without the check no type varies,
+        # and autodiff leaves the gradients of each replica as they are.
+        is_checked = varies(jax.lax.axis_index(axis), axis)
+        if is_checked and not all(varies(x, axis) for x in jax.tree.leaves(updates)):
+            raise ConfigError(
+                f"average_gradients: these gradients are already the same over {axis!r}: under "
+                "shard_map's check_vma=True JAX sums those of replicated parameters by itself, and "
+                "their mean would be N times too large. Build the step with check_vma=False, or "
+                f"take the gradient at jax.lax.pcast(params, {axis!r}, to='varying')."
+            )
+        return reducer(Finished(updates), state, reducer.plan(updates))
+
+    return optax.GradientTransformation(init, update)
+
+
+def choose_layout(
+    layout: str, overlap: bool | str, platform: Callable[[], str]
+) -> tuple[BucketLayout, bool]:
+    """Returns a layout, and whether buckets are sent inside the backward pass; resolves "auto".
+
+    Args:
+      layout: "leaf", "flat" or "auto".
+      overlap: True, False or "auto".
+      platform: Function that returns the hardware.
+
+    Raises:
+      ConfigError: If the layout is unknown.
+    """
+    check_choice("layout", layout, ("auto", *get_args(BucketLayout)))
+    # Called only where the answer matters: asking for the platform starts JAX's backend.
+    on_gpu = "auto" in (layout, overlap) and platform() in GPUS
+    if overlap == "auto":
+        overlap = on_gpu and layout != "leaf"
+    if layout == "auto":
+        layout = "flat" if on_gpu or overlap else "leaf"
+    return cast(BucketLayout, layout), bool(overlap)
+
+
+def half_precision(option: str, dtype: DTypeLike | None) -> np.dtype | None:
+    """Returns the dtype that is given for an option.
+
+    Raises:
+      ConfigError: If it is not bfloat16, float16 or None.
+    """
+    name = dtype if isinstance(dtype, str | None) else jnp.dtype(dtype).name
+    check_choice(option, name, ("bfloat16", "float16", None))
+    return None if name is None else jnp.dtype(name)
+
+
+def _bytes(mebibytes: float) -> int:
+    return max(1, int(mebibytes * MEBIBYTE))
+
+
+def compiler_options(reducer: Reducer, platform: str) -> dict[str, bool | int | str]:
+    """Returns options for `jax.jit` with which XLA leaves the buckets as they are.
+
+    On GPUs the combiner merges all-reduces up to 30 MiB: its threshold becomes 0 for flat buckets
+    and the bucket size for single leaves. On CPUs one pass merges all of them: it is switched off
+    for flat buckets, and left on to fuse single leaves; and a finer analysis avoids copies of
+    donated parameters. A flag that the user has set in `XLA_FLAGS` wins.
+    """
+    packing = reducer.packing
+    is_flat = packing.layout == "flat"
+    options: dict[str, bool | int | str] = {}
+    if platform == "cpu":
+        options["xla_cpu_copy_insertion_use_region_analysis"] = True
+        # Merged buckets would all wait for the last of them.
+        if is_flat:
+            options["xla_disable_hlo_passes"] = "cpu-all-reduce-combiner"
+    elif platform in GPUS:
+        # The last size repeats, so it is that of all buckets but the first few.
+        threshold = 0 if is_flat else reducer.bucket_bytes[-1]
+        # ZeRO-1 sends shards of gradients and gathers parameters, for which XLA has other
+        # thresholds.
+        kinds = ("reduce_scatter", "all_gather") if packing.keeps_shards else ("all_reduce",)
+        for kind in kinds:
+            options[f"xla_gpu_{kind}_combine_threshold_bytes"] = threshold
+        if reducer.is_divided is not None:  # units are packed, whatever the layout of the rest
+            for kind in ("reduce_scatter", "all_gather"):
+                options[f"xla_gpu_{kind}_combine_threshold_bytes"] = 0
+    return unless_set(options)
+
+
+def unless_set(options: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
+    """Returns options of a compiled function, but for flags that the user has set."""
+    # An option would replace the flag of its name.
+    set_by_user = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in set_by_user}

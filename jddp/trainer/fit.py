@@ -22,7 +22,7 @@ from jddp.distributed.agree import agree
 from jddp.distributed.coordination import take_sigterm_back
 from jddp.distributed.schedulers import refuse_unjoined
 from jddp.distributed.watchdog import Watchdog
-from jddp.engine.padding import refuse_padding
+from jddp.engine.evaluation import refuse_padding
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError

@@ -27,7 +27,7 @@ from jddp.inspection.explain import explain
 from jddp.job.build import build
 from jddp.job.data_rate import TimedStep
 from jddp.job.job import Job
-from jddp.reduce.average import compiler_options
+from jddp.reduce.reducer import compiler_options
 from jddp.typing import JsonObject, Settings, Shown
 from jddp.workbench.modelled.described import Target
 

@@ -26,7 +26,7 @@ from jddp.errors import ConfigError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
 from jddp.job.build import build
-from jddp.modules.frozen import thaw
+from jddp.modules.base import thaw
 from jddp.zoo.optimizers import decay_mask
 
 # Sums of the replicas in another order, five steps long, of the largest entry; a large epsilon

@@ -27,8 +27,8 @@ from jddp.modules.base import FlaxModel
 from jddp.modules.forward import combine
 from jddp.modules.metrics import Sums, add_sums
 from jddp.modules.rows import check_rows, split_rows
-from jddp.reduce.gradients import Finished
-from jddp.reduce.pairwise import add_in_pairs
+from jddp.reduce.backward import Finished
+from jddp.reduce.shards import add_in_pairs
 from jddp.typing import Batch, ModelState, Path, PyTree
 
 

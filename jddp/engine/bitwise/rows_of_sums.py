@@ -11,9 +11,8 @@ from jax import lax
 
 from jddp.reduce.hooks import CommHook, GradBucket, leaves_of
 from jddp.reduce.packing import BucketLayout, Members, Packed, members_of
-from jddp.reduce.pairwise import add_in_pairs
 from jddp.reduce.plan import Bucket
-from jddp.reduce.shards import pack, unpack
+from jddp.reduce.shards import add_in_pairs, pack, unpack
 from jddp.typing import HookState
 
 

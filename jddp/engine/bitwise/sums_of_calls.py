@@ -1,6 +1,6 @@
 """Pairwise sums of what calls of a function return, made while they run one after the other.
 
-A device adds up its part of the tree of `jddp.reduce.pairwise`, and the rows that it is left with
+A device adds up its part of the tree of `jddp.reduce.shards`, and the rows that it is left with
 continue the sum over all devices.
 """
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jddp.engine.bitwise.sums_of_calls import sum_in_pairs
-from jddp.reduce.pairwise import add_in_pairs
+from jddp.reduce.shards import add_in_pairs
 
 
 def numbers(num):

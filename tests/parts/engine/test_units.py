@@ -13,8 +13,8 @@ from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.state import Inputs
 from jddp.modules.functional import functional
 from jddp.modules.metrics import mean_tree
-from jddp.reduce.average import make_reducer
 from jddp.reduce.packing import bucketed
+from jddp.reduce.reducer import make_reducer
 
 POWER = 2.0**-10
 

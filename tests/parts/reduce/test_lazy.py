@@ -14,8 +14,7 @@ from jddp.jaxprs import equations
 from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, Origin, forget
 from jddp.reduce.packing import average_of_shards, exchange_mean, scatter_mean
 from jddp.reduce.shards import Groups, divided_dim
-from jddp.reduce.unit_plan import Part
-from jddp.reduce.units import Gather
+from jddp.reduce.units import Gather, Part
 
 NUM, WIDTH, LAYERS = 4, 8, 3
 MOVED, GIVEN = Origin(PARAMETERS, moves=True), Origin(ANYTHING, moves=False)

@@ -15,16 +15,16 @@ from states import equal
 
 import jddp
 from jddp.errors import ConfigError
-from jddp.reduce.average import (
+from jddp.reduce.backward import Finished
+from jddp.reduce.packing import MANY, bucketed, choose_packing, exchange_mean, scatter_mean
+from jddp.reduce.plan import BucketPlan, GatheredUnit, plan_buckets
+from jddp.reduce.reducer import (
     BUCKET_MB,
     bucket_sizes,
     choose_layout,
     compiler_options,
     make_reducer,
 )
-from jddp.reduce.gradients import Finished
-from jddp.reduce.packing import MANY, bucketed, choose_packing, exchange_mean, scatter_mean
-from jddp.reduce.plan import BucketPlan, GatheredUnit, plan_buckets
 
 MIB = 2**20
 BFLOAT16 = np.dtype(jnp.bfloat16)

@@ -8,7 +8,7 @@ from jax import lax
 from two_replicas import on_two, reduction_of
 
 import jddp
-from jddp.reduce.gradients import Finished
+from jddp.reduce.backward import Finished
 
 # Of two replicas; "c" has more bytes than a bucket.
 GRADS = {
