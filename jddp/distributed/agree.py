@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from jddp.distributed.coordination import from_first, gather, num_processes, process_index
-from jddp.distributed.gpus import list_instances, may_use_gpus, num_nvidia, plugins
+from jddp.distributed.gpus import list_gpus, may_use_gpus, num_nvidia, plugins
 from jddp.distributed.identity import CUDA, Identity, shown
 from jddp.distributed.rendezvous import refuse_differences
 from jddp.errors import ConfigError, report
@@ -45,12 +45,12 @@ def agree(subject: str, values: Mapping[str, str]) -> None:
 
 
 def refuse_gpus(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuses GPUs that do not exist, MIG instances in a job, and GPUs that two processes share.
+    """Refuses GPUs that do not exist, and GPUs that two processes share.
 
     Every process calls it, before devices start. CUDA silently leaves out GPUs that do not exist.
-    NCCL connects neither MIG instances nor two processes on one GPU, and reports this only minutes
-    later. Numbers are compared as UUIDs, because each task of a scheduler may count its GPUs from
-    0. Without `nvidia-smi` only UUIDs are known.
+    NCCL does not connect two processes on one GPU, and reports this only minutes later. Numbers are
+    compared as UUIDs, because each task of a scheduler may count its GPUs from 0. Without
+    `nvidia-smi` only UUIDs are known.
 
     Raises:
       ConfigError: On every process, if any has such a GPU.
@@ -61,7 +61,7 @@ def refuse_gpus(identity: Identity, environ: Mapping[str, str] = os.environ) -> 
     mistake = ""
     if uses_cuda and is_open and num_nvidia() and may_use_gpus(environ.get("JAX_PLATFORMS")):
         try:
-            own = choose(environ, identity.local_device_ids, list_instances())
+            own = choose(environ, identity.local_device_ids, [gpu.uuid for gpu in list_gpus()])
         except ConfigError as error:
             mistake = str(error)
     texts = gather("gpus", json.dumps([own, mistake]), timeout_seconds=_SECONDS)
@@ -69,34 +69,26 @@ def refuse_gpus(identity: Identity, environ: Mapping[str, str] = os.environ) -> 
 
 
 def choose(
-    environ: Mapping[str, str],
-    local_ids: Sequence[int] | None,
-    instances: Mapping[str, Sequence[str]],
+    environ: Mapping[str, str], local_ids: Sequence[int] | None, uuids: Sequence[str]
 ) -> list[str]:
-    """UUIDs of the GPUs, or of the MIG instance, that a process has.
+    """UUIDs of the GPUs that a process has.
 
     Args:
       environ: Environment, with CUDA_VISIBLE_DEVICES.
       local_ids: Numbers of its GPUs among the visible ones; None for all.
-      instances: MIG instances of each GPU of the host; empty if the GPUs are not known.
+      uuids: UUIDs of the GPUs of the host; empty if they are not known.
 
     Raises:
       ConfigError: If one does not exist.
     """
-    # CUDA shows a process the first instance of a GPU.
-    known = [next(iter(of_gpu), gpu) for gpu, of_gpu in instances.items()]
-    text = environ.get(CUDA)
-    if text is None:
-        visible = [uuid for uuid in known if _is_mig(uuid)][:1] or known
-    else:
-        names = _names(text)
-        if not known and any(name.isdecimal() for name in names):
+    visible = list(uuids)
+    if (text := environ.get(CUDA)) is not None:
+        names = [name.strip() for name in text.split(",")]
+        hidden = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
+        names = names[:hidden]  # The first such name hides all others.
+        if not uuids and any(name.isdecimal() for name in names):
             return []
-        visible = [_find(name, text, known, instances) for name in names]
-        if len(visible) > 1 and any(map(_is_mig, visible)):
-            raise ConfigError(
-                f"{CUDA}={shown(text)}: CUDA shows a process only its first MIG instance. Name one."
-            )
+        visible = [_find(name, text, uuids) for name in names]
     if local_ids is None or not visible:
         return visible
     if max(local_ids) >= len(visible):
@@ -114,19 +106,13 @@ def check(of_processes: Sequence[tuple[list[str], str]]) -> None:
       of_processes: UUIDs of each process, and its mistake, if there is one.
 
     Raises:
-      ConfigError: If there is a mistake, or NCCL would not connect them.
+      ConfigError: If there is a mistake, or two processes have one GPU.
     """
     owners = dict[str, int]()
-    is_job = len(of_processes) > 1
     for process, (own, mistake) in enumerate(of_processes):
         if mistake:
-            raise ConfigError(f"process {process}: {mistake}" if is_job else mistake)
-        for uuid in own if is_job else ():
-            if _is_mig(uuid):
-                raise ConfigError(
-                    f"process {process} has the MIG instance {uuid}, and NCCL connects none: "
-                    "train with one process for each alone, or turn MIG off (nvidia-smi -mig 0)."
-                )
+            raise ConfigError(f"process {process}: {mistake}" if len(of_processes) > 1 else mistake)
+        for uuid in own:
             if (other := owners.setdefault(uuid, process)) != process:
                 raise ConfigError(
                     f"processes {other} and {process} have the same GPU, {uuid}, and NCCL cannot "
@@ -135,34 +121,19 @@ def check(of_processes: Sequence[tuple[list[str], str]]) -> None:
                 )
 
 
-def _names(text: str) -> list[str]:
-    """The names in a list, up to the first that hides the others."""
-    names = [name.strip() for name in text.split(",")]
-    hidden = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
-    return names[:hidden]
-
-
-def _find(
-    name: str, text: str, known: Sequence[str], instances: Mapping[str, Sequence[str]]
-) -> str:
-    """The UUID of a GPU or instance, by its number or the beginning of its UUID."""
-    if not known:
+def _find(name: str, text: str, uuids: Sequence[str]) -> str:
+    """The UUID of a GPU by its number or the beginning of its UUID; a MIG instance as it is."""
+    if not uuids or name.startswith("MIG-"):
         return name
-    if name.isdecimal() and int(name) < len(known):
-        return known[int(name)]
-    for uuid, (gpu, of_gpu) in zip(known, instances.items(), strict=True):
-        if name.startswith("GPU-") and gpu.startswith(name):
+    if name.isdecimal() and int(name) < len(uuids):
+        return uuids[int(name)]
+    for uuid in uuids:
+        if name.startswith("GPU-") and uuid.startswith(name):
             return uuid
-        if _is_mig(name) and (gpu in name or name in of_gpu):
-            return name
     raise ConfigError(
-        f"{CUDA}={shown(text)}: {name[:60]} is none of the {len(known)} GPUs that nvidia-smi -L "
-        "lists here. Unset the variable if it was set for another host."
+        f"{CUDA}={shown(text)}: {name[:60]} is none of the {len(uuids)} GPUs that nvidia-smi lists "
+        "here. Unset the variable if it was set for another host."
     )
-
-
-def _is_mig(uuid: str) -> bool:
-    return uuid.startswith("MIG-")
 
 
 def use_if_shared() -> None:

@@ -213,18 +213,6 @@ def list_programs() -> list[tuple[str, str, str]]:
     ]
 
 
-def list_instances() -> dict[str, list[str]]:
-    """The UUIDs of the GPUs by their numbers, each with the UUIDs of its MIG instances."""
-    gpus = dict[str, list[str]]()
-    for line in run_program("-L"):
-        uuid = re.search(r"\(UUID: ([^)]+)\)", line)
-        if uuid is not None and line.startswith("GPU"):
-            gpus[uuid[1]] = []
-        elif uuid is not None and gpus:
-            gpus[next(reversed(gpus))].append(uuid[1])
-    return gpus
-
-
 def smallest_bytes() -> int | None:
     """Memory of the smallest GPU; None if it is not known."""
     known = [gpu.total_mib for gpu in list_gpus() if gpu.total_mib is not None]

@@ -179,7 +179,7 @@ def test_a_host_without_a_gpu_ends_all_before_the_devices_start(with_plugin):
 @pytest.mark.processes
 def test_two_processes_on_one_gpu_end_before_the_devices_start(with_plugin, tmp_path):
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-a)'\n")
+    program.write_text("#!/bin/sh\necho 'GPU-a, NVIDIA H100, 0, 80000'\n")
     program.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     visible = with_plugin | {"PATH": path, "CUDA_VISIBLE_DEVICES": "0"}
