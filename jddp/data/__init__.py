@@ -12,7 +12,7 @@ named data set. This package knows numpy and files, and nothing of JAX, devices 
 
 from jddp.data.batches import TrainBatches as TrainBatches
 from jddp.data.batches import count_steps as count_steps
-from jddp.data.evaluation import eval_batches as eval_batches
+from jddp.data.batches import eval_batches as eval_batches
 from jddp.data.examples import ArrayExamples as ArrayExamples
 from jddp.data.examples import RowExamples as RowExamples
 from jddp.data.order import MixtureOrder as MixtureOrder
