@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
 
     def run() -> None:
-        arguments = _parser().parse_args(argv)
+        arguments = _commands().parse_args(argv)
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Nothing here needs a GPU.
         import jax
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(run)
 
 
-def _parser() -> Parser:
+def _commands() -> Parser:
     parser = Parser(prog="python -m jddp.checkpoint")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -13,11 +13,6 @@ from jddp.names.plugins import tool
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    arguments = _parser().parse_args(argv)
-    return run_command(lambda: arguments.run(arguments))
-
-
-def _parser() -> Parser:
     parser = Parser(prog="python -m jddp.data")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tokenize = commands.add_parser("tokenize", help="write token files from text")
@@ -35,11 +30,12 @@ def _parser() -> Parser:
     add("--step", type=int, required=True, help="number of the step, from 1")
     add_trust(rows)
     add("--json", action="store_true", help="print one line of JSON instead")
-    rows.set_defaults(run=_rows)
-    return parser
+    rows.set_defaults(run=_list_rows)
+    arguments = parser.parse_args(argv)
+    return run_command(lambda: arguments.run(arguments))
 
 
-def _rows(arguments: argparse.Namespace) -> None:
+def _list_rows(arguments: argparse.Namespace) -> None:
     from jddp.runs.rows import rows_of_step
 
     found = rows_of_step(arguments.run_dir, arguments.step, trust=arguments.trust)

@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--trace", type=Path, metavar="RUN_DIR", help=traced)
     picture = "write a picture of the modelled or traced step"
     add("--html", type=Path, metavar="FILE", help=picture)
-    return run_command(lambda: _run(parser.parse_intermixed_args(argv)))
+    return run_command(lambda: _explain(parser.parse_intermixed_args(argv)))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _explain(arguments: argparse.Namespace) -> int:
     check_target(arguments, "scaling")
     if arguments.target or arguments.trace:
         if arguments.target:

@@ -140,15 +140,15 @@ def _batch(job: Job) -> str:
     rows = num * jax.tree.leaves(job.batch_spec)[0].shape[0]
     factors = [
         f"{num} processes" if num > 1 else "",
-        _count(mesh.size // num, "device"),
+        _counted(mesh.size // num, "device"),
         f"{num_parts} micro-batches" if num_parts > 1 else "",
-        _count(rows // mesh.size // num_parts, "example"),
+        _counted(rows // mesh.size // num_parts, "example"),
     ]
     padding = f" and {rows - size} of padding" if rows > size else ""
     return f"{size}{padding} = {' x '.join(filter(None, factors))}"
 
 
-def _count(num: int, noun: str) -> str:
+def _counted(num: int, noun: str) -> str:
     return f"{num} {noun}{'' if num == 1 else 's'}"
 
 

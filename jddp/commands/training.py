@@ -47,14 +47,14 @@ e.g. python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
 def run(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     try:
-        code = process.exit_code = _run(_parse(argv))
+        code = process.exit_code = _start(_parse(argv))
         return code
     except (Exception, KeyboardInterrupt) as error:
         process.is_early = False  # or a signal would replace the exit code
         return _leave(error)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _start(arguments: argparse.Namespace) -> int:
     if arguments.help_keys:
         print(describe_keys(Config))
         return ExitCode.DONE

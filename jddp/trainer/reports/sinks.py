@@ -170,7 +170,7 @@ class GuardedSink:
 
     def begin(self, start: Start) -> None:
         """Begins to make the sink, and to pass records to it."""
-        self._thread = threading.Thread(target=self._run, args=(start,), daemon=True)
+        self._thread = threading.Thread(target=self._take_records, args=(start,), daemon=True)
         self._thread.start()
 
     def log(self, record: Record) -> None:
@@ -192,7 +192,7 @@ class GuardedSink:
         if num_lost := self._num_given - self._num_taken:
             log.warning("sink %s: %d of %d records lost", self._name, num_lost, self._num_given)
 
-    def _run(self, start: Start) -> None:
+    def _take_records(self, start: Start) -> None:
         with self._reporting("begin"):
             sink = self._make(start)
             with self._reporting("close"):
