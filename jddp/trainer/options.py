@@ -14,7 +14,7 @@ from jddp.data.periods import Epochs, OptimizerSteps, Period
 from jddp.distributed.watchdog import Limits
 from jddp.engine.evaluation import check_batches
 from jddp.errors import ConfigError, check_choice
-from jddp.trainer.reports.sinks import ChosenSink
+from jddp.trainer.reports.sinks import WORDS, ChosenSink
 from jddp.trainer.run import Callback
 from jddp.typing import Batches, JsonObject, Settings
 
@@ -187,9 +187,9 @@ class Options:
             raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
         if self.profile_steps is not None and self.run_dir is None:
             raise ConfigError("train.profile_steps needs run.dir, where the trace is written.")
-        if self.run_dir is None:
-            for sink in self.sinks:
-                sink.refuse_no_run_dir()
+        boards = [sink.name for sink in self.sinks if sink.name in WORDS]
+        if self.run_dir is None and boards:
+            raise ConfigError(f"The sink {boards[0]} needs run_dir= (run.dir), where it writes.")
 
     @property
     def _periods(self) -> dict[str, int | Epochs | None]:

@@ -75,21 +75,10 @@ class ChosenSink(NamedTuple):
     Attributes:
       name: Word or target that names it, or the name of its class.
       make: Function that makes it.
-      needs_run_dir: Whether it writes into the run directory.
     """
 
     name: str
     make: Callable[[Start], Sink]
-    needs_run_dir: bool = False
-
-    def refuse_no_run_dir(self) -> None:
-        """Refuses a run without a run directory, if the sink writes there.
-
-        Raises:
-          ConfigError: If it does.
-        """
-        if self.needs_run_dir:
-            raise ConfigError(f"The sink {self.name} needs run_dir= (run.dir), where it writes.")
 
 
 def choose_sinks(given: object, *, key: str) -> list[ChosenSink]:
@@ -127,7 +116,7 @@ def _of_word(word: str, key: str) -> ChosenSink:
     from jddp.trainer.reports import boards  # TensorBoard and Weights & Biases alone need it.
 
     make = getattr(boards, name)
-    return ChosenSink(word, lambda start: make(*start), needs_run_dir=True)
+    return ChosenSink(word, lambda start: make(*start))
 
 
 def _of_object(name: str, found: Any, key: str) -> ChosenSink:
