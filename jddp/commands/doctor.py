@@ -26,10 +26,10 @@ ACCEPTANCE = Path(__file__).parents[2] / "benchmarks" / "gpu_acceptance.py"  # o
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    return run_command(lambda: _act(_parser().parse_args(argv)))
+    return run_command(lambda: _act(_doctor_parser().parse_args(argv)))
 
 
-def _parser() -> Parser:
+def _doctor_parser() -> Parser:
     about = "Check for causes of failed jobs, and print their fixes."
     parser = Parser(prog="python -m jddp.doctor", description=about)
     add = parser.add_argument

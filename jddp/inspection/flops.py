@@ -50,7 +50,7 @@ def count_flops(traced: Traced) -> Flops:
 
 def count_inside(jaxpr: Jaxpr) -> Flops:
     """The operations of a program that depend on its inputs, which constants do not."""
-    return _count(jaxpr, [1] * len(jaxpr.invars))[1]
+    return _count_labelled(jaxpr, [1] * len(jaxpr.invars))[1]
 
 
 def uncounted(traced: Traced) -> set[str]:
@@ -64,7 +64,7 @@ def uncounted(traced: Traced) -> set[str]:
     return names | {"while" for body in loops if count_inside(body)}
 
 
-def _count(jaxpr: Jaxpr, given: Sequence[int]) -> _Counted:
+def _count_labelled(jaxpr: Jaxpr, given: Sequence[int]) -> _Counted:
     """Counts what depends on inputs that are labelled 1, and labels the results."""
     labels = dict(zip(jaxpr.invars, given, strict=True))
     total = Flops()
@@ -91,12 +91,12 @@ def _count_equation(eqn: JaxprEqn, given: list[int]) -> _Counted:
     if name in _CONTROL:
         return _CONTROL[name](eqn, given)
     if inner := called(eqn):
-        return _count(inner, given)
+        return _count_labelled(inner, given)
     return results, sum(map(count_inside, jaxprs_in_params(eqn.params)), Flops())
 
 
 def _branches(eqn: JaxprEqn, given: list[int]) -> _Counted:
-    counted = [_count(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]]
+    counted = [_count_labelled(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]]
     labels = zip(*(results for results, _ in counted), strict=True)
     most = max((found for _, found in counted), key=Flops.total)
     return [max(given[0], *of_one) for of_one in labels], most
@@ -106,7 +106,8 @@ def _scan(eqn: JaxprEqn, given: list[int]) -> _Counted:
     first, last = carried(eqn)
     body = eqn.params["jaxpr"].jaxpr
     results, found = follow_loop(
-        given[first:last], lambda carry: _count(body, [*given[:first], *carry, *given[last:]])
+        given[first:last],
+        lambda carry: _count_labelled(body, [*given[:first], *carry, *given[last:]]),
     )
     return results, Flops({kind: x * eqn.params["length"] for kind, x in found.items()})
 
@@ -115,7 +116,9 @@ def _while(eqn: JaxprEqn, given: list[int]) -> _Counted:
     first = eqn.params["cond_nconsts"]
     last = first + eqn.params["body_nconsts"]
     body = eqn.params["body_jaxpr"].jaxpr
-    return follow_loop(given[last:], lambda carry: _count(body, [*given[first:last], *carry]))
+    return follow_loop(
+        given[last:], lambda carry: _count_labelled(body, [*given[first:last], *carry])
+    )
 
 
 def _product(eqn: JaxprEqn, number: int) -> Flops:

@@ -92,10 +92,10 @@ class Instruction(NamedTuple):
         if pairs := self.pairs:
             return tuple(sorted(set(itertools.chain(*pairs))))
         if found := _GROUP.search(self.attributes):
-            return _numbers(found[1])
+            return _integers(found[1])
         if not (found := _RANGE.search(self.attributes)):
             return ()
-        dims, order = _numbers(found[2]), _numbers(found[3] or "")
+        dims, order = _integers(found[2]), _integers(found[3] or "")
         devices = np.arange(math.prod(dims)).reshape(dims).transpose(order or None)
         return tuple(devices.reshape(int(found[1]), -1)[0].tolist())
 
@@ -216,7 +216,7 @@ def _read_runs(op: str, attributes: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(",") if number)
 
 

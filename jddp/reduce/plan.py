@@ -123,9 +123,9 @@ class BucketPlan(Shown):
 
     def __str__(self) -> str:
         """A table of one line per kind of bucket, for a terminal of 80 columns."""
-        buckets = _rows("bucket", "first and last leaf", [(x, "") for x in self.buckets])
+        buckets = _table_rows("bucket", "first and last leaf", [(x, "") for x in self.buckets])
         found = [(x.bucket, f"{x.num_passes} x {x.num_slices:<4} ") for x in self.units]
-        units = _rows("unit", "passes x slices", found)
+        units = _table_rows("unit", "passes x slices", found)
         return "\n".join((self.headline, *buckets, *units, *self._remarks()))
 
     def _tables(self) -> Iterator[TextTable]:
@@ -153,7 +153,7 @@ def _cells(bucket: Bucket) -> tuple[str, ...]:
     return size, f"{len(bucket.paths)}", bucket.wire_dtype.name, ends
 
 
-def _rows(noun: str, last: str, found: Sequence[tuple[Bucket, str]]) -> Iterator[str]:
+def _table_rows(noun: str, last: str, found: Sequence[tuple[Bucket, str]]) -> Iterator[str]:
     """The lines of a table; buckets of one size, number of leaves and dtype share one.
 
     Args:

@@ -281,13 +281,13 @@ def _table(compared: ComparedRuns) -> str:
 
 def _cells(group: Seeds, keys: Sequence[str]) -> Iterator[list[str]]:
     for x in group.results:
-        yield [*map(escape, [*_numbers(x), *(str(x.settings.get(key, "")) for key in keys)])]
+        yield [*map(escape, [*_cells_of(x), *(str(x.settings.get(key, "")) for key in keys)])]
     if group.variance is not None:
         mean = with_error(group.mean, group.variance)
         yield [f"<b>{mean}</b>", f"mean of {len(group.values)} seeds", *[""] * (3 + len(keys))]
 
 
-def _numbers(result: RunResult) -> list[str]:
+def _cells_of(result: RunResult) -> list[str]:
     step = "-" if result.step is None else f"{result.step:,}"
     last, seconds = cell(result.last), cell(result.step_seconds, digits=3)
     return [cell(result.best), result.name, step, last, seconds]
