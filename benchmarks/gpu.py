@@ -29,7 +29,7 @@ is the most that the framework's allocator gave out; JAX's includes choosing ker
 not. The loss is that after warming up; the JAX contenders start from the same values, and a row is
 marked where its loss is not that by hand: by 1 %; on several GPUs, with their rows, and for
 PyTorch, which starts from other values, by 10 %.
-MFU is over the dense peak of the device in bfloat16 (jddp/inspection/peaks.py); gpu_jobs.py counts
+MFU is over the dense peak of the device in bfloat16 (jddp/inspection/flops.py); gpu_jobs.py counts
 operations.
 """
 
@@ -52,7 +52,7 @@ from typing import Any
 from gpu_crew import ROOT, Contender, Facts, Failure
 from gpu_jobs import JOBS, SMOKE_JOBS, Job, runs
 
-from jddp.inspection.peaks import seconds_at_peak
+from jddp.inspection.flops import seconds_at_peak
 
 # In the order in which they build, as far as they are ready to.
 SCRIPTS = {

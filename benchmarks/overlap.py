@@ -25,8 +25,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
+from jddp.inspection.collectives import purpose_of
 from jddp.inspection.hlo import HloProgram
-from jddp.inspection.purposes import purpose_of
 from jddp.workbench.modelled.described import GPUS
 from jddp.workbench.modelled.schedule import Timeline, Transfer, walk
 

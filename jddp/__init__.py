@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from jddp.errors import DataError as DataError
     from jddp.errors import Error as Error
     from jddp.inspection.explain import explain as explain
+    from jddp.inspection.layers import diagnose as diagnose
     from jddp.inspection.memory import memory as memory
-    from jddp.inspection.norms import diagnose as diagnose
     from jddp.job.build import train as train
     from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
     from jddp.modules.functional import sync_batch_norm as sync_batch_norm
@@ -83,7 +83,7 @@ _HOMES = {
     "ZeRO1": "engine.strategy",
     "all_gather": "engine.mesh",
     "average_gradients": "reduce.reducer",
-    "diagnose": "inspection.norms",
+    "diagnose": "inspection.layers",
     "explain": "inspection.explain",
     "fit": "trainer.fit",
     "launch": "commands.launch",

@@ -1,18 +1,23 @@
-"""Finds the collectives of a compiled program.
+"""Finds the collectives of a compiled program, and what each is for.
 
     for collective in collectives(read_program(text)):
         print(collective.op, collective.bytes, collective.is_async)
+        print(purpose_of(collective))     # "gradients", "parameters, updated", ...
 
 A collective has several forms in a program, and all are found: a plain instruction; a pair `-start`
 and `-done`, which may still be marked to run in one piece; such a pair around a fusion that
-contains the collective; a part of an ordinary fusion; any of these in a loop or a branch.
+contains the collective; a part of an ordinary fusion; any of these in a loop or a branch. Its
+purpose follows from the name scopes of the traced step.
 """
 
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jddp.engine.optimizer import GATHERED
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, Instruction
+from jddp.modules.base import LOSS
+from jddp.reduce.units import BETWEEN, UNIT
 
 _COLLECTIVE = re.compile(r"all-(gather|reduce)|(\w+-)?all-to-all|reduce-scatter|collective-\w+")
 
@@ -100,3 +105,46 @@ def _times(instruction: Instruction, num_runs: int | None) -> int | None:
 def _is_async(instruction: Instruction) -> bool:
     # A pair with nothing in between is marked to run in one piece, on the compute stream.
     return instruction.op.endswith("-start") and '"is_sync":true' not in instruction.attributes
+
+
+GRADIENTS, PARAMETERS = "gradients", "parameters, in outer steps"
+_OF_OPTIMIZER = {GATHERED: "optimizer, whole arrays", "parameters": "parameters, updated"}
+_BUCKET = re.compile(r"\bbucket_(\d+)/")
+
+
+def bucket_of(collective: Collective) -> int | None:
+    """The position of the bucket in the plan, if it sends one."""
+    found = _BUCKET.search(collective.op_name)
+    return int(found[1]) if found else None
+
+
+def is_backward(op_name: str) -> bool:
+    """Whether an operation of the traced step is one of the backward pass."""
+    # In newer JAX, a backward pass in which buckets leave has lost the name of its call.
+    is_opened = f"/{LOSS}/" in op_name and "jvp(" not in op_name
+    return is_opened or "transpose(" in op_name
+
+
+def purpose_of(collective: Collective) -> str:
+    """The purpose of a collective, from the name scopes of the step."""
+    if "outer_step/" in collective.op_name:
+        return PARAMETERS
+    if bucket_of(collective) is not None:
+        return GRADIENTS
+    if UNIT in collective.op_name:
+        is_gathered = f"{UNIT}parameters" in collective.op_name
+        where = ", between groups" if BETWEEN in collective.op_name else ""
+        where += ", in loops" if collective.is_in_loop else ""
+        return (f"parameters, {_direction(collective)}" if is_gathered else GRADIENTS) + where
+    for scope, purpose in _OF_OPTIMIZER.items():
+        if f"{scope}/" in collective.op_name:
+            return purpose
+    if "metrics/" in collective.op_name:
+        # XLA merges collectives of one kind: here a layer's sums with those of the loss.
+        is_joined = is_backward(collective.op_name) or "BatchNorm" in collective.op_name
+        return f"metrics; the model, {_direction(collective)}" if is_joined else "loss and metrics"
+    return f"the model, {_direction(collective)}"
+
+
+def _direction(collective: Collective) -> str:
+    return "backward" if is_backward(collective.op_name) else "forward"

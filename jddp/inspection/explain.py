@@ -19,10 +19,9 @@ from jddp.engine.mesh import platform
 from jddp.engine.spec import Synchronization
 from jddp.engine.trainable import Steps, Trainable
 from jddp.errors import UsageError
-from jddp.inspection.collectives import Collective, collectives
+from jddp.inspection.collectives import GRADIENTS, PARAMETERS, Collective, collectives, purpose_of
 from jddp.inspection.hlo import read_program
 from jddp.inspection.memory import FIELDS, Memory, assigned_memory
-from jddp.inspection.purposes import GRADIENTS, PARAMETERS, purpose_of
 from jddp.names.plugins import tool
 from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes
 from jddp.reduce.units import BETWEEN, UNIT

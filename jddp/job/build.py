@@ -34,7 +34,7 @@ from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.distributed.schedulers import resolve_identity
 from jddp.engine.mesh import make_mesh
 from jddp.errors import ConfigError, DataError, UsageError, file_errors, report
-from jddp.inspection.outputs import num_outputs
+from jddp.inspection.layers import num_outputs
 from jddp.job.data import (
     OfStream,
     check_first,

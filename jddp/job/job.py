@@ -44,7 +44,7 @@ from jddp.trainer.prefetch import Source
 from jddp.trainer.run import Callback, Run
 from jddp.trainer.saving import Checkpoints
 from jddp.typing import Batch, Batches, JsonObject
-from jddp.verification.compare import Verification
+from jddp.verification.findings import Verification
 from jddp.verification.verify import verify
 
 

@@ -25,7 +25,7 @@ from jddp.engine.moving_average import own_count
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.errors import UsageError
-from jddp.inspection.norms import diagnose
+from jddp.inspection.layers import diagnose
 from jddp.trainer.arguments import refuse_same_rows
 from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent, Spikes
 from jddp.trainer.options import Options

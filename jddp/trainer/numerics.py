@@ -40,8 +40,7 @@ from jddp.engine.state import TrainState, by_path
 from jddp.engine.trainable import Trainable
 from jddp.errors import NumericsError, ReplicaMismatchError, words_of
 from jddp.files import SameFolder, make_folder, opener, replace_file
-from jddp.inspection.norms import Layers, diagnose
-from jddp.inspection.outputs import num_outputs
+from jddp.inspection.layers import Layers, diagnose, num_outputs
 from jddp.names import few
 from jddp.trainer.prefetch import Source
 from jddp.trainer.progress import Losses, Progress, Skips

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jddp.data.periods import Epochs, Reached
-from jddp.inspection.norms import Layers
+from jddp.inspection.layers import Layers
 from jddp.modules.rows import count_rows
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.options import Options

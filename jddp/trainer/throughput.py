@@ -16,9 +16,8 @@ import jax.numpy as jnp
 
 from jddp.engine.state import name_of
 from jddp.engine.trainable import Trainable
-from jddp.inspection.flops import count_flops, uncounted
+from jddp.inspection.flops import count_flops, seconds_at_peak, uncounted
 from jddp.inspection.memory import compiled_bytes, limit_bytes, peak_bytes
-from jddp.inspection.peaks import seconds_at_peak
 from jddp.modules.rows import count_rows
 from jddp.typing import Batch, JsonObject, Record
 

@@ -15,23 +15,25 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from jddp.data_parallel import DataParallel
-from jddp.engine.mesh import platform
+from jddp.engine.mesh import mapped_over, platform
 from jddp.engine.spec import Step
-from jddp.engine.state import TrainState
+from jddp.engine.state import Divided, Inputs, Layout, Replicated, Sharded, TrainState
+from jddp.engine.step import replica_gradients, replica_step
 from jddp.engine.strategy import FSDP
 from jddp.errors import UsageError
 from jddp.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
 from jddp.modules.metrics import weights_in
-from jddp.modules.rows import as_arrays, count_rows
+from jddp.modules.rows import as_arrays, count_rows, split_rows
 from jddp.trainer.arguments import fingerprint
-from jddp.typing import Batch, Grads, LossFn, Metrics, ModelState, Params, PyTree
+from jddp.typing import Batch, Grads, Leaf, LossFn, Metrics, ModelState, Params, PyTree
 from jddp.verification import findings
-from jddp.verification.compare import (
+from jddp.verification.findings import (
     Comparison,
     Verification,
     compare,
@@ -39,7 +41,52 @@ from jddp.verification.compare import (
     exact,
     not_finite_in_both,
 )
-from jddp.verification.side_by_side import side_by_side
+
+
+def side_by_side(
+    ddp: DataParallel, state: TrainState, batch: Batch, constants: PyTree
+) -> tuple[Grads, TrainState, Metrics]:
+    """Takes the step of all replicas of `ddp` on its first device.
+
+    Args:
+      ddp: Model of many replicas.
+      state: A state of these replicas; it is not changed.
+      batch: Rows that divide over the devices.
+      constants: Constants of the step.
+
+    Returns:
+      The averaged gradients, the new state, and the metrics.
+    """
+    spec, plan = ddp.steps.spec, ddp.steps.planned(batch).plan
+    layouts = ddp.steps.layouts(state)
+    axes = jax.tree.map(lambda layout: None if layout == Replicated() else 0, layouts)
+    spec = spec.placed(layouts.params)
+
+    def replica(state: TrainState, inputs: Inputs) -> tuple[Grads, TrainState, Metrics]:
+        grads, _ = replica_gradients(spec, plan, state, inputs)
+        return grads, *replica_step(spec, plan, state, inputs)
+
+    split = functools.partial(split_rows, num=ddp.mesh.size)
+
+    def rows(x: Leaf, layout: Layout) -> Leaf:
+        if isinstance(layout, Divided):
+            return jnp.stack(jnp.split(x, ddp.mesh.size, axis=layout.dim))
+        return split(x) if isinstance(layout, Sharded) else x
+
+    state = jax.tree.map(rows, state, layouts)
+    given = jax.device_put((state, Inputs(split(batch), constants)), ddp.mesh.devices.flat[0])
+    replica = mapped_over(spec.axis)(replica)
+    mapped = jax.jit(jax.vmap(replica, in_axes=(axes, Inputs(0, None)), axis_name=spec.axis))
+    grads, new, metrics = mapped(*given)
+
+    def joined(x: Leaf, layout: Layout) -> Leaf:
+        if isinstance(layout, Divided):
+            return jnp.concatenate([*x], axis=layout.dim)
+        return x[0] if layout == Replicated() else x
+
+    new = jax.tree.map(joined, new, layouts)
+    return jax.tree.map(lambda x: x[0], grads), new, jax.tree.map(lambda x: x[0], metrics)
+
 
 _ROUNDINGS = {np.dtype(jax.numpy.bfloat16): 2**-8, np.dtype(np.float16): 2**-11}
 _TF32_ROUNDING = 2**-11

@@ -15,8 +15,7 @@ from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, Of, loss_fn, make_batch
 import jddp
 from jddp.commands.verify import main
 from jddp.errors import UsageError
-from jddp.verification.compare import Comparison, Verification
-from jddp.verification.findings import MICRO_BATCHES
+from jddp.verification.findings import MICRO_BATCHES, Comparison, Verification
 
 
 def verified(model=None, loss=loss_fn, batch=None, optimizer=None, **options):

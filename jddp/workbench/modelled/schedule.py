@@ -20,9 +20,8 @@ from typing import Protocol, runtime_checkable
 
 from jddp.engine.optimizer import OPTIMIZER
 from jddp.errors import UsageError
-from jddp.inspection.collectives import Collective, collectives_of
+from jddp.inspection.collectives import Collective, collectives_of, is_backward
 from jddp.inspection.hlo import Computation, HloProgram, Instruction
-from jddp.inspection.purposes import is_backward
 from jddp.workbench.modelled.cost import Cost, cost, trip_count
 from jddp.workbench.modelled.described import Gpu
 from jddp.workbench.modelled.links import SHARES

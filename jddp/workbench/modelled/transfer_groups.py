@@ -7,7 +7,7 @@ for group in group_transfers(timeline, plan, fabric):
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jddp.inspection.purposes import bucket_of, is_backward, purpose_of
+from jddp.inspection.collectives import bucket_of, is_backward, purpose_of
 from jddp.reduce.plan import Bucket, BucketPlan
 from jddp.workbench.modelled.links import Choice, Fabric
 from jddp.workbench.modelled.schedule import Timeline, Transfer

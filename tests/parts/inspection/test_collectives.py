@@ -9,7 +9,7 @@ from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.inspection.purposes import is_backward
+from jddp.inspection.collectives import is_backward
 
 KIB = 1 / 1024
 WAYS = {

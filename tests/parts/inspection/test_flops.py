@@ -12,8 +12,14 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from runs import ROOT
 
 import jddp
-from jddp.inspection.flops import count_flops, count_inside, uncounted
-from jddp.inspection.peaks import KINDS, PEAKS, seconds_at_peak
+from jddp.inspection.flops import (
+    KINDS,
+    PEAKS,
+    count_flops,
+    count_inside,
+    seconds_at_peak,
+    uncounted,
+)
 from jddp.jaxprs import equations
 from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import MODELS

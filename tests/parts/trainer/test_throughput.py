@@ -9,7 +9,7 @@ import pytest
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.inspection import peaks
+from jddp.inspection import flops
 from jddp.inspection.memory import limit_bytes, peak_bytes
 from jddp.trainer import throughput
 from jddp.trainer.reports.lines import summary
@@ -32,7 +32,7 @@ def wrapped(**options):
 @pytest.fixture
 def gpu(monkeypatch):
     """A peak rate of CPUs, and statistics of their memory."""
-    monkeypatch.setitem(peaks.PEAKS, "cpu", (0, 0, 1e-6, 0))  # a million a second
+    monkeypatch.setitem(flops.PEAKS, "cpu", (0, 0, 1e-6, 0))  # a million a second
     monkeypatch.setattr(throughput, "peak_bytes", lambda devices: 3 * 2**30)
     monkeypatch.setattr(throughput, "limit_bytes", lambda devices: 4 * 2**30)
 
