@@ -30,7 +30,6 @@ from jddp.errors import UsageError
 from jddp.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
 from jddp.modules.metrics import weights_in
 from jddp.modules.rows import as_arrays, count_rows, split_rows
-from jddp.trainer.arguments import fingerprint
 from jddp.typing import Batch, Grads, Leaf, LossFn, Metrics, ModelState, Params, PyTree
 from jddp.verification import findings
 from jddp.verification.findings import (
@@ -172,7 +171,7 @@ def _compared(
     # With logical replicas one device has all of them too, and uses the same random numbers.
     has_all = many.steps.spec.replicas.num is not None
     draws = many.steps.planned(batch).uses_rng and not has_all
-    is_repeatable = fingerprint(many, batch) == fingerprint(wrapped(**options), batch)
+    is_repeatable = _lowered(many, batch) == _lowered(wrapped(**options), batch)
     found = [] if is_repeatable else [findings.NOT_REPEATABLE]
     planned = many.steps.planned(batch)
     if planned.traced is not None and planned.traced.has_batch_statistics:
@@ -205,6 +204,10 @@ def _compared(
             causes = [findings.UNKNOWN]
         found += causes
     return Verification(many.mesh.size, count_rows(batch), draws, comparisons, tuple(found))
+
+
+def _lowered(ddp: DataParallel, batch: Batch) -> str:
+    return ddp.steps.lower(batch).as_text()
 
 
 def _causes(
