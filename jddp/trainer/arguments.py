@@ -26,21 +26,19 @@ from jddp.engine.trainable import Trainable
 from jddp.errors import ConfigError, ProcessMismatchError
 from jddp.modules.rows import as_arrays
 from jddp.trainer.options import Options
+from jddp.trainer.run import Callback
 from jddp.typing import Batch, Batches
 
 SECONDS = 120.0  # the other processes may still be busy
 # Rows whose values fit into fewer bits may be equal by chance, or because there are no others.
 LEAST_BITS = 32.0
+METHODS = [name for name in vars(Callback) if name.startswith("on_")]
 MOST_VALUES = 2**16  # values that are read to count the bits
 WAY_OUT = (
     "Give each process its own rows: jddp.data.TrainBatches and eval_batches do, if you make them "
     "after the process has joined its job. If equal rows are intended: "
     "checks=jddp.Checks(same_batches=True)."
 )
-
-
-# Methods of a callback.
-METHODS = ("on_step", "on_eval", "on_save", "on_end", "on_begin", "on_epoch", "on_exception")
 
 
 def epochs_of(

@@ -31,11 +31,10 @@ from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent, Spikes
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
 from jddp.trainer.progress import Progress
-from jddp.trainer.reporter import Reporter
+from jddp.trainer.reporter import Reporter, measure
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run, call_each
 from jddp.trainer.saving import LATEST, Saving
-from jddp.trainer.throughput import measure
 from jddp.trainer.timing import DATA, Clock, Profile
 from jddp.trainer.watching import best_steps, settings_of, watching
 from jddp.typing import Batch

@@ -108,16 +108,6 @@ def test_a_run_that_skips_a_spike_ends_as_one_whose_poisoned_step_is_undone_by_h
     assert_same(run.state, state)
 
 
-@pytest.mark.parametrize("stop", swept([BAD, BAD - 1], every=2))
-@pytest.mark.parametrize("every", swept([{"save_every_steps": 7, "eval_every_steps": 3}, {}], 2))
-def test_a_run_that_resumes_before_or_behind_a_spike_skips_the_same_steps(tmp_path, stop, every):
-    given = [*batches()]
-    whole = fit(wrapped(), "skip", given)
-    plan = {"run_dir": tmp_path, "evaluate": given[:1], **every}
-    fit(wrapped(), "skip", given, stop, **plan)
-    assert_same(fit(wrapped(), "skip", given, **plan).state, whole.state)
-
-
 def test_too_many_spikes_in_a_row_end_the_run_with_the_evidence(tmp_path):
     bad = range(BAD, 71)
     checks = {"checks": {"max_consecutive_skips": 3}}

@@ -71,16 +71,6 @@ def test_a_spike_has_its_numbers_and_one_line_for_a_row_of_them():
     assert spikes.note(second) == ""
 
 
-def test_a_run_that_resumes_finds_the_same_spikes():
-    losses = [*noisy(2, 120), 4.0, *noisy(2, 30), 4.0]
-    whole = spikes_in(losses)
-    assert whole == [121, 152]
-    for stop in (1, 60, 120, 121, 150):
-        found, kept = look(losses[:stop])
-        rest, _ = look(losses[stop:], kept=kept, begin=stop + 1)
-        assert [spike.step for spike in found + rest] == whole
-
-
 def test_no_more_losses_are_kept_than_the_next_ones_are_compared_with():
     assert len(look(noisy(2, 500))[1]) == RULE.window + LAG
 

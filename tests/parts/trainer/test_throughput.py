@@ -11,9 +11,9 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.inspection import flops
 from jddp.inspection.memory import limit_bytes, peak_bytes
-from jddp.trainer import throughput
+from jddp.trainer import reporter
+from jddp.trainer.reporter import Work, measure
 from jddp.trainer.reports.lines import summary
-from jddp.trainer.throughput import Work, measure
 from jddp.typing import RESERVED
 
 # Two layers of 16 x 16 and 16 x 4, of which the first has no gradient of its inputs.
@@ -33,8 +33,8 @@ def wrapped(**options):
 def gpu(monkeypatch):
     """A peak rate of CPUs, and statistics of their memory."""
     monkeypatch.setitem(flops.PEAKS, "cpu", (0, 0, 1e-6, 0))  # a million a second
-    monkeypatch.setattr(throughput, "peak_bytes", lambda devices: 3 * 2**30)
-    monkeypatch.setattr(throughput, "limit_bytes", lambda devices: 4 * 2**30)
+    monkeypatch.setattr(reporter, "peak_bytes", lambda devices: 3 * 2**30)
+    monkeypatch.setattr(reporter, "limit_bytes", lambda devices: 4 * 2**30)
 
 
 def test_records_have_rates_and_the_end_a_line_of_them(gpu, capsys, caplog):
@@ -63,7 +63,7 @@ def test_records_have_rates_and_the_end_a_line_of_them(gpu, capsys, caplog):
 def test_examples_are_images_or_tokens_by_the_names_of_their_arrays():
     def work(num_entries, **batch):
         found = Work((), 4, {})
-        throughput._name_examples(found, batch, num_entries)
+        reporter._name_examples(found, batch, num_entries)
         return found.unit, found.rates({"step_seconds": 1.0, "count": 30.0}, 4).get(
             "tokens_per_second"
         )
@@ -82,7 +82,7 @@ def test_a_step_that_cannot_be_counted_is_reported_without_flops_and_logged_once
     def fails(traced):
         raise NotImplementedError("such a step")
 
-    monkeypatch.setattr(throughput, "count_flops", fails)
+    monkeypatch.setattr(reporter, "count_flops", fails)
     ddp = wrapped()
     work = measure(ddp, ddp.shard_batch(make_batch(8)))
     assert work.rates({"step_seconds": 2.0, "count": 8.0}, 8) == {"examples_per_second": 4}
@@ -99,7 +99,7 @@ def test_rates_of_a_batch_of_another_size_are_those_of_its_rows():
 
 
 def test_kernels_that_no_trace_shows_are_named(monkeypatch, caplog):
-    monkeypatch.setattr(throughput, "uncounted", lambda traced: {"while", "pallas_call"})
+    monkeypatch.setattr(reporter, "uncounted", lambda traced: {"while", "pallas_call"})
     ddp = wrapped()
     assert measure(ddp, make_batch(8)).per_step["model_flops_per_second"] == 8 * FLOPS_PER_ROW
     assert caplog.messages == ["A step has more FLOPs than are reported, in pallas_call, while."]
