@@ -96,12 +96,12 @@ class DataParallel(Shown):
         `jddp.SyncBatchNorm`, for groups of replicas. Axis names of the layers are ignored.
       precision: "bfloat16" or "float16" for the model's arithmetic, the second with a dynamic loss
         scale; or a `jddp.Precision`.
-      state: Rules for state beside the parameters that depends on a replica's rows or random
+      state: Rules for other state than parameters that depends on a replica's rows or random
         numbers, by name of its collection (Linen) or class of variables (NNX): "mean", "sum" (of
         what each has added, exact for whole numbers) or "first" (replica 0's) in each step; or
         "per_replica": each keeps its own, which is neither synchronized nor compared, and is
         averaged when evaluated or read, whole numbers rounded down. Such state is refused without a
-        rule, unless it is that of a batch norm; equal state is left as it is.
+        rule, unless a batch norm keeps it; equal state is left as it is.
       frozen: Parameters that are not trained: regular expressions for whole paths, such as
         "backbone/.*", or a function of a path. They are not differentiated, sent or updated, and
         have no optimizer state; they stand in `state.model_state["params"]`.
@@ -109,8 +109,8 @@ class DataParallel(Shown):
         after the other, with one reduction for all.
       max_grad_norm: Global norm to which the averaged gradient is clipped; with `LocalSteps`, each
         replica clips its own.
-      ema_decay: Decay of `ema_params`, a moving average of the parameters, and of `ema_state`, that
-        of floating values beside them, such as batch statistics; None for none.
+      ema_decay: Decay of `ema_params`, a moving average of the parameters, and of `ema_state`,
+        other floating values, such as batch statistics; None for none.
       unused_parameters: Treatment of parameters that no gradient reaches: "zero" (the optimizer
         gets zeros), "skip" (it leaves them alone), "error" (they are refused, by name).
       skip_nonfinite: Whether a step is skipped, which changes nothing but counts, if its loss or
@@ -286,7 +286,7 @@ class DataParallel(Shown):
         return self.steps.spec.model.rebuild(*thaw(*jax.tree.map(copy_off_mesh, values)))
 
     def check(self, state: TrainState) -> None:
-        """Refuses a state that a step has taken, or whose parameters are those of another model.
+        """Refuses a state that a step has taken, or that belongs to another model.
 
         Raises:
           UsageError: If it is such a state, or lies on other devices.
@@ -362,8 +362,8 @@ class DataParallel(Shown):
         alone: a batch norm sees the copies. Every process calls it, with any number of rows.
 
         Args:
-          batch: A dict of arrays. Its "mask", if any, stays that of the rows.
-          num_rows: Number of rows to pad to, such as that of full batches, for which the step is
+          batch: A dict of arrays. Its "mask", if any, keeps masking the rows.
+          num_rows: Number of rows to pad to, such as a full batch's, for which the step is
             compiled; by default the next that divides, the same on every process.
 
         Returns:

@@ -52,7 +52,7 @@ class ExitCode(enum.IntEnum):
 
 
 class Error(Exception):
-    """A mistake that you can fix; `exit_code` is that of the command line.
+    """A mistake that you can fix; the command line exits with its `exit_code`.
 
     Any exception that ends a run, also one of a callback or of the data, has an attribute `run`:
     the `jddp.Run` up to there, with its state and history.

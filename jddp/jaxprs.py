@@ -31,7 +31,7 @@ EXACT = ((lax.Precision.HIGHEST,) * 2, lax.DotAlgorithmPreset.F32_F32_F32)
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All equations, each before those of the programs inside it."""
+    """All equations, each before the equations of the programs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jaxprs_in_params(eqn.params):
@@ -41,7 +41,7 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 def called(eqn: JaxprEqn) -> Jaxpr | None:
     """The program that an equation runs once, on its own inputs; None if it has none.
 
-    Such as that of a jitted function; not that of a loop, or of a reduction.
+    Such as a jitted function's program; not the body of a loop or of a reduction.
     """
     for inner in jaxprs_in_params(eqn.params):
         own, given = (*inner.invars, *inner.outvars), (*eqn.invars, *eqn.outvars)
@@ -78,7 +78,7 @@ def has_random_bits(jaxpr: Jaxpr) -> bool:
 
 
 def dtypes(jaxpr: Jaxpr) -> set[object]:
-    """The dtypes of all inputs and results of the equations of a program, those of keys too."""
+    """The dtypes of all inputs and results of a program's equations, random keys included."""
     variables = (v for eqn in equations(jaxpr) for v in (*eqn.invars, *eqn.outvars))
     return {v.aval.dtype for v in variables if hasattr(v.aval, "dtype")}
 
@@ -105,7 +105,7 @@ def may_round(product: JaxprEqn) -> bool:
 def sums_in_16_bits(jaxpr: Jaxpr) -> set[tuple[str, str, int]]:
     """Sums in 16 bits of more terms than their dtype counts to: primitive, dtype, terms.
 
-    A reduction's terms are those of one result; those of a scatter may all be added to one row.
+    A reduction is counted by the terms of one result, a scatter as if all were added to one row.
     """
     found = set()
     for eqn in equations(jaxpr):
@@ -142,12 +142,12 @@ def quantizations(jaxpr: Jaxpr) -> set[str]:
 
 
 def aval_shape(v: Var | Literal) -> tuple[int, ...]:
-    """The shape of a variable or number; () of what is no array."""
+    """The shape of a variable or number; () if it is not an array."""
     return getattr(v.aval, "shape", ())
 
 
 def dtype_of(v: Var | Literal) -> np.dtype:
-    """The dtype of a variable or number; bool of what is no array."""
+    """The dtype of a variable or number; bool if it is not an array."""
     return np.dtype(getattr(v.aval, "dtype", bool))
 
 
@@ -161,7 +161,7 @@ def follow(jaxpr: Jaxpr, given: Sequence[int], rule: Rule) -> Followed:
     Args:
       jaxpr: The program.
       given: A label for each input.
-      rule: Rule for some of the equations; it is also asked for those of the programs inside.
+      rule: Rule for some of the equations, also inside the programs of others.
 
     Returns:
       A label for each result, and whether the rule has found something, in a loop in the last pass.

@@ -16,7 +16,7 @@ def is_url(path: str | Path) -> bool:
 
 
 def folder_or_url(path: str | Path, *, folder: Path | None = None) -> str | Path:
-    """As `absolute`, but for a URL, which is left as it is.
+    """Like `absolute`, but returns URLs unchanged.
 
     Raises:
       ConfigError: If it is empty, the home directory is not known, or a `Path` was made of a URL.

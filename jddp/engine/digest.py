@@ -111,7 +111,7 @@ def _on(mesh: Mesh, placed: Sequence[NamedSharding]) -> Wrapped:
 
 
 def _alike(leaves: list[Array], placed: Sequence[NamedSharding]) -> list[list[int]]:
-    """Places of the leaves whose digests are computed at once: small ones that are alike."""
+    """Indices of small leaves of equal shape, whose digests are computed together."""
     # Operations of its own for each of many scalars take XLA long to compile. A large leaf stays
     # alone, since it would be copied: large ones of one shape call one function.
     groups: dict[Hashable, list[int]] = {}

@@ -185,7 +185,7 @@ def _spec_of(placed: Placed) -> P:
 
 
 def _relabelled(placed: Placed, tree: PyTree, *, leaves: bool) -> PyTree:
-    """Arrays of which each group has a copy, as larger ones of all copies; or back as they leave.
+    """Stacks the groups' copies into one array on entry, and unstacks them on exit.
 
     Nothing is sent: each device keeps what it has.
     """

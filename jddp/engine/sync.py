@@ -75,7 +75,7 @@ class MeanDifference:
         start = outer["params"]
         with jax.named_scope("outer_step"):
             moved = jax.tree.map(jnp.subtract, start, params)
-            # Of all parameters, also of those that no gradient reaches.
+            # All parameters, also if no gradient reaches them.
             mean, _ = reducer(Finished(moved), (), reducer.plan(params))
         # The same on every replica, from the same mean: outer parameters need not be sent.
         with jax.named_scope(OPTIMIZER):

@@ -54,10 +54,10 @@ class Steps(Protocol):
         """The plan of the arrays that are sent: gradients, or parameters with local steps."""
 
     def merged(self, values: Values) -> Values:
-        """Values as they are read: those of which each replica has its own are averaged."""
+        """Values for reading: per-replica values are averaged."""
 
     def lower(self, batch: Batch, accumulate_steps: int | None = None) -> jax.stages.Lowered:
-        """The lowered step, or that of another number of micro-batches; runs nothing."""
+        """Lowers the step, optionally for another number of micro-batches. Does not run it."""
 
     def lower_init(self, batch: Batch) -> jax.stages.Lowered:
         """The lowered program that makes a first state from a seed; runs nothing."""

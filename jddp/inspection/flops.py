@@ -103,7 +103,7 @@ def seconds_at_peak(flops: Mapping[str, float], device: str) -> float | None:
     return sum(number / (rates[kind] * 1e12) for kind, number in flops.items())
 
 
-# Products that are not counted: those of kernels, which no traced program shows, and of groups.
+# Products that are not counted: of kernels, which no traced program shows, and of groups.
 _UNCOUNTED = {"ffi_call", "pallas_call", "ragged_dot_general", "scaled_matmul_wrapper"}
 _UNCOUNTED |= {"dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fp8_bwd_wrapper"}
 
@@ -196,7 +196,7 @@ def _while(eqn: JaxprEqn, given: list[int]) -> _Counted:
 
 
 def _product(eqn: JaxprEqn, number: int) -> Flops:
-    """Operations from the number of multiplications; those of whole numbers are none."""
+    """FLOPs from the number of multiplications; integer operations count zero."""
     dtype = jnp.promote_types(*map(dtype_of, eqn.invars[:2]))
     if not jnp.issubdtype(dtype, jnp.inexact):
         return Flops()

@@ -42,7 +42,7 @@ class Sync:
     Attributes:
       axis: Name of the mapped axis.
       group_size: Number of neighbouring replicas that share statistics; None for all.
-      unbiased: Whether the running variance is n / (n - 1) times that of the batch, as PyTorch's.
+      unbiased: Whether the running variance is n / (n - 1) times the batch's, as in PyTorch.
       logical_replicas: Number of logical replicas, synchronized at the end of a step; None for
         devices.
       rules: Pairs of a kind of other state, and the reduction that synchronizes it.
@@ -78,7 +78,7 @@ class Sync:
         return next((rules[kind] for kind in kinds if kind in rules), None)
 
     def add(self, rows: Array) -> Array:
-        """Adds rows over all replicas; those of logical ones in one order."""
+        """Adds rows over all replicas; rows of logical replicas in one order."""
         if self.logical_replicas is None:
             return lax.psum(rows[0], self.axis)
         return add_in_pairs(lax.all_gather(rows, self.axis, tiled=True))
@@ -99,7 +99,7 @@ class Sync:
         return lax.psum(x, self.axis, axis_index_groups=self.groups)
 
     def kept(self, var: Array, count: Array) -> Array:
-        """The variance that the running one moves to, from that of `count` values."""
+        """The variance that the running one moves to, given the variance of `count` values."""
         return var * count / jnp.maximum(count - 1, 1) if self.unbiased else var
 
 
@@ -132,7 +132,7 @@ def is_registered(layer: Any) -> bool:
 
 
 def on_all_rows(call: Callable[..., Any], args: Any, kwargs: Any, sync: Sync) -> Any:
-    """Calls a layer with the rows of all replicas, and keeps those of this one."""
+    """Calls a layer with the rows of all replicas, and keeps this replica's results."""
     if sync.num_replicas == 1:
         return call(*args, **kwargs)
     num = len(next(x for x in jax.tree.leaves((args, kwargs)) if jnp.ndim(x)))
@@ -166,7 +166,7 @@ def give_axis(layer: Any, path: str, sync: Sync, *, is_synced: bool) -> None:
 
 
 def name_axis(layer: Any, path: str, sync: Sync, *, is_synced: bool) -> None:
-    """Replaces the axis that a layer names, such as that of another program's mesh."""
+    """Replaces the axis that a layer names, such as the axis of another program's mesh."""
     is_inner = False  # of a `vmap` inside the model
     with contextlib.suppress(NameError):
         is_inner = layer.axis_name not in (None, sync.axis) and lax.axis_size(layer.axis_name) > 0
@@ -182,8 +182,8 @@ def name_axis(layer: Any, path: str, sync: Sync, *, is_synced: bool) -> None:
 
 
 def move(momentum: float, running: Array, batch: Array, count: Array) -> Array:
-    """Running statistics moved towards those of a batch; unmoved where nothing is valid."""
-    # Weights, and not a choice of two results, which XLA would round otherwise where it is fused.
+    """Moves running statistics towards a batch's; leaves them where nothing is valid."""
+    # Weights, and not a choice of two results, whose rounding depends on how XLA fuses it.
     old = jnp.where(count > 0, momentum, 1.0).astype(running.dtype)
     new = jnp.where(count > 0, 1 - momentum, 0.0).astype(running.dtype)
     return lax.stop_gradient(old * running + new * batch.astype(running.dtype))

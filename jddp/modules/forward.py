@@ -158,14 +158,14 @@ def trace_state(
 def settle(
     old: ModelState, new: ModelState, labels: PyTree, model: FlaxModel, mask: Array | None
 ) -> ModelState:
-    """Synchronizes the state beside the parameters that a model has written.
+    """Synchronizes the state, other than parameters, that a model has written.
 
     State that does not depend on a replica's rows is equal already: counts of steps, statistics of
-    weights, and batch statistics of synced layers, unless they are those of groups, which are
-    averaged. Per-replica state is left alone. The rest is combined as declared; else, under
-    "broadcast", batch statistics become replica 0's, as with DDP's `broadcast_buffers`; with a
-    mask, those of the first replica that has a valid row, and if none has, the old ones. With
-    micro-batches this is done for each of them, so that the replica may be another for each.
+    weights, and batch statistics of synced layers. Batch statistics of groups are averaged.
+    Per-replica state is left alone. The rest is combined as declared; else, under "broadcast",
+    batch statistics become replica 0's, as with DDP's `broadcast_buffers`; with a mask they become
+    the statistics of the first replica that has a valid row, or stay if none has. Each micro-batch
+    chooses its replica.
 
     Args:
       old: State before the model ran.

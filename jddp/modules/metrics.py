@@ -38,8 +38,8 @@ class Mean:
         return jddp.Mean((losses * weights).sum(), weights.sum())  # scalars: of this replica's rows
 
     The sums are over replicas, micro-batches and batches of an evaluation, so that rows weigh as
-    on one device, however the counts are spread. The gradient is that of sum(total), divided by
-    sum(count): the count is not differentiated.
+    on one device, however the counts are spread. The gradient is the gradient of sum(total),
+    divided by sum(count): the count is not differentiated.
 
     Entries of arrays are left out where `batch["mask"]` is 0, and where a partial batch is padded.
     jddp cannot leave anything out of scalars: weigh them by `batch["mask"]` yourself; a padded
@@ -120,8 +120,8 @@ def weigh(
         with the leading dims of `losses` and of each metric. A metric with fewer dims than the mask
         counts where its row has any valid entry.
       num_rows: Number of rows of the replica, and of the entries of a `Mean` of scalars.
-      train: Whether to leave out each `Metric`. A scalar then weighs like that of any other
-        replica; in evaluation, where batches may differ in size, by its rows.
+      train: Whether to leave out each `Metric`. A scalar then weighs as much on each replica;
+        in evaluation, where batches may differ in size, by its rows.
 
     Returns:
       "loss" and each metric, in float32; of float64, which `jax_enable_x64` allows, in float64.

@@ -9,7 +9,7 @@ What a loss calls of a model is traced in the scope "model", whether anything is
 Layers with products cast what they get, and the model's outputs are cast back, so that the loss,
 like batch statistics and the gradients of parameters, is in float32. Inputs stay as they are until
 a layer casts them: arithmetic on coordinates or times would be wrong after it. A layer that names
-another dtype is refused. The policy is that of Micikevicius et al., "Mixed Precision Training",
+another dtype is refused. The policy follows Micikevicius et al., "Mixed Precision Training",
 ICLR 2018, https://arxiv.org/abs/1710.03740.
 
 A product of the model's own takes the dtype of its factors. So an input that would make one wide,
@@ -37,19 +37,19 @@ from jddp.errors import ConfigError
 from jddp.jaxprs import dtype_of, products
 from jddp.typing import PyTree
 
-MODEL = "model"  # the scope of the equations of a model, inside those of its loss
+MODEL = "model"  # the scope of a model's equations, inside the scope of its loss
 ALL = range(sys.maxsize)  # inputs, by number
-# Linen's layers with products; those of NNX are given the dtype.
+# Linen's layers with products; NNX layers are given the dtype.
 _LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.ConvLocal, nn.ConvTranspose, nn.Embed)
 
 
 class Casts:
-    """The casts of one run of a loss, and the scope of what it calls of the model.
+    """The casts of one run of a loss, and the scope of its calls of the model.
 
     Args:
       dtype: Dtype of the arithmetic; None casts nothing.
       kept: Numbers of inputs of the model that are not cast, in the order of its calls. If there
-        are none, layers of Linen take the dtype of what they get.
+        are none, layers of Linen take the dtype of their inputs.
 
     Attributes:
       numbers: Numbers of the inputs to come.
@@ -117,8 +117,8 @@ class Casts:
         """Lets the outermost methods of an NNX module cast; it is the step's own copy."""
         for path, layer in nnx.iter_modules(module) if self._dtype is not None else ():
             given = getattr(layer, "dtype", self._dtype)
-            # An Embed without a dtype takes that of its parameters; a BatchNorm's output would have
-            # that of its statistics.
+            # Without a dtype, an Embed takes the dtype of its parameters, and a BatchNorm's output
+            # would have the dtype of its statistics.
             if given is None or (isinstance(layer, nnx.Embed) and given == layer.param_dtype):
                 object.__setattr__(layer, "dtype", self._dtype)
             self.check(layer, "/".join(map(str, path)))
@@ -131,7 +131,7 @@ CASTS: ContextVar[Casts] = ContextVar("casts")  # of the loss that runs
 
 
 def with_casts(method: Any) -> Any:
-    """Decorates a method of a model that runs a loss: `CASTS` are those of `compute_dtype`."""
+    """Decorates a model's method that runs a loss, so that `CASTS` follow `compute_dtype`."""
 
     @functools.wraps(method)
     def run(model: Any, *given: Any) -> Any:
@@ -196,8 +196,8 @@ def _casting_class(cls: Any) -> Any:
 def _cast_rows(layer: Any, call: Callable[..., Any], dtype: Any, *args: Any, **kwargs: Any) -> Any:
     """Looks up rows of an `Embed`, which are cast, and not their table.
 
-    The gradient of a row is a sum over tokens, in the dtype in which it was looked up. Of a table
-    that was cast already, it is cast once more, at the end, as those of other parameters are.
+    The gradient of a row is a sum over tokens, in the dtype in which it was looked up. If the
+    table was cast already, its gradient is cast once more at the end, like other gradients.
     """
     own = layer.promote_dtype
     object.__setattr__(layer, "promote_dtype", _widen)

@@ -39,7 +39,7 @@ def few(names: Sequence[object]) -> str:
 def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
     """Returns the sentence " Did you mean 'x'?" for the nearest known name, or nothing.
 
-    Upper and lower case are alike, and a name that stands inside a known one (`cosine` in
+    Upper and lower case are equal, and a name that stands inside a known one (`cosine` in
     `cosine_decay_schedule`) counts as near, the shortest first; so does its abbreviation, by
     initials (`lr` for `learning_rate`) or by leaving out letters (`ckpt`). Of a mapping, keys are
     compared, a value is suggested.

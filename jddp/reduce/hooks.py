@@ -90,7 +90,7 @@ def split(vector: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
 
 
 class Units(NamedTuple):
-    """The pair of factors by which gradients differ from those of the summed loss.
+    """The two factors between gradients of the summed loss and the gradients sent.
 
     Both are in the cotangent from which the backward pass starts, and the step divides by both in
     the end, with the mean count. A power of two costs no digit. In a step of 1,000 entries, whose
@@ -129,7 +129,7 @@ class Units(NamedTuple):
 
     @property
     def bucket_scale(self) -> float:
-        """Factor that makes of gradients those of the mean loss, but for the loss scale."""
+        """Factor from summed to mean gradients, without the loss scale."""
         return 1 / (self.num_entries * self.backward_scale)
 
 
@@ -145,8 +145,9 @@ class CommHook(NamedTuple):
         which each replica keeps its own.
       reduce: Function of one replica's bucket, the hook state and the axis that returns the mean
         over the replicas, which must be the same on all of them, and the new hook state.
-      on_resize: Hook state of a run that resumes on another number of replicas: "drop" (that of
-        `init`), the "mean" of all states, or for each replica an equal share of their "sum".
+      on_resize: Hook state of a run that resumes on another number of replicas: "drop" (the
+        state of `init`), the "mean" of all states, or for each replica an equal share of their
+        "sum".
     """
 
     init: Callable[[BucketPlan], HookState]
@@ -158,7 +159,7 @@ def varies(x: jax.Array, axis: str) -> bool:
     """Whether the type of `x` shows that it varies over `axis`.
 
     Types show it under `shard_map`'s `check_vma=True`. Without the check no type does, not even
-    that of `lax.axis_index(axis)`.
+    the type of `lax.axis_index(axis)`.
     """
     return axis in jax.typeof(x).manual_axis_type.varying
 

@@ -76,7 +76,7 @@ class Lazy:
 
     Attributes:
       gather: How a unit is gathered.
-      unit_bytes: Largest sizes of units, as those of buckets.
+      unit_bytes: Largest sizes of units, like sizes of buckets.
       keeps: Whether gathered parameters are kept for the backward pass.
     """
 

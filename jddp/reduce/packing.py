@@ -86,7 +86,7 @@ def members_of(planned: Bucket, layout: BucketLayout, max_packed: float = math.i
 @final
 @dataclasses.dataclass(frozen=True)
 class WholeLeaves:
-    """Leaves as they are, those that share an array as one vector.
+    """Keeps leaves unchanged, but joins leaves that share an array into one vector.
 
     Attributes:
       layout: "leaf" or "flat".
@@ -253,7 +253,7 @@ def exchange_mean(tree: PyTree, axis: str, groups: list[list[int]] | None = None
         rows = lax.all_to_all(
             x, axis, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups
         )
-        # Added in half precision, a small gradient would vanish beside a large partial sum. The
+        # Added in half precision, a small gradient would vanish next to a large partial sum. The
         # wire carries the wire dtype all the same.
         total = add_in_pairs(rows.astype(jnp.promote_types(x.dtype, jnp.float32)))
         return (total / len(x)).astype(x.dtype)

@@ -239,7 +239,7 @@ def plan_buckets(
     # Known from the traced program, and so before any step and the same in every process: no
     # replica waits for a gradient that never comes, which DDP finds at run time.
     unused = tuple(leaf.path for leaf in leaves if when[leaf.position] is None)
-    # Of leaves that are finished at once, the last of the tree goes first.
+    # If leaves are finished at once, the last of the tree comes first.
     rank = {leaf.position: (when[leaf.position], -leaf.position) for leaf in leaves}
     sent = [x for x in leaves if x.bytes and when[x.position] is not None]
     if is_left_out is not None:

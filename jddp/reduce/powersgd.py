@@ -54,9 +54,9 @@ def powersgd(
     The hook state of a replica is the error of compression that it has not sent, in float32, as
     large as the parameters. It is kept as a gradient of the replica's mean loss, and so keeps its
     weight whatever number of rows the next step has. On another number of replicas each begins with
-    the mean of all states: the sum of all that is applied, and the mean of what is left, stay the
-    sum of all gradients. Masked entries count in that weight: beside a batch that is mostly masked,
-    the error weighs more than its rows do.
+    the mean of all states: the sum of all applied gradients, plus the mean error, stays the sum
+    of all gradients. Masked entries count in that weight: in a batch that is mostly masked, the
+    error weighs more than its rows do.
 
     Args:
       rank: Number of columns of P and Q.
@@ -66,7 +66,7 @@ def powersgd(
         is sent in a branch, and XLA hides no branch behind the backward pass.
       min_compression_rate: Factor by which fewer numbers must be sent for a leaf to be compressed.
       error_feedback: Whether the error of compression is kept, and sent later.
-      warm_start: Whether Q begins with that of the step before, and not with random numbers.
+      warm_start: Whether Q begins with the last step's Q, and not with random numbers.
 
     Raises:
       ConfigError: If an option breaks its rule.
@@ -165,7 +165,7 @@ class _PowerSGD:
 
         One array for all leaves of a bucket: each call is some hundred operations of the program.
         """
-        # threefry's numbers are the same under `vmap`; those of the default generator need not be.
+        # threefry's numbers are the same under `vmap`; the default generator's need not be.
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), step)
         numbers = jax.random.normal(key, (max(n for _, n, _ in sides.values()), self.rank))
         return {path: numbers[:n, :r] for path, (_, n, r) in sides.items()}

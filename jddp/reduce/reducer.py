@@ -107,7 +107,7 @@ class Reducer:
         run, hook = grads.start(), self.seen(self.hook, units)
         done: dict[int, Leaf] = {}
         flying: list[GradBucket] = []
-        # One order for all replicas, that of the plan: a collective waits for the same one
+        # All replicas follow the order of the plan: a collective waits for the same one
         # everywhere. The hook state passes from bucket to bucket.
         for index, planned in enumerate(plan.buckets):
             bucket = self._pack(run.take(planned.leaves), plan, index, units.bucket_scale)
@@ -236,8 +236,9 @@ def average_gradients(
         optimizer = optax.chain(jddp.average_gradients("batch"), optax.adamw(1e-3))
 
     Under `shard_map` build the step with `check_vma=False`, or take the gradient at
-    `jax.lax.pcast(params, axis, to="varying")`: otherwise JAX has already summed the gradients of
-    replicated parameters, which is refused. examples/bring_your_own_step.py shows both, and `pmap`.
+    `jax.lax.pcast(params, axis, to="varying")`: without either, JAX has already summed
+    the gradients of replicated parameters, which is refused. examples/bring_your_own_step.py shows
+    both, and `pmap`.
 
     Args:
       axis: Name of the mapped axis.
@@ -331,7 +332,7 @@ def compiler_options(reducer: Reducer, platform: str) -> dict[str, bool | int | 
         if is_flat:
             options["xla_disable_hlo_passes"] = "cpu-all-reduce-combiner"
     elif platform in GPUS:
-        # The last size repeats, so it is that of all buckets but the first few.
+        # The last size repeats: all buckets but the first few have it.
         threshold = 0 if is_flat else reducer.bucket_bytes[-1]
         # ZeRO-1 sends shards of gradients and gathers parameters, for which XLA has other
         # thresholds.

@@ -57,7 +57,7 @@ def cut(x: jax.Array, num_shards: int) -> jax.Array:
     """Cuts an array into rows, (num_shards, shard)."""
     size = math.prod(shard_shape(x.shape, num_shards))
     # Collectives need rows of equal length on all replicas. Each array is cut by itself, so that
-    # every replica has a share of each, and its update takes as long as that of the others.
+    # every replica has a share of each, and all updates take equally long.
     return jnp.pad(x.ravel(), (0, num_shards * size - x.size)).reshape(num_shards, size)
 
 
@@ -91,7 +91,7 @@ def shard_shape(shape: Shape, num_shards: int) -> Shape:
 def divided_dim(shape: Shape, num: int) -> int | None:
     """The dim along which an array is divided over so many replicas; None for one that stays whole.
 
-    By its shape alone, so that a moving average and an optimizer's state are divided alike.
+    Depends on the shape alone, so a moving average and an optimizer's state are divided equally.
     """
     fitting = [dim for dim, size in enumerate(shape) if size and size % num == 0]
     return max(fitting, key=lambda dim: shape[dim], default=None) if math.prod(shape) else None

@@ -93,7 +93,7 @@ def plan_units(jaxpr: Jaxpr, given: Sequence[PyTree], unit_bytes: tuple[int, ...
     Args:
       jaxpr: The program.
       given: Inputs of the program; a `Part` in the place of a whole parameter.
-      unit_bytes: Largest sizes of units, as those of buckets.
+      unit_bytes: Largest sizes of units, like sizes of buckets.
     """
     parts = {i: x for i, x in enumerate(given) if isinstance(x, Part)}
     first: dict[int, int] = {}
@@ -196,7 +196,7 @@ def needs_whole(eqn: JaxprEqn, operand: int, x: Part) -> bool:
 
 
 Function = Callable[..., PyTree]
-UNIT = "unit_of_"  # begins the scopes of what is sent for a unit
+UNIT = "unit_of_"  # begins the scopes of a unit's collectives
 BETWEEN = f"{UNIT}gradients_between_groups"
 FORGOTTEN = "made_of_parameters"  # the name of calls whose results are not kept for a backward pass
 

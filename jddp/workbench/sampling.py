@@ -59,7 +59,7 @@ def sample_each(
     seed: int = 0,
     vocab_size: int | None = None,
 ) -> list[list[int]]:
-    """Returns several sequences of tokens, each with its continuation, which is that of it alone.
+    """Continues each of several sequences as if it were sampled alone.
 
     In a job of several processes all of them call it.
 

@@ -82,7 +82,7 @@ def decay_by_layer(
     Args:
       optimizer: Any optimizer.
       layers: Patterns as of `scales_of`.
-      factor: Rate of each layer over that of the layer above it.
+      factor: Rate of each layer, divided by the rate of the layer above it.
 
     Raises:
       ConfigError: When it is initialized, if a pattern matches no parameter.
@@ -106,7 +106,7 @@ def scales_of(layers: Sequence[str], factor: float, paths: Sequence[str]) -> dic
       layers: Regular expressions for whole paths, from the lowest layer upwards. One with a number
         in parentheses, `block_([0-9]+)/.*`, is a layer for each number that it finds. Parameters
         that none matches are the highest layer, whose factor is 1.
-      factor: Rate of each layer over that of the layer above it.
+      factor: Rate of each layer, divided by the rate of the layer above it.
       paths: Paths of all parameters.
 
     Raises:

@@ -31,7 +31,7 @@ ArrayBatch = Mapping[str, Array]
 # Names that modules have for the argument of training or evaluation, with its value in training.
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
-# Arrays of a batch that a model gets beside its inputs, with the ways out where it takes none.
+# Arrays of a batch that a model gets in addition to its inputs, and the ways out if it takes none.
 _NEEDED = {
     "categories": "Choose model.name=tabular, or leave the categorical columns out.",
     "segments": "Choose model.name=gpt, or data.kwargs.documents=mask.",

@@ -125,7 +125,7 @@ def make_optimizer(
 
 
 def factory_of(factory: str | Callable[..., Any], *, key: str) -> Callable[..., Any]:
-    """Returns the function that makes an optimizer: that of optax, if it is given by name.
+    """Returns the function that makes an optimizer; a name stands for optax's function.
 
     Raises:
       ConfigError: If optax has no such name.

@@ -146,7 +146,7 @@ class Fabric:
         return Fabric(len(hosts) * num_stretched, len(devices) // len(hosts), self.links)
 
     def _reach_all(self, hosts: Sequence[int]) -> bool:
-        """Whether hosts at equal distances are among all, and not those of one group of several."""
+        """Whether the collective spans all hosts rather than one group."""
         distance = hosts[1] - hosts[0] if len(hosts) > 1 else 0
         return len(hosts) * distance >= self.num_hosts // self.num_stretched
 

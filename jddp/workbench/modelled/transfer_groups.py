@@ -15,7 +15,7 @@ from jddp.workbench.modelled.schedule import Timeline, Transfer
 
 @dataclass(frozen=True)
 class TransferGroup:
-    """All runs of one collective in a step; or of all of a kind that send neither bucket nor unit.
+    """The runs of one bucket's or unit's collective, or of all other collectives of a kind.
 
     Attributes:
       label: "bucket 3" or "unit 3", numbered as in the plan; or empty.

@@ -21,7 +21,7 @@ class CNN(nn.Module):
     Attributes:
       widths: Channels of each convolution, which halves height and width.
       num_classes: Logits per image.
-      dtype: Dtype of the arithmetic; None for that of parameters and inputs.
+      dtype: Dtype of the arithmetic; None follows parameters and inputs.
     """
 
     widths: Sequence[int] = (32, 64, 128)
@@ -65,7 +65,7 @@ class CNN_NNX(nnx.Module):
           image_size: Height and width of the images, in pixels.
           num_channels: Channels of the images: 1 for grey, 3 for colour.
           num_classes: Logits per image.
-          dtype: Dtype of the arithmetic; None for that of parameters and inputs.
+          dtype: Dtype of the arithmetic; None follows parameters and inputs.
           rngs: Random number generators for the initial values.
         """
         self.convs: nnx.List[nnx.Conv] = nnx.List()

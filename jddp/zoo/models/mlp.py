@@ -14,7 +14,7 @@ class MLP(nn.Module):
     Attributes:
       widths: Outputs of each hidden layer.
       num_outputs: Outputs of the last layer, classes for example.
-      dtype: Dtype of the arithmetic; None for that of parameters and inputs.
+      dtype: Dtype of the arithmetic; None follows parameters and inputs.
     """
 
     widths: Sequence[int] = (256, 256)

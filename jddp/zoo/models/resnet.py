@@ -2,7 +2,7 @@
 
 References:
   He et al., "Deep Residual Learning for Image Recognition", CVPR 2016.
-  https://arxiv.org/abs/1512.03385. The CIFAR stem is that of its section 4.2, on the networks of
+  https://arxiv.org/abs/1512.03385. The CIFAR stem follows its section 4.2, on the networks of
   section 4.1. Downsampling bottlenecks stride in their 3x3 convolution, as is usual since; 3x3
   convolutions pad by one on each side, as there and in torchvision, also where they stride.
   Goyal et al., "Accurate, Large Minibatch SGD", 2017. https://arxiv.org/abs/1706.02677. Section
@@ -89,7 +89,7 @@ class ResNet(nn.Module):
       width: Channels of the first stage.
       num_classes: Logits per image.
       stem: "imagenet" begins with a quarter of the resolution, "cifar" with all of it.
-      dtype: Dtype of the arithmetic; None for that of parameters and inputs.
+      dtype: Dtype of the arithmetic; None follows parameters and inputs.
     """
 
     stage_sizes: Sequence[int]

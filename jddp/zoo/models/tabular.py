@@ -1,4 +1,4 @@
-"""A network for tables: embeddings of categories beside numbers, in a multi-layer perceptron.
+"""A network for tables: embeddings of categories, and numbers, in a multi-layer perceptron.
 
 Reference:
   Guo and Berkhahn, "Entity Embeddings of Categorical Variables", 2016,
@@ -25,7 +25,7 @@ class Tabular(nn.Module):
       num_categories: Number of categories of each categorical column.
       num_classes: Number of classes; 1 for regression.
       widths: Outputs of each hidden layer.
-      dtype: Dtype of the arithmetic; None for that of parameters and inputs.
+      dtype: Dtype of the arithmetic; None follows parameters and inputs.
     """
 
     num_categories: Sequence[int] = ()

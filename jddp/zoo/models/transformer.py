@@ -33,7 +33,7 @@ class Block(nn.Module):
         without weights in memory, on NVIDIA GPUs in 16 bits (`jax.nn.dot_product_attention`).
       norm_epsilon: Added to the variances of the layer norms.
       gelu: Form of the perceptron's GELU: "exact", or its approximation by a "tanh".
-      dtype: Dtype of the arithmetic; None for that of parameters and inputs.
+      dtype: Dtype of the arithmetic; None follows parameters and inputs.
     """
 
     num_heads: int
@@ -104,7 +104,7 @@ class Transformer(nn.Module):
       norm_epsilon: Added to the variances of the layer norms: 1e-5 in GPT-2, 1e-6 in ViT, 1e-12 in
         ViT as Hugging Face has it.
       gelu: "tanh", as in GPT-2 and in Google's ViT, or "exact", as in PyTorch's ViTs (see `Block`).
-      dtype: Dtype of the arithmetic; None for that of parameters and inputs.
+      dtype: Dtype of the arithmetic; None follows parameters and inputs.
     """
 
     num_layers: int = 4
