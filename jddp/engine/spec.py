@@ -10,8 +10,8 @@
     step.average      Average                    moving average of the parameters
     step.guard        Guard                      steps that count, the loss scale
 
-Where there are two, the base class says what a part promises the step, and is the simpler one. An
-option chooses a part, once and in the part's own module; the step itself tests no option.
+Where there are two, the base class describes what a part promises the step, and is the simpler
+one. An option chooses a part, once and in the part's own module; the step itself tests no option.
 """
 
 import functools
