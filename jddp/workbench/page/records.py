@@ -226,12 +226,6 @@ class History:
         """Time in which the run was running."""
         return sum(start.seconds for start in self.starts)
 
-    @property
-    def lost_steps(self) -> int:
-        """Steps that were taken again, because a start had not saved them."""
-        pairs = zip(self.starts, self.starts[1:], strict=False)
-        return sum(max(0, one.last_step - other.resumed_from) for one, other in pairs)
-
     def add(self, event: JsonObject) -> None:
         """Adds an event."""
         at, kind = datetime.fromisoformat(event["time"]), event["kind"]

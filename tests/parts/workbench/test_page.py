@@ -109,7 +109,7 @@ def test_starts_and_marks_are_read_from_the_events(run):
     first, second = history.starts
     assert (first.host, first.last_step, first.seconds) == ("node1", 20, 26.5)
     assert (second.host, second.resumed_from, second.last_step) == ("node2", 10, 40)
-    assert (history.lost_steps, history.num_steps, history.pause_seconds) == (10, 40, 5.0)
+    assert (history.num_steps, history.pause_seconds) == (40, 5.0)
     steps = {kind: [mark.step for mark in marks] for kind, marks in history.events.items()}
     assert steps == {"warning": [20], "resumed": [10], "skipped": [13], "spike": [27]}
     facts = read_facts(run)
