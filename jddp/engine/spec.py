@@ -59,7 +59,7 @@ from jddp.typing import (
 
 Evaluate = Callable[[Batch, Array, Array], Sums]  # of a replica's rows, which count, and its key
 Function = Callable[..., PyTree]
-XlaOptions = dict[str, PyTree] | None
+XlaOptions = dict[str, bool | int | str] | None
 Places = tuple[int, ...]
 TraceLoss = Callable[[], Jaxpr] | None  # the loss of the parameters; None where there are no rows
 Averaged = tuple[Grads, HookState]

@@ -47,7 +47,7 @@ class MergedProgram:
     """
 
     def __init__(self, function: Function, options: XlaOptions, donated: Places) -> None:
-        passes = ",".join(filter(None, [(options or {}).get(DISABLED), *PASSES]))
+        passes = ",".join(filter(None, [str((options or {}).get(DISABLED, "")), *PASSES]))
         options = {**(options or {}), DISABLED: passes}
         self._jitted = jax.jit(function, compiler_options=options, donate_argnums=donated)
         self.trace = self._jitted.trace
