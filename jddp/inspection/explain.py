@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 
+from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import platform
 from jddp.engine.spec import Synchronization
-from jddp.engine.trainable import Steps, Trainable
+from jddp.engine.trainable import Trainable
 from jddp.errors import UsageError
 from jddp.inspection.collectives import GRADIENTS, PARAMETERS, Collective, collectives, purpose_of
 from jddp.inspection.hlo import read_program
@@ -262,7 +263,7 @@ def explain(
     return dataclasses.replace(_explained(*own), prediction=prediction)
 
 
-def _explained(steps: Steps, batch: Batch, compiled: jax.stages.Compiled) -> Explanation:
+def _explained(steps: CompiledSteps, batch: Batch, compiled: jax.stages.Compiled) -> Explanation:
     return Explanation(
         plan=steps.sent(batch),
         num_devices=steps.mesh.size,

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import jax
 
 from jddp.distributed.gpus import smallest_bytes
+from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import platform
-from jddp.engine.trainable import Steps, Trainable
+from jddp.engine.trainable import Trainable
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, read_program
 from jddp.typing import Batch, PyTree, Shown, TextTable
 
@@ -148,7 +149,7 @@ def memory(
 
 
 def assigned_memory(
-    compiled: jax.stages.Compiled, steps: Steps, batch: Batch, limit: float
+    compiled: jax.stages.Compiled, steps: CompiledSteps, batch: Batch, limit: float
 ) -> Memory:
     """The memory of a compiled step on each device, of which `limit` is there."""
     state = steps.abstract_state(batch)

@@ -21,8 +21,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import AXIS, count_processes
-from jddp.engine.trainable import Steps
 from jddp.errors import ConfigError
 from jddp.inspection.hlo import HloProgram, read_program
 from jddp.modules.rows import count_rows
@@ -269,7 +269,7 @@ class CompiledFor(NamedTuple):
       compiled: The program.
     """
 
-    steps: Steps
+    steps: CompiledSteps
     rows: Batch
     compiled: jax.stages.Compiled
 
@@ -279,7 +279,7 @@ class CompiledFor(NamedTuple):
         return read_program(self.compiled.as_text() or "")
 
 
-def compile_for(target: Target, steps: Steps, rows: Batch) -> CompiledFor:
+def compile_for(target: Target, steps: CompiledSteps, rows: Batch) -> CompiledFor:
     """Compiles a step for other devices than its own.
 
     Args:
@@ -304,7 +304,7 @@ def compile_for(target: Target, steps: Steps, rows: Batch) -> CompiledFor:
         ) from error
 
 
-def rows_of_host(target: Target, steps: Steps, batch: Batch) -> Batch:
+def rows_of_host(target: Target, steps: CompiledSteps, batch: Batch) -> Batch:
     """Divides a global batch over the hosts of a target.
 
     Args:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 
 import jax
 
-from jddp.engine.trainable import Steps
+from jddp.engine.compiled import CompiledSteps
 from jddp.errors import ConfigError
 from jddp.inspection.hlo import HloProgram
 from jddp.inspection.memory import Memory, assigned_memory
@@ -67,7 +67,7 @@ class ScaledStep:
         return asdict(self)
 
 
-def weak_scaling(target: Target, steps: Steps, own: CompiledFor) -> tuple[ScaledStep, ...]:
+def weak_scaling(target: Target, steps: CompiledSteps, own: CompiledFor) -> tuple[ScaledStep, ...]:
     """Models a step on 1, 8, 32 and 128 hosts, with the rows that each host has.
 
     Args:
@@ -82,7 +82,7 @@ def weak_scaling(target: Target, steps: Steps, own: CompiledFor) -> tuple[Scaled
     return tuple(_scaled(target, programs))
 
 
-def _program(target: Target, num_hosts: int, steps: Steps, own: CompiledFor) -> HloProgram:
+def _program(target: Target, num_hosts: int, steps: CompiledSteps, own: CompiledFor) -> HloProgram:
     if num_hosts == target.fabric.num_hosts:
         return own.program
     other = _resized(target, num_hosts)
@@ -333,7 +333,7 @@ class Prediction(Shown):
 
 
 def model_step(
-    steps: Steps,
+    steps: CompiledSteps,
     batch: Batch,
     gpu: str,
     topology: str,
