@@ -6,8 +6,8 @@
 
 Replicas synchronize in each step, so all steps are as slow as the steps of the slowest process, and
 the others spend the time waiting for it. At each record every process publishes its own times
-through the coordination service, and process 0 reads the newest of all: no device and no process
-waits for this.
+through the coordination service, and process 0 reads those of an earlier record: no device and no
+process waits for this.
 
     find_slowest([own, of, each, process])      # Slowest(process=2, phase="data", ratio=1.4)
 
@@ -41,6 +41,7 @@ from jddp.typing import JsonObject
 STEP, DATA = "jddp step", "jddp data"  # names of what a run annotates in its traces
 SLOW = 1.2  # times the others
 NUM_RECORDS = 3  # in a row, before a process is reported
+RECORDS_BEHIND = 2  # from the times that process 0 reads to its own: by then all have published
 WAYS_OUT = {
     "data": "look at its disk and its network, or read in more processes (data.num_workers)",
     "compute": "look at temperature, clocks and other programs of its devices",
@@ -273,7 +274,7 @@ class Processes:
         self._note = note
         self._key = f"jddp/spent/{next(_numbers)}"
         self._slow: tuple[int, str] | None = None
-        self._num_slow = 0
+        self._num_slow = self._num_records = 0
         self._probe: Probe | None = None
 
     def begin(self, devices: Sequence[jax.Device]) -> None:
@@ -283,7 +284,7 @@ class Processes:
                 self._probe = Probe(devices)
 
     def compare(self, spent: Spent, newest: jax.Array) -> JsonObject:
-        """Publishes the times of this process; on process 0 returns fields about the times of all.
+        """Publishes the times of this process; on process 0 returns fields about all.
 
         Args:
           spent: Time of this process since the last record.
@@ -292,12 +293,14 @@ class Processes:
         if self._probe is None:
             return {}
         self._probe.renew(newest)
-        name = f"{self._key}/{job.process_index()}"
-        job.unpublish(name)
+        self._num_records += 1
+        name = f"{self._key}/{self._num_records}/{job.process_index()}"
         job.try_publish(name, json.dumps([socket.gethostname(), self._probe.seconds, spent]))
-        texts = job.published(self._key) if job.process_index() == 0 else {}
+        earlier = f"{self._key}/{self._num_records - RECORDS_BEHIND}"
+        texts = job.published(earlier) if job.process_index() == 0 else {}
         if len(texts) < job.num_processes():
             return {}
+        job.unpublish(earlier)
         rows = (json.loads(texts[process]) for process in sorted(texts))
         of_all = [Own(host, probe, Spent(*spent)) for host, probe, spent in rows]
         slowest = find_slowest(of_all)

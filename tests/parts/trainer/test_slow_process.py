@@ -42,8 +42,12 @@ def of_three(monkeypatch):
     store = {}
     monkeypatch.setattr(job, "num_processes", lambda: 3)
     monkeypatch.setattr(job, "try_publish", store.__setitem__)
-    monkeypatch.setattr(job, "unpublish", lambda name: store.pop(name, None))
-    monkeypatch.setattr(job, "published", lambda _: {int(key[-1]): x for key, x in store.items()})
+    monkeypatch.setattr(job, "unpublish", lambda name: [store.pop(f"{name}/{i}") for i in range(3)])
+    monkeypatch.setattr(
+        job,
+        "published",
+        lambda name: {int(key[-1]): x for key, x in store.items() if key[:-2] == name},
+    )
     probe = SimpleNamespace(seconds=1.0, renew=lambda newest: None)
     monkeypatch.setattr(timing, "Probe", lambda devices: probe)
     return store
@@ -54,17 +58,17 @@ def test_a_process_is_reported_once_it_is_slow_in_three_records_in_a_row(of_thre
     processes = Processes(notes.append)
     processes.begin(jax.devices()[:1])
     slow, alike = SLOW["data"], [own(), own(), own()]
-    assert processes.compare(slow[0].spent, None) == {}  # nothing is waited for
-    (key,) = of_three
-    for of_all in [slow, slow, alike, slow, slow, slow, slow, SLOW["host"], alike]:
+    for of_all in [slow, slow, alike, slow, slow, slow, slow, SLOW["host"], alike, alike]:
+        fields.append(processes.compare(of_all[0].spent, None))  # waits for nothing
+        name = max(of_three, key=lambda key: int(key.split("/")[-2])).rpartition("/")[0]
         for number, x in enumerate(of_all):
-            of_three[f"{key[:-1]}{number}"] = json.dumps(x)
-        fields.append(processes.compare(of_all[0].spent, None))
-        assert len(notes) == (len(fields) > 5)
-    assert fields[0].keys() == {f"slowest_{x}" for x in ("process", "host", "phase", "ratio")}
-    assert [x["slowest_phase"] for x in fields[3:7]] == ["data"] * 4
+            of_three[f"{name}/{number}"] = json.dumps(x)
+        assert len(notes) == (len(fields) > 7)  # two records behind the third in a row
+    assert fields[:2] == [{}, {}]
+    assert fields[2].keys() == {f"slowest_{x}" for x in ("process", "host", "phase", "ratio")}
+    assert [x["slowest_phase"] for x in fields[5:9]] == ["data"] * 4
     assert notes[0].startswith("process 1 on node3 is 1.5 times slower than the others, in data")
-    assert len(of_three) == 3
+    assert len(of_three) == 6  # earlier ones are removed
 
 
 def test_a_process_alone_compares_and_measures_nothing():
