@@ -266,7 +266,7 @@ def test_a_checkpoint_without_a_scale_does_not_resume_with_one(tmp_path):
     jddp.fit(
         wrapped(precision=jddp.Precision(loss_scale=None)), [make_batch()], num_steps=1, **plan
     )
-    with pytest.raises(ConfigError, match=r"saved it:\n  comm_state\n    loss_scale\n"):
+    with pytest.raises(ConfigError, match="comm_state/loss_scale"):
         jddp.fit(wrapped(), [make_batch()] * 2, num_steps=2, **plan)
     run = jddp.fit(
         wrapped(precision=jddp.Precision(loss_scale=2.0**8)),
