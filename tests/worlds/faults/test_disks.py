@@ -85,8 +85,8 @@ def test_a_run_directory_that_is_full_is_reported_once_for_each_kind_of_failure(
     said = job.outputs[0][1]
     failed = [x.split("run/")[1].split(":")[0] for x in said.splitlines() if "cannot be" in x]
     # Checkpoints once more, as what ends the command; and the records that are lost.
-    files = [*["checkpoints"] * 2, "logs/process_0.log", *["metrics.jsonl"] * 2]
-    assert sorted(failed) == files
+    logs = ["logs/events.jsonl", "logs/process_0.log"]
+    assert sorted(failed) == [*["checkpoints"] * 2, *logs, *["metrics.jsonl"] * 2]
     assert "Traceback" not in said
 
 
