@@ -49,7 +49,7 @@ def timed(act: Callable[[], Any]) -> Turn:
 
 def default_job() -> Any:
     from jddp.config.files import load_config
-    from jddp.job.build import build
+    from jddp.trainer.job.build import build
 
     return build(load_config()[0])
 

@@ -14,7 +14,7 @@ from acceptance.run import accept
 
 from jddp.config.cli import Parser, run_command
 from jddp.distributed.schedulers import resolve_identity
-from jddp.errors import ExitCode, UsageError
+from jddp.ground.errors import ExitCode, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

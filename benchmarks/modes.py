@@ -35,7 +35,7 @@ from step_time import Turn, machine, stepping
 from jddp.config.files import load_config
 from jddp.inspection.collectives import Collective, collectives
 from jddp.inspection.hlo import read_program
-from jddp.job.build import build
+from jddp.trainer.job.build import build
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EVERY = 16  # steps between two outer steps

@@ -222,14 +222,14 @@ def watching(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
 
 def default_job(overrides: dict[str, Any]) -> Any:
     from jddp.config.files import load_config
-    from jddp.job.build import build
+    from jddp.trainer.job.build import build
 
     return build(load_config([], overrides)[0]).ddp
 
 
 def first_batch() -> Any:
     from jddp.config.files import load_config
-    from jddp.job.build import build
+    from jddp.trainer.job.build import build
 
     return build(load_config([], {})[0]).train_batches().batch(0)
 
@@ -292,8 +292,8 @@ def reports(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
 def opened(num_rounds: int) -> dict[str, float]:
     import jddp
     from jddp.config.files import load_config
-    from jddp.job.build import build
-    from jddp.job.job import test_batches
+    from jddp.trainer.job.build import build
+    from jddp.trainer.job.job import test_batches
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         overrides = {"run.dir": f"{folder}/run", "train.num_steps": 2}

@@ -14,7 +14,7 @@ import numpy as np
 from jddp.config.cli import Parser, add_config_arguments, run_command
 from jddp.config.files import load_config
 from jddp.data.order import Order
-from jddp.job.build import build
+from jddp.trainer.job.build import build
 from jddp.trainer.prefetch import Source
 
 

@@ -12,7 +12,7 @@ import optax.contrib
 
 from jddp.engine.optimizer import refuse_unusable
 from jddp.engine.separable import mixes_elements
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.reduce.shards import Flat
 
 RATE = 0.05

@@ -376,7 +376,7 @@ def optimizers() -> str:
 
 def entry(section: str, name: str, found: Any) -> str:
     """A model or a loss: its first sentence, and a table of its arguments."""
-    from jddp.names import defaults_of
+    from jddp.ground.names import defaults_of
 
     inner = getattr(found, "func", found)
     fixed = getattr(found, "keywords", {})

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from jddp.engine.strategy import LogicalReplicas as LogicalReplicas
     from jddp.engine.strategy import ZeRO1 as ZeRO1
     from jddp.engine.sync import LocalSteps as LocalSteps
-    from jddp.errors import ConfigError as ConfigError
-    from jddp.errors import DataError as DataError
-    from jddp.errors import Error as Error
+    from jddp.ground.errors import ConfigError as ConfigError
+    from jddp.ground.errors import DataError as DataError
+    from jddp.ground.errors import Error as Error
     from jddp.inspection.explain import explain as explain
     from jddp.inspection.layers import diagnose as diagnose
     from jddp.inspection.memory import memory as memory
-    from jddp.job.build import train as train
+    from jddp.inspection.verification.verify import verify as verify
     from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
     from jddp.modules.functional import sync_batch_norm as sync_batch_norm
     from jddp.modules.metrics import Mean as Mean
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from jddp.reduce.plan import BucketPlan as BucketPlan
     from jddp.reduce.powersgd import powersgd as powersgd
     from jddp.reduce.reducer import average_gradients as average_gradients
-    from jddp.runs.opened import open_run as open_run
     from jddp.trainer.fit import fit as fit
+    from jddp.trainer.job.build import train as train
     from jddp.trainer.options import Checks as Checks
     from jddp.trainer.options import Evaluation as Evaluation
     from jddp.trainer.options import Keep as Keep
     from jddp.trainer.run import Callback as Callback
     from jddp.trainer.run import Run as Run
+    from jddp.trainer.runs.opened import open_run as open_run
     from jddp.trainer.saving import Checkpoints as Checkpoints
     from jddp.trainer.watching import EarlyStopping as EarlyStopping
     from jddp.trainer.watching import KeepBest as KeepBest
-    from jddp.verification.verify import verify as verify
     from jddp.workbench.objective import objective as objective
 
 __version__ = "0.1.0"
@@ -62,11 +62,11 @@ _HOMES = {
     "Checks": "trainer.options",
     "CommHook": "reduce.hooks",
     "Config": "config.schema",
-    "ConfigError": "errors",
-    "DataError": "errors",
+    "ConfigError": "ground.errors",
+    "DataError": "ground.errors",
     "DataParallel": "data_parallel",
     "EarlyStopping": "trainer.watching",
-    "Error": "errors",
+    "Error": "ground.errors",
     "Evaluation": "trainer.options",
     "FSDP": "engine.strategy",
     "Keep": "trainer.options",
@@ -89,13 +89,13 @@ _HOMES = {
     "launch": "commands.launch",
     "memory": "inspection.memory",
     "objective": "workbench.objective",
-    "open_run": "runs.opened",
+    "open_run": "trainer.runs.opened",
     "powersgd": "reduce.powersgd",
     "register_batch_norm": "modules.batch_norm",
     "replica_key": "engine.mesh",
     "sync_batch_norm": "modules.functional",
-    "train": "job.build",
-    "verify": "verification.verify",
+    "train": "trainer.job.build",
+    "verify": "inspection.verification.verify",
 }
 
 __all__ = sorted(_HOMES)
@@ -104,7 +104,7 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'jddp' has no attribute {name!r}")
-    importlib.import_module("jddp.errors").log_printable()
+    importlib.import_module("jddp.ground.errors").log_printable()
     return getattr(importlib.import_module(f"jddp.{_HOMES[name]}"), name)
 
 

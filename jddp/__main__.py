@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from jddp.config.versions import versions
-from jddp.errors import ExitCode, report
-from jddp.names.plugins import COMMANDS as ADDED
-from jddp.names.plugins import find, run_added
+from jddp.ground.errors import ExitCode, report
+from jddp.ground.names.plugins import COMMANDS as ADDED
+from jddp.ground.names.plugins import find, run_added
 
 COMMANDS = {
     "init": "start a project: a config, a model, a loss and data to change",

@@ -3,7 +3,7 @@
 import functools
 import sys
 
-from jddp.names.plugins import run_added
+from jddp.ground.names.plugins import run_added
 
 main = functools.partial(run_added, "compare")
 

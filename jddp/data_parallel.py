@@ -59,14 +59,14 @@ from jddp.engine.strategy import (
     choose_strategy,
 )
 from jddp.engine.view import Clip
+from jddp.ground.names import refuses_unknown
+from jddp.ground.names.synonyms import OF_DATA_PARALLEL
+from jddp.ground.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree, Shown
 from jddp.modules.base import Frozen, thaw
 from jddp.modules.batch_norm import Sync
 from jddp.modules.functional import functional
 from jddp.modules.rows import as_arrays
-from jddp.names import refuses_unknown
-from jddp.names.synonyms import OF_DATA_PARALLEL
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree, Shown
 from jddp.zoo.losses import outputs
 
 

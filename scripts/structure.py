@@ -1,6 +1,6 @@
 """Counts how jddp is built, from its source and without importing it; `sizes.py` prints the counts.
 
-modules = read_modules()                # {"jddp.names": its syntax tree, ...}
+modules = read_modules()                # {"jddp.ground.names": its syntax tree, ...}
 reached("jddp.engine.step", imports(modules))
 """
 

@@ -7,8 +7,8 @@ from acceptance.result import Machine, PartResult
 from jddp.config.options import Reduction
 from jddp.inspection.explain import explain
 from jddp.inspection.machine import BAD, OK, WARN
-from jddp.verification.findings import Comparison, Verification, compare
-from jddp.verification.verify import verify
+from jddp.inspection.verification.findings import Comparison, Verification, compare
+from jddp.inspection.verification.verify import verify
 
 # The CPU's kernels are from another library. TF32 would be off by 1e-3 and more.
 _TO_CPU = 5e-4

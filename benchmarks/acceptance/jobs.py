@@ -9,7 +9,7 @@ import numpy as np
 
 from acceptance.result import Machine
 from jddp.data_parallel import DataParallel
-from jddp.typing import JsonObject, LossFn
+from jddp.ground.typing import JsonObject, LossFn
 from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import CNN, GPT, Module, ResNet
 from jddp.zoo.models.resnet import BasicBlock

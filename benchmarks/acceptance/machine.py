@@ -9,7 +9,7 @@ from acceptance.published import topology
 from acceptance.result import Machine, PartResult, worst
 from jddp.distributed.gpus import INSTALL, may_use_gpus, run_program, why_missing
 from jddp.distributed.join import require_devices
-from jddp.errors import DeviceError
+from jddp.ground.errors import DeviceError
 from jddp.inspection.machine import check_busy, check_devices
 from jddp.inspection.memory import in_words
 

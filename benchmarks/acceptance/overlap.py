@@ -9,7 +9,7 @@ from acceptance.equal import BUCKET_MB
 from acceptance.jobs import gpt, step_seconds
 from acceptance.result import SKIP, Machine, PartResult
 from jddp.config.options import Reduction
-from jddp.errors import DataError
+from jddp.ground.errors import DataError
 from jddp.inspection.machine import OK, WARN
 from jddp.workbench.trace import DeviceTime, read_trace
 

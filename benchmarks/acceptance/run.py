@@ -18,7 +18,7 @@ from acceptance.parts import PARTS
 from acceptance.result import SKIP, Machine, Part, PartResult
 from jddp.distributed.apart import started_apart
 from jddp.distributed.gpus import add_flag, may_use_gpus
-from jddp.errors import DeviceError, ExitCode, file_errors, show
+from jddp.ground.errors import DeviceError, ExitCode, file_errors, show
 from jddp.inspection.machine import BAD, Finding
 
 _LAST_LINES = 15

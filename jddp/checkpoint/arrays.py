@@ -19,8 +19,8 @@ import numpy as np
 from jddp.distributed.coordination import num_processes
 from jddp.engine.digest import as_words, digests
 from jddp.engine.state import Divided, Layout, PerReplica, Replicated, Sharded, by_path
-from jddp.errors import ConfigError, printable
-from jddp.typing import JsonObject, Leaf, PyTree, Settings
+from jddp.ground.errors import ConfigError, printable
+from jddp.ground.typing import JsonObject, Leaf, PyTree, Settings
 
 Layouts = Mapping[str, Layout]  # by path
 Described = dict[str, JsonObject]

@@ -54,9 +54,9 @@ from jddp.checkpoint.storage import Storage
 from jddp.distributed.coordination import computing, from_first, gather
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.state import TrainState, by_path
-from jddp.errors import FileSystemError, ReplicaMismatchError
-from jddp.files import SameFolder, make_folder
-from jddp.typing import PyTree, Settings
+from jddp.ground.errors import FileSystemError, ReplicaMismatchError
+from jddp.ground.files import SameFolder, make_folder
+from jddp.ground.typing import PyTree, Settings
 
 DeviceArrays = Mapping[str, jax.Array]
 log = logging.getLogger("jddp")

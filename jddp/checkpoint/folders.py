@@ -24,9 +24,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from jddp.errors import ConfigError, file_errors
-from jddp.files import WRITE_BY_OTHERS, opener, sync_directory
-from jddp.names import few
+from jddp.ground.errors import ConfigError, file_errors
+from jddp.ground.files import WRITE_BY_OTHERS, opener, sync_directory
+from jddp.ground.names import few
 
 log = logging.getLogger("jddp")
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from jddp.distributed.signals import in_forked_children
-from jddp.errors import words_of
-from jddp.files import opener
+from jddp.ground.errors import words_of
+from jddp.ground.files import opener
 
 log = logging.getLogger("jddp")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 LITERAL = "@python"  # the only key of an object that holds a literal
 

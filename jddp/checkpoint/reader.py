@@ -39,10 +39,10 @@ from jddp.checkpoint.folders import find_damage, finished, first_line
 from jddp.engine.evaluation import optimizer_params, read_in_evaluation
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import merged
-from jddp.errors import FileSystemError, printable
-from jddp.files import SameFolder
+from jddp.ground.errors import FileSystemError, printable
+from jddp.ground.files import SameFolder
+from jddp.ground.typing import JsonObject, Leaf, PyTree
 from jddp.modules.base import thaw
-from jddp.typing import JsonObject, Leaf, PyTree
 
 # If several reads or writes fail, the first error is raised. Asyncio would print the others, and
 # Python errors that TensorStore reports later, to a loop that orbax has closed.

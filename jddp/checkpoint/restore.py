@@ -26,9 +26,9 @@ from jddp.checkpoint.reader import read_described, read_object
 from jddp.engine.evaluation import UNAVERAGED
 from jddp.engine.mesh import in_a_row, replicated, sharded
 from jddp.engine.state import Layout, PerReplica, Replicated, TrainState, by_path, merged
-from jddp.errors import ConfigError, FileSystemError
+from jddp.ground.errors import ConfigError, FileSystemError
+from jddp.ground.typing import JsonObject, Leaf
 from jddp.reduce.shards import Shape
-from jddp.typing import JsonObject, Leaf
 
 MOST_PATHS = 20  # of arrays that differ, in an error
 

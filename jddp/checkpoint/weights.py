@@ -38,8 +38,8 @@ from jddp.checkpoint.reader import (
     read_values,
 )
 from jddp.engine.state import Replicated, by_path
-from jddp.errors import ConfigError, DataError, FileSystemError, file_errors
-from jddp.typing import PyTree, Settings
+from jddp.ground.errors import ConfigError, DataError, FileSystemError, file_errors
+from jddp.ground.typing import PyTree, Settings
 
 HostArrays = dict[str, np.ndarray]
 KEY = "jddp"  # of the text

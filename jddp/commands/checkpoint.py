@@ -8,8 +8,8 @@ from pathlib import Path
 from jddp.checkpoint.storage import local_copy
 from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
-from jddp.errors import FileSystemError, UsageError, show
-from jddp.names.plugins import tool
+from jddp.ground.errors import FileSystemError, UsageError, show
+from jddp.ground.names.plugins import tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:

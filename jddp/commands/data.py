@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from jddp.config.cli import Parser, add_trust, run_command
 from jddp.config.permissions import expand
-from jddp.errors import show
-from jddp.names.plugins import tool
+from jddp.ground.errors import show
+from jddp.ground.names.plugins import tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list_rows(arguments: argparse.Namespace) -> None:
-    from jddp.runs.rows import rows_of_step
+    from jddp.trainer.runs.rows import rows_of_step
 
     found = rows_of_step(arguments.run_dir, arguments.step, trust=arguments.trust)
     show(json.dumps(dataclasses.asdict(found)) if arguments.json else str(found))

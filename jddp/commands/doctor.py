@@ -19,7 +19,7 @@ from pathlib import Path
 from jddp.config.cli import Parser, run_command, share_gpus
 from jddp.config.permissions import expand
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
-from jddp.errors import ExitCode, FileSystemError, UsageError, show
+from jddp.ground.errors import ExitCode, FileSystemError, UsageError, show
 
 ACCEPTANCE = Path(__file__).parents[2] / "benchmarks" / "gpu_acceptance.py"  # of a checkout
 
@@ -77,8 +77,8 @@ def _compare_rates(files: Sequence[str]) -> int:
     """Prints whether the data of a job keep up with its steps."""
     from jddp.config.files import load_config
     from jddp.inspection.machine import OK, WARN, Finding
-    from jddp.job.build import build
-    from jddp.job.data_rate import measure_data_rate
+    from jddp.trainer.job.build import build
+    from jddp.trainer.job.data_rate import measure_data_rate
 
     config, _ = load_config(files)
     share_gpus()  # with a job that may run there

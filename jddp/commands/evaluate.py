@@ -10,11 +10,11 @@ from json import dumps
 from typing import Any
 
 from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
-from jddp.errors import printable, report, show
+from jddp.ground.errors import printable, report, show
+from jddp.ground.typing import Record
 from jddp.trainer.reports.display import columns_of
 from jddp.trainer.reports.lines import not_finite_values, tables_in
 from jddp.trainer.reports.metrics_file import as_json
-from jddp.typing import Record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _evaluate(*, json: bool, **chosen: Any) -> None:
     from jddp.distributed.coordination import process_index
-    from jddp.runs.opened import open_run
+    from jddp.trainer.runs.opened import open_run
 
     share_gpus()  # with the run, which may still train
     run = open_run(**chosen)

@@ -23,8 +23,8 @@ from jddp.config.cli import (
     run_command,
     share_gpus,
 )
-from jddp.errors import ExitCode, UsageError, show
-from jddp.names.plugins import tool
+from jddp.ground.errors import ExitCode, UsageError, show
+from jddp.ground.names.plugins import tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     config, _ = load_config(arguments.config, arguments.overrides)
     from jddp.inspection.explain import explain
-    from jddp.job.build import build
+    from jddp.trainer.job.build import build
 
     share_gpus()  # with a job that may run there
     job = build(config, needs_data=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
-from jddp.errors import UsageError, file_errors, show
+from jddp.ground.errors import UsageError, file_errors, show
 
 # A wheel carries the files inside the package, a checkout has them in examples/project.
 _ROOT = Path(__file__).parents[2]

@@ -25,8 +25,8 @@ from jddp.distributed.group import Launch
 from jddp.distributed.identity import check_address, loopback
 from jddp.distributed.join import START
 from jddp.distributed.launcher import NodeRunner, supervise
-from jddp.errors import UsageError
-from jddp.names.plugins import tool
+from jddp.ground.errors import UsageError
+from jddp.ground.names.plugins import tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 
 from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
 from jddp.config.permissions import expand
-from jddp.errors import UsageError, show
-from jddp.names.plugins import tool
+from jddp.ground.errors import UsageError, show
+from jddp.ground.names.plugins import tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,10 +40,10 @@ def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
         )
     share_gpus()  # with the run, which may still train
     if prompt is not None:
-        from jddp.runs.opened import open_run
+        from jddp.trainer.runs.opened import open_run
 
         show(tool("prompt")(open_run(**run, mesh=1), prompt, **chosen))
     else:
-        from jddp.runs.predictions import predict_file
+        from jddp.trainer.runs.predictions import predict_file
 
         show(f"predictions for {predict_file(data=data, out=out, **run):,} rows are in {out}")

@@ -22,12 +22,12 @@ import numpy as np
 
 from jddp.config.versions import versions
 from jddp.data.source import DataSet, Streams
+from jddp.ground.names import accepted_names
 from jddp.inspection.memory import Memory, in_words
 from jddp.inspection.memory import memory as memory_of
-from jddp.job.data_rate import measure_data_rate
-from jddp.job.job import Job
-from jddp.job.optimizers import optimizer_table, period_of
-from jddp.names import accepted_names
+from jddp.trainer.job.data_rate import measure_data_rate
+from jddp.trainer.job.job import Job
+from jddp.trainer.job.optimizers import optimizer_table, period_of
 from jddp.trainer.options import as_period
 from jddp.trainer.out_of_memory import NOTHING_FITS, ways_out
 from jddp.trainer.prefetch import NUM_AHEAD

@@ -34,8 +34,8 @@ from jddp.distributed.failure_file import RESULT, describe_failure, write_failur
 from jddp.distributed.gpus import add_flag
 from jddp.distributed.schedulers import resolve_identity
 from jddp.distributed.signals import stop_signals
-from jddp.errors import Error, ExitCode, report, show
-from jddp.names.plugins import tool
+from jddp.ground.errors import Error, ExitCode, report, show
+from jddp.ground.names.plugins import tool
 
 EXAMPLES = """\
 e.g. python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
@@ -92,7 +92,7 @@ def _start(arguments: argparse.Namespace) -> int:
 
 def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int:
     from jddp.commands.summary import closing, opening, preview
-    from jddp.job.build import build
+    from jddp.trainer.job.build import build
     from jddp.trainer.reports.display import columns_of
     from jddp.trainer.reports.metrics_file import as_json
 
@@ -123,7 +123,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int
 
 
 def _try_out(config: Config) -> int:
-    from jddp.job.build import build, fast_dev_run
+    from jddp.trainer.job.build import build, fast_dev_run
 
     with fast_dev_run(config) as short:
         run = build(short).run()

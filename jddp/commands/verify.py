@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 
 from jddp.config.cli import Parser, add_config_arguments, run_command, share_gpus
-from jddp.errors import ExitCode, show
+from jddp.ground.errors import ExitCode, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from jddp.config.files import load_config
 
     config, name = load_config(arguments.config, arguments.overrides)
-    from jddp.job.build import build
+    from jddp.trainer.job.build import build
 
     share_gpus()  # with a job that may run there
     report = build(config).verify()

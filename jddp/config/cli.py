@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jddp.distributed.exits import process
-from jddp.errors import Error, ExitCode, UsageError, file_errors, log_printable, report
-from jddp.files import check_writable
-from jddp.names import did_you_mean
+from jddp.ground.errors import Error, ExitCode, UsageError, file_errors, log_printable, report
+from jddp.ground.files import check_writable
+from jddp.ground.names import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):

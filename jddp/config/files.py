@@ -26,9 +26,9 @@ from jddp.config.keys import REMOVED, ConfigMistakes, Mistake
 from jddp.config.options import DdpConfig, WordedSection
 from jddp.config.permissions import expand
 from jddp.config.schema import Config
-from jddp.errors import ConfigError
-from jddp.names import did_you_mean
-from jddp.typing import JsonObject, Settings
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import did_you_mean
+from jddp.ground.typing import JsonObject, Settings
 
 log = logging.getLogger("jddp")
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from jddp.errors import ConfigError
-from jddp.names import did_you_mean
-from jddp.names.synonyms import KEYS
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import did_you_mean
+from jddp.ground.names.synonyms import KEYS
 
 KeyPath = tuple[str, ...]
 Schema = type[BaseModel]

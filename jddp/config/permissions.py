@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from jddp.errors import ConfigError, FileSystemError, file_errors
+from jddp.ground.errors import ConfigError, FileSystemError, file_errors
 
 
 def is_url(path: str | Path) -> bool:

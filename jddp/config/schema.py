@@ -15,8 +15,8 @@ from pydantic.functional_validators import AfterValidator
 from jddp.config.keys import REMOVED, ConfigMistakes, describe_mistakes, keys_of, removed
 from jddp.config.options import DdpConfig, NamedSection, Section, WithArguments, option
 from jddp.config.permissions import expand, is_url
-from jddp.errors import ConfigError
-from jddp.names import did_you_mean, direction_of
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import did_you_mean, direction_of
 
 
 def _expanded(path: str) -> str:

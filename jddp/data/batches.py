@@ -26,10 +26,10 @@ import numpy as np
 from jddp.data.examples import Examples, NumpyBatch, Subset, as_examples
 from jddp.data.order import ExampleOrder, Order
 from jddp.data.transforms import NUM_PAIR_DRAWS, Chain, Mix, Transform, chain_of
-from jddp.errors import ConfigError, DataError
-from jddp.names import refuses_unknown
-from jddp.names.synonyms import OF_BATCHES, OF_EVAL_BATCHES
-from jddp.typing import TRANSFORM, Batch, Shown, TextTable
+from jddp.ground.errors import ConfigError, DataError
+from jddp.ground.names import refuses_unknown
+from jddp.ground.names.synonyms import OF_BATCHES, OF_EVAL_BATCHES
+from jddp.ground.typing import TRANSFORM, Batch, Shown, TextTable
 
 ENDLESS = 2**62
 

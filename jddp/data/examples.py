@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jddp.errors import DataError
-from jddp.typing import Settings
+from jddp.ground.errors import DataError
+from jddp.ground.typing import Settings
 
 NumpyBatch = dict[str, np.ndarray]
 

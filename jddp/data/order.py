@@ -37,8 +37,8 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from jddp.errors import ConfigError, DataError
-from jddp.typing import Settings
+from jddp.ground.errors import ConfigError, DataError
+from jddp.ground.typing import Settings
 
 Stream = Literal["order", "augment", "weights", "mixture"]
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 
 class Reached(NamedTuple):

@@ -19,8 +19,8 @@ from jddp.data.batches import Share
 from jddp.data.examples import Concatenated, Examples, Subset, as_examples
 from jddp.data.order import ExampleOrder, MixtureOrder
 from jddp.data.transforms import Transform
-from jddp.errors import ConfigError, DataError, UsageError
-from jddp.typing import Batches, JsonObject, Shown, TextTable
+from jddp.ground.errors import ConfigError, DataError, UsageError
+from jddp.ground.typing import Batches, JsonObject, Shown, TextTable
 
 Spec = dict[str, tuple[tuple[int, ...], np.dtype]]
 

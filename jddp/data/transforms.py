@@ -32,8 +32,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jddp.data.examples import Concatenated, Examples, NumpyBatch, Subset, column_of
-from jddp.errors import ConfigError, DataError
-from jddp.typing import JsonObject
+from jddp.ground.errors import ConfigError, DataError
+from jddp.ground.typing import JsonObject
 
 DRAWS = "draws"  # the entry of a batch with the random numbers of its transforms
 

@@ -23,8 +23,8 @@ import numpy as np
 from jddp.data.batches import TrainBatches
 from jddp.data.examples import NumpyBatch
 from jddp.data.sources.files import import_extra
-from jddp.errors import DataError
-from jddp.typing import Batch
+from jddp.ground.errors import DataError
+from jddp.ground.typing import Batch
 
 # Batches that a worker reads ahead.
 BUFFER = 2

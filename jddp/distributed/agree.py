@@ -21,7 +21,7 @@ from jddp.distributed.coordination import from_first, gather, num_processes, pro
 from jddp.distributed.gpus import list_gpus, may_use_gpus, num_nvidia, plugins
 from jddp.distributed.identity import CUDA, Identity, shown
 from jddp.distributed.rendezvous import refuse_differences
-from jddp.errors import ConfigError, report
+from jddp.ground.errors import ConfigError, report
 
 _SECONDS = 120.0  # the other processes may still be busy
 _IS_ON, _FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"

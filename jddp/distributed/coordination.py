@@ -35,7 +35,7 @@ import jax
 from jax._src import distributed, xla_bridge
 from jaxlib import _jax
 
-from jddp.typing import PyTree
+from jddp.ground.typing import PyTree
 
 _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()

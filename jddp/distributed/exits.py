@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from jddp.files import SameFolder
+    from jddp.ground.files import SameFolder
 
 
 @dataclass

@@ -42,8 +42,8 @@ from jddp.distributed.failure_file import (
     write_failure,
 )
 from jddp.distributed.schedulers import LAUNCHED
-from jddp.errors import Error, ExitCode, report
-from jddp.typing import JsonObject
+from jddp.ground.errors import Error, ExitCode, report
+from jddp.ground.typing import JsonObject
 
 _KEY, _GONE, _LEFT, _HOST = "jddp/failed", "jddp/failed/gone", "jddp/left", "jddp/host"
 _MOMENT = 1.0  # seconds in which another process that fails reports its failure

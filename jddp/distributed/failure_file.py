@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from jddp.distributed.exits import process
-from jddp.errors import ExitCode
-from jddp.files import SameFolder
-from jddp.typing import JsonObject
+from jddp.ground.errors import ExitCode
+from jddp.ground.files import SameFolder
+from jddp.ground.typing import JsonObject
 
 VARIABLE, RESULT = "JDDP_FAILURE_FILE", "JDDP_RESULT_FILE"
 _EARLY = "ended too early{}, while others wait for it: give all equally many steps and batches"

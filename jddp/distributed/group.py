@@ -30,7 +30,7 @@ from jddp.distributed.gpus import huge_pages, num_amd, num_nvidia
 from jddp.distributed.identity import CUDA, JOB, ROCR, VARIABLES, visible_in
 from jddp.distributed.output import Output
 from jddp.distributed.schedulers import LAUNCHED
-from jddp.errors import ConfigError, file_errors
+from jddp.ground.errors import ConfigError, file_errors
 
 POLL_SECONDS = 0.02
 

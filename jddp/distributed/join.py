@@ -19,7 +19,7 @@ from jddp.distributed.gpus import Missing, may_use_gpus, plugin_errors, why_miss
 from jddp.distributed.identity import JOB, Identity, is_number, shown
 from jddp.distributed.rendezvous import Member, RendezvousClient, connect_to
 from jddp.distributed.rendezvous_server import RendezvousServer
-from jddp.errors import ConfigError, DeviceError, ExitCode, report
+from jddp.ground.errors import ConfigError, DeviceError, ExitCode, report
 
 START, HEARTBEAT = "JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"
 _DEFAULTS = {START: "300", HEARTBEAT: "100"}

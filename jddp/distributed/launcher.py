@@ -27,7 +27,7 @@ from jddp.distributed.outcome import (
 )
 from jddp.distributed.output import CONSOLE
 from jddp.distributed.signals import Signals
-from jddp.errors import CoordinatorError, ExitCode, report
+from jddp.ground.errors import CoordinatorError, ExitCode, report
 
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal

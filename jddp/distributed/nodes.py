@@ -16,8 +16,8 @@ from jddp.distributed.identity import JOB, loopback
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import Infos, Member, RendezvousClient
 from jddp.distributed.rendezvous_server import RendezvousServer, listen
-from jddp.errors import CoordinatorError
-from jddp.typing import JsonObject
+from jddp.ground.errors import CoordinatorError
+from jddp.ground.typing import JsonObject
 
 _NUM_PORTS = 64  # above the coordinator's, of which one is free
 

@@ -16,8 +16,8 @@ from jddp.distributed.failure_file import (
     write_failure,
 )
 from jddp.distributed.group import Group, Worker
-from jddp.errors import ExitCode
-from jddp.typing import JsonObject
+from jddp.ground.errors import ExitCode
+from jddp.ground.typing import JsonObject
 
 # Failures that a restart with the same command repeats.
 DETERMINISTIC = {ExitCode.USAGE, ExitCode.DATA, ExitCode.OUT_OF_MEMORY}

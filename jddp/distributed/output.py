@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from jddp.errors import report, words_of
+from jddp.ground.errors import report, words_of
 
 NUM_LINES = 200  # of standard error that are kept
 _SHOWN = 20  # of them, without a traceback

@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import wait
 
-from jddp.errors import CoordinatorError, ProcessMismatchError, report, words_of
-from jddp.typing import JsonObject, Settings
+from jddp.ground.errors import CoordinatorError, ProcessMismatchError, report, words_of
+from jddp.ground.typing import JsonObject, Settings
 
 POLL_SECONDS = 0.02
 _SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up

@@ -17,8 +17,8 @@ from jddp.distributed.rendezvous import (
     Notice,
     refuse_differences,
 )
-from jddp.errors import CoordinatorError, Error, ProcessMismatchError, words_of
-from jddp.typing import JsonObject
+from jddp.ground.errors import CoordinatorError, Error, ProcessMismatchError, words_of
+from jddp.ground.typing import JsonObject
 
 PATIENCE_SECONDS = 30.0  # for further members, when there are enough
 _MESSAGE_SECONDS = 10.0  # for the first message of a connection, and for the rest of one

@@ -34,7 +34,7 @@ from jddp.distributed.identity import (
     shown,
     visible_in,
 )
-from jddp.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, UsageError
 
 LAUNCHED = "JDDP_LAUNCHED"  # by jddp: JAX's variables count, whatever scheduler is around
 JOIN = "from jddp import distributed", "distributed.initialize(distributed.resolve_identity())"

@@ -40,7 +40,7 @@ from jddp.distributed.exits import (
     show_cursor,
     write_line,
 )
-from jddp.errors import ExitCode
+from jddp.ground.errors import ExitCode
 
 # A second signal within this time repeats the first: schedulers, and GNU `timeout`, signal a
 # process and then its group.

@@ -30,9 +30,9 @@ from jddp.distributed import coordination as service
 from jddp.distributed import failure, failure_file
 from jddp.distributed.apart import started_apart
 from jddp.distributed.exits import process
-from jddp.errors import ExitCode
-from jddp.files import make_folder, opener
-from jddp.typing import JsonObject, Settings
+from jddp.ground.errors import ExitCode
+from jddp.ground.files import make_folder, opener
+from jddp.ground.typing import JsonObject, Settings
 
 _ANSWER_SECONDS = 5.0
 _TICK = 0.5  # seconds

@@ -7,8 +7,8 @@ from typing import TypeVar
 import jax
 
 from jddp.distributed.coordination import computing
-from jddp.errors import ConfigError
-from jddp.typing import PyTree
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import PyTree
 
 Result = TypeVar("Result")
 _CHECKS = {"jax_debug_nans": jax.debug_nans, "jax_debug_infs": jax.debug_infs}

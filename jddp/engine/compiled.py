@@ -45,11 +45,11 @@ from jddp.engine.state import (
     shapes_of,
 )
 from jddp.engine.step import make_gradients, make_step
-from jddp.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, UsageError
+from jddp.ground.typing import Batch, Leaf, PyTree, Settings
 from jddp.modules.functional import refuse_constants
 from jddp.modules.rows import as_arrays
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, Leaf, PyTree, Settings
 
 
 class Call(NamedTuple):

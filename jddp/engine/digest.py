@@ -24,8 +24,8 @@ from jaxtyping import Array, UInt32
 from jddp.distributed.coordination import computing
 from jddp.engine.mesh import axis_of, in_a_row, num_parts, over_replicas
 from jddp.engine.state import name_of
-from jddp.errors import UsageError
-from jddp.typing import PyTree
+from jddp.ground.errors import UsageError
+from jddp.ground.typing import PyTree
 
 SMALL = 2**14  # elements
 # XLA:CPU would write all mixed words into memory, and add them up in several kernels, which take

@@ -36,12 +36,12 @@ from jddp.engine.moving_average import first_average
 from jddp.engine.processes import from_all_processes
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, Values, by_path, name_of, widened
-from jddp.errors import ConfigError, UsageError, check_choice
+from jddp.ground.errors import ConfigError, UsageError, check_choice
+from jddp.ground.typing import Batch, Batches, Leaf, LossFn, Metrics, ModelState, Params, PyTree
 from jddp.modules.forward import mask_of, run_forward
 from jddp.modules.functional import name_constants, name_key
 from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
 from jddp.modules.rows import as_arrays, check_rows, count_rows
-from jddp.typing import Batch, Batches, Leaf, LossFn, Metrics, ModelState, Params, PyTree
 
 
 def pad_rows(batch: Batch, room: int) -> tuple[Batch, np.ndarray]:

@@ -22,7 +22,7 @@ from jddp.engine.calls import run_compiled
 from jddp.engine.compiled import Call
 from jddp.engine.planned import Planned
 from jddp.engine.state import TrainState
-from jddp.typing import Metrics
+from jddp.ground.typing import Metrics
 
 Stepped = tuple[TrainState, Metrics]
 

@@ -21,11 +21,11 @@ from jddp.engine.mesh import (
 )
 from jddp.engine.spec import Step
 from jddp.engine.state import CommState, Inputs, Layout, Replicated, TrainState, Values
+from jddp.ground.typing import Leaf, ModelState, Params, PyTree
 from jddp.modules.base import freeze, thaw
 from jddp.modules.functional import name_constants, name_key
 from jddp.reduce.reducer import unless_set
 from jddp.reduce.shards import Division
-from jddp.typing import Leaf, ModelState, Params, PyTree
 
 
 def make_init(step: Step, mesh: Mesh) -> Wrapped:

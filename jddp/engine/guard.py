@@ -27,10 +27,10 @@ from jaxtyping import Array
 from jddp.engine.micro_batches import Scale
 from jddp.engine.state import KeepsOwn, TrainState, own_layouts
 from jddp.engine.view import View
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import HookState, Metrics, PyTree
 from jddp.modules.metrics import mean_tree
 from jddp.reduce.hooks import CommHook, GradBucket, Units
-from jddp.typing import HookState, Metrics, PyTree
 
 DYNAMIC = "dynamic"
 FIRST = 2.0**16

@@ -22,8 +22,8 @@ from jddp.engine.mesh import replicate, sharded, with_shardings
 from jddp.engine.planned import Planned
 from jddp.engine.processes import connect, from_process_zero
 from jddp.engine.state import Inputs, TrainState, Values, by_path, stack_rows
-from jddp.errors import ConfigError, UsageError
-from jddp.typing import Leaf, Params, PyTree
+from jddp.ground.errors import ConfigError, UsageError
+from jddp.ground.typing import Leaf, Params, PyTree
 
 
 class First(NamedTuple):

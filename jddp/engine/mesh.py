@@ -19,10 +19,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 
 from jddp.engine.state import Inputs, Layout, TrainState
-from jddp.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, UsageError
+from jddp.ground.typing import Batch, Leaf, PyTree
 from jddp.modules.base import stream
 from jddp.modules.rows import check_rows, count_rows
-from jddp.typing import Batch, Leaf, PyTree
 
 AXIS = "data"
 AXIS_HERE: ContextVar[str] = ContextVar("axis", default=AXIS)  # of the traced step

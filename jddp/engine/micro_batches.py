@@ -29,7 +29,8 @@ from jaxtyping import Array
 
 from jddp.engine.state import Inputs, TrainState, is_float, widened
 from jddp.engine.view import View
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import Batch, Grads, LossFn, ModelState, Params, Path, PyTree
 from jddp.modules.base import FlaxModel
 from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.metrics import Sums, mask_in
@@ -37,7 +38,6 @@ from jddp.modules.rows import split_rows
 from jddp.reduce.backward import Backward, Finished, Gradients, Running, trace_backward
 from jddp.reduce.hooks import Units, power_of_two_within
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, Grads, LossFn, ModelState, Params, Path, PyTree
 
 
 @dataclass(frozen=True)

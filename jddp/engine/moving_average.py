@@ -18,9 +18,9 @@ from jddp.engine.state import (
     parts_in,
     widened,
 )
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import Leaf, ModelState, OptState
 from jddp.modules.base import is_frozen
-from jddp.typing import Leaf, ModelState, OptState
 
 
 @final

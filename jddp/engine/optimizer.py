@@ -35,11 +35,11 @@ from jddp.engine.separable import at_least_1d, mixes_elements, update
 from jddp.engine.spec import Placement
 from jddp.engine.state import Replicated, Sharded, TrainState, name_of, parts_in
 from jddp.engine.view import View, own_shards
-from jddp.errors import ConfigError, check_choice
+from jddp.ground.errors import ConfigError, check_choice
+from jddp.ground.typing import Grads, Leaf, OptState, Params, Path, PyTree
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
 from jddp.reduce.shards import Division, Flat
-from jddp.typing import Grads, Leaf, OptState, Params, Path, PyTree
 
 OPTIMIZER = "optimizer_update"  # the scope of the equations of an optimizer
 GATHERED = "optimizer_whole"  # the scope of the gathers for an optimizer of whole arrays

@@ -21,13 +21,13 @@ from jddp.engine.micro_batches import WHOLE, Loss, ParameterSource, Pullback
 from jddp.engine.spec import Placement, TraceLoss
 from jddp.engine.state import Divided, Layout, Replicated, name_of
 from jddp.engine.view import View, view_of_parts
-from jddp.errors import ConfigError
-from jddp.jaxprs import equations
+from jddp.ground.errors import ConfigError
+from jddp.ground.jaxprs import equations
+from jddp.ground.typing import Grads, Leaf, Params, Path, PyTree
 from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, Origin, forget
 from jddp.reduce.plan import BucketPlan, GatheredUnit, in_mebibytes
 from jddp.reduce.shards import AlongDim, Groups, Shape, divided_dim
 from jddp.reduce.units import Part, list_units
-from jddp.typing import Grads, Leaf, Params, Path, PyTree
 
 Dims = tuple[int | None, ...]  # along which each leaf is divided
 

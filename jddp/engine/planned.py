@@ -22,11 +22,11 @@ from jddp.engine.mesh import RowSplit, over_replicas
 from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.spec import Step, TraceLoss
 from jddp.engine.state import Inputs, TrainState, form_key, name_of, shapes_of
-from jddp.errors import ConfigError
-from jddp.jaxprs import DRAWING, Followed, follow, has_random_bits
+from jddp.ground.errors import ConfigError
+from jddp.ground.jaxprs import DRAWING, Followed, follow, has_random_bits
+from jddp.ground.typing import Batch, Leaf, ModelState, Params, PyTree
 from jddp.modules.metrics import Sums, weights_in
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, Leaf, ModelState, Params, PyTree
 
 # The first input of each of these is the key, or the first half of one.
 _KEYED = DRAWING - {"rng_uniform"}

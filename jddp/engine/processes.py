@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from jddp.distributed.coordination import awaiting, collect
 from jddp.engine.mesh import axis_of, is_key, over_replicas, platform, sharded
+from jddp.ground.typing import Leaf, PyTree
 from jddp.reduce.shards import Groups
-from jddp.typing import Leaf, PyTree
 
 _DAY_SECONDS = 86_400.0  # A watchdog decides sooner.
 

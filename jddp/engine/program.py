@@ -27,9 +27,9 @@ from jddp.engine.optimizer import trace_whole
 from jddp.engine.planned import Traced, trace
 from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, name_of
+from jddp.ground.typing import Batch, Leaf, Params, Path, PyTree
 from jddp.modules.base import LOSS
 from jddp.modules.precision import MODEL
-from jddp.typing import Batch, Leaf, Params, Path, PyTree
 
 PARTS = ("model", "loss", "optimizer")
 # Names of functions, addresses, and on which devices something lies.

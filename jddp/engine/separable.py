@@ -18,9 +18,9 @@ import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 from jaxtyping import Array
 
-from jddp.jaxprs import Followed, aval_shape, called, follow
+from jddp.ground.jaxprs import Followed, aval_shape, called, follow
+from jddp.ground.typing import Grads, OptState, Params, PyTree, Settings
 from jddp.reduce.shards import Division, Shape
-from jddp.typing import Grads, OptState, Params, PyTree, Settings
 
 # One number for all elements; an element for each; a value in which elements are mixed.
 UNIFORM, SPLIT, MIXED = range(3)

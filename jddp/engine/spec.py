@@ -40,12 +40,7 @@ from jddp.engine.state import (
     leave,
 )
 from jddp.engine.view import Clip, View, view_of_shards
-from jddp.modules.base import FlaxModel
-from jddp.modules.metrics import Sums, sum_over_replicas
-from jddp.reduce.plan import BucketPlan
-from jddp.reduce.reducer import Reducer
-from jddp.reduce.shards import AlongDim, Groups, Shape
-from jddp.typing import (
+from jddp.ground.typing import (
     Batch,
     Grads,
     HookState,
@@ -56,6 +51,11 @@ from jddp.typing import (
     Path,
     PyTree,
 )
+from jddp.modules.base import FlaxModel
+from jddp.modules.metrics import Sums, sum_over_replicas
+from jddp.reduce.plan import BucketPlan
+from jddp.reduce.reducer import Reducer
+from jddp.reduce.shards import AlongDim, Groups, Shape
 
 Evaluate = Callable[[Batch, Array, Array], Sums]  # of a replica's rows, which count, and its key
 Function = Callable[..., PyTree]

@@ -20,10 +20,8 @@ import jax
 from jax import P
 from jax.sharding import NamedSharding
 
-from jddp.errors import UsageError
-from jddp.reduce.plan import in_mebibytes
-from jddp.reduce.shards import Shape
-from jddp.typing import (
+from jddp.ground.errors import UsageError
+from jddp.ground.typing import (
     Batch,
     HookState,
     Leaf,
@@ -35,6 +33,8 @@ from jddp.typing import (
     Shown,
     TextTable,
 )
+from jddp.reduce.plan import in_mebibytes
+from jddp.reduce.shards import Shape
 
 KeepsOwn = Callable[[Path, Leaf], bool]  # whether each replica has its own of a leaf
 Values = tuple[Params, ModelState]  # what a model computes with

@@ -20,10 +20,10 @@ from jddp.engine.mesh import input_specs, over_replicas, platform, shardings
 from jddp.engine.micro_batches import Local
 from jddp.engine.spec import EveryStep, Step
 from jddp.engine.state import Inputs, TrainState
+from jddp.ground.typing import Grads, Metrics, OptState, Params
 from jddp.modules.metrics import mean_tree, means
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import compiler_options
-from jddp.typing import Grads, Metrics, OptState, Params
 
 
 def replica_step(

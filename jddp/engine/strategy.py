@@ -24,7 +24,7 @@ from jddp.engine.mesh import axis_of, count_processes, platform
 from jddp.engine.placement import FullySharded
 from jddp.engine.spec import Devices, EveryStep, Placement, Replicas, Synchronization
 from jddp.engine.sync import LocalSteps
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.modules.base import FlaxModel
 from jddp.reduce.hooks import as_is
 from jddp.reduce.lazy import Lazy

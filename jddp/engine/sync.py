@@ -25,11 +25,11 @@ from jddp.engine.optimizer import OPTIMIZER
 from jddp.engine.spec import Averaged, Synchronization
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
 from jddp.engine.view import View
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import ModelState, Params, Path, PyTree
 from jddp.reduce.backward import Finished
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
-from jddp.typing import ModelState, Params, Path, PyTree
 
 MEAN = optax.sgd(1.0)
 

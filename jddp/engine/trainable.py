@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.state import TrainState
-from jddp.typing import Batch, Batches, Grads, LossFn, Metrics, PyTree
+from jddp.ground.typing import Batch, Batches, Grads, LossFn, Metrics, PyTree
 
 
 @runtime_checkable

@@ -18,9 +18,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.engine.state import widened
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import Grads, Metrics, PyTree
 from jddp.reduce.shards import Groups, own_shard, whole
-from jddp.typing import Grads, Metrics, PyTree
 
 Join = Callable[[Grads], Grads]
 Norm = Float[Array, ""]

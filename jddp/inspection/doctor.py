@@ -39,7 +39,7 @@ from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.distributed.schedulers import explain_unjoined, resolve_identity, unjoined_job
 from jddp.engine.mesh import AXIS, make_mesh, over_replicas, put_rows
 from jddp.engine.processes import from_process_zero
-from jddp.errors import Error, show, words_of
+from jddp.ground.errors import Error, show, words_of
 from jddp.inspection.machine import BAD, OK, WARN, Finding, check_busy, check_devices, check_host
 
 SECONDS = 120.0

@@ -19,14 +19,14 @@ from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import platform
 from jddp.engine.spec import Synchronization
 from jddp.engine.trainable import Trainable
-from jddp.errors import UsageError
+from jddp.ground.errors import UsageError
+from jddp.ground.names.plugins import tool
+from jddp.ground.typing import Batch, JsonObject, Shown, TextTable
 from jddp.inspection.collectives import GRADIENTS, PARAMETERS, Collective, collectives, purpose_of
 from jddp.inspection.hlo import read_program
 from jddp.inspection.memory import FIELDS, Memory, assigned_memory
-from jddp.names.plugins import tool
 from jddp.reduce.plan import Bucket, BucketPlan, in_mebibytes
 from jddp.reduce.units import BETWEEN, UNIT
-from jddp.typing import Batch, JsonObject, Shown, TextTable
 
 SENT = (GRADIENTS, PARAMETERS)
 

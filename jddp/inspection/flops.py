@@ -31,7 +31,15 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from jddp.engine.planned import Traced
-from jddp.jaxprs import aval_shape, called, carried, dtype_of, equations, follow_loop, may_round
+from jddp.ground.jaxprs import (
+    aval_shape,
+    called,
+    carried,
+    dtype_of,
+    equations,
+    follow_loop,
+    may_round,
+)
 
 TF32 = "tf32"  # float32 products, whose factors hardware may round to 11 bits
 KINDS = ("bfloat16", "float16", TF32, "float32")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jddp.errors import UsageError
+from jddp.ground.errors import UsageError
 
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)

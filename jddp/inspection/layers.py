@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jddp.engine.evaluation import make_predict
 from jddp.engine.state import Inputs, TrainState
 from jddp.engine.trainable import Trainable
-from jddp.typing import Batch
+from jddp.ground.typing import Batch
 from jddp.zoo.losses import outputs
 
 Layers = dict[str, dict[str, float]]

@@ -18,8 +18,8 @@ from jddp.distributed.gpus import smallest_bytes
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import platform
 from jddp.engine.trainable import Trainable
+from jddp.ground.typing import Batch, PyTree, Shown, TextTable
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, read_program
-from jddp.typing import Batch, PyTree, Shown, TextTable
 
 FIELDS = ("parameters", "gradients", "optimizer", "other_state", "batch", "temporaries")
 _PREFIX = re.compile(r"(?:jit\([^)]*\)/)?(?:shard_map/)?")

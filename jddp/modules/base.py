@@ -27,12 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jddp.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, UsageError
+from jddp.ground.names import match_paths
+from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 from jddp.modules.batch_norm import Sync
 from jddp.modules.rows import LEFT_OUT, transformed
-from jddp.names import match_paths
 from jddp.reduce.plan import in_mebibytes
-from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 log = logging.getLogger("jddp")
 

@@ -29,7 +29,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.reduce.shards import add_in_pairs
 
 _REGISTERED: set[type] = set()

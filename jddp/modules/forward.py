@@ -20,13 +20,13 @@ from jax.core import eval_jaxpr
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array, Float
 
-from jddp.errors import ConfigError
-from jddp.jaxprs import Followed, axes_of, follow
+from jddp.ground.errors import ConfigError
+from jddp.ground.jaxprs import Followed, axes_of, follow
+from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 from jddp.modules.base import STATISTICS, FlaxModel, name_constants, name_key
 from jddp.modules.batch_norm import Sync
 from jddp.modules.metrics import Mean, Metric, Sums, mask_in, weigh
 from jddp.modules.rows import count_rows
-from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 EQUAL, GROUPED, VARYING = range(3)
 # Collectives whose results are equal on all replicas.

@@ -17,7 +17,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jddp.errors import ConfigError, check_choice
+from jddp.ground.errors import ConfigError, check_choice
 from jddp.modules.base import FlaxModel, Frozen, name_constants, name_key, refuse_constants, stream
 from jddp.modules.batch_norm import Sync
 from jddp.modules.linen import LinenModel, synced_linen

@@ -12,12 +12,12 @@ from flax import linen as nn
 from jax.tree_util import DictKey
 from jaxtyping import Array
 
-from jddp.errors import UsageError
+from jddp.ground.errors import UsageError
+from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 from jddp.modules import batch_norm
 from jddp.modules.base import FlaxModel, MeshAxes, is_saved, stream, takes_train
 from jddp.modules.batch_norm import Sync
 from jddp.modules.precision import CASTS, with_casts
-from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 
 class LinenModel(FlaxModel):

@@ -23,8 +23,8 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from jddp.errors import ConfigError
-from jddp.typing import RESERVED
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import RESERVED
 
 WEIGHTS = ("mask", "loss_mask", "weight", "weights")  # what batches call weights of losses
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 from jddp.modules import batch_norm
 from jddp.modules.base import FlaxModel, MeshAxes, is_saved
 from jddp.modules.batch_norm import Sync
 from jddp.modules.precision import CASTS, with_casts
-from jddp.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 
 
 class NnxModel(FlaxModel):

@@ -33,9 +33,9 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jddp.errors import ConfigError
-from jddp.jaxprs import dtype_of, products
-from jddp.typing import PyTree
+from jddp.ground.errors import ConfigError
+from jddp.ground.jaxprs import dtype_of, products
+from jddp.ground.typing import PyTree
 
 MODEL = "model"  # the scope of a model's equations, inside the scope of its loss
 ALL = range(sys.maxsize)  # inputs, by number

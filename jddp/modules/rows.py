@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from jddp.errors import ConfigError, DataError
-from jddp.typing import TRANSFORM, Batch, Leaf, PyTree
+from jddp.ground.errors import ConfigError, DataError
+from jddp.ground.typing import TRANSFORM, Batch, Leaf, PyTree
 
 # Columns of batches that hold no numbers and were left out, and what they hold.
 LEFT_OUT: dict[str, str] = {}

@@ -34,8 +34,8 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jddp.ground.typing import Grads, Leaf, PyTree
 from jddp.reduce.hooks import GradBucket
-from jddp.typing import Grads, Leaf, PyTree
 
 
 @dataclasses.dataclass(frozen=True)

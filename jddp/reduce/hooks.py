@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jddp.ground.typing import HookState, PyTree
 from jddp.reduce.plan import Bucket, BucketPlan
 from jddp.reduce.shards import Shape
-from jddp.typing import HookState, PyTree
 
 TakeMean = Callable[[PyTree, str], PyTree]
 SplitVector = Callable[[jax.Array, list[Shape]], list[jax.Array]]

@@ -28,7 +28,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from jddp.jaxprs import LOOPS, carried, dtypes
+from jddp.ground.jaxprs import LOOPS, carried, dtypes
+from jddp.ground.typing import PyTree
 from jddp.reduce.backward import evaluate, variables
 from jddp.reduce.units import (
     CALLS,
@@ -40,7 +41,6 @@ from jddp.reduce.units import (
     is_narrowing,
     plan_units,
 )
-from jddp.typing import PyTree
 
 # The sources of a value: no divided parameter, divided parameters alone, or anything.
 CONSTANT, PARAMETERS, ANYTHING = range(3)

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jddp.errors import ConfigError, check_choice
+from jddp.ground.errors import ConfigError, check_choice
+from jddp.ground.typing import HookState, PyTree
 from jddp.reduce.hooks import (
     ON_RESIZE,
     CommHook,
@@ -31,7 +32,6 @@ from jddp.reduce.hooks import (
 )
 from jddp.reduce.plan import Bucket
 from jddp.reduce.shards import Groups, add_in_pairs, own_shard, pack, shard_shape
-from jddp.typing import HookState, PyTree
 
 BucketLayout = Literal["leaf", "flat"]
 Members = tuple[tuple[int, ...], ...]  # of the arrays of a bucket

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from jddp.errors import ConfigError
-from jddp.typing import Path, PyTree, Shown, TextTable
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import Path, PyTree, Shown, TextTable
 
 MEBIBYTE = 2**20
 

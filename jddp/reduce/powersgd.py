@@ -23,10 +23,10 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import PyTree
 from jddp.reduce.hooks import CommHook, GradBucket, mean_over
 from jddp.reduce.plan import Bucket, BucketPlan
-from jddp.typing import PyTree
 
 State = dict[str, PyTree]
 # Rounding leaves this fraction of a column in the span of those before it, which is no direction.

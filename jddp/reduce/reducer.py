@@ -33,13 +33,13 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from jddp.errors import ConfigError, check_choice
+from jddp.ground.errors import ConfigError, check_choice
+from jddp.ground.typing import Grads, HookState, Leaf, Params, PyTree
 from jddp.reduce.backward import Finished, Gradients
 from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is, varies
 from jddp.reduce.packing import NOTES, BucketLayout, Packed, Packing, bucketed
 from jddp.reduce.plan import MEBIBYTE, BucketPlan, plan_buckets
 from jddp.reduce.shards import Shape, unpack
-from jddp.typing import Grads, HookState, Leaf, Params, PyTree
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jddp.jaxprs import carried
+from jddp.ground.jaxprs import carried
+from jddp.ground.typing import Leaf, PyTree
 from jddp.reduce.hooks import TakeMean, mean_over
 from jddp.reduce.plan import Bucket, GatheredUnit, plan_buckets
 from jddp.reduce.shards import Groups, Shape
-from jddp.typing import Leaf, PyTree
 
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
 REMAT = {"checkpoint", "remat2", "remat"}

@@ -23,11 +23,11 @@ from jddp.distributed.agree import agree
 from jddp.distributed.coordination import gather
 from jddp.engine.state import by_path
 from jddp.engine.trainable import Trainable
-from jddp.errors import ConfigError, ProcessMismatchError
+from jddp.ground.errors import ConfigError, ProcessMismatchError
+from jddp.ground.typing import Batch, Batches
 from jddp.modules.rows import as_arrays
 from jddp.trainer.options import Options
 from jddp.trainer.run import Callback
-from jddp.typing import Batch, Batches
 
 SECONDS = 120.0  # the other processes may still be busy
 # Rows whose values fit into fewer bits may be equal by chance, or because there are no others.

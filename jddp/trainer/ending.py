@@ -7,8 +7,8 @@ import jax
 
 from jddp.distributed.coordination import from_first
 from jddp.distributed.exits import ending_forked_children
-from jddp.errors import FileSystemError, NumericsError, ReplicaMismatchError
-from jddp.names.plugins import RUN_ENDED, added
+from jddp.ground.errors import FileSystemError, NumericsError, ReplicaMismatchError
+from jddp.ground.names.plugins import RUN_ENDED, added
 from jddp.trainer.loop import Interrupted, Loop
 from jddp.trainer.run import call_each
 from jddp.trainer.saving import LATEST

@@ -25,10 +25,11 @@ from jddp.distributed.watchdog import Watchdog
 from jddp.engine.evaluation import refuse_padding
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import refuses_unknown
+from jddp.ground.names.synonyms import OF_FIT
+from jddp.ground.typing import Batch, Batches, Settings
 from jddp.modules.rows import as_arrays
-from jddp.names import refuses_unknown
-from jddp.names.synonyms import OF_FIT
 from jddp.trainer.arguments import (
     check_callbacks,
     compare_calls,
@@ -47,7 +48,6 @@ from jddp.trainer.reports.sinks import GivenSink, choose_sinks
 from jddp.trainer.resume import resume
 from jddp.trainer.run import EVAL_BATCH_SIZE, Callback, Run
 from jddp.trainer.watching import watching
-from jddp.typing import Batch, Batches, Settings
 
 
 @refuses_unknown("fit", OF_FIT)

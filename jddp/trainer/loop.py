@@ -24,7 +24,8 @@ from jddp.distributed.watchdog import Watchdog
 from jddp.engine.moving_average import own_count
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
-from jddp.errors import UsageError
+from jddp.ground.errors import UsageError
+from jddp.ground.typing import Batch
 from jddp.inspection.layers import diagnose
 from jddp.trainer.arguments import refuse_same_rows
 from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent, Spikes
@@ -37,7 +38,6 @@ from jddp.trainer.run import Run, call_each
 from jddp.trainer.saving import LATEST, Saving
 from jddp.trainer.timing import DATA, Clock, Profile
 from jddp.trainer.watching import best_steps, settings_of, watching
-from jddp.typing import Batch
 
 
 class Interrupted(Exception):

@@ -38,13 +38,13 @@ from jddp.engine.evaluation import own_rows
 from jddp.engine.guard import LEAST
 from jddp.engine.state import TrainState, by_path
 from jddp.engine.trainable import Trainable
-from jddp.errors import NumericsError, ReplicaMismatchError, words_of
-from jddp.files import SameFolder, make_folder, opener, replace_file
+from jddp.ground.errors import NumericsError, ReplicaMismatchError, words_of
+from jddp.ground.files import SameFolder, make_folder, opener, replace_file
+from jddp.ground.names import few
+from jddp.ground.typing import Batch, JsonObject, Leaf, Metrics, Settings
 from jddp.inspection.layers import Layers, diagnose, num_outputs
-from jddp.names import few
 from jddp.trainer.prefetch import Source
 from jddp.trainer.progress import Losses, Progress, Skips
-from jddp.typing import Batch, JsonObject, Leaf, Metrics, Settings
 
 LAG = 2  # steps from the last loss that a limit depends on, to the step that it is for
 

@@ -13,10 +13,10 @@ from jddp.config.versions import commit_of, versions
 from jddp.data.periods import Epochs, OptimizerSteps, Period
 from jddp.distributed.watchdog import Limits
 from jddp.engine.evaluation import check_batches
-from jddp.errors import ConfigError, check_choice
+from jddp.ground.errors import ConfigError, check_choice
+from jddp.ground.typing import Batches, JsonObject, Settings
 from jddp.trainer.reports.sinks import WORDS, ChosenSink
 from jddp.trainer.run import Callback
-from jddp.typing import Batches, JsonObject, Settings
 
 
 def check_counts(**counts: int | None) -> None:

@@ -14,11 +14,11 @@ import jax
 
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.trainable import Trainable
-from jddp.errors import OutOfMemoryError
+from jddp.ground.errors import OutOfMemoryError
+from jddp.ground.typing import Batch
 from jddp.inspection.memory import Memory, in_words
 from jddp.inspection.memory import memory as memory_of
 from jddp.modules.rows import count_rows
-from jddp.typing import Batch
 
 NOTHING_FITS = (
     "One row at a time is too much: choose a smaller model, an optimizer with less state, or "

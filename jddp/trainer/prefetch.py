@@ -18,9 +18,9 @@ from jddp.data import TrainBatches
 from jddp.data.periods import Reached
 from jddp.distributed.exits import ending_forked_children
 from jddp.engine.state import by_path
-from jddp.errors import DataError
+from jddp.ground.errors import DataError
+from jddp.ground.typing import Batch, JsonObject, PyTree
 from jddp.modules.rows import as_arrays
-from jddp.typing import Batch, JsonObject, PyTree
 
 # Batches that wait on the devices: one more than needed, because reading sometimes takes longer.
 DEPTH = 2

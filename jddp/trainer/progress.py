@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from jddp.checkpoint.plain import from_plain, to_plain
 from jddp.data.periods import Reached
+from jddp.ground.typing import JsonObject, Metrics, Settings
 from jddp.trainer.reports.metrics_file import as_json
-from jddp.typing import JsonObject, Metrics, Settings
 
 Losses = tuple[tuple[int, float], ...]  # of the last steps, each with its step
 

@@ -24,6 +24,7 @@ import numpy as np
 from jddp.data.periods import Epochs, Reached
 from jddp.engine.state import name_of
 from jddp.engine.trainable import Trainable
+from jddp.ground.typing import Batch, JsonObject, Record
 from jddp.inspection.flops import count_flops, seconds_at_peak, uncounted
 from jddp.inspection.layers import Layers
 from jddp.inspection.memory import compiled_bytes, limit_bytes, peak_bytes
@@ -38,7 +39,6 @@ from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
 from jddp.trainer.run import Callback, Run, call_each
 from jddp.trainer.timing import Clock, Processes, Profile
 from jddp.trainer.watching import Watching, watching
-from jddp.typing import Batch, JsonObject, Record
 
 # Names of arrays in a batch by which its examples are images, or sequences of tokens.
 _IMAGES = {"image", "images", "pixel_values"}

@@ -19,14 +19,14 @@ from jddp.distributed.coordination import from_first
 from jddp.engine.program import PARTS, Form, Program
 from jddp.engine.state import TrainState, is_float
 from jddp.engine.trainable import Trainable
-from jddp.errors import ConfigError, FileSystemError
+from jddp.ground.errors import ConfigError, FileSystemError
+from jddp.ground.typing import Batch, JsonObject, Settings
 from jddp.trainer.loop import Loop
 from jddp.trainer.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory, changed_keys, compare_keys, is_free
 from jddp.trainer.run import Run
 from jddp.trainer.saving import BEST
 from jddp.trainer.watching import EarlyStopping, judge_again
-from jddp.typing import Batch, JsonObject, Settings
 from jddp.zoo.optimizers import schedule_lengths
 
 SECONDS = 600.0  # for process 0 to read the file of records

@@ -22,12 +22,8 @@ from jddp.checkpoint.folders import finished
 from jddp.data import eval_batches
 from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
-from jddp.errors import ConfigError, UsageError
-from jddp.trainer.progress import Progress
-from jddp.trainer.reports.curves import plot
-from jddp.trainer.reports.lines import is_metric
-from jddp.trainer.reports.run_directory import OWN_NAMES
-from jddp.typing import (
+from jddp.ground.errors import ConfigError, UsageError
+from jddp.ground.typing import (
     Batches,
     JsonObject,
     LossFn,
@@ -38,6 +34,10 @@ from jddp.typing import (
     Shown,
     TextTable,
 )
+from jddp.trainer.progress import Progress
+from jddp.trainer.reports.curves import plot
+from jddp.trainer.reports.lines import is_metric
+from jddp.trainer.reports.run_directory import OWN_NAMES
 from jddp.zoo.losses import outputs
 
 log = logging.getLogger("jddp")

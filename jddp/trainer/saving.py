@@ -30,7 +30,7 @@ from jddp.config.permissions import absolute
 from jddp.distributed.coordination import from_first, gather
 from jddp.engine.state import TrainState, is_float
 from jddp.engine.trainable import Trainable
-from jddp.errors import ConfigError, Error, FileSystemError, NumericsError, UsageError
+from jddp.ground.errors import ConfigError, Error, FileSystemError, NumericsError, UsageError
 from jddp.trainer.options import Keep, Options
 from jddp.trainer.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory

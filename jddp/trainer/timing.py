@@ -33,10 +33,10 @@ import numpy as np
 
 import jddp.distributed.coordination as job
 from jddp.engine.state import TrainState
-from jddp.errors import DataError
-from jddp.names.plugins import OPTIONS, find
+from jddp.ground.errors import DataError
+from jddp.ground.names.plugins import OPTIONS, find
+from jddp.ground.typing import JsonObject
 from jddp.trainer.reports.lines import EXPOSED_SHARE
-from jddp.typing import JsonObject
 
 STEP, DATA = "jddp step", "jddp data"  # names of what a run annotates in its traces
 SLOW = 1.2  # times the others

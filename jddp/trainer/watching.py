@@ -8,12 +8,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from jddp.errors import ConfigError
-from jddp.names import choose_mode, did_you_mean
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import choose_mode, did_you_mean
+from jddp.ground.typing import JsonObject, Record
 from jddp.trainer.options import Options, check_counts
 from jddp.trainer.run import Callback, Run
 from jddp.trainer.saving import BEST
-from jddp.typing import JsonObject, Record
 
 
 class Watching(Callback):

@@ -21,10 +21,10 @@ from pathlib import Path
 from jddp.config.cli import Parser, run_command
 from jddp.config.permissions import expand
 from jddp.config.schema import effect_of
-from jddp.errors import file_errors, show
-from jddp.names import MODES, choose_mode
+from jddp.ground.errors import file_errors, show
+from jddp.ground.names import MODES, choose_mode
+from jddp.ground.typing import JsonObject, Record
 from jddp.trainer.reports.lines import COLUMNS
-from jddp.typing import JsonObject, Record
 from jddp.workbench.charts import SCRIPT, STYLE, Thinned, curves, series_of
 from jddp.workbench.pages import make_page, table
 from jddp.workbench.results import (

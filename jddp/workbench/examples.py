@@ -12,9 +12,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from jddp.errors import Error, UsageError
+from jddp.ground.errors import Error, UsageError
+from jddp.ground.typing import Batch
 from jddp.trainer.run import Run
-from jddp.typing import Batch
 from jddp.workbench.page.examples import TestAnswers, WrongAnswer
 from jddp.workbench.sampling import continue_text
 from jddp.workbench.tokenize import BYTES

@@ -9,10 +9,10 @@ import json
 
 from jddp.config.cli import check_output, write_output
 from jddp.config.files import load_config
-from jddp.errors import ExitCode, UsageError, show
+from jddp.ground.errors import ExitCode, UsageError, show
+from jddp.ground.typing import JsonObject
 from jddp.inspection.explain import Explanation, explain
-from jddp.job.build import build
-from jddp.typing import JsonObject
+from jddp.trainer.job.build import build
 from jddp.workbench.modelled.described import Target
 from jddp.workbench.step_times import draw_page, times_as_text
 from jddp.workbench.trace import Trace, read_trace

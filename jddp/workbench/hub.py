@@ -26,9 +26,9 @@ from jddp.checkpoint.weights import (
     is_hub_folder,
     read_weights,
 )
-from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, report
-from jddp.runs.saved import Saved, config_in, model_in
-from jddp.typing import JsonObject
+from jddp.ground.errors import ConfigError, DataError, FileSystemError, file_errors, report
+from jddp.ground.typing import JsonObject
+from jddp.trainer.runs.saved import Saved, config_in, model_in
 from jddp.workbench.state_dicts import scheme_of, to_state_dict, unlike
 
 CARD = """---

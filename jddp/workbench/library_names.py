@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jddp.typing import JsonObject
+from jddp.ground.typing import JsonObject
 from jddp.zoo.models.gpt import GPT
 from jddp.zoo.models.resnet import BottleneckBlock, ResNet
 from jddp.zoo.models.vit import ViT

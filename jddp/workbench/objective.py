@@ -24,13 +24,13 @@ from jddp.config.files import load_config, read_yaml, with_overrides
 from jddp.config.schema import Config
 from jddp.distributed.coordination import from_first, num_processes, process_index
 from jddp.distributed.schedulers import resolve_identity
-from jddp.errors import ConfigError, NumericsError, UsageError
-from jddp.job.build import join, train
-from jddp.names import direction_of
+from jddp.ground.errors import ConfigError, NumericsError, UsageError
+from jddp.ground.names import direction_of
+from jddp.ground.typing import JsonObject, Settings
+from jddp.trainer.job.build import join, train
 from jddp.trainer.reports.run_directory import compare_keys
 from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching
-from jddp.typing import JsonObject, Settings
 
 if TYPE_CHECKING:
     from optuna.study import Study

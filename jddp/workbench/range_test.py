@@ -24,10 +24,10 @@ import numpy as np
 
 from jddp.config.files import with_overrides
 from jddp.config.schema import Config
-from jddp.errors import NumericsError, UsageError
-from jddp.job.build import build
-from jddp.job.optimizers import Schedule
+from jddp.ground.errors import NumericsError, UsageError
 from jddp.trainer.fit import fit
+from jddp.trainer.job.build import build
+from jddp.trainer.job.optimizers import Schedule
 from jddp.trainer.run import Callback, Run
 
 FIRST, LAST, NUM_STEPS = 1e-7, 10.0, 100

@@ -30,7 +30,14 @@ from jddp.distributed.join import START, read_seconds
 from jddp.distributed.nodes import free_address
 from jddp.distributed.outcome import DETERMINISTIC, Failure, first_failure, kill_overdue
 from jddp.distributed.signals import Signals
-from jddp.errors import ConfigError, CoordinatorError, DeviceError, ExitCode, UsageError, report
+from jddp.ground.errors import (
+    ConfigError,
+    CoordinatorError,
+    DeviceError,
+    ExitCode,
+    UsageError,
+    report,
+)
 
 with suppress(ImportError):  # which `RayRunner` reports
     import ray.train.collective

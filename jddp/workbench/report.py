@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from jddp.config.cli import Parser, add_trust, run_command, share_gpus
 from jddp.config.permissions import expand
-from jddp.errors import UsageError, file_errors, show
-from jddp.files import replace_file
+from jddp.ground.errors import UsageError, file_errors, show
+from jddp.ground.files import replace_file
 
 if TYPE_CHECKING:
     from jddp.workbench.page.examples import TestAnswers
@@ -61,7 +61,7 @@ def _report(*, run_dir: str, out: Path | None, examples: bool, trust: str | None
 def _examples(run_dir: Path, trust: str | None) -> "TestAnswers":
     """What the model of the newest checkpoint does with its test examples."""
     share_gpus()  # with the run, which may still train
-    from jddp.runs.opened import open_run
+    from jddp.trainer.runs.opened import open_run
     from jddp.workbench.examples import examples_of
 
     return examples_of(open_run(run_dir, mesh=1, trust=trust))

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jddp.config.files import flatten, read_yaml
-from jddp.errors import UsageError
-from jddp.names import few
-from jddp.runs.saved import kept_of_data
+from jddp.ground.errors import UsageError
+from jddp.ground.names import few
+from jddp.ground.typing import JsonObject, Record
 from jddp.trainer.reports.metrics_file import MetricsFile
-from jddp.typing import JsonObject, Record
+from jddp.trainer.runs.saved import kept_of_data
 
 METRICS = ("accuracy", "loss")  # the first that has been recorded, if none is chosen
 NO_METRICS = {"step", "examples"}  # numbers of an evaluation that are no results

@@ -21,11 +21,11 @@ from jaxtyping import Array, Float
 
 from jddp.config.schema import Config
 from jddp.engine.state import by_path
-from jddp.errors import ConfigError, UsageError
-from jddp.job.parts import find_source
+from jddp.ground.errors import ConfigError, UsageError
+from jddp.ground.typing import Batch
+from jddp.trainer.job.parts import find_source
 from jddp.trainer.options import check_counts
 from jddp.trainer.run import Callback, Run
-from jddp.typing import Batch
 from jddp.workbench.tokenize import BYTES, tokenizer_in, tokens_of
 from jddp.zoo.losses import Model, call_model
 

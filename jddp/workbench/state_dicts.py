@@ -20,8 +20,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jddp.checkpoint.weights import is_run_folder, read_weights
 from jddp.engine.initial_state import Misfit
 from jddp.engine.state import by_path
-from jddp.errors import ConfigError
-from jddp.typing import JsonObject, PyTree
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import JsonObject, PyTree
 from jddp.workbench.library_names import (
     Entry,
     Tensors,

@@ -26,8 +26,8 @@ from jddp.config.files import load_config
 from jddp.config.permissions import expand
 from jddp.distributed.schedulers import resolve_identity
 from jddp.distributed.signals import Hearing
-from jddp.errors import ConfigError, Error, ExitCode, UsageError, report, show
-from jddp.names import few
+from jddp.ground.errors import ConfigError, Error, ExitCode, UsageError, report, show
+from jddp.ground.names import few
 from jddp.workbench.compare import compare_runs
 from jddp.workbench.results import is_run, read_runs
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from jddp.data.sources.files import import_extra
 from jddp.data.sources.tokens import DOCUMENTS, INDEX
-from jddp.errors import ConfigError, DataError, show, words_of
-from jddp.typing import JsonObject
+from jddp.ground.errors import ConfigError, DataError, show, words_of
+from jddp.ground.typing import JsonObject
 
 
 @dataclass(frozen=True)

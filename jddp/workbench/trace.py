@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from jax.profiler import ProfileData, ProfileEvent, ProfilePlane
 
-from jddp.errors import DataError
+from jddp.ground.errors import DataError
+from jddp.ground.typing import JsonObject, Shown
 from jddp.trainer.timing import DATA, STEP
-from jddp.typing import JsonObject, Shown
 from jddp.workbench.step_times import COMPUTING, EXPOSED, MEASURED, Band, Lanes, StepTimes, in_ms
 
 Span = tuple[int, int]  # nanoseconds

@@ -23,7 +23,7 @@ from jddp.config.cli import (
     share_gpus,
     write_output,
 )
-from jddp.errors import ExitCode, report, show
+from jddp.ground.errors import ExitCode, report, show
 
 if TYPE_CHECKING:
     from jddp.config.schema import Config

@@ -22,13 +22,13 @@ import jax
 from jddp.config.files import dump_values, nested, with_overrides
 from jddp.config.schema import Config
 from jddp.engine.mesh import platform
-from jddp.errors import ConfigError, DataError, Error
+from jddp.ground.errors import ConfigError, DataError, Error
+from jddp.ground.typing import JsonObject, Settings, Shown
 from jddp.inspection.explain import explain
-from jddp.job.build import build
-from jddp.job.data_rate import TimedStep
-from jddp.job.job import Job
 from jddp.reduce.reducer import compiler_options
-from jddp.typing import JsonObject, Settings, Shown
+from jddp.trainer.job.build import build
+from jddp.trainer.job.data_rate import TimedStep
+from jddp.trainer.job.job import Job
 from jddp.workbench.modelled.described import Target
 
 NUM_ROUNDS = 5  # of a comparison on devices

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jddp.errors import ConfigError
-from jddp.names import match_paths
-from jddp.typing import Grads, Params, PyTree
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import match_paths
+from jddp.ground.typing import Grads, Params, PyTree
 
 REST = "rest"  # label of the parameters of no group
 

@@ -21,9 +21,9 @@ import optax
 from jax import Array
 from jaxtyping import Float, Int
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import LossFn
 from jddp.modules.metrics import Mean, Metric
-from jddp.typing import LossFn
 
 Model = Callable[..., Any]  # a bound Linen module, or an NNX module in the right mode
 ArrayBatch = Mapping[str, Array]

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jddp.errors import ConfigError
-from jddp.names import accepted_names, check_arguments, find_attribute, name_of_callable
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import accepted_names, check_arguments, find_attribute, name_of_callable
 
 Arguments = Mapping[str, Any]
 Transformation = optax.GradientTransformation  # for modules that do not import optax

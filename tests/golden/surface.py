@@ -15,7 +15,7 @@ import jddp
 from jddp.__main__ import COMMANDS, main
 from jddp.config.keys import keys_of
 from jddp.config.schema import Config
-from jddp.errors import ExitCode
+from jddp.ground.errors import ExitCode
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

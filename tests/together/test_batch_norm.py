@@ -16,7 +16,7 @@ from sweeps import swept
 from tiny import ConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.errors import UsageError
+from jddp.ground.errors import UsageError
 from jddp.zoo.losses import cross_entropy
 from jddp.zoo.models import resnet50
 

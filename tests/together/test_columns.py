@@ -11,7 +11,7 @@ from sweeps import swept
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
 from jddp.modules.rows import LEFT_OUT
 
 NUM_ROWS = 8

@@ -15,7 +15,7 @@ from sweeps import swept
 from tiny import MODELS, Of, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.job.build import train
+from jddp.trainer.job.build import train
 
 BATCHES = [make_batch(), make_batch(seed=1)]
 

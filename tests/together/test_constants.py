@@ -12,7 +12,7 @@ from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, UsageError
 
 
 def scaled_loss(model, batch, train, constants):

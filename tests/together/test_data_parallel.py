@@ -16,7 +16,7 @@ from tiny import MLP, NUM_CLASSES, ConvNet, NnxConvNet, Of, loss_fn, make_batch,
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.errors import ConfigError, DataError, UsageError
+from jddp.ground.errors import ConfigError, DataError, UsageError
 
 
 def wrapped(model=None, optimizer=None, loss=loss_fn, **options):

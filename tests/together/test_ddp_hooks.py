@@ -13,7 +13,7 @@ from tiny import take_steps
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 
 def stateless(reduce):

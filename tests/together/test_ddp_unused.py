@@ -13,7 +13,7 @@ from oracle import on_one_device
 from sweeps import swept
 from tiny import Of, take_steps
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 
 class Branch(nn.Module):

@@ -8,7 +8,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.checkpoint.folders import finished
 from jddp.data import Epochs, TrainBatches
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 NUM_EXAMPLES = 20
 ENDS = {3: 1.2, 5: 2.0, 8: 3.2}  # of three epochs, with eight examples a step: 24, 40 and 64

@@ -17,8 +17,8 @@ from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.reader import read_arrays
 from jddp.checkpoint.weights import read_weights
 from jddp.commands.checkpoint import main
-from jddp.errors import ConfigError
-from jddp.runs.saved import Saved
+from jddp.ground.errors import ConfigError
+from jddp.trainer.runs.saved import Saved
 from jddp.trainer.watching import KeepBest
 
 BATCHES = [make_batch(seed=seed) for seed in range(4)]

@@ -22,11 +22,11 @@ from jddp.config.schema import Config
 from jddp.engine.digest import as_words, digests
 from jddp.engine.first_state import put_given
 from jddp.engine.state import Divided, Inputs, Replicated, by_path
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
-from jddp.job.build import build
 from jddp.modules.base import thaw
+from jddp.trainer.job.build import build
 from jddp.zoo.optimizers import decay_mask
 
 # Sums of the replicas in another order, five steps long, of the largest entry; a large epsilon

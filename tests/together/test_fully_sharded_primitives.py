@@ -12,7 +12,7 @@ from zoo_of_primitives import OPERATIONS, OTHERS, SIZE, known
 
 from jddp.engine.mesh import over_replicas
 from jddp.engine.strategy import FSDP, choose_placement
-from jddp.jaxprs import equations
+from jddp.ground.jaxprs import equations
 
 NUM = 2
 

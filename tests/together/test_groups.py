@@ -12,8 +12,8 @@ from sweeps import swept
 import jddp
 from jddp.commands.summary import preview
 from jddp.config.files import load_config
-from jddp.job.build import build
-from jddp.job.optimizers import optimizer_of, optimizer_table
+from jddp.trainer.job.build import build
+from jddp.trainer.job.optimizers import optimizer_of, optimizer_table
 from jddp.zoo.groups import ParameterGroup, by_group, decay_by_layer, scales_of
 
 OPTIONS = {

@@ -33,11 +33,11 @@ from jddp.config.options import (
 )
 from jddp.config.schema import Config, effect_of
 from jddp.distributed.watchdog import Limits
-from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
-from jddp.job.build import _facts, build, train
-from jddp.job.optimizers import optimizer_of
-from jddp.runs.opened import open_run
+from jddp.ground.errors import ConfigError, DataError, FileSystemError, UsageError
+from jddp.trainer.job.build import _facts, build, train
+from jddp.trainer.job.optimizers import optimizer_of
 from jddp.trainer.reports.run_directory import compare_keys
+from jddp.trainer.runs.opened import open_run
 from jddp.zoo.models import make_model
 
 MINE = """

@@ -11,8 +11,8 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.config.schema import Config
-from jddp.errors import ConfigError, DataError, UsageError
-from jddp.job.build import train
+from jddp.ground.errors import ConfigError, DataError, UsageError
+from jddp.trainer.job.build import train
 from jddp.workbench.sampling import SampleText, continue_text
 from jddp.workbench.tokenize import BYTES, write_tokens
 

@@ -30,8 +30,8 @@ from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.weights import export
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.spec import EveryStep
-from jddp.errors import ConfigError, UsageError
-from jddp.job.build import build
+from jddp.ground.errors import ConfigError, UsageError
+from jddp.trainer.job.build import build
 from jddp.trainer.resume import differences
 
 DILOCO = optax.sgd(0.7, momentum=0.9, nesterov=True)

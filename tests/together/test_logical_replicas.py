@@ -16,7 +16,7 @@ from sweeps import swept
 from tiny import MODELS, NUM_CLASSES, Of, loss_fn, make_batch
 
 import jddp
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 SHARDS = 8
 BATCHES = [make_batch(32, seed=i) for i in range(2)]

@@ -19,7 +19,7 @@ import jddp
 from jddp.config.files import load_config
 from jddp.config.keys import ConfigMistakes
 from jddp.engine.guard import FIRST, GROWTH_INTERVAL, LossScale, adjust
-from jddp.errors import ConfigError, NumericsError
+from jddp.ground.errors import ConfigError, NumericsError
 
 FIRST_SCALE = LossScale(jnp.float32(FIRST), jnp.int32(0))
 HALF = MLP(dtype=jnp.float16)

@@ -10,7 +10,7 @@ from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.errors import ConfigError, NumericsError
+from jddp.ground.errors import ConfigError, NumericsError
 
 BAD = 60  # the step of the poisoned batch
 

@@ -14,7 +14,7 @@ from test_option_pairs import hold_options
 
 import jddp
 from jddp.data import ArrayExamples, TrainBatches
-from jddp.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, UsageError
 
 VOCAB, LENGTH = 11, 6
 

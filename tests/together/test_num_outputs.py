@@ -14,10 +14,10 @@ from sweeps import swept
 from jddp.config.files import load_config, read_yaml, with_overrides
 from jddp.config.schema import Config
 from jddp.data import make_source
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
 from jddp.inspection.layers import num_outputs
-from jddp.job.build import build, train
-from jddp.runs.opened import open_run
+from jddp.trainer.job.build import build, train
+from jddp.trainer.runs.opened import open_run
 from jddp.workbench.tokenize import BYTES, write_tokens
 
 

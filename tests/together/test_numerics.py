@@ -17,8 +17,8 @@ from tiny import MLP, ConvNet, NnxConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.data import ArrayExamples, TrainBatches
-from jddp.errors import NumericsError
-from jddp.files import SameFolder
+from jddp.ground.errors import NumericsError
+from jddp.ground.files import SameFolder
 from jddp.trainer.numerics import Numerics, Sent, Spikes, write_evidence
 from jddp.trainer.progress import Progress
 from jddp.zoo.losses import cross_entropy

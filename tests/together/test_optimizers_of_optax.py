@@ -11,7 +11,7 @@ from judge import Net, assert_close, host, make_rows, start, wrapped
 from sweeps import swept
 from tiny import take_steps
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Made of the namespace of optax: a new optimizer fails here until it has arguments there.

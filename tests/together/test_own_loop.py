@@ -16,7 +16,7 @@ from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
-from jddp.errors import ConfigError, FileSystemError, NumericsError, UsageError
+from jddp.ground.errors import ConfigError, FileSystemError, NumericsError, UsageError
 
 
 def wrapped(model=None, *, mesh=2, **options):

@@ -12,7 +12,7 @@ from sweeps import swept
 
 import jddp
 from jddp.data.sources.tokens import PackedExamples
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.zoo.losses import next_token
 from jddp.zoo.models.gpt import GPT, positions_in
 from jddp.zoo.models.transformer import Block

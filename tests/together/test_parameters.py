@@ -16,7 +16,7 @@ from sweeps import swept
 from tiny import Of
 
 import jddp
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 KERNEL = nn.initializers.normal()
 

@@ -15,7 +15,7 @@ from sweeps import swept
 from tiny import Of, take_steps
 
 import jddp
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.zoo.models import CNN, ResNet, ViT
 from jddp.zoo.models.resnet import BottleneckBlock
 from peers import pmap_trainer, shard_map_trainer

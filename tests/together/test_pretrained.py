@@ -7,8 +7,8 @@ import pytest
 import safetensors.numpy
 
 from jddp.config.schema import Config
-from jddp.errors import ConfigError
-from jddp.job.build import train
+from jddp.ground.errors import ConfigError
+from jddp.trainer.job.build import train
 from jddp.workbench.state_dicts import to_state_dict
 from jddp.zoo.models import GPT
 

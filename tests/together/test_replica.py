@@ -18,7 +18,7 @@ from tiny import MLP, Of, loss_fn, make_batch, take_steps
 import jddp
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.state import PerReplica, merged
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 
 def towers(m, x, y):

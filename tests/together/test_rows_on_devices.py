@@ -13,7 +13,7 @@ from jddp import verify
 from jddp.data import Mix, TrainBatches, eval_batches
 from jddp.data.sources.images import image_examples
 from jddp.data.transforms import CropAndFlip, FlipAndShift
-from jddp.typing import TRANSFORM
+from jddp.ground.typing import TRANSFORM
 from jddp.zoo.losses import cross_entropy
 
 

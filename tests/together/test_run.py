@@ -23,7 +23,7 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.data import TrainBatches
-from jddp.errors import ConfigError, FileSystemError, UsageError
+from jddp.ground.errors import ConfigError, FileSystemError, UsageError
 from jddp.trainer.options import Options
 
 

@@ -16,7 +16,7 @@ from runs import contents, records
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.errors import ConfigError, FileSystemError, NumericsError
+from jddp.ground.errors import ConfigError, FileSystemError, NumericsError
 from jddp.trainer.reports.metrics_file import MetricsFile
 
 NUM_STEPS = 6

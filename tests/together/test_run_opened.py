@@ -19,9 +19,9 @@ import jddp
 from jddp.__main__ import main
 from jddp.config.files import dump_values
 from jddp.config.schema import Config
-from jddp.errors import ConfigError, FileSystemError, UsageError
-from jddp.job.build import train
-from jddp.runs.predictions import predict_file
+from jddp.ground.errors import ConfigError, FileSystemError, UsageError
+from jddp.trainer.job.build import train
+from jddp.trainer.runs.predictions import predict_file
 from jddp.trainer.watching import KeepBest
 
 OTHER = [make_batch(13, seed=9)]  # two rows more than eight devices have

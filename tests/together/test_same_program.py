@@ -18,7 +18,7 @@ from tiny import MODELS, NUM_CLASSES, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.folders import seal
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 WEIGHTS = np.linspace(1, 2, NUM_CLASSES, dtype=np.float32)
 

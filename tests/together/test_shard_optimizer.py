@@ -15,7 +15,7 @@ from tiny import MODELS, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.reduce.shards import pack, shard_shape, unpack
 from jddp.zoo.optimizers import decay_mask
 

@@ -21,7 +21,7 @@ import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.engine.digest import as_words, digests, find_divergence
 from jddp.engine.state import Divided
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 FOUR, TWO = jddp.FSDP(group_size=4), jddp.FSDP(group_size=2)
 EIGHT = {"mesh": 8, "reduction": jddp.Reduction(layout="flat")}

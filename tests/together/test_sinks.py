@@ -13,7 +13,7 @@ from states import assert_same
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 TESTS = [make_batch(8, seed=9)]
 

@@ -9,10 +9,10 @@ import pytest
 import jddp
 from jddp.__main__ import main
 from jddp.config.files import load_config
-from jddp.errors import ConfigError, DataError, UsageError
-from jddp.job.build import build
-from jddp.job.data_rate import measure_data_rate
-from jddp.runs.rows import rows_of_step
+from jddp.ground.errors import ConfigError, DataError, UsageError
+from jddp.trainer.job.build import build
+from jddp.trainer.job.data_rate import measure_data_rate
+from jddp.trainer.runs.rows import rows_of_step
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 

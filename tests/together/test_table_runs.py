@@ -8,8 +8,8 @@ import pytest
 import jddp
 from jddp.__main__ import main
 from jddp.config.schema import Config
-from jddp.errors import ConfigError, DataError
-from jddp.job.build import train
+from jddp.ground.errors import ConfigError, DataError
+from jddp.trainer.job.build import train
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 

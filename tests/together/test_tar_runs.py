@@ -11,10 +11,10 @@ from states import assert_same
 
 from jddp.config.schema import Config
 from jddp.config.versions import versions
-from jddp.job.build import train
-from jddp.runs.predictions import predict_file
-from jddp.runs.rows import rows_of_step
 from jddp.trainer import options
+from jddp.trainer.job.build import train
+from jddp.trainer.runs.predictions import predict_file
+from jddp.trainer.runs.rows import rows_of_step
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 

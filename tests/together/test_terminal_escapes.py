@@ -12,12 +12,12 @@ from runs import write_sealed
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp import errors
 from jddp.commands.checkpoint import main as checkpoint
 from jddp.commands.doctor import main as doctor
 from jddp.commands.evaluate import main as evaluate
 from jddp.config.cli import run_command
 from jddp.data.sources import make_source
+from jddp.ground import errors
 
 EVIL, SHOWN = "\x1b[2J\x9b\u202e", r"\x1b[2J\x9b\u202e"
 FORGED = f"{EVIL}\neval 9  loss 0"

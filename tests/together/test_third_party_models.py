@@ -20,7 +20,7 @@ from sweeps import swept
 from tiny import MLP, NUM_CLASSES, NnxConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, UsageError
 from jddp.zoo.losses import cross_entropy
 from jddp.zoo.models import CNN, CNN_NNX
 

@@ -12,7 +12,7 @@ from jddp.__main__ import COMMANDS
 from jddp.commands.train import main
 from jddp.config.files import load_config
 from jddp.config.schema import Config
-from jddp.errors import FileSystemError
+from jddp.ground.errors import FileSystemError
 
 MINE = """
 from pathlib import Path

@@ -26,11 +26,11 @@ from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.data import ArrayExamples, TrainBatches, eval_batches
 from jddp.distributed.requests import Requests
 from jddp.distributed.signals import stop_signals
-from jddp.errors import ConfigError, DataError, FileSystemError, NumericsError, UsageError
-from jddp.errors import ReplicaMismatchError as Mismatch
+from jddp.ground.errors import ConfigError, DataError, FileSystemError, NumericsError, UsageError
+from jddp.ground.errors import ReplicaMismatchError as Mismatch
+from jddp.ground.typing import RESERVED
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.resume import differences
-from jddp.typing import RESERVED
 
 NUM_STEPS = 6
 SCHEDULE = optax.cosine_decay_schedule(0.1, NUM_STEPS)

@@ -14,8 +14,8 @@ from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, Of, loss_fn, make_batch
 
 import jddp
 from jddp.commands.verify import main
-from jddp.errors import UsageError
-from jddp.verification.findings import MICRO_BATCHES, Comparison, Verification
+from jddp.ground.errors import UsageError
+from jddp.inspection.verification.findings import MICRO_BATCHES, Comparison, Verification
 
 
 def verified(model=None, loss=loss_fn, batch=None, optimizer=None, **options):
@@ -217,7 +217,7 @@ def six_layers_in_tf32(m, x, train):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    monkeypatch.setattr("jddp.verification.verify.platform", lambda mesh: "gpu")
+    monkeypatch.setattr("jddp.inspection.verification.verify.platform", lambda mesh: "gpu")
 
 
 def compared_in_tf32():

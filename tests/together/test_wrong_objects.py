@@ -17,7 +17,7 @@ from tiny import MLP, MODELS, Of, loss_fn, make_batch
 
 import jddp
 from jddp.data import TrainBatches, eval_batches
-from jddp.errors import ConfigError, DataError, UsageError
+from jddp.ground.errors import ConfigError, DataError, UsageError
 
 
 def wrapped(loss=loss_fn, model=None, **options):

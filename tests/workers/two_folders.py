@@ -17,7 +17,7 @@ import jddp
 from jddp import distributed
 from jddp.checkpoint import checkpoints
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.errors import FileSystemError
+from jddp.ground.errors import FileSystemError
 
 STEP = 4
 FIRST, SECOND = NAMES = ("checkpoints", "best")

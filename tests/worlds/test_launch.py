@@ -28,7 +28,7 @@ from jddp.distributed.nodes import Nodes
 from jddp.distributed.outcome import DETERMINISTIC
 from jddp.distributed.schedulers import resolve_identity
 from jddp.distributed.signals import SAME_SECONDS
-from jddp.errors import ConfigError, CoordinatorError
+from jddp.ground.errors import ConfigError, CoordinatorError
 from jddp.workbench.trace import read_trace
 
 SECONDS = 60  # for what takes a few

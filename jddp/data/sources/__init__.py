@@ -17,9 +17,9 @@ from jddp.data.sources.image_folder import image_folder
 from jddp.data.sources.table import table_in_files
 from jddp.data.sources.tokens import python_stdlib, tokens
 from jddp.data.sources.webdataset import webdataset
-from jddp.errors import ConfigError
-from jddp.names import check_arguments, defaults_of, look_up
-from jddp.typing import Settings
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import check_arguments, defaults_of, look_up
+from jddp.ground.typing import Settings
 
 SOURCES: dict[str, Callable[..., DataSource]] = {
     "array_record": array_record,

@@ -25,7 +25,7 @@ from jddp.data.source import (
 from jddp.data.sources.files import map_npy, map_npz, read_idx
 from jddp.data.sources.images import image_examples
 from jddp.data.transforms import FlipAndShift
-from jddp.errors import DataError
+from jddp.ground.errors import DataError
 
 Read = Callable[[str], list[np.ndarray]]  # from "train" or "test" to images and labels
 

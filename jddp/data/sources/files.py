@@ -30,7 +30,7 @@ from types import ModuleType
 import numpy as np
 from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 
-from jddp.errors import ConfigError, DataError, Error
+from jddp.ground.errors import ConfigError, DataError, Error
 
 
 class MappedArray(np.memmap):

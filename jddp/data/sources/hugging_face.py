@@ -27,9 +27,9 @@ from jddp.data.examples import NumpyBatch, RowExamples
 from jddp.data.source import DataSource, Streams, parts_of, source_of, source_of_streams
 from jddp.data.sources.files import files_of, import_extra, refusing_damage
 from jddp.data.sources.images import decode_image
-from jddp.errors import ConfigError, DataError, Error, FileSystemError
-from jddp.names import resolve_target
-from jddp.typing import JsonObject
+from jddp.ground.errors import ConfigError, DataError, Error, FileSystemError
+from jddp.ground.names import resolve_target
+from jddp.ground.typing import JsonObject
 
 log = logging.getLogger("jddp")
 

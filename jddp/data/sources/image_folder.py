@@ -28,7 +28,7 @@ from jddp.data.sources.images import (
     decode_images,
 )
 from jddp.data.transforms import CropAndFlip, Transformed, normalize
-from jddp.errors import DataError
+from jddp.ground.errors import DataError
 
 LAYOUT = (
     "Images are read from train/CLASS/*.jpg and test/CLASS/*.jpg in data.dir; or from CLASS/*.jpg, "

@@ -18,7 +18,7 @@ import numpy as np
 from jddp.data.examples import ArrayExamples, Examples, NumpyBatch
 from jddp.data.sources.files import import_extra
 from jddp.data.transforms import Transformed, normalize
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage

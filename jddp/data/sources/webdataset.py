@@ -31,7 +31,7 @@ from jddp.data.sources.images import (
     decode_images,
 )
 from jddp.data.transforms import CropAndFlip, Transformed, normalize
-from jddp.errors import ConfigError, DataError, printable
+from jddp.ground.errors import ConfigError, DataError, printable
 
 MEMBERS = {"image": ";".join(sorted(x.removeprefix(".") for x in ENDINGS)), "label": "cls"}
 PLACE = ["__url__", "__key__"]  # columns with the tar file and the name of a sample

@@ -21,15 +21,15 @@ from jddp.engine.bitwise.sums_of_calls import sum_in_pairs
 from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
 from jddp.engine.spec import Evaluate, Function, Places, Replicas, XlaOptions
 from jddp.engine.state import Inputs, TrainState, key_of_replica, own_layouts
-from jddp.errors import ConfigError
-from jddp.jaxprs import axes_of, equations
+from jddp.ground.errors import ConfigError
+from jddp.ground.jaxprs import axes_of, equations
+from jddp.ground.typing import Batch, ModelState, Path, PyTree
 from jddp.modules.base import FlaxModel
 from jddp.modules.forward import combine
 from jddp.modules.metrics import Sums, add_sums
 from jddp.modules.rows import check_rows, split_rows
 from jddp.reduce.backward import Finished
 from jddp.reduce.shards import add_in_pairs
-from jddp.typing import Batch, ModelState, Path, PyTree
 
 
 @final

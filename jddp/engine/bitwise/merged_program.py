@@ -27,7 +27,7 @@ from jax.extend.mlir import ir, passmanager
 
 from jddp.engine.calls import checks_for_nan
 from jddp.engine.spec import Function, Places, XlaOptions
-from jddp.typing import PyTree
+from jddp.ground.typing import PyTree
 
 Operation = Any  # of MLIR, whose classes a type checker does not know
 DISABLED = "xla_disable_hlo_passes"

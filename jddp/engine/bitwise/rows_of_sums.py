@@ -9,11 +9,11 @@ from typing import final
 import jax
 from jax import lax
 
+from jddp.ground.typing import HookState
 from jddp.reduce.hooks import CommHook, GradBucket, leaves_of
 from jddp.reduce.packing import BucketLayout, Members, Packed, members_of
 from jddp.reduce.plan import Bucket
 from jddp.reduce.shards import add_in_pairs, pack, unpack
-from jddp.typing import HookState
 
 
 @final

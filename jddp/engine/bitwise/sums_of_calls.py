@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jddp.typing import PyTree
+from jddp.ground.typing import PyTree
 
 
 def sum_in_pairs(

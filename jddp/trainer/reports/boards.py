@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from jddp.config.files import dump_values, flatten
-from jddp.errors import ConfigError
-from jddp.files import make_folder, replace_file
+from jddp.ground.errors import ConfigError
+from jddp.ground.files import make_folder, replace_file
+from jddp.ground.typing import Record, Settings
 from jddp.trainer.reports.lines import array_lines
-from jddp.typing import Record, Settings
 
 COLUMNS = 240  # of a page
 PLAIN = bool | int | float | str

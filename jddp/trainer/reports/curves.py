@@ -4,9 +4,9 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from jddp.errors import UsageError
+from jddp.ground.errors import UsageError
+from jddp.ground.typing import Record
 from jddp.trainer.reports.lines import is_metric
-from jddp.typing import Record
 
 
 def plot(history: Sequence[Record]) -> Any:

@@ -20,7 +20,8 @@ import time
 from html import escape
 from typing import TYPE_CHECKING, TextIO
 
-from jddp.errors import printable_lines
+from jddp.ground.errors import printable_lines
+from jddp.ground.typing import Record
 from jddp.trainer.reports.lines import (
     COLUMNS,
     Course,
@@ -33,7 +34,6 @@ from jddp.trainer.reports.lines import (
     wrap,
 )
 from jddp.trainer.reports.log_file import say
-from jddp.typing import Record
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from jddp.data.periods import Period
-from jddp.errors import printable
-from jddp.typing import RESERVED, Record
+from jddp.ground.errors import printable
+from jddp.ground.typing import RESERVED, Record
 
 COLUMNS = 80  # of a file or a pipe
 BESIDE_METRICS = ("grad_norm", "skipped", "loss_scale")  # shown in their line

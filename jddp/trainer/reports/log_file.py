@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from jddp.errors import file_errors, printable, printable_lines, report, words_of
-from jddp.files import make_folder, opener
+from jddp.ground.errors import file_errors, printable, printable_lines, report, words_of
+from jddp.ground.files import make_folder, opener
 
 # For lines that are printed elsewhere already: of no other logger, so they reach the file alone.
 said = logging.Logger("jddp.lines", logging.INFO)

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from jddp.errors import FileSystemError, file_errors, words_of
-from jddp.files import SameFolder, write_all
-from jddp.typing import JsonObject, Record
+from jddp.ground.errors import FileSystemError, file_errors, words_of
+from jddp.ground.files import SameFolder, write_all
+from jddp.ground.typing import JsonObject, Record
 
 log = logging.getLogger("jddp")
 

@@ -28,11 +28,11 @@ from jddp.checkpoint.storage import storage_at
 from jddp.config.files import dump_values, flatten, read_yaml
 from jddp.config.permissions import refuse_foreign
 from jddp.config.schema import default_of, effect_of
-from jddp.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
-from jddp.files import make_folder
+from jddp.ground.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
+from jddp.ground.files import make_folder
+from jddp.ground.typing import JsonObject, Settings
 from jddp.trainer.reports.log_file import logging_to
 from jddp.trainer.reports.metrics_file import MetricsFile
-from jddp.typing import JsonObject, Settings
 
 # Keys of one start, not of the run: their changes are not reported.
 KEYS_OF_A_START = {"run.dir", "data.dir", "checkpoint.resume", "checkpoint.allow_changed"}

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jddp.errors import ConfigError
-from jddp.names import did_you_mean, name_of_callable, resolve_target
-from jddp.typing import Record, Settings
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import did_you_mean, name_of_callable, resolve_target
+from jddp.ground.typing import Record, Settings
 
 MOST_WAITING = 1000  # records
 SECONDS_TO_CLOSE = 30.0

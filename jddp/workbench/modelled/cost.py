@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jddp.errors import UsageError
+from jddp.ground.errors import UsageError
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, Instruction
 from jddp.workbench.modelled.described import Gpu
 

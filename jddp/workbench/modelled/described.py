@@ -23,12 +23,12 @@ from jax.sharding import AxisType, Mesh
 
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import AXIS, count_processes
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import did_you_mean
+from jddp.ground.typing import Batch, Leaf
 from jddp.inspection.hlo import HloProgram, read_program
 from jddp.modules.rows import count_rows
-from jddp.names import did_you_mean
 from jddp.reduce.plan import MEBIBYTE
-from jddp.typing import Batch, Leaf
 from jddp.workbench.modelled.links import AMPERE, HOPPER, Fabric, Link, with_links
 
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jddp.errors import ConfigError
-from jddp.names import did_you_mean
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import did_you_mean
 
 ALL_REDUCE, PERMUTE = "all-reduce", "collective-permute"
 # Of an all-reduce's time: in a ring it is a reduce-scatter and then an all-gather.

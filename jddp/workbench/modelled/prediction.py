@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass, replace
 import jax
 
 from jddp.engine.compiled import CompiledSteps
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import Batch, JsonObject, Shown
 from jddp.inspection.hlo import HloProgram
 from jddp.inspection.memory import Memory, assigned_memory
 from jddp.modules.rows import count_rows
 from jddp.reduce.plan import BucketPlan
-from jddp.typing import Batch, JsonObject, Shown
 from jddp.workbench.modelled.described import CompiledFor, Target, compile_for, rows_of_host
 from jddp.workbench.modelled.links import START_SECONDS
 from jddp.workbench.modelled.schedule import BACKWARD, FORWARD, UPDATE, Timeline, walk

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from jddp.engine.optimizer import OPTIMIZER
-from jddp.errors import UsageError
+from jddp.ground.errors import UsageError
 from jddp.inspection.collectives import Collective, collectives_of, is_backward
 from jddp.inspection.hlo import Computation, HloProgram, Instruction
 from jddp.workbench.modelled.cost import Cost, cost, trip_count

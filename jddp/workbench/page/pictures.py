@@ -6,7 +6,7 @@ Each takes the facts and returns HTML, "" if the run has nothing of the kind.
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from jddp.typing import RESERVED
+from jddp.ground.typing import RESERVED
 from jddp.workbench.charts import (
     Mark,
     Series,

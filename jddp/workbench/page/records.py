@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from jddp.typing import JsonObject
+from jddp.ground.typing import JsonObject
 from jddp.workbench.charts import Mark, Thinned, is_drawable
 
 _SLOW = 1.2  # times the step of the others: from here on a process is slow

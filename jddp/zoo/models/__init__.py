@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from jddp.errors import ConfigError
-from jddp.names import accepted_names, check_arguments, did_you_mean, look_up
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import accepted_names, check_arguments, did_you_mean, look_up
 from jddp.zoo.models.cnn import CNN, CNN_NNX
 from jddp.zoo.models.gpt import GPT, gpt2
 from jddp.zoo.models.mlp import MLP

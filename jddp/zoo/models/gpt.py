@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax import Array
 from jaxtyping import Float, Int
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.zoo.models.transformer import Transformer
 
 

@@ -18,7 +18,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.zoo.models.cnn import Mask
 
 _Layer = Callable[..., Callable[..., Array]]

@@ -16,7 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 
 class Block(nn.Module):

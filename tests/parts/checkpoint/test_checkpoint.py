@@ -34,7 +34,7 @@ from jddp.checkpoint.folders import find_damage, seal
 from jddp.checkpoint.reader import newest_sound, read_newest
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.engine.state import CommState, TrainState
-from jddp.errors import ConfigError, FileSystemError, UsageError
+from jddp.ground.errors import ConfigError, FileSystemError, UsageError
 
 NUM_REPLICAS = 4
 

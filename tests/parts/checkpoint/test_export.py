@@ -23,7 +23,7 @@ from jddp.checkpoint.weights import read_file, read_weights
 from jddp.commands.checkpoint import main
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import by_path
-from jddp.errors import DataError
+from jddp.ground.errors import DataError
 
 FINE_TUNING = ROOT / "docs" / "fine_tuning.md"
 BESIDE = {"position": {"num_taken": 3}, "evaluations": [{"step": 3, "loss": 0.25}]}

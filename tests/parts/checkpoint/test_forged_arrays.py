@@ -16,7 +16,7 @@ from jddp.checkpoint import reader
 from jddp.checkpoint.arrays import from_file
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.commands.checkpoint import main
-from jddp.errors import ConfigError, FileSystemError
+from jddp.ground.errors import ConfigError, FileSystemError
 
 KERNEL = "params/Dense_0/kernel"  # of shape (16, 16)
 EMPTY = {"shape": [0], "dtype": "float32", "digest": "00000000", "layout": "replicated"}

@@ -12,7 +12,7 @@ import pytest
 from runs import environment
 
 from jddp.checkpoint import lock
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.trainer.reports.run_directory import RunDirectory
 
 HOLDS = """

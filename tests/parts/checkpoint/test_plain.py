@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jddp.checkpoint.plain import from_plain, to_plain
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 VALUES = [
     {0: 3, 1: {"next": None}},

@@ -16,7 +16,7 @@ from jddp.checkpoint import reader, restore
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.reader import newest_sound, read_newest
 from jddp.commands.checkpoint import main as checkpoint_command
-from jddp.errors import FileSystemError
+from jddp.ground.errors import FileSystemError
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from runs import contents, environment
 from jddp.checkpoint import folders
 from jddp.checkpoint.folders import finished, surplus
 from jddp.checkpoint.storage import Remote, local_copy, storage_at
-from jddp.errors import ConfigError, FileSystemError
+from jddp.ground.errors import ConfigError, FileSystemError
 from jddp.trainer.reports.run_directory import RunDirectory
 
 NUMBERS = itertools.count()

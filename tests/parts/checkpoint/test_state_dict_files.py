@@ -10,7 +10,7 @@ import safetensors.numpy
 from states import equal
 
 from jddp.checkpoint.weights import read_weights
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))

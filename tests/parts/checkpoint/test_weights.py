@@ -20,7 +20,7 @@ from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 import jddp
 from jddp.checkpoint.weights import read_file
 from jddp.commands.checkpoint import main as checkpoint_main
-from jddp.errors import ConfigError, DataError, FileSystemError, UsageError
+from jddp.ground.errors import ConfigError, DataError, FileSystemError, UsageError
 
 
 def wrapped(model, **options):

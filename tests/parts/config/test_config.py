@@ -13,7 +13,7 @@ import jddp.config
 from jddp.config.files import dump_values, flatten, load_config, refuse_unsafe, with_overrides
 from jddp.config.keys import ConfigMistakes, keys_of
 from jddp.config.schema import Config
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 
 @pytest.fixture

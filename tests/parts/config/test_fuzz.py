@@ -19,7 +19,7 @@ from jddp.checkpoint.folders import SUMS, seal
 from jddp.commands.checkpoint import main
 from jddp.config.files import flatten, load_config
 from jddp.config.schema import Config
-from jddp.errors import Error, FileSystemError
+from jddp.ground.errors import Error, FileSystemError
 
 OPTIONS = flatten(Config(train={"num_steps": 1}).model_dump())
 KEYS = sorted({part for key in OPTIONS for part in key.split(".")})

@@ -7,7 +7,7 @@ import pytest
 import jddp
 from jddp.config.files import load_config
 from jddp.config.options import BatchNormConfig, PrecisionConfig, StrategyConfig
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 
 @pytest.mark.parametrize("float16", ["float16", jnp.float16, np.dtype("float16")])

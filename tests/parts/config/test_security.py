@@ -23,7 +23,7 @@ from jddp.config.files import dump_values, load_config, read_yaml
 from jddp.config.permissions import make_private, refuse_foreign
 from jddp.config.schema import Config
 from jddp.distributed.join import bind_address
-from jddp.errors import ConfigError, Error, FileSystemError
+from jddp.ground.errors import ConfigError, Error, FileSystemError
 
 PACKAGE = Path(jddp.__file__).parent
 RUN_CODE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -32,7 +32,7 @@ from jddp.data.sources.files import parse_idx
 from jddp.data.sources.images import image_examples
 from jddp.data.sources.tokens import TokenExamples, source_files
 from jddp.data.transforms import FlipAndShift
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
 
 embedded = importlib.import_module("jddp.data.sources.fashion_mnist")  # not the function
 

@@ -13,7 +13,7 @@ from jddp.data.batches import Share
 from jddp.data.sources import images
 from jddp.data.sources.image_folder import images_in
 from jddp.data.sources.images import UndecodableError, decode_image
-from jddp.errors import DataError
+from jddp.ground.errors import DataError
 
 SIZE, FIRST = 16, np.array([0])
 RNG = np.random.default_rng(0)

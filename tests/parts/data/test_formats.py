@@ -24,7 +24,7 @@ from jddp.data.sources.files import MappedArray, map_npy, map_npz
 from jddp.data.sources.image_folder import FolderExamples
 from jddp.data.sources.tokens import TokenExamples
 from jddp.data.transforms import CropAndFlip
-from jddp.errors import ConfigError, DataError, FileSystemError
+from jddp.ground.errors import ConfigError, DataError, FileSystemError
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
 Y = np.arange(8) % 4

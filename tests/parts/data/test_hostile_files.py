@@ -15,7 +15,7 @@ from PIL import Image
 
 from jddp.data import RowExamples, make_data_set
 from jddp.data.sources import make_source
-from jddp.errors import DataError, Error
+from jddp.ground.errors import DataError, Error
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
 PIXELS = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)

@@ -10,7 +10,7 @@ import pytest
 
 from jddp.data import make_source
 from jddp.data.batches import Share
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
 
 X = np.arange(30, dtype=np.float32).reshape(10, 3)
 SHARE = Share(0, 1)

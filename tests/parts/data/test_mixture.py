@@ -10,7 +10,7 @@ import pytest
 from jddp.data import ArrayExamples, MixtureOrder, TrainBatches, source_of
 from jddp.data.examples import Concatenated
 from jddp.data.source import mixed_source
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 CASES = [
     ((5, 11), (0.3, 0.7)),

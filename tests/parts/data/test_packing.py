@@ -7,7 +7,7 @@ from jddp.data import make_source
 from jddp.data.packing import pack_items
 from jddp.data.source import spec_of
 from jddp.data.sources.tokens import PackedExamples
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
 
 
 def best_fit_decreasing(lengths, capacity):

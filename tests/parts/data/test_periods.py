@@ -1,7 +1,7 @@
 import pytest
 
 from jddp.data.periods import Epochs, OptimizerSteps, Reached
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 
 def steps_at_ends(period, num_examples, batch_sizes):

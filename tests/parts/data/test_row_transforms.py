@@ -17,8 +17,8 @@ from jddp.data.transforms import (
     as_stored,
     normalize,
 )
-from jddp.errors import ConfigError, DataError
-from jddp.typing import TRANSFORM
+from jddp.ground.errors import ConfigError, DataError
+from jddp.ground.typing import TRANSFORM
 
 SIZE = 12
 

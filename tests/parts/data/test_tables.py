@@ -9,7 +9,7 @@ from jddp.data import make_source
 from jddp.data.examples import column_of
 from jddp.data.source import rows_for_testing
 from jddp.data.sources.table import Encoding, rows_in
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
 
 TRAIN = {
     "area": [10.0, 20.0, 30.0, 40.0],

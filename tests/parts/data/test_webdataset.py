@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from jddp.data import make_source
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
 
 PHOTO = np.arange(24 * 20 * 3, dtype=np.uint8).reshape(24, 20, 3)
 

@@ -20,8 +20,8 @@ from states import equal
 from jddp.data import ArrayExamples, Mix, Order, TrainBatches, WorkerBatches, workers
 from jddp.data.sources.images import image_examples
 from jddp.data.transforms import CropAndFlip
-from jddp.errors import ConfigError, DataError
-from jddp.typing import TRANSFORM
+from jddp.ground.errors import ConfigError, DataError
+from jddp.ground.typing import TRANSFORM
 
 pytestmark = pytest.mark.processes
 

@@ -12,7 +12,7 @@ from runs import run_job
 from jddp.distributed import agree, gpus
 from jddp.distributed.agree import check, choose, refuse_gpus, use_if_shared
 from jddp.distributed.identity import Identity
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 PLAIN = ["GPU-aa-1", "GPU-bb-2", "GPU-cc-3"]
 

@@ -21,7 +21,7 @@ from jddp.distributed.failure_file import (
     write_failure,
 )
 from jddp.distributed.identity import VARIABLES
-from jddp.errors import FileSystemError
+from jddp.ground.errors import FileSystemError
 
 
 @pytest.fixture(autouse=True)

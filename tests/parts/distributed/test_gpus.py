@@ -21,8 +21,8 @@ from jddp.distributed.gpus import (
     plugin_errors,
     why_missing,
 )
-from jddp.errors import DeviceError
-from jddp.job.build import _report_lacks
+from jddp.ground.errors import DeviceError
+from jddp.trainer.job.build import _report_lacks
 
 VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
 

@@ -7,7 +7,7 @@ import pytest
 
 from jddp.distributed.identity import FIRST_PORT, NUM_PORTS, Identity, loopback, port_of
 from jddp.distributed.schedulers import list_hosts, resolve_identity
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 
 def env(text):

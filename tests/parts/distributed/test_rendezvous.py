@@ -23,7 +23,7 @@ from jddp.distributed.join import HEARTBEAT, START, initialize, rendezvous
 from jddp.distributed.rendezvous import Member, RendezvousClient, connect_to
 from jddp.distributed.rendezvous_server import RendezvousServer
 from jddp.distributed.schedulers import resolve_identity
-from jddp.errors import ConfigError, CoordinatorError, ProcessMismatchError
+from jddp.ground.errors import ConfigError, CoordinatorError, ProcessMismatchError
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from jddp.distributed.failure_file import VARIABLE, describe_failure
 from jddp.distributed.launcher import supervise
 from jddp.distributed.outcome import Failure
 from jddp.distributed.signals import Signals
-from jddp.errors import ExitCode
+from jddp.ground.errors import ExitCode
 
 
 class FakeRunner:

@@ -21,7 +21,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.distributed.schedulers import explain_unjoined, started_job
-from jddp.errors import UsageError
+from jddp.ground.errors import UsageError
 from jddp.inspection.doctor import check_job
 
 ALONE = env("JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0")

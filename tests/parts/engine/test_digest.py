@@ -11,8 +11,8 @@ from jax import P
 
 from jddp.engine.digest import _on, as_words, digests, find_divergence
 from jddp.engine.mesh import make_mesh
-from jddp.errors import UsageError
-from jddp.jaxprs import equations
+from jddp.ground.errors import UsageError
+from jddp.ground.jaxprs import equations
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint32", "bool", "complex64"]
 DTYPES += ["int4", "float4_e2m1fn"]

@@ -8,7 +8,7 @@ import pytest
 from jddp.distributed.join import configure_devices
 from jddp.engine import mesh as mesh_module
 from jddp.engine.mesh import copy_off_mesh, make_mesh, over_replicas, replicate, sharded
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.modules.rows import check_rows
 
 

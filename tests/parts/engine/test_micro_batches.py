@@ -8,7 +8,7 @@ from two_replicas import on_two, reduction_of, state_of
 
 from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.state import Inputs
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.modules.functional import functional
 
 # Rows of each replica: of w * x the gradient is the sum of the valid rows.

@@ -11,7 +11,7 @@ from jddp.engine.optimizer import PlacedOptimizer, Zero1, choose_optimizer
 from jddp.engine.spec import Placement
 from jddp.engine.state import Replicated, Sharded
 from jddp.engine.view import View, own_shards, view_of_shards
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.shards import Flat
 

@@ -14,7 +14,7 @@ from jddp.engine.bitwise.logical_replicas import FixedReplicas
 from jddp.engine.spec import Devices
 from jddp.engine.state import Inputs, PerReplica, Replicated
 from jddp.engine.strategy import choose_replicas
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.modules.metrics import Sum
 from jddp.reduce.hooks import PLAIN
 

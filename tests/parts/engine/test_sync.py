@@ -13,7 +13,7 @@ from jddp.engine.spec import EveryStep
 from jddp.engine.state import CommState, PerReplica, Replicated
 from jddp.engine.sync import LocalSteps
 from jddp.engine.view import View
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 REDUCTION = reduction_of()
 GRADS = np.float32([1, 3])

@@ -11,7 +11,7 @@ from tiny import MLP, NUM_CLASSES, ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.commands.explain import main
-from jddp.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, UsageError
 from jddp.workbench.modelled.described import Target
 
 KIB = 1 / 1024

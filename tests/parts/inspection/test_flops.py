@@ -12,6 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from runs import ROOT
 
 import jddp
+from jddp.ground.jaxprs import equations
 from jddp.inspection.flops import (
     KINDS,
     PEAKS,
@@ -20,7 +21,6 @@ from jddp.inspection.flops import (
     seconds_at_peak,
     uncounted,
 )
-from jddp.jaxprs import equations
 from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import MODELS
 

@@ -10,7 +10,7 @@ from jax import P, lax
 from jax.experimental import topologies
 from networks import Network, make_network
 
-from jddp.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, UsageError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import HloShape, read_program
 from jddp.reduce.plan import MEBIBYTE

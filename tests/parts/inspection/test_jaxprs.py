@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jddp.jaxprs import (
+from jddp.ground.jaxprs import (
     axes_of,
     called,
     carried,

@@ -16,7 +16,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.engine.mesh import make_mesh, replicate, sharded
 from jddp.engine.state import PerReplica, Replicated, stack_rows
-from jddp.errors import OutOfMemoryError
+from jddp.ground.errors import OutOfMemoryError
 from jddp.inspection import memory as memory_module
 from jddp.inspection.hlo import read_program
 from jddp.inspection.memory import largest_arrays

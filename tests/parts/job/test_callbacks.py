@@ -5,8 +5,8 @@ import pytest
 import jddp
 from jddp.commands.training import run
 from jddp.config.files import dump_values, load_config
-from jddp.errors import ConfigError
-from jddp.job.parts import find_callbacks, make_callbacks
+from jddp.ground.errors import ConfigError
+from jddp.trainer.job.parts import find_callbacks, make_callbacks
 
 
 def config(listed, *keys):

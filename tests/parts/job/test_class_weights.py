@@ -10,10 +10,10 @@ import jddp
 from jddp.config.files import read_yaml, with_overrides
 from jddp.config.schema import Config
 from jddp.data.examples import ArrayExamples, RowExamples, column_of
-from jddp.errors import ConfigError, DataError
-from jddp.job.build import build, train
-from jddp.job.parts import balanced_weights
-from jddp.runs.opened import open_run
+from jddp.ground.errors import ConfigError, DataError
+from jddp.trainer.job.build import build, train
+from jddp.trainer.job.parts import balanced_weights
+from jddp.trainer.runs.opened import open_run
 from jddp.zoo.losses import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("started_devices")

@@ -7,9 +7,9 @@ import pytest
 
 from jddp.commands import doctor
 from jddp.config.files import load_config
-from jddp.job import data_rate
-from jddp.job.build import build
-from jddp.job.data_rate import DataRate, measure_data_rate
+from jddp.trainer.job import data_rate
+from jddp.trainer.job.build import build
+from jddp.trainer.job.data_rate import DataRate, measure_data_rate
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 
 from jddp.commands.training import run
 from jddp.config.files import load_config
-from jddp.errors import ExitCode, UsageError
-from jddp.job.build import build, fast_dev_run
+from jddp.ground.errors import ExitCode, UsageError
+from jddp.trainer.job.build import build, fast_dev_run
 
 
 def config(run_dir, *keys):

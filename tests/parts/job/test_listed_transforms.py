@@ -6,9 +6,9 @@ import pytest
 import jddp
 from jddp.config.files import load_config
 from jddp.config.schema import Config
-from jddp.errors import ConfigError
-from jddp.job.build import build
-from jddp.typing import TRANSFORM
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import TRANSFORM
+from jddp.trainer.job.build import build
 
 
 def job_with(*overrides, **data):

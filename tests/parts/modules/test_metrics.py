@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jddp
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
+from jddp.ground.typing import RESERVED
 from jddp.modules.metrics import (
     Metric,
     Totals,
@@ -16,7 +17,6 @@ from jddp.modules.metrics import (
     sum_over_replicas,
     weigh,
 )
-from jddp.typing import RESERVED
 
 ROWS, TABLE = jnp.array([1.0, 2.0, 4.0]), jnp.ones((2, 3))
 

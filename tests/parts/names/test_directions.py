@@ -2,8 +2,8 @@
 
 import pytest
 
-from jddp.errors import ConfigError
-from jddp.names import choose_mode, direction_of
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import choose_mode, direction_of
 
 RISING = """
     accuracy val_accuracy top5_accuracy test/accuracy accuracy@5 acc1 balanced_accuracy Accuracy

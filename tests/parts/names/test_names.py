@@ -5,8 +5,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jddp.errors import ConfigError
-from jddp.names import (
+from jddp.ground.errors import ConfigError
+from jddp.ground.names import (
     accepted_names,
     check_arguments,
     did_you_mean,

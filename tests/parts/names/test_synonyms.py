@@ -10,8 +10,8 @@ import jddp
 from jddp.config.files import load_config
 from jddp.config.keys import keys_of
 from jddp.config.schema import Config
-from jddp.errors import ConfigError
-from jddp.names.synonyms import KEYS, OPTIONS
+from jddp.ground.errors import ConfigError
+from jddp.ground.names.synonyms import KEYS, OPTIONS
 
 PAGE = Path(__file__).parents[3] / "docs" / "trainers.md"
 

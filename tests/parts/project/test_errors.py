@@ -1,7 +1,7 @@
 """An end has one code, by one name."""
 
-from jddp import errors
-from jddp.errors import ExitCode
+from jddp.ground import errors
+from jddp.ground.errors import ExitCode
 
 ERRORS = [x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, errors.Error)]
 

@@ -27,7 +27,7 @@ from jddp.data import TrainBatches
 from jddp.distributed.gpus import OLDEST_DRIVER
 from jddp.distributed.outcome import DETERMINISTIC
 from jddp.engine.strategy import REFUSED
-from jddp.errors import ExitCode
+from jddp.ground.errors import ExitCode
 
 STAGE = runpy.run_path(str(ROOT / "docs" / "stage.py"))
 READ = re.compile(r'environ(?:\.get\(|\.setdefault\(|\[)"([A-Za-z_]+)"|\b(JDDP_[A-Z_]+)\b')

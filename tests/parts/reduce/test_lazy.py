@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import P, lax
 
-from jddp.jaxprs import equations
+from jddp.ground.jaxprs import equations
 from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, Origin, forget
 from jddp.reduce.packing import average_of_shards, exchange_mean, scatter_mean
 from jddp.reduce.shards import Groups, divided_dim

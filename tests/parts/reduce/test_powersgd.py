@@ -30,7 +30,7 @@ from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
 

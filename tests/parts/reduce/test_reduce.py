@@ -14,7 +14,7 @@ from jax import P
 from states import equal
 
 import jddp
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.reduce.backward import Finished
 from jddp.reduce.packing import MANY, bucketed, choose_packing, exchange_mean, scatter_mean
 from jddp.reduce.plan import BucketPlan, GatheredUnit, plan_buckets

@@ -7,7 +7,7 @@ import pytest
 from jddp.data import Order, TrainBatches, eval_batches
 from jddp.data.batches import Share
 from jddp.distributed import coordination
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.trainer.arguments import digest_of_rows
 
 rng = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.trainer.reports.boards import chart_of
 from jddp.trainer.reports.display import Display
 from jddp.trainer.reports.lines import Course

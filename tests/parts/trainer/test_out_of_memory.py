@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jddp.engine.mesh import RowSplit, make_mesh
-from jddp.errors import OutOfMemoryError
+from jddp.ground.errors import OutOfMemoryError
 from jddp.inspection import memory as memory_module
 from jddp.inspection.memory import FIELDS, Memory
 from jddp.inspection.memory import memory as memory_of

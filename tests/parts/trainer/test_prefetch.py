@@ -10,7 +10,7 @@ import grain
 import pytest
 
 from jddp.checkpoint.plain import from_plain, to_plain
-from jddp.errors import DataError
+from jddp.ground.errors import DataError
 from jddp.trainer.prefetch import DEPTH, Source
 
 

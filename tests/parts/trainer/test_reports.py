@@ -16,7 +16,7 @@ from runs import contents
 
 from jddp.checkpoint import checkpoints
 from jddp.distributed import coordination
-from jddp.errors import ConfigError, DataError, FileSystemError
+from jddp.ground.errors import ConfigError, DataError, FileSystemError
 from jddp.trainer.reports.display import Display
 from jddp.trainer.reports.lines import Course, train_line
 from jddp.trainer.reports.log_file import logging_to, say

@@ -9,7 +9,7 @@ from runs import ROOT
 from sweeps import swept
 
 from jddp.config.cli import run_command
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 
 PROGRAM = """
 import os, sys

@@ -9,12 +9,12 @@ import pytest
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
+from jddp.ground.typing import RESERVED
 from jddp.inspection import flops
 from jddp.inspection.memory import limit_bytes, peak_bytes
 from jddp.trainer import reporter
 from jddp.trainer.reporter import Work, measure
 from jddp.trainer.reports.lines import summary
-from jddp.typing import RESERVED
 
 # Two layers of 16 x 16 and 16 x 4, of which the first has no gradient of its inputs.
 FLOPS_PER_ROW = 2 * (2 * 16 * 16 + 3 * 16 * 4)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jddp.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, UsageError
 from jddp.workbench.compare import compare_runs, comparison_page, main
 from jddp.workbench.results import find_runs, read_runs
 

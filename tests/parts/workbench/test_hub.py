@@ -15,7 +15,7 @@ import jddp
 from jddp.checkpoint.weights import read_weights
 from jddp.commands.checkpoint import main
 from jddp.config.schema import Config
-from jddp.job.build import train
+from jddp.trainer.job.build import train
 from jddp.workbench.state_dicts import from_state_dict
 from jddp.zoo.models import GPT
 

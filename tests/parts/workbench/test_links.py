@@ -3,7 +3,7 @@
 import pytest
 from networks import make_network
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.reduce.plan import MEBIBYTE
 from jddp.workbench.modelled.links import HOPPER, Fabric, Link, with_links
 

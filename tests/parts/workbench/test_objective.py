@@ -12,7 +12,7 @@ from workers.start import run_module
 
 import jddp
 from jddp.distributed.identity import VARIABLES
-from jddp.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, UsageError
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 optuna.logging.set_verbosity(optuna.logging.ERROR)

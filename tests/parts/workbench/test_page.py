@@ -8,7 +8,7 @@ import pytest
 
 from jddp.checkpoint.lock import held, holder_of
 from jddp.config.files import dump_values, load_config
-from jddp.errors import ExitCode
+from jddp.ground.errors import ExitCode
 from jddp.workbench.page import records as reading
 from jddp.workbench.page.facts import read_facts
 from jddp.workbench.page.page import SECTIONS, draw_run

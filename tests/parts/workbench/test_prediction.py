@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.inspection.collectives import Collective
 from jddp.inspection.memory import Memory
 from jddp.reduce.plan import Bucket, BucketPlan, GatheredUnit

@@ -13,7 +13,7 @@ from tiny import MLP, ConvNet, loss_fn, make_batch
 import jddp
 from jddp.commands.explain import main
 from jddp.commands.training import run as train
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.workbench.tune import main as tune
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("as_users_compile")]

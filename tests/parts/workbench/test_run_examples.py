@@ -10,8 +10,8 @@ from PIL import Image
 
 import jddp
 from jddp.config.schema import Config
-from jddp.errors import ExitCode
-from jddp.job.build import train
+from jddp.ground.errors import ExitCode
+from jddp.trainer.job.build import train
 from jddp.workbench import examples
 from jddp.workbench.examples import examples_of
 from jddp.workbench.pages import picture

@@ -8,8 +8,8 @@ from flax import linen as nn
 import jddp
 from jddp.__main__ import main
 from jddp.config.schema import Config
-from jddp.errors import ConfigError, UsageError
-from jddp.job.build import train
+from jddp.ground.errors import ConfigError, UsageError
+from jddp.trainer.job.build import train
 from jddp.workbench.sampling import continue_text, sample
 from jddp.workbench.tokenize import BYTES, write_tokens
 from jddp.zoo.losses import next_token

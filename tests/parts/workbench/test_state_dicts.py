@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from sweeps import swept
 
 from jddp.checkpoint.weights import read_file
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.workbench.state_dicts import from_state_dict, library_of, to_state_dict, unlike
 from jddp.zoo.models import CNN, GPT, ResNet, ViT, gpt2, resnet18, vit_b16
 from jddp.zoo.models.resnet import BasicBlock, BottleneckBlock

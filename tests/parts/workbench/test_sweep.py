@@ -11,7 +11,7 @@ import pytest
 from runs import wait_until
 
 from jddp.commands.training import run
-from jddp.errors import ConfigError, ExitCode
+from jddp.ground.errors import ConfigError, ExitCode
 from jddp.workbench import sweep as sweeping
 from jddp.workbench.sweep import InTurn, Sweep
 

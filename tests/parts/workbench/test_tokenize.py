@@ -9,7 +9,7 @@ import pytest
 from jddp.commands.data import main
 from jddp.data import make_source
 from jddp.data.source import spec_of
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
 from jddp.workbench.tokenize import BYTES, documents_in, tokenizer_in, tokens_of, write_tokens
 
 

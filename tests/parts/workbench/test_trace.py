@@ -14,7 +14,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.commands.explain import main
-from jddp.errors import ConfigError, DataError, ExitCode
+from jddp.ground.errors import ConfigError, DataError, ExitCode
 from jddp.trainer.options import Options
 from jddp.trainer.timing import Profile
 from jddp.workbench.step_times import (

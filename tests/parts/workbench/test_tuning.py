@@ -9,7 +9,7 @@ import yaml
 
 from jddp.config.files import load_config, with_overrides
 from jddp.config.schema import Config
-from jddp.errors import ConfigError, DataError, ExitCode
+from jddp.ground.errors import ConfigError, DataError, ExitCode
 from jddp.workbench.tune import main
 from jddp.workbench.tuning import AS_IT_IS, BUCKETS, Score, TimedStep, largest_batch, measured, tune
 

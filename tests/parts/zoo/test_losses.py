@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jddp
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.zoo.losses import LOSSES, call_model, cross_entropy, mean_squared_error, next_token
 
 LOGITS = jnp.array([[2.0, 0.0, -1.0], [0.0, 0.0, 0.0], [1.0, 3.0, 2.0]])

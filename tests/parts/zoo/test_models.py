@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 from states import close
 from sweeps import swept
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.zoo.models import (
     CNN,
     CNN_NNX,

@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from jddp.errors import ConfigError
+from jddp.ground.errors import ConfigError
 from jddp.zoo.optimizers import decay_mask, make_optimizer, make_schedule
 
 PARAMS = {

@@ -21,7 +21,7 @@ from jddp.commands.launch import _parser, plan_launch
 from jddp.distributed.identity import Identity
 from jddp.distributed.outcome import DETERMINISTIC
 from jddp.distributed.schedulers import resolve_identity
-from jddp.errors import ExitCode
+from jddp.ground.errors import ExitCode
 
 MODELS = {
     "jobset.x-k8s.io/v1alpha2 JobSet": models.JobsetV1alpha2JobSet,

@@ -17,7 +17,7 @@ from test_launch import assert_alike, launch, result
 from clusters.hosts import Hosts
 from clusters.launching import OnHost, read_proc, workers_of
 from jddp.commands.launch import _parser, plan_launch
-from jddp.errors import ExitCode
+from jddp.ground.errors import ExitCode
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 SECONDS = 240  # for what takes thirty: Ray starts a dozen processes for each job

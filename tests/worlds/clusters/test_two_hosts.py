@@ -13,7 +13,7 @@ from runs import wait_until
 from clusters.hosts import Hosts
 from clusters.launching import LONGER, OnHost, assert_empty, two_launchers, workers_of
 from clusters.slow_link import slow_link
-from jddp.errors import ExitCode
+from jddp.ground.errors import ExitCode
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.xdist_group("hosts")]
 HEARTBEAT_SECONDS = 10

@@ -12,7 +12,7 @@ import pytest
 from runs import environment, free_port, wait_until
 
 from faults.jobs import Job
-from jddp.errors import ExitCode
+from jddp.ground.errors import ExitCode
 
 pytestmark = pytest.mark.processes
 EVERY_STEP = ["train.log_every_steps=1", "train.num_steps=1000000"]  # which no job reaches

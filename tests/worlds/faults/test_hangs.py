@@ -10,7 +10,7 @@ import pytest
 from sweeps import swept
 
 from faults.jobs import Job
-from jddp.errors import ExitCode
+from jddp.ground.errors import ExitCode
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from sweeps import swept
 
 from faults.jobs import Job, assert_ends, assert_same_run
 from jddp.distributed.signals import SAME_SECONDS
-from jddp.errors import ExitCode
+from jddp.ground.errors import ExitCode
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 PREEMPTED, LONG = ExitCode.PREEMPTED, pytest.mark.long

@@ -25,7 +25,7 @@ from jddp.data.source import DataSet, DataSource, image_spec
 from jddp.data.sources.files import read_idx
 from jddp.data.sources.images import image_examples
 from jddp.data.transforms import FlipAndShift
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
 
 CLASSES = (
     "T-shirt/top",

@@ -28,24 +28,24 @@ from jddp.distributed.watchdog import Limits
 from jddp.engine.initial_state import Misfit
 from jddp.engine.mesh import count_processes
 from jddp.engine.state import TrainState, by_path
-from jddp.errors import ConfigError, report
-from jddp.job.data import (
+from jddp.ground.errors import ConfigError, report
+from jddp.ground.names.plugins import OPTIONS, find
+from jddp.ground.typing import Batch, Batches, JsonObject
+from jddp.inspection.verification.findings import Verification
+from jddp.inspection.verification.verify import verify
+from jddp.modules.rows import as_arrays
+from jddp.reduce.shards import Shape
+from jddp.trainer.fit import start
+from jddp.trainer.job.data import (
     listed_transforms,
     training_transforms,
 )
-from jddp.job.optimizers import Schedule, optimizer_of, period_of
-from jddp.job.parts import Parts, make_callbacks
-from jddp.modules.rows import as_arrays
-from jddp.names.plugins import OPTIONS, find
-from jddp.reduce.shards import Shape
-from jddp.trainer.fit import start
+from jddp.trainer.job.optimizers import Schedule, optimizer_of, period_of
+from jddp.trainer.job.parts import Parts, make_callbacks
 from jddp.trainer.options import Checks, Evaluation, Keep, Options
 from jddp.trainer.prefetch import Source
 from jddp.trainer.run import Callback, Run
 from jddp.trainer.saving import Checkpoints
-from jddp.typing import Batch, Batches, JsonObject
-from jddp.verification.findings import Verification
-from jddp.verification.verify import verify
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ data of jddp itself are found by their names; a word of yours permits more.
 from pathlib import Path
 
 from jddp.config.schema import Config
-from jddp.errors import UsageError, check_choice
-from jddp.names import resolve_target
+from jddp.ground.errors import UsageError, check_choice
+from jddp.ground.names import resolve_target
 from jddp.zoo.models import is_module_class
 
 TRUST = (None, "here", "package", "config")

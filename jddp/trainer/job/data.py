@@ -23,10 +23,10 @@ from jddp.data.batches import Share
 from jddp.data.examples import Examples
 from jddp.data.source import Streams, source_of_streams
 from jddp.data.transforms import LARGEST, TRANSFORMS, Chain, Normalize, Transform
-from jddp.errors import ConfigError, DataError
+from jddp.ground.errors import ConfigError, DataError
+from jddp.ground.names import check_arguments, defaults_of, look_up
+from jddp.ground.typing import TRANSFORM, Batch, Batches, Settings
 from jddp.modules.rows import as_arrays
-from jddp.names import check_arguments, defaults_of, look_up
-from jddp.typing import TRANSFORM, Batch, Batches, Settings
 
 # Keys that need examples with numbers, and what to do in their place.
 NOT_OF_STREAMS = {

@@ -33,17 +33,17 @@ from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_m
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.distributed.schedulers import resolve_identity
 from jddp.engine.mesh import make_mesh
-from jddp.errors import ConfigError, DataError, UsageError, file_errors, report
+from jddp.ground.errors import ConfigError, DataError, UsageError, file_errors, report
 from jddp.inspection.layers import num_outputs
-from jddp.job.data import (
+from jddp.trainer.job.data import (
     OfStream,
     check_first,
     note_on_bytes,
     open_data,
 )
-from jddp.job.job import Job, order_of
-from jddp.job.optimizers import num_steps_of, optimizer_of
-from jddp.job.parts import resolve_parts, with_labels
+from jddp.trainer.job.job import Job, order_of
+from jddp.trainer.job.optimizers import num_steps_of, optimizer_of
+from jddp.trainer.job.parts import resolve_parts, with_labels
 from jddp.trainer.prefetch import Source
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Callback, Run

@@ -26,13 +26,11 @@ from jddp.engine.spec import Step
 from jddp.engine.state import Divided, Inputs, Layout, Replicated, Sharded, TrainState
 from jddp.engine.step import replica_gradients, replica_step
 from jddp.engine.strategy import FSDP
-from jddp.errors import UsageError
-from jddp.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
-from jddp.modules.metrics import weights_in
-from jddp.modules.rows import as_arrays, count_rows, split_rows
-from jddp.typing import Batch, Grads, Leaf, LossFn, Metrics, ModelState, Params, PyTree
-from jddp.verification import findings
-from jddp.verification.findings import (
+from jddp.ground.errors import UsageError
+from jddp.ground.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
+from jddp.ground.typing import Batch, Grads, Leaf, LossFn, Metrics, ModelState, Params, PyTree
+from jddp.inspection.verification import findings
+from jddp.inspection.verification.findings import (
     Comparison,
     Verification,
     compare,
@@ -40,6 +38,8 @@ from jddp.verification.findings import (
     exact,
     not_finite_in_both,
 )
+from jddp.modules.metrics import weights_in
+from jddp.modules.rows import as_arrays, count_rows, split_rows
 
 
 def side_by_side(

@@ -13,11 +13,11 @@ from jddp.checkpoint.folders import finished
 from jddp.checkpoint.reader import read_object
 from jddp.checkpoint.storage import local_copy
 from jddp.data.examples import Concatenated, Examples
-from jddp.errors import ConfigError, DataError, UsageError, printable
-from jddp.job.job import batches_in_order
-from jddp.job.parts import find_source
-from jddp.job.trust import check_trust, is_trusted, refusal
-from jddp.runs.saved import config_in, kept_of_data
+from jddp.ground.errors import ConfigError, DataError, UsageError, printable
+from jddp.trainer.job.job import batches_in_order
+from jddp.trainer.job.parts import find_source
+from jddp.trainer.job.trust import check_trust, is_trusted, refusal
+from jddp.trainer.runs.saved import config_in, kept_of_data
 
 
 @dataclass(frozen=True)

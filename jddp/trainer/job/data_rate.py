@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 from jddp.engine.mesh import platform
-from jddp.errors import UsageError
+from jddp.ground.errors import UsageError
 from jddp.inspection.flops import count_flops
 from jddp.inspection.memory import memory
-from jddp.job.job import Job
 from jddp.modules.rows import count_rows
+from jddp.trainer.job.job import Job
 
 SECONDS = 2.0  # of reading
 # Time of a worker for a batch over the time of a thread: the batch goes through shared memory.

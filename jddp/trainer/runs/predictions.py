@@ -28,12 +28,12 @@ from jddp.data.sources.table import ENDINGS, Encoding, rows_in
 from jddp.data.transforms import LARGEST, Transform, Transformed, normalize
 from jddp.distributed.schedulers import resolve_identity
 from jddp.engine.state import by_path
-from jddp.errors import DataError, FileSystemError, UsageError, file_errors
-from jddp.files import replace_file
-from jddp.job.data import listed_transforms
-from jddp.runs.opened import open_run
-from jddp.runs.saved import kept_of_data
-from jddp.typing import JsonObject
+from jddp.ground.errors import DataError, FileSystemError, UsageError, file_errors
+from jddp.ground.files import replace_file
+from jddp.ground.typing import JsonObject
+from jddp.trainer.job.data import listed_transforms
+from jddp.trainer.runs.opened import open_run
+from jddp.trainer.runs.saved import kept_of_data
 
 INPUTS = ("image", "tokens", "x")  # as `jddp.zoo.losses.outputs` looks for them
 OF_IMAGES = ("image_folder", "webdataset")  # sources of images that are files

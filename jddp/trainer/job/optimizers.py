@@ -21,9 +21,9 @@ from jddp.config.schema import Config
 from jddp.data import count_steps
 from jddp.data.periods import Epochs
 from jddp.engine.state import TrainState
-from jddp.errors import FileSystemError
+from jddp.ground.errors import FileSystemError
+from jddp.ground.names import accepted_names, defaults_of, name_of_callable, named
 from jddp.modules.base import COLLECTION
-from jddp.names import accepted_names, defaults_of, name_of_callable, named
 from jddp.zoo.groups import (
     REST,
     ParameterGroup,

@@ -9,7 +9,7 @@ import numpy as np
 
 from jddp.engine.spec import Step
 from jddp.engine.state import by_path
-from jddp.typing import Grads, PyTree, Shown
+from jddp.ground.typing import Grads, PyTree, Shown
 
 UPDATE = 0.05  # allowed difference of an update, relative to its norm
 _NOT_COMPARED = {"update": "zero on both, as at a learning rate of 0"}
@@ -203,7 +203,7 @@ def long_sums(found: Iterable[tuple[str, str, int]], compute_dtype: object = Non
     """The finding that sums lose digits.
 
     Args:
-      found: Primitive, dtype and number of terms of each, `jddp.jaxprs.long_sums`.
+      found: Primitive, dtype and number of terms of each, `jddp.ground.jaxprs.long_sums`.
       compute_dtype: Dtype to which parameters are cast; None casts nothing.
     """
     cast = "precision casts parameters before the model reads them.\n" if compute_dtype else ""
@@ -237,7 +237,7 @@ def causes(
       combined: How the gradient of the whole batch follows from the gradients of the replica
         batches: as their "mean", as a mean with other "weights" than their rows, as "neither"; None
         if it is not known.
-      quantized: How the step quantizes, `jddp.jaxprs.quantizations`.
+      quantized: How the step quantizes, `jddp.ground.jaxprs.quantizations`.
     """
     many, one = losses
     if is_scalar and np.isclose(many * num_devices, one, rtol=_CLOSE):

@@ -30,17 +30,17 @@ from jddp.data.order import ExampleOrder
 from jddp.data.source import mixed_source
 from jddp.engine.strategy import FSDP, LogicalReplicas, Strategy
 from jddp.engine.sync import LocalSteps
-from jddp.errors import ConfigError, DataError
-from jddp.job.data import check_listed, is_stream, source_of_batches, stream_arguments
-from jddp.job.optimizers import optimizer_of
-from jddp.names import accepted_names, check_arguments, defaults_of, named, resolve_target
-from jddp.names.plugins import ADDED_CALLBACKS, added
+from jddp.ground.errors import ConfigError, DataError
+from jddp.ground.names import accepted_names, check_arguments, defaults_of, named, resolve_target
+from jddp.ground.names.plugins import ADDED_CALLBACKS, added
+from jddp.ground.typing import LossFn, Settings
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
+from jddp.trainer.job.data import check_listed, is_stream, source_of_batches, stream_arguments
+from jddp.trainer.job.optimizers import optimizer_of
 from jddp.trainer.reports.sinks import ChosenSink, choose_sinks
 from jddp.trainer.run import Callback
 from jddp.trainer.watching import EarlyStopping, KeepBest
-from jddp.typing import LossFn, Settings
 from jddp.zoo.losses import LOSSES, cross_entropy, next_token
 from jddp.zoo.models import MODELS, Module, make_model
 from jddp.zoo.optimizers import make_optimizer

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from jddp.errors import ConfigError, check_choice
+from jddp.ground.errors import ConfigError, check_choice
 
 P = ParamSpec("P")
 Returned = TypeVar("Returned")

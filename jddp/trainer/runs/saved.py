@@ -15,10 +15,10 @@ from jddp.config.files import read_stored
 from jddp.config.schema import Config
 from jddp.engine.evaluation import with_average
 from jddp.engine.state import Values
-from jddp.errors import FileSystemError, UsageError
-from jddp.job.trust import check_trust, resolve_model
+from jddp.ground.errors import FileSystemError, UsageError
+from jddp.ground.typing import JsonObject, PyTree
+from jddp.trainer.job.trust import check_trust, resolve_model
 from jddp.trainer.saving import BEST
-from jddp.typing import JsonObject, PyTree
 from jddp.zoo.models import Module, make_model
 
 T = TypeVar("T")

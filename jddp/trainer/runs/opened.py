@@ -25,17 +25,17 @@ from jddp.distributed.agree import agree
 from jddp.engine.initial_state import Misfit, fit_weights
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import TrainState
-from jddp.errors import ConfigError, DataError, Error, UsageError
-from jddp.job.build import join
-from jddp.job.data import open_data
-from jddp.job.job import test_batches
-from jddp.job.parts import find_eval_fn, find_loss, find_source
-from jddp.job.trust import is_trusted, refusal
-from jddp.runs.saved import Saved, config_in, kept_of_data, model_in, read_saved
+from jddp.ground.errors import ConfigError, DataError, Error, UsageError
+from jddp.ground.typing import Batch, JsonObject, LossFn
+from jddp.trainer.job.build import join
+from jddp.trainer.job.data import open_data
+from jddp.trainer.job.job import test_batches
+from jddp.trainer.job.parts import find_eval_fn, find_loss, find_source
+from jddp.trainer.job.trust import is_trusted, refusal
 from jddp.trainer.progress import Progress
 from jddp.trainer.reports.metrics_file import MetricsFile
 from jddp.trainer.run import Run
-from jddp.typing import Batch, JsonObject, LossFn
+from jddp.trainer.runs.saved import Saved, config_in, kept_of_data, model_in, read_saved
 from jddp.zoo.models import Module
 from jddp.zoo.optimizers import make_optimizer
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from jddp.errors import ExitCode, UsageError, report
+from jddp.ground.errors import ExitCode, UsageError, report
 
 Function = Callable[..., Any]
 COMMANDS, OPTIONS = "jddp.commands", "jddp.options"

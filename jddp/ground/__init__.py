@@ -1,0 +1,1 @@
+"""Errors, types, names, files and programs of JAX, on which every room stands."""
