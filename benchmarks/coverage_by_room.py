@@ -1,7 +1,7 @@
 """Prints the share of the lines of each room that the tests run.
 
     python benchmarks/coverage_by_room.py                              scripts/test's tests
-    python benchmarks/coverage_by_room.py tests/together -m slow       any arguments of pytest
+    python benchmarks/coverage_by_room.py tests/engine -m slow       any arguments of pytest
 
 Needs jddp[mutation]. Lines of other processes, which tests start, are not seen.
 """

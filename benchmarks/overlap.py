@@ -7,7 +7,7 @@ ResNet-50 and GPT-2 124M are compiled through `jddp.DataParallel`, without a GPU
 that XLA makes are added up at the rates printed below the table. Nothing is measured: a number here
 is what the schedule allows, not what a machine does. The second table walks the same schedules at
 other rates. `leaf, end` is what one gets by averaging gradients without further thought; the gate
-in tests/parts/workbench/test_overlap_on_gpus.py requires that the model finds fault with it.
+in tests/workbench/test_overlap_on_gpus.py requires that the model finds fault with it.
 
     all-reduces    above 64 KiB: gradients; how many of them run while nothing else does
     exposed        share of the step that waits for these

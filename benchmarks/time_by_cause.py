@@ -1,7 +1,7 @@
 """Prints what the time of the tests goes to: by cause, and by file.
 
     python benchmarks/time_by_cause.py                              scripts/test's tests
-    python benchmarks/time_by_cause.py tests/together -m slow       any arguments of pytest
+    python benchmarks/time_by_cause.py tests/engine -m slow       any arguments of pytest
 
 Seconds are of the two workers together. Tracing, lowering and compiling are what JAX reports of
 each program (compiling includes reading the compile cache); "processes" is the time spent starting

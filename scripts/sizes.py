@@ -69,7 +69,7 @@ def assigned(path: Path, name: str) -> object:
 
 def whole(modules: structure.Modules, lines: Lines) -> list[Figure]:
     """The package."""
-    floors = assigned(ROOT / "tests/parts/project/test_layers.py", "FLOORS")
+    floors = assigned(ROOT / "tests/project/test_layers.py", "FLOORS")
     rooms = {room_of(name) for name in modules} - {DOORS, "jddp"}
     num_lines = count(lines, modules)
     core = count(lines, [name for name in modules if room_of(name) != "workbench"])

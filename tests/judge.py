@@ -18,7 +18,7 @@ REPLICAS, ROWS, WIDTH = 4, 16, 4
 BUCKET_MB = 80 / 2**20  # Several buckets even of a tiny model.
 
 # Flat buckets that are reduced at the end are held to those that are reduced when they are ready by
-# tests/together/test_overlap.py.
+# tests/engine/test_overlap.py.
 PLACES = {
     "leaf-end": {"reduction": jddp.Reduction(layout="leaf", overlap=False)},
     "flat-ready": {"reduction": jddp.Reduction(layout="flat", overlap=True)},

@@ -4,7 +4,7 @@
     network.seconds(25 * 2**20)                        # of an all-reduce of 25 MiB
 
 `jddp.workbench.modelled.links` predicts the same from figures of links, for any number of hosts,
-and is held against this. The gates of parts/workbench/test_overlap_on_gpus.py and the tables of
+and is held against this. The gates of workbench/test_overlap_on_gpus.py and the tables of
 benchmarks/overlap.py and sharded.py take these times.
 """
 

@@ -1,6 +1,6 @@
 """Pictures of tables that stand elsewhere: the floors of the packages, and results.
 
-Floors are read from tests/parts/project/test_layers.py, figures from benchmarks/README.md. The
+Floors are read from tests/project/test_layers.py, figures from benchmarks/README.md. The
 docstring of a function is the title of its picture, and what a screen reader reads.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from canvas import EDGE, INNER, SMALL, WIDTH, Picture, text_width
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = ROOT / "tests" / "parts" / "project" / "test_layers.py"
+LAYERS = ROOT / "tests" / "project" / "test_layers.py"
 RESULTS = ROOT / "benchmarks" / "README.md"
 
 # Rows of the tables of results by the beginnings of their first cells, and their names here.

@@ -13,7 +13,7 @@ A spike is a loss far above the losses before it, by a rule that a few outliers 
 
 The MAD, the median absolute deviation, is 0.67 standard deviations of Gaussian noise, so 20 MADs
 are 13.5 of these. False alarms in a million steps: none for Gaussian noise, 3 for Laplace noise, 20
-for Student's t with 5 degrees of freedom, 400 with 3 (measured; `tests/parts/trainer`). A falling
+for Student's t with 5 degrees of freedom, 400 with 3 (measured; `tests/trainer`). A falling
 loss raises no alarm. A loss that rises for good is a spike until it is nearly half of the window.
 
 The loss of a step is global, so all processes find the same spikes. It is judged by losses up to

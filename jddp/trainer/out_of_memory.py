@@ -38,7 +38,7 @@ _TOGETHER = (
     "To find what would fit, all processes must compile together: run jddp.train --dry-run, or "
     "jddp.memory(ddp, batch) on each of them."
 )
-# A whole message of each, and its source, stand in tests/parts/trainer/test_out_of_memory.py.
+# A whole message of each, and its source, stand in tests/trainer/test_out_of_memory.py.
 WORDS = (
     r"Out of memory (?:while trying to allocate|allocating)",  # XLA's clients of GPUs and CPUs
     r"ran out of memory",  # its allocator (BFC), and its command buffers (CUDA graphs)

@@ -90,7 +90,7 @@ def test_the_order_of_an_nnx_model_is_a_guess_until_a_batch_was_seen():
 
 @pytest.mark.parametrize("name, parts", swept([("nnx", 2), ("transformer", 1)], every=2))
 def test_numbers_do_not_depend_on_the_place(name, parts):
-    """tests/together/test_step.py holds all models in one of these places to one device."""
+    """tests/engine/test_step.py holds all models in one of these places to one device."""
     options, ends = (
         {
             "reduction": jddp.Reduction(bucket_mb=200 * BYTES, layout="flat"),

@@ -13,7 +13,7 @@ from jddp.config.schema import Config
 from jddp.ground.errors import ConfigError
 from jddp.ground.names.synonyms import KEYS, OPTIONS
 
-PAGE = Path(__file__).parents[3] / "docs" / "trainers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 
 
 def test_every_option_that_is_suggested_exists():

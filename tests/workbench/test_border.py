@@ -15,7 +15,7 @@ ROOT = PACKAGE.parent
 ROOMS = {"checkpoint", "config", "data", "distributed", "engine", "inspection", "job", "launcher"}
 ROOMS |= {"modules", "names", "reduce", "runs", "trainer", "zoo"}
 GROUND = {"errors", "files", "typing"}
-QUICK = ["names", "config/test_options.py", "engine/test_clip.py", "trainer/test_spikes.py"]
+QUICK = ["ground", "config/test_options.py", "engine/test_clip.py", "trainer/test_spikes.py"]
 REFUSED = ["report x", "tune", "compare x", "train --sweep seed=0,1", "launch --ray -m jddp.train"]
 REFUSED += ["explain --target h100", "data tokenize a b", "checkpoint pull a/b c"]
 
@@ -39,7 +39,7 @@ def run(folder, *arguments):
 
 @pytest.mark.slow  # A minute: it trains.
 def test_the_core_passes_its_tests_and_trains_without_the_tools(core):
-    paths = [ROOT / "tests" / "parts" / name for name in QUICK]
+    paths = [ROOT / "tests" / name for name in QUICK]
     done = run(core, "-m", "pytest", "-q", "-n", 0, "-c", ROOT / "pyproject.toml", *paths)
     assert done.returncode == 0, done.stdout
     keys = ["train.num_steps=2", "run.dir=run"]

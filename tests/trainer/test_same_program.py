@@ -144,7 +144,7 @@ print(dict(ddp.steps.program(ddp.init(0, make_batch()), make_batch()).digests))
 @pytest.mark.parametrize("model", swept(["transformer", "nnx"], every=2))
 def test_digests_are_the_same_in_every_process(model):
     def printed(seed):
-        paths = os.pathsep.join(["tests", "tests/together"])
+        paths = os.pathsep.join(["tests", "tests/trainer"])
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-c", PROGRAM, model]
         return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout

@@ -103,7 +103,7 @@ def test_links_of_staged_pages_lead_to_staged_pages(tmp_path):
         ("exit_codes.md#exit-69", "exit_codes.md#exit-69"),
         ("../benchmarks/README.md", "benchmarks.md"),
         ("../scripts/slurm.sbatch", "files/scripts/slurm.sbatch.md"),
-        ("../tests/worlds/README.md#tested-ray", "files/tests/worlds/README.md.md"),
+        ("../tests/e2e/README.md#tested-ray", "files/tests/e2e/README.md.md"),
     ):
         assert stage.target(target, launch, "launch.md") == staged
     code = "```bash\n[x](docs/data.md)\n```\n"

@@ -3,8 +3,8 @@
 The judge is a loop in NumPy over the pieces that a step is made of: the rows of replicas that share
 batch statistics, micro-batch by micro-batch, each run by Flax alone.
 
-    scripts/test -m slow tests/together/test_random_options.py     60 sets
-    scripts/test -m long tests/together/test_random_options.py     600 others
+    scripts/test -m slow tests/engine/test_random_options.py     60 sets
+    scripts/test -m long tests/engine/test_random_options.py     600 others
 """
 
 import dataclasses

@@ -64,7 +64,7 @@ with Hosts(Path(sys.argv[1]), "h1") as hosts:
 @pytest.mark.parametrize("how", ["killed", "ended"])
 def test_what_runs_on_a_host_ends_with_the_tests(tmp_path, how):
     refuse_without("ip", "nsenter", "unshare")
-    tests = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'worlds'}")
+    tests = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'e2e'}")
     command, pipes = [sys.executable, "-c", USE, str(tmp_path), how], {"stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=tests, stdin=subprocess.PIPE, text=True, **pipes) as user:
         (left,) = map(int, user.stdout.readline().split())

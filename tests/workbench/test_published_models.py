@@ -1,6 +1,6 @@
 """The models that torchvision and transformers build give what the zoo's give; where installed.
 
-pip install torchvision transformers; pytest -m long tests/parts/workbench/test_published_models.py
+pip install torchvision transformers; pytest -m long tests/workbench/test_published_models.py
 """
 
 import importlib.util
