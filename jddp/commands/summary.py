@@ -92,15 +92,16 @@ def closing(job: Job, run: Run, *, columns: int) -> str:
     facts = {
         "done": ", ".join(map(unbroken, [f"{run.step:,} steps", *best])),
         "page": f"{config.run.dir}/{PAGE}" if has_page else "",
-        "next": "  ".join(unbroken(f"jddp {command}") for command in commands),
+        "next": "\n".join(unbroken(f"jddp {command}") for command in commands),
     }
     return "\n".join(_labelled(facts, columns))
 
 
 def _labelled(facts: dict[str, str], columns: int) -> Iterator[str]:
     for label, fact in facts.items():
-        if fact:
-            yield from wrap(unbroken(f"{label:<9}") + fact, columns, indent=" " * 9)
+        for line in fact.splitlines():
+            yield from wrap(unbroken(f"{label:<9}") + line, columns, indent=" " * 9)
+            label = ""
 
 
 def _model(job: Job) -> str:
