@@ -98,7 +98,7 @@ class DataParallel(Shown):
         scale; or a `jddp.Precision`.
       state: Rules for other state than parameters that depends on a replica's rows or random
         numbers, by name of its collection (Linen) or class of variables (NNX): "mean", "sum" (of
-        what each has added, exact for whole numbers) or "first" (replica 0's) in each step; or
+        the replicas' additions, exact for whole numbers) or "first" (replica 0's) in each step; or
         "per_replica": each keeps its own, which is neither synchronized nor compared, and is
         averaged when evaluated or read, whole numbers rounded down. Such state is refused without a
         rule, unless a batch norm keeps it; equal state is left as it is.
@@ -223,7 +223,7 @@ class DataParallel(Shown):
         self._executor.latest = state
 
     def with_constants(self, constants: PyTree) -> "DataParallel":
-        """Returns the same object, each call of which passes these constants to the loss.
+        """Returns the same object; each of its calls passes these constants to the loss.
 
         Args:
           constants: A tree of arrays, host or replicated. They are not differentiated, and other
@@ -375,7 +375,7 @@ class DataParallel(Shown):
             scalars: padding cannot be masked in it.
         """
         planned, batch = self._executor.planned, as_arrays(batch)
-        # Those of the last rows, or else of these, for which the loss is traced.
+        # The sums of the last planned rows; without a plan, the loss is traced for these rows.
         sums = (planned and planned.sums) or self.steps.planned(batch).sums
         return pad_for_step(batch, self.steps.rows, sums, num_rows)
 
@@ -415,7 +415,7 @@ class DataParallel(Shown):
           params: "params", or "ema" for their moving average.
 
         Returns:
-          The names of what `evaluate` returns.
+          The names of the metrics that `evaluate` returns.
         """
         trace = self._run(functools.partial(jax.eval_shape, self._evaluate), state, params)
         return [*next(sums_of(trace, [batch], self.mesh, self.steps.rows.num_local_replicas))]

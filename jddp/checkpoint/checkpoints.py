@@ -3,7 +3,7 @@
     checkpoints = CheckpointFolder(directory, keep=3)
     checkpoints.save(step, state, {"position": 10})
     found = checkpoints.restore(like=state)  # the newest with valid digests, or None
-    checkpoints.close()                      # waits for what is still being written
+    checkpoints.close()                      # waits until all checkpoints are written
 
 A checkpoint is a folder with the step as its name:
 
@@ -68,7 +68,7 @@ FILE_BYTES = 2**26  # approximate size of a file of arrays: several are digested
 
 
 class Snapshot(NamedTuple):
-    """What a checkpoint records of its arrays, and the text of the run data."""
+    """The descriptions of a checkpoint's arrays, and the text of the run data."""
 
     step: int
     shapes: PyTree
@@ -87,7 +87,7 @@ class CheckpointFolder:
       storage: Storage of the run, whose folder contains `directory`; by default the folder above.
         Once that path leads to another folder, nothing is written.
       is_written: Whether `save` will be called: the directory is made, and unfinished files of an
-        ended process are removed. Another process may be writing there otherwise.
+        ended process are removed. If False, another process may be writing there.
 
     Raises:
       FileSystemError: If the directory cannot be made or written.
@@ -152,7 +152,7 @@ class CheckpointFolder:
         self._surplus = functools.partial(folders.surplus, keep=num)
 
     def keep_only(self, steps: Sequence[int]) -> None:
-        """Sets the checkpoints that stay from now on, beside the one that was saved last."""
+        """Sets the checkpoints that stay from now on, besides the one that was saved last."""
         self._surplus = functools.partial(folders.surplus_but, steps)
 
     def save(self, step: int, state: TrainState, beside: Settings, layouts: PyTree = None) -> None:

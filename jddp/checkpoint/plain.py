@@ -23,8 +23,8 @@ def to_plain(value: object, called: str) -> Any:
     """Returns values of JSON for a value: itself, or the text of a literal.
 
     Args:
-      value: Numbers, text, bytes, None, and lists, tuples and dicts of them. Numbers of NumPy come
-        back as those of Python.
+      value: Numbers, text, bytes, None, and lists, tuples and dicts of them. NumPy's numbers come
+        back as Python's numbers.
       called: Name of the value, for an error.
 
     Raises:
@@ -42,6 +42,6 @@ def to_plain(value: object, called: str) -> Any:
 
 
 def from_plain(plain: Any) -> Any:
-    """Returns the value of which `to_plain` has made this one."""
+    """Returns the value that `to_plain` has converted to this one."""
     is_literal = isinstance(plain, dict) and plain.keys() == {LITERAL}
     return ast.literal_eval(plain[LITERAL]) if is_literal else plain

@@ -200,7 +200,7 @@ class Remote(Storage):
 
 
 def _own_folder() -> Path:
-    """Makes a folder that stays locked while this process lives; removes those of killed processes.
+    """Makes a folder that this process keeps locked; removes the folders of killed processes.
 
     Its name contains the host's name: on a network file system, locks may hold on one host only.
     """

@@ -6,7 +6,7 @@
 It reads safetensors, state dicts of PyTorch, a folder of the Hugging Face Hub, the checkpoints of a
 run, and any other folder that orbax has written; numbers and names, and no code. It writes
 safetensors, which have no random keys, layouts, digests or run data: these are in a JSON text
-beside the arrays, which files of other programs lack.
+next to the arrays, which files of other programs lack.
 
 A folder of the Hugging Face Hub holds model.safetensors; or, of a large model, several such files,
 and an index: {"weight_map": {"wte.weight": "model-00001-of-00002.safetensors", ...}}.

@@ -5,7 +5,7 @@ devices, and all together examine versions, the shared directory and the network
 with its fix. The exit code is 0, or 69 if a finding will stop a job.
 
 `python -m jddp.doctor RUN_DIR` prints the first failure of a run, and examines nothing.
-`python -m jddp.doctor --config my.yaml` compares the rate of a job's data with that of its steps.
+`python -m jddp.doctor --config my.yaml` compares how fast a job reads rows and steps.
 `python -m jddp.doctor --gpu-acceptance` tries jddp on the GPUs, and writes a page.
 """
 

@@ -1,12 +1,12 @@
 """`python -m jddp.explain [--config FILE]... [key.path=value]...`: what does a step send?
 
 Takes a job as `jddp.train` does, compiles its step for the devices of its mesh, and prints the plan
-beside the collectives of the compiled program, as `jddp.explain` does for objects. With `--target`
+next to the collectives of the compiled program, as `jddp.explain` does for objects. With `--target`
 the step is compiled for GPUs that need not be there, and its time and memory are modelled. Nothing
 runs, nothing but the picture is written, and the data may be absent.
 
 `python -m jddp.explain --trace RUN_DIR` prints how the time of traced steps was spent; with
-`--target` too, beside what is modelled for the config of that run.
+`--target` too, next to the modelled times for the config of that run.
 """
 
 import argparse

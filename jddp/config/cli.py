@@ -64,7 +64,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def share_gpus() -> None:
-    """Leaves memory of GPUs to other programs, of which JAX, not started yet, would take most."""
+    """Leaves GPU memory to other programs: JAX, not started yet, would take most of it."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
@@ -153,7 +153,7 @@ def check_target(arguments: argparse.Namespace, *more: str) -> None:
 
     Args:
       arguments: The parsed arguments.
-      *more: Names of options of a target beside its topology and links.
+      *more: Names of options of a target other than its topology and links.
 
     Raises:
       UsageError: If one is given without `--target`.

@@ -33,7 +33,7 @@ from jddp.ground.typing import JsonObject, Settings
 log = logging.getLogger("jddp")
 
 DEFAULT_PRESET = "fashion_mnist_cnn"
-# A wheel carries the presets inside the package, a checkout beside it.
+# A wheel carries the presets inside the package, a checkout next to it.
 PRESETS = [folder / "configs" for folder in Path(__file__).parents[1:3]]
 OWN = ("model", "data", "loss")  # sections whose target makes a job yours; the first names it
 MOST_VALUES = 10_000  # of a config: aliases of aliases make few lines endless
@@ -52,9 +52,9 @@ WORDED = {
     for name, field in DdpConfig.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, WordedSection)
 }
-# Sections, keys of which one is chosen, and keys beside them: choosing another in a later source
-# drops all of them from earlier ones. A function for evaluation belongs to the loss beside it, and
-# all keys of a section to its word, but for the form in which gradients are sent.
+# A section, its keys of which only one may be set, and the keys that depend on it: a later source
+# that sets one of them drops all that earlier sources set. A function for evaluation depends on its
+# loss, and all keys of a section on its word, but for the form in which gradients are sent.
 NAMED = ("data", "model", "optimizer", "optimizer.schedule", "ddp.reduction.hook")
 RIVALS: list[tuple[str, Sequence[str], Iterable[str]]] = [
     *((section, ("name", "target"), ("kwargs",)) for section in NAMED),
@@ -160,7 +160,7 @@ def read_stored(path: Path) -> Config:
 
 
 def refuse_unsafe(text: str, above: int = 0) -> None:
-    """Refuses YAML with more values than a config needs, or with one that YAML 1.2 reads otherwise.
+    """Refuses YAML with too many values for a config, or with one that YAML 1.2 reads differently.
 
     Values are counted as if aliases (`*name`) were replaced by the values that they stand for.
 

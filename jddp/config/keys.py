@@ -1,6 +1,6 @@
 """The path of every key of a config, and each mistake in one line: key, value, rule and suggestion.
 
-`NAME` in a path stands for any name, of a section of which there may be several. Pydantic finds all
+`NAME` in a path stands for any name, in a section that may occur several times. Pydantic finds all
 mistakes at once and describes each in several lines; here each becomes a `Mistake`, whose key
 `files` can trace to the file that set it.
 """
@@ -58,7 +58,7 @@ def removed(key: str) -> str | None:
 
 
 def is_at(key: KeyPath, place: KeyPath) -> bool:
-    """Whether a place in nested values is that of a key, or of a value inside of it."""
+    """Whether a place in nested values belongs to a key, or to a value inside the key's value."""
     return len(key) <= len(place) and all(x in (ANY, y) for x, y in zip(key, place, strict=False))
 
 
@@ -116,8 +116,8 @@ def _sentence(path: KeyPath, details: list[Any], keys: Sequence[KeyPath]) -> str
 def _nearest_key(path: KeyPath, keys: Sequence[KeyPath]) -> str:
     """Suggests the key that is meant.
 
-    It is that of a name of another trainer; else a sibling; else the full path of a key of like
-    name in another section.
+    It is the key that another trainer calls by this name; else a sibling of similar name; else the
+    full path of a key of similar name in another section.
     """
     *above, name = path
     depth = len(above)

@@ -1,4 +1,4 @@
-"""What sections of a config have in common, and the sections that are options of `DataParallel`.
+"""The base of the sections of a config, and the sections that are options of `DataParallel`.
 
     jddp.DataParallel(..., reduction=jddp.Reduction(wire_dtype="bfloat16", bucket_mb=25))
     ddp: {reduction: {wire_dtype: bfloat16, bucket_mb: 25}}                        # the same
@@ -47,7 +47,7 @@ def option(
         same up to rounding, but for random numbers, statistics and hooks of each replica,
         micro-batch or bucket. "numbers": steps, evaluations or the state kept as best are others,
         so it is another run.
-      alike: Values of which one in the place of another has the effect "rounding" alone.
+      alike: Values that can replace each other with the effect "rounding" alone.
       **rules: Bounds of its values, as `pydantic.Field` takes them.
     """
     about: Any = {"effect": effect, "alike": list(alike)}
@@ -167,7 +167,7 @@ class OuterConfig(NamedSection):
     )
 
 
-# Of which the first must be given.
+# The first of these must be given.
 _KEYS_OF_STRATEGIES = {
     "local_steps": ("every", "start", "outer"),
     "logical_replicas": ("number",),
@@ -252,7 +252,7 @@ class Reduction(ObjectSection, BucketSection):
     Attributes:
       wire_dtype: Dtype to which wider gradients are cast on the wire: "bfloat16" or "float16".
       bucket_mb: Largest size of a gradient bucket on the wire, in MiB; or sizes of the first, the
-        second, ..., of which the last repeats.
+        second, ...: the last one repeats.
       layout: Form of a bucket: "leaf" (gradients as they are), "flat" (one vector), or "auto": flat
         on GPUs, leaf elsewhere.
       overlap: Whether buckets are reduced inside the backward pass, each where its last gradient is

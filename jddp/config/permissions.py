@@ -43,7 +43,7 @@ def expand(path: str | Path) -> Path:
     """Replaces `~` or `~user` at the beginning of a path, as a shell does.
 
     Raises:
-      ConfigError: If it is a URL, of which a file system would make a folder, or the home directory
+      ConfigError: If it is a URL, which would become the name of a folder, or the home directory
         is not known.
     """
     if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):  # a Path keeps one of the slashes

@@ -410,7 +410,7 @@ def effect_of(key: str, *values: object) -> str:
 
     Args:
       key: The key, such as "ddp.reduction.overlap".
-      *values: The two values; without them the effect is that of any two.
+      *values: The two values; without them, the largest effect of any two.
     """
     field = keys_of(Config).get(tuple(key.split(".")))
     about: Any = None if field is None else field.json_schema_extra

@@ -8,11 +8,11 @@ import platform
 from pathlib import Path
 
 PACKAGES = ("jddp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-DECODERS = ("pillow", "simplejpeg")  # of which other versions may round pixels in another way
+DECODERS = ("pillow", "simplejpeg")  # another version may round pixels differently
 
 
 def versions() -> dict[str, str]:
-    """Returns the version of each by name, and those of decoders that are installed."""
+    """Returns the version of each package by name, and the versions of installed decoders."""
     found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     for name in DECODERS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -18,7 +18,7 @@ from jddp.ground.typing import Settings
 
 NumpyBatch = dict[str, np.ndarray]
 
-_NUM_READ = 1024  # examples at a time, of which only the labels are kept
+_NUM_READ = 1024  # examples at a time; only their labels are kept
 
 # The dtypes that JAX would convert to; converted here, so that specs are known beforehand.
 _NARROW = {"float64": np.float32, "int64": np.int32, "uint64": np.uint32}

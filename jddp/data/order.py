@@ -261,7 +261,7 @@ class MixtureOrder:
 
     @functools.cached_property
     def _num_rounds(self) -> int:
-        """Number of rounds of an epoch, each of which has at least an example of each source."""
+        """Number of rounds of an epoch; each round has at least one example of each source."""
         passes = (share / size for share, size in zip(self.shares, self.sizes, strict=True))
         most = math.floor(self.num_examples * min(self.shares) / 2)
         wanted = math.ceil(self.num_examples * max(passes))

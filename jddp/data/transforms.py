@@ -250,7 +250,7 @@ class CropAndFlip:
 
 
 def normalize(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Transform:
-    """The normalization with these numbers, of which each may be a list.
+    """The normalization with these numbers, each a number or a list.
 
     Raises:
       ConfigError: If a standard deviation is not positive.

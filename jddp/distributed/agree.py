@@ -1,4 +1,4 @@
-"""What the processes of a job compare before their first collective.
+"""Comparisons between the processes of a job, before their first collective.
 
     agree("config or version", {"sha256": digest})   # the same in all
     refuse_gpus(identity)                            # each GPU exists, and belongs to one process
@@ -30,7 +30,7 @@ _NO_CACHE, _SEEN, _UNSEEN = "no cache", "seen", "not seen"
 
 
 def agree(subject: str, values: Mapping[str, str]) -> None:
-    """Compares the values of all processes with those of process 0, before their first collective.
+    """Compares all processes' values with the values of process 0, before their first collective.
 
     Args:
       subject: Common name of the values, for the error.

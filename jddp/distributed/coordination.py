@@ -172,8 +172,8 @@ def is_connected() -> bool:
 def take_sigterm_back() -> None:
     """Gives SIGTERM back to its handler in Python, or to the system, if JAX has taken it.
 
-    If a program calls `jax.distributed.initialize` itself, JAX has a handler in C++ of which Python
-    does not know, and which reports a signal only to a program that asks JAX.
+    If a program calls `jax.distributed.initialize` itself, JAX has a handler in C++ that Python
+    does not see, and that reports a signal only to a program that asks JAX.
     """
     is_taken = distributed.global_state.preemption_sync_manager is not None
     handler = signal.getsignal(signal.SIGTERM)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Process:
-    """What is known of this process for its end.
+    """The facts about this process that its end depends on.
 
     Attributes:
       is_early: Whether it exits at once on a stop signal: there is nothing to save or to report.

@@ -186,7 +186,7 @@ def _listen() -> bool:
         return True
     file = os.environ.get(VARIABLE, "") if os.environ.get(LAUNCHED) else ""
     found = read_failure(Path(file))
-    if found and found["exit_code"] != ExitCode.HANG:  # of which all know
+    if found and found["exit_code"] != ExitCode.HANG:  # a hang is known to all processes
         service.try_publish(_KEY, json.dumps(found))
     first = _first_failure(0.5)
     if first is not None and first["process"] != service.process_index():

@@ -54,7 +54,7 @@ class Missing(NamedTuple):
     """Why JAX has no GPU.
 
     Attributes:
-      what: Description of what is missing.
+      what: Description of the missing part.
       fix: Way out.
     """
 

@@ -30,8 +30,8 @@ class Identity:
       coordinator: host:port of process 0, or None for a job of one process.
       num_processes: Number of processes of the job.
       process_id: Number of this process, from 0.
-      local_device_ids: Numbers of this process's accelerators among those of the host; None for all
-        that it sees.
+      local_device_ids: Numbers of this process's accelerators among all accelerators of the host;
+        None for all that it sees.
       source: Launcher that has set the numbers; empty if there is none.
       count_in: Variable with the number of processes; empty if there is none.
     """

@@ -19,7 +19,7 @@ from jddp.distributed.rendezvous_server import RendezvousServer, listen
 from jddp.ground.errors import CoordinatorError
 from jddp.ground.typing import JsonObject
 
-_NUM_PORTS = 64  # above the coordinator's, of which one is free
+_NUM_PORTS = 64  # above the coordinator's port; one of them is free
 
 
 class Nodes:

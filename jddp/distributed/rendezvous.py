@@ -273,7 +273,7 @@ def connect_to(address: str, name: str, until: float) -> socket.socket:
 
 
 def refuse_differences(kind: str, subject: str, members: Iterable[tuple[str, Settings]]) -> None:
-    """Compares the values of all members with those of member 0, which comes first.
+    """Compares all members' values with the values of member 0, which comes first.
 
     Args:
       kind: Name of a member: "process" or "node".

@@ -144,8 +144,8 @@ class RendezvousServer:
     def has_newcomer(self) -> bool:
         """Whether a member waits that did not take part in the last round.
 
-        A member with the number of one that did take part is that one after a lost connection, if
-        it is on the same machine; otherwise it is refused.
+        A newcomer with the number of a present member replaces it if both are on one machine: the
+        connection was lost. On another machine the newcomer is refused.
         """
         self._receive(0.0)
         newcomers = [(x, member) for x, member in self._members().items() if x not in self._present]

@@ -35,7 +35,7 @@ _openings = itertools.count()
 
 
 class Request(NamedTuple):
-    """What all processes of a job are to do.
+    """A request that all processes of a job follow.
 
     Attributes:
       kind: A save, a stop, or the stop that a signal asks for.

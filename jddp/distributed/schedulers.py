@@ -53,7 +53,7 @@ SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE
 def resolve_identity(
     environ: Environ = os.environ, *, is_interactive: bool | None = None
 ) -> Identity:
-    """Finds out which process of which job this is.
+    """Finds the number of this process, and its job, from the environment.
 
     The first launcher that has set its variables decides: jddp's own, JAX's variables, torchrun,
     Open MPI, MPICH, a step of Slurm, an Indexed Job of Kubernetes. If none has, this process is

@@ -98,7 +98,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 @contextlib.contextmanager
 def stop_signals_go_to(handler: Handler) -> Iterator[tuple[signal.Signals, ...]]:
-    """While open, the stop signals call a handler, but not those of a forked child.
+    """While open, stop signals call a handler; a forked child gets the earlier handlers back.
 
     Yields:
       The signals. If a library installs a handler for one of them meanwhile, it keeps that handler.

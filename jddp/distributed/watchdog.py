@@ -60,7 +60,7 @@ class Limits:
     save_seconds: float = 3600.0
 
     def of(self, phase: str, longest_step: float) -> float:
-        """Seconds for a phase; `longest_step` is that of the run so far."""
+        """Time limit of a phase, in seconds, given the longest step of the run so far."""
         limit = getattr(self, f"{phase}_seconds")
         return max(120.0, 30 * longest_step) if limit is None else float(limit)
 
@@ -104,7 +104,7 @@ class Watchdog:
             self._report_limit()
 
     def __enter__(self) -> "Watchdog":
-        """Begins to watch. From here on a failure is kept beside the stacks."""
+        """Begins to watch. From here on a failure is kept next to the stacks."""
         self.enter(self.phase, 0)
         if self._path is not None:
             make_folder(self._path.parent)

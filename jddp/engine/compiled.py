@@ -292,7 +292,7 @@ class CompiledSteps:
         latest: TrainState | None = None,
         loss_limit: float | None = None,
     ) -> Call:
-        """The call of a step; compiles nothing yet. Arguments are those of `DataParallel.step`.
+        """Returns the call of a step, with `DataParallel.step`'s arguments; compiles nothing yet.
 
         Args:
           state: A state.
@@ -375,7 +375,7 @@ class CompiledSteps:
         return self._jitted[form]
 
     def _one(self, state: TrainState) -> TrainState:
-        """Shapes of one replica's state, from those of the global one."""
+        """Shapes of one replica's state, from the shapes of the global state."""
         layouts = self.layouts(state)
         one: TrainState = jax.eval_shape(lambda state: enter(state, layouts), state)
         return one
@@ -385,7 +385,7 @@ class CompiledSteps:
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-          accumulate_steps: Number of micro-batches of another step; by default that of the options.
+          accumulate_steps: Number of micro-batches of a step; by default the number in the options.
         """
         state, inputs = self.abstract_state(batch), self.inputs(batch)
         planned, run = self._jitted_for(self._make_step, state, inputs)
@@ -434,7 +434,7 @@ class CompiledSteps:
           state: A state, for its shapes.
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
           form: Form of another program to compare with, in which model and loss are traced again
-            where it differs; by default that of these rows.
+            where it differs; by default the form of these rows.
         """
         self.rows.check(batch)
         inputs, one = self.inputs(batch), self._one(state)

@@ -4,9 +4,10 @@
     words = as_words(found, state)        # one for each leaf of a replicated state
 
 Every word of an array is mixed with its place, and the mixed words are added up modulo 2^32. For
-one place the mix is one-to-one: a change of one element always shows, any other with all but 2^-32
-of chance. Replicas of one array have equal digests; those of the shards of a split array add up to
-the digest of the whole, on any number of devices; of several copies, those of each.
+one place the mix is one-to-one: a change of one element always shows, any other change is missed
+with a probability of 2^-32. Replicas of one array have equal digests. The digests of the shards of
+a split array add up to the digest of the whole array, on any number of devices; if there are
+several copies, the digests of each copy do.
 """
 
 import functools
@@ -127,8 +128,8 @@ def _digest(x: Array, part: int | Array, *, dim: int, num: int) -> UInt32[Array,
     """The digest of a device's part of an array, number `part` of `num` along a dim."""
     words = _words(x)
     place = lax.iota(jnp.uint32, words.size)
-    # Words of this part that stand together in the whole array: those of one index of the dims
-    # before the divided one.
+    # Number of words of this part that are contiguous in the whole array: all words with the same
+    # index along the dims before the divided one.
     run = np.uint32(max(words.size // max(math.prod(x.shape[:dim]), 1), 1))
     place += run * jnp.asarray(part).astype(jnp.uint32)
     if dim:
@@ -138,8 +139,9 @@ def _digest(x: Array, part: int | Array, *, dim: int, num: int) -> UInt32[Array,
     mixed = words * np.uint32(0x9E3779B1) + place * np.uint32(0x85EBCA77)
     mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x7FEB352D)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x846CA68B)
-    # Addition modulo 2^32 is exact in any order, so a sum over shards is that of the whole; a
-    # floating sum, or a chained hash such as SHA-256, would depend on how an array is cut.
+    # Addition modulo 2^32 is exact in any order, so the sum over shards equals the sum over
+    # the whole; a floating sum, or a chained hash such as SHA-256, would depend on how an array is
+    # cut.
     return (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)
 
 

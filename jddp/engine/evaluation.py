@@ -62,7 +62,7 @@ def pad_rows(batch: Batch, room: int) -> tuple[Batch, np.ndarray]:
 
 
 def refuse_padding(sums: Sums, instead: str) -> None:
-    """Refuses rows of padding beside a loss or metric that cannot leave them out.
+    """Refuses rows of padding if a loss or metric cannot leave them out.
 
     Args:
       sums: Sums of the loss and metrics.
@@ -206,8 +206,8 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
     def replica(
         key: Array, read: Read, number: Array, inputs: Inputs, valid: Float[Array, "b"]
     ) -> PyTree:
-        # Folded with batch and replica: a model that samples while it is evaluated would otherwise
-        # use the same numbers for every batch.
+        # Folded with batch and replica: with one key, a model that samples while it is evaluated
+        # would use the same numbers for every batch.
         key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
         named = name_key(name_constants(function, inputs.constants), key)
         model = step.model

@@ -11,8 +11,8 @@ a step that is skipped. Every scale is a power of two, so that it costs no bit.
 
 References:
   Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
-  https://arxiv.org/abs/1710.03740. The numbers are those of PyTorch's `torch.amp.GradScaler`, but
-  for the two ends, which it does not have.
+  https://arxiv.org/abs/1710.03740. The defaults equal PyTorch's `torch.amp.GradScaler`; the
+  smallest and the largest scale are added here.
 """
 
 import dataclasses
@@ -130,7 +130,7 @@ def find_nonfinite(
     The verdict is the same on every replica; it is 0 where all is finite.
     """
     states = before.model_state, after.model_state
-    # What was not finite in other state before the step may stay so.
+    # Other state that was not finite before the step may stay so.
     stays = [
         (jnp.isfinite(new) | ~jnp.isfinite(old)).all()
         for old, new in zip(*map(jax.tree.leaves, states), strict=True)
@@ -179,7 +179,7 @@ def choose_guard(loss_scale: float | str | None, skips: bool, keeps_own: KeepsOw
 def unscaled(hook: CommHook, units: Units) -> CommHook:
     """Returns a hook that is called with the gradients that it would get without a loss scale.
 
-    Hook state, such as an error of compression, would otherwise be of the scale of another step.
+    With it, hook state, such as an error of compression, would have the scale of another step.
     """
 
     # The scale is traced and changes between steps, so it cannot stand in the bucket, whose `scale`

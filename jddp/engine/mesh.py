@@ -36,7 +36,7 @@ def make_mesh(
     Args:
       devices: A mesh of one axis, devices, a number n (n / num_processes devices of each process),
         or None: all devices of all processes.
-      axis_name: Name of the axis; by default that of the given mesh, or else "data".
+      axis_name: Name of the axis; by default the axis of the given mesh, or else "data".
 
     Raises:
       ConfigError: If the mesh has several axes, there are not as many devices, or it is no mesh.
@@ -141,7 +141,7 @@ def num_parts(sharding: NamedSharding) -> int:
 
 @contextlib.contextmanager
 def mapped_over(axis: str) -> Iterator[None]:
-    """While open, traced functions are those of one replica along this axis."""
+    """While open, functions are traced as functions of one replica along this axis."""
     token = AXIS_HERE.set(axis)
     try:
         yield
@@ -168,7 +168,7 @@ def over_replicas(
     mapped = jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
     enter, leave = (functools.partial(_relabelled, leaves=x) for x in (False, True))
 
-    @functools.wraps(function)  # whose name is that of the compiled program
+    @functools.wraps(function)  # its name becomes the name of the compiled program
     def call(*given: PyTree) -> PyTree:
         _refuse_other_mesh(mesh)
         results = mapped(*jax.tree.map(enter, in_specs, given))
@@ -306,7 +306,7 @@ def put_rows(batch: Batch, mesh: Mesh) -> Batch:
         return jax.device_put(batch, sharding)
 
     def put(leaf: Leaf) -> jax.Array:
-        # Already a global array, of which this process holds a part: it must not be joined again.
+        # Already a global array, and this process holds a part of it: it must not be joined again.
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return jax.device_put(leaf, sharding)
         if is_key(leaf):
@@ -380,9 +380,9 @@ def all_gather(tree: PyTree, axis: str | None = None) -> PyTree:
 
     For losses that couple examples, such as contrastive ones. A mean over rows needs no gathering:
     see `jddp.Mean`, and `jax.lax.pmean` for a mean that is multiplied with another. Gradients flow
-    back to the replica that a row came from, so that they are those of one device with the whole
-    batch. With `accumulate_steps` they are the rows of one micro-batch; in evaluation, rows of
-    padding are among them.
+    back to the replica that a row came from, so they equal the gradients of one device with the
+    whole batch. With `accumulate_steps` the rows of one micro-batch are gathered; in evaluation,
+    rows of padding are among them.
 
     Args:
       tree: Arrays of shape (b, ...), the rows of each replica.
@@ -400,7 +400,7 @@ def all_gather(tree: PyTree, axis: str | None = None) -> PyTree:
 def replica_key(state: TrainState, name: str = "replica") -> Array:
     """One PRNG key per replica, for the next step of the state.
 
-    The rule is that of all random numbers here: the base key, folded with the step, with the
+    All random numbers of a step follow this rule: the base key, folded with the step, with the
     replica's number and with the CRC-32 of a name. So a resumed run repeats the same numbers,
     and no model shares them, unless it has a stream of that name; the `key` of a loss is the
     stream "loss".

@@ -1,11 +1,11 @@
 """Gradients of one replica: its rows run forward and backward, one micro-batch after the other.
 
-Rows are run in equal parts, of which there may be one, with one reduction for all. Gradients leave
+Rows are run in one or more micro-batches of equal size, with one reduction for all. Gradients leave
 after the backward passes, or inside the last one: then the reduction runs it, bucket by bucket, and
 each bucket is sent while the pass continues. The numbers are the same.
 
-The loss is summed over the valid entries, so gradients are those of a sum, and the step divides
-them by the global count.
+The loss is summed over the valid entries, so gradients are gradients of a sum, and the step
+divides them by the global count.
 
 A batch norm moves its running statistics each time it runs: k micro-batches, one after the other,
 would move them by 1 - momentum ** k. So each micro-batch runs from the statistics before the step,
@@ -212,7 +212,7 @@ class Accumulated(NamedTuple):
     """Sums over micro-batches; over none of them, without gradients and sums.
 
     Attributes:
-      grads: Gradients; those of half precision in float32.
+      grads: Gradients; half-precision gradients are widened to float32.
       model_state: The model's other state after the last micro-batch, as it is carried.
       sums: Sums of the loss and metrics.
     """
@@ -363,8 +363,8 @@ class MicroBatches:
         # The guard works leaf by leaf: one decision over all gradients would hold back the first
         # bucket until the last gradient is finished.
         finish: Callable[[Array], Array] = _as_it_is
-        # Statistics of the global batch have valid rows wherever the step has; those of one
-        # replica's rows may have none, and 0 / 0 is NaN.
+        # The global batch has valid rows whenever the step has; one replica's rows may all be
+        # masked, and statistics of no row are 0 / 0, which is NaN.
         if self.model.batch_norm != "sync" and jax.tree.leaves(before):
             model_state, finish = drop_empty(self.model, sums["loss"].count, before, model_state)
 

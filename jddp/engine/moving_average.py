@@ -79,7 +79,7 @@ def own_count(opt_state: OptState) -> Leaf | None:
 
 
 def _averaged(state: TrainState) -> Values:
-    """What is averaged: parameters, and floating values beside them; None in place of others."""
+    """The averaged values: parameters, and floating values of other state; None for the rest."""
     return widened(state.params), first_average(state.model_state)
 
 

@@ -12,7 +12,7 @@ the update alone: at rest its state is divided too, and so it is where parameter
 An optimizer moves a parameter also when its gradient is zero, by weight decay or momentum. With
 `unused_parameters="skip"` parameters that no gradient reaches, and their state, stay as they are.
 The state holds trees of the same form as the parameters; so an array that belongs to a parameter is
-known by its path, which ends in that of the parameter.
+known by its path, which ends in the parameter's path.
 
 References:
   Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020.
@@ -208,7 +208,7 @@ def updated(
 def trace_whole(
     tx: optax.GradientTransformation, params: Params
 ) -> tuple[ClosedJaxpr, tuple[Params, OptState]]:
-    """Traces the update of whole parameters, of these shapes; returns those of its results too."""
+    """Traces the update of whole parameters of these shapes; returns its results' shapes too."""
     opt_state = jax.eval_shape(tx.init, params)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     rule = functools.partial(updated, tx)
@@ -332,7 +332,7 @@ def _owner(path: tuple[str, ...], names: Mapping[tuple[str, ...], str]) -> str |
 
     Behind it are numbers where an optimizer keeps a list of arrays for each parameter.
     """
-    # The longest first: in nested dicts one parameter's path may end in that of another.
+    # The longest first: in nested dicts one parameter's path may end in another's.
     for start in range(len(path)):
         for end in range(len(path), start, -1):
             if path[start:end] in names:

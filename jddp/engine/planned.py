@@ -43,7 +43,7 @@ class Traced:
       uses_rng: Whether one of the passes uses random numbers.
       has_constant_key: Whether the forward pass uses random numbers of a key made from constants.
       has_batch_statistics: Whether rows reach statistics of a batch norm; False where a step has
-        but one micro-batch, of which nobody asks.
+        but one micro-batch, since then it does not matter.
       forward: Equations of the forward pass of all replicas. Its results are the sums, the other
         state of the model, and the constants of the backward pass.
       backward: Equations of the backward pass of one replica.
@@ -169,7 +169,7 @@ class Planned:
     def uses_rng(self) -> bool:
         """Whether model or loss use random numbers, such as dropout's.
 
-        Those of a hook or an optimizer are the same on every replica, or sent as gradients are.
+        A hook's or optimizer's random numbers are equal on every replica, or sent as gradients are.
         """
         return self.traced is not None and self.traced.uses_rng
 

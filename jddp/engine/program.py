@@ -60,7 +60,7 @@ class Form:
     def applied_to(self, rows: Batch) -> Batch:
         """Shapes of a micro-batch in this form; an array that it does not know has its rows.
 
-        A mask of a dict comes and goes with padding, which is that of the form too.
+        The mask of a dict comes and goes with padding: there is one if the form has one.
         """
         num_rows = {shape[0] for shape, _ in self.rows.values()}
 
@@ -142,7 +142,7 @@ def _one_replica(program: ClosedJaxpr, inputs: Sequence[str]) -> tuple[Jaxpr, di
     jaxpr = program.jaxpr
     known = dict(zip(jaxpr.constvars, map(_value, program.consts), strict=True))
     known |= zip(jaxpr.invars, inputs, strict=False)
-    # Over the mesh of all replicas: those of groups return what they are given.
+    # The map over the mesh of all replicas: maps over groups return their arguments.
     maps = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map")
     mapped = next(eqn for eqn in maps if len(eqn.params["mesh"].axis_names) == 1)
     inner: Jaxpr = mapped.params["jaxpr"]
@@ -167,7 +167,7 @@ def _by_scope(eqns: Iterable[JaxprEqn]) -> dict[str, list[JaxprEqn]]:
 
 
 def _text(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], labels: Mapping[Var, str]) -> list[str]:
-    """Some equations of a program, the labels of what they read, and constants inside them."""
+    """Some equations of a program, the labels of their inputs, and the constants inside them."""
     made = {v for eqn in eqns for v in eqn.outvars}
     read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var))
     inputs = [v for v in read if v not in made]

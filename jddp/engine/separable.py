@@ -32,7 +32,7 @@ _NAMES = """
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor
 """
-# A list of what is allowed, so that an operation that is new to JAX is refused, and not trusted.
+# A list of allowed operations, so that an operation that is new to JAX is refused.
 ELEMENTWISE = frozenset(_NAMES.split())
 RESHAPING = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 
@@ -87,7 +87,7 @@ def _is_separable(
         return False
     if not (is_elementwise(tx.init, whole[0]) and is_elementwise(rule, *whole)):
         return False
-    # A mask by shape or size may treat a shard otherwise than the whole array, so the program for
+    # A mask by shape or size may treat a shard and the whole array differently, so the program for
     # shards has to have the same equations.
     try:
         part = _arguments(tx, parts)

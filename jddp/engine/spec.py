@@ -2,7 +2,7 @@
 
     step.backward     MicroBatches               how rows become gradients, and when these leave
     step.replicas     Devices | FixedReplicas    rows of a replica, order of sums
-    step.reducer      Reducer                    in what form gradients are sent
+    step.reducer      Reducer                    the form of gradients on the wire
     step.sync         EveryStep | LocalSteps     when replicas synchronize
     step.clip         Clip                       limit of the mean gradient
     step.optimizer    PlacedOptimizer | Zero1    parameters that a replica updates
@@ -66,7 +66,7 @@ Averaged = tuple[Grads, HookState]
 
 
 class Replicas:
-    """Which rows a replica has, and in what order results of all replicas are added.
+    """The rows of a replica, and the order in which results of all replicas are added.
 
     Here a replica is a device, and results are added in the order of the all-reduce.
 
@@ -121,7 +121,7 @@ class Replicas:
         return backward(state, inputs, key, loss_scale)
 
     def sum(self, sums: Sums) -> Sums:
-        """Returns sums over all replicas, from those of `run`."""
+        """Returns sums over all replicas, from the sums that `run` returns on each."""
         return sum_over_replicas(sums, axis=self.axis)
 
     def mean_count(self, sums: Sums) -> Float[Array, ""]:

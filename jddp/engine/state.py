@@ -37,7 +37,7 @@ from jddp.reduce.plan import in_mebibytes
 from jddp.reduce.shards import Shape
 
 KeepsOwn = Callable[[Path, Leaf], bool]  # whether each replica has its own of a leaf
-Values = tuple[Params, ModelState]  # what a model computes with
+Values = tuple[Params, ModelState]  # the arrays that a model computes with
 # The fields of a state that hold trees of arrays.
 ARRAYS = ("params", "ema_params", "model_state", "ema_state", "opt_state", "comm_state")
 
@@ -224,7 +224,7 @@ class TrainState(Shown):
 
 
 def _facts(leaves: Sequence[Leaf]) -> tuple[str, ...]:
-    """How many numbers, arrays and MiB there are, of which dtypes, and how they are placed."""
+    """Lists the numbers, arrays and MiB of these leaves, their dtypes and their placement."""
     dtypes = dict.fromkeys(str(x.dtype) for x in leaves)
     layouts = dict.fromkeys(_layout(x) for x in leaves)
     numbers = f"{_count(leaves):,}", f"{len(leaves)}", _size(leaves)
@@ -274,7 +274,7 @@ def check_state(state: object) -> None:
 
 
 class Inputs(NamedTuple):
-    """Inputs of a step beside the state.
+    """Inputs of a step other than the state.
 
     Attributes:
       rows: The batch, split over the replicas.

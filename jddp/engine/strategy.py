@@ -205,10 +205,10 @@ def choose_reducer(
 
     Args:
       reduction: Form in which gradients are averaged.
-      strategy: What follows from the strategy.
+      strategy: Parts of the step that the strategy decides.
       batch_norm: "sync", "broadcast" or "local".
       mesh: The devices.
-      is_scaled: Whether the loss is scaled, of which a custom hook is to see nothing.
+      is_scaled: Whether the loss is scaled; a custom hook gets gradients without that scale.
 
     Raises:
       ConfigError: If the two cannot be combined, with the reason, or the hook is none.

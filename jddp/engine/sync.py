@@ -130,7 +130,7 @@ class LocalSteps(Synchronization):
         return self._outer_step.init(params)
 
     def check(self, model_state: ModelState, keeps_own: KeepsOwn) -> None:
-        """Refuses floating leaves of which not each replica has its own.
+        """Refuses floating leaves that replicas would share.
 
         Raises:
           ConfigError: If there is one, with its name.
@@ -149,7 +149,7 @@ class LocalSteps(Synchronization):
         return is_float(x)
 
     def layouts(self, state: TrainState, layouts: TrainState) -> TrainState:
-        """Returns layouts of which parameters, their average and the optimizer are per replica."""
+        """Returns layouts with parameters, their average and the optimizer's state per replica."""
         own = {name: getattr(state, name) for name in ("params", "ema_params", "opt_state")}
         return layouts.replace(**{k: own_layouts(x, self.keeps_own) for k, x in own.items()})
 

@@ -54,7 +54,7 @@ class Trainable(Protocol):
     def trace_evaluation(
         self, state: TrainState, batch: Batch, params: str = "params"
     ) -> list[str]:
-        """The names of what `evaluate` returns; runs nothing."""
+        """The names of the metrics that `evaluate` returns; runs nothing."""
 
     def predict(
         self, state: TrainState, batches: Batches, function: LossFn, params: str = "params"

@@ -86,7 +86,7 @@ def view_of_parts(axis: str, dims: tuple[int | None, ...], groups: Groups) -> Vi
     Args:
       axis: Name of the axis of the replicas.
       dims: Dims along which gradients are divided, leaf by leaf; None for one that is whole.
-      groups: Groups of replicas, each of which has all parts.
+      groups: Groups of replicas; each group has all parts.
     """
 
     def norm(grads: Grads) -> Norm:
@@ -140,7 +140,7 @@ class Clip:
         # In float32, since the squares of a norm of 256 overflow float16.
         exact = widened(grads)
         norm = view.norm(exact)
-        # The operations of optax's own clipping, so that results equal those of one device.
+        # The operations of optax's own clipping, so that results equal the results of one device.
         clipped = jax.tree.map(
             lambda x: jnp.where(norm < limit, x, x / norm.astype(x.dtype) * limit), exact
         )

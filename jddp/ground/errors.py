@@ -155,7 +155,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
         raise ConfigError(f"{name} {value!r} is unknown. Choose one of {listed}.")
 
 
-# Control characters, of which terminals take some for commands, signs that turn the direction of
+# Control characters, some of which are commands to a terminal; signs that turn the direction of
 # writing, other ends of lines, and bytes of a file name that are no text. A tab stays.
 _UNPRINTABLE = re.compile(r"[^\t -~\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-# What others may not do with the files and folders of a run, whatever the umask.
+# Permissions that others never have on the files and folders of a run, whatever the umask.
 WRITE_BY_OTHERS = 0o022
 
 

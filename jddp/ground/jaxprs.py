@@ -23,9 +23,9 @@ PRODUCTS = {"dot_general", "conv_general_dilated"}
 # Up to here a dtype has all whole numbers: a sum of more ones than that does not grow.
 LARGEST_COUNTS = {np.dtype(jnp.bfloat16): 2**8, np.dtype(np.float16): 2**11}
 _Found = TypeVar("_Found")
-# The labels of results, and whether something was found in what makes them.
+# The labels of results, and whether something was found in the equations that make them.
 Followed = tuple[list[int], bool]
-# What an equation makes of the labels of its inputs; None for an equation that a rule leaves alone.
+# From an equation and its inputs' labels to its results' labels; None where a rule does not apply.
 Rule = Callable[[JaxprEqn, list[int]], Followed | None]
 EXACT = ((lax.Precision.HIGHEST,) * 2, lax.DotAlgorithmPreset.F32_F32_F32)
 
@@ -201,7 +201,7 @@ def _follow_inside(eqn: JaxprEqn, given: list[int], rule: Rule) -> Followed:
             last = first + params["body_nconsts"]
 
             def body(carry: list[int]) -> Followed:
-                # What decides about the end of the loop reaches all that it carries.
+                # The values that decide when the loop ends reach every value that it carries.
                 (ends,), _ = follow(params["cond_jaxpr"].jaxpr, [*given[:first], *carry], rule)
                 after, found = follow(
                     params["body_jaxpr"].jaxpr, [*given[first:last], *carry], rule

@@ -121,7 +121,7 @@ class Shown:
     """
 
     def _tables(self) -> Iterable[TextTable]:
-        """What the object holds."""
+        """The value that the object holds."""
         return ()
 
     def _repr_html_(self) -> str:

@@ -140,7 +140,7 @@ def purpose_of(collective: Collective) -> str:
         if f"{scope}/" in collective.op_name:
             return purpose
     if "metrics/" in collective.op_name:
-        # XLA merges collectives of one kind: here a layer's sums with those of the loss.
+        # XLA merges collectives of one kind: here a layer's sums with the loss's sums.
         is_joined = is_backward(collective.op_name) or "BatchNorm" in collective.op_name
         return f"metrics; the model, {_direction(collective)}" if is_joined else "loss and metrics"
     return f"the model, {_direction(collective)}"

@@ -72,7 +72,7 @@ def examine(directory: Path, *, num_devices: int) -> bool:
         refuse_gpus(identity)
         missing = require_devices()
     except Error:
-        show("\n".join(map(str, findings)))  # one of which may be the reason
+        show("\n".join(map(str, findings)))  # one of them may be the reason
         raise
     findings += [*check_devices(missing), check_directory(directory)]
     mine = json.dumps(list(map(str, findings)))

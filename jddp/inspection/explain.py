@@ -196,7 +196,7 @@ class Explanation(Shown):
             yield f"of {self.plan.group_size} devices."
 
     def _of_units(self, found: Sequence[Collective]) -> list[str]:
-        """The planned units beside the gathers of the program."""
+        """The planned units next to the gathers of the program."""
         gathers = [x for x in found if purpose_of(x).startswith("parameters, forward")]
         planned = len(self.plan.units), sum(x.num_slices > 1 for x in self.plan.units)
         compiled = len(gathers), sum(x.is_in_loop for x in gathers)
@@ -211,7 +211,7 @@ class Explanation(Shown):
         return lines
 
     def _of_memory(self) -> list[str]:
-        """Memory of the compiled step, beside the bound on parameters and gradients in it."""
+        """Memory of the compiled step, with the bound on parameters and gradients in it."""
         memory = self.memory
         part = memory.gradients  # as many bytes as the device's part of the parameters
         if not (self.plan.units and part):
@@ -236,7 +236,7 @@ def explain(
     links: Sequence[str] = (),
     scaling: bool = False,
 ) -> Explanation:
-    """Compiles a step and reports the bytes that it sends, beside the plan; runs nothing.
+    """Compiles a step and reports the bytes that it sends, next to the plan; runs nothing.
 
     With `target`, the step is compiled for GPUs that need not be there, with the rows of the batch
     divided over them, and its time, memory and communication are modelled. It needs the extra

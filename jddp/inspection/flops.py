@@ -44,10 +44,10 @@ from jddp.ground.jaxprs import (
 TF32 = "tf32"  # float32 products, whose factors hardware may round to 11 bits
 KINDS = ("bfloat16", "float16", TF32, "float32")
 
-# Dense TFLOP/s of these kinds, by what a device calls itself; 0 for a kind that it lacks. A V100
+# Dense TFLOP/s of these kinds, by name of the device; 0 for a kind that it lacks. A V100
 # and a T4 do not round float32. Comments have the documents' figures for 16 bits, TF32 and float32;
-# "sparse" marks those with sparsity. They were found again, 2026-11-25 and 26, in copies of these
-# documents or in tables of others; those of the GH200 were not.
+# "sparse" marks figures with sparsity. They were found again, 2026-11-25 and 26, in copies of these
+# documents or in tables of others; the GH200's figures were not.
 PEAKS = {
     # 125, none, 15.7. "NVIDIA V100 Tensor Core GPU", data sheet, January 2020, column SXM2.
     # https://www.nvidia.com/en-us/data-center/v100/
@@ -80,7 +80,7 @@ PEAKS = {
     "NVIDIA B200": (2250, 2250, 1100, 75),
     # 242 sparse, 120 sparse, 30.3. https://www.nvidia.com/en-us/data-center/l4/
     "NVIDIA L4": (121, 121, 60, 30.3),
-    # 362.05 and 733 sparse, half of which is 366: the lower one; 183, 91.6.
+    # 362.05, which is less than half of 733 sparse, 366; 183, 91.6.
     # https://www.nvidia.com/en-us/data-center/l40s/
     "NVIDIA L40S": (362, 362, 183, 91.6),
     # 71, 35.6, 35.6; 154.8, 77.4, 38.7. Tables 2 and 3.
@@ -136,7 +136,7 @@ def count_inside(jaxpr: Jaxpr) -> Flops:
 
 
 def uncounted(traced: Traced) -> set[str]:
-    """Names of the primitives of which a step has more operations than are counted.
+    """Names of the primitives whose operations in a step are not all counted.
 
     A `while` is one: its length is not known, so that it counts as one iteration.
     """

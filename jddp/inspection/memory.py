@@ -151,7 +151,7 @@ def memory(
 def assigned_memory(
     compiled: jax.stages.Compiled, steps: CompiledSteps, batch: Batch, limit: float
 ) -> Memory:
-    """The memory of a compiled step on each device, of which `limit` is there."""
+    """The memory that a compiled step needs on each device; `limit` is the memory that it has."""
     state = steps.abstract_state(batch)
     analysis, text = compiled.memory_analysis(), compiled.as_text()
     assert analysis is not None, "CPUs and GPUs have one"

@@ -165,7 +165,7 @@ class FlaxModel(abc.ABC):
       values: Parameters and other state that the module already has (NNX), or None (Linen).
       batch_norm: Synchronization of batch statistics: "sync", "broadcast" or "local".
       sync: Replicas whose statistics are taken together under "sync", and rules for other state.
-      per_replica: Names of other state of which each replica keeps its own: collections (Linen), or
+      per_replica: Names of other state that each replica keeps for itself: collections (Linen), or
         classes of variables (NNX).
       compute_dtype: Dtype of the arithmetic, as `jddp.modules.precision.Casts` takes it.
       frozen: Parameters that are not trained, as `jddp.modules.base.freeze` takes them.

@@ -275,7 +275,7 @@ def _losses_and_metrics(outputs: Any, rows: int, *, train: bool) -> tuple[Any, M
 
 
 def _refuse_complex(name: str, values: Any) -> None:
-    """Refuses complex values, of which the imaginary part would be lost.
+    """Refuses complex values, because their imaginary part would be lost.
 
     Raises:
       ConfigError: If there are any.

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import RESERVED
 
-WEIGHTS = ("mask", "loss_mask", "weight", "weights")  # what batches call weights of losses
+WEIGHTS = ("mask", "loss_mask", "weight", "weights")  # names that batches use for weights of losses
 
 
 @jax.tree_util.register_dataclass

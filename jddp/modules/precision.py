@@ -4,7 +4,7 @@
     params = casts.narrow(params)                     # where the loss begins
     outputs = casts.call(model.__call__, *inputs)     # and where it calls the model
 
-What a loss calls of a model is traced in the scope "model", whether anything is cast or not.
+Each call of the model in a loss is traced in the scope "model", whether anything is cast or not.
 
 Layers with products cast what they get, and the model's outputs are cast back, so that the loss,
 like batch statistics and the gradients of parameters, is in float32. Inputs stay as they are until

@@ -76,7 +76,7 @@ def trace_backward(pullback: Callable[[jax.Array], PyTree]) -> Backward:
 
 
 def _ready(jaxpr: Jaxpr) -> tuple[int | None, ...]:
-    # Also from values of the forward pass, of which alone a custom rule may make a gradient.
+    # Also from values of the forward pass: a custom rule may compute a gradient from them alone.
     finished = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), 0)
     for num, eqn in enumerate(jaxpr.eqns, start=1):
         if any(var in finished for var in variables(eqn)):

@@ -124,7 +124,7 @@ class Units(NamedTuple):
 
     @property
     def cotangent(self) -> float | jax.Array:
-        """What the backward pass starts from, and what the step divides by in the end."""
+        """The cotangent with which the backward pass starts; the step divides by it in the end."""
         return self.backward_scale * self.loss_scale
 
     @property
@@ -141,8 +141,8 @@ class CommHook(NamedTuple):
     """How the buckets of all replicas become their mean.
 
     Attributes:
-      init: Function of the `BucketPlan` that returns the first hook state, a pytree of arrays, of
-        which each replica keeps its own.
+      init: Function of the `BucketPlan` that returns the first hook state, a pytree of arrays;
+        each replica keeps its own state.
       reduce: Function of one replica's bucket, the hook state and the axis that returns the mean
         over the replicas, which must be the same on all of them, and the new hook state.
       on_resize: Hook state of a run that resumes on another number of replicas: "drop" (the

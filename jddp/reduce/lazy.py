@@ -48,7 +48,7 @@ _WITH_PROGRAMS = LOOPS | REMAT | CALLS | {"cond"}
 
 
 class Origin(NamedTuple):
-    """What a value is made of.
+    """The inputs from which a value is computed.
 
     Attributes:
       source: CONSTANT, PARAMETERS or ANYTHING.
@@ -100,7 +100,7 @@ class Lazy:
     def _evaluate(
         self, program: ClosedJaxpr, given: Sequence[PyTree], made: Sequence[Origin]
     ) -> tuple[list[PyTree], list[Origin]]:
-        """Results, some of which may be parts, and their origins."""
+        """Results, some of them parts, and their origins."""
         jaxpr = program.jaxpr
         inputs = (*jaxpr.constvars, *jaxpr.invars)
         values = dict(zip(inputs, (*program.consts, *given), strict=True))
@@ -158,7 +158,7 @@ class Lazy:
             layer = _repeating(layer, forget, prevent_cse=False)
 
         def body(carry: list[PyTree], values: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
-            # Kept as it comes in: else one more scan copies it from what goes out.
+            # Kept as the loop gets it: one more scan would copy it from the loop's results.
             carry = [checkpoint_name(x, "carried") for x in carry]
             results = layer(*consts, *carry, *values)
             return results[: last - first], results[last - first :]
@@ -259,7 +259,7 @@ def _is_complex(eqn: JaxprEqn) -> bool:
 
 
 def _in_halves(x: PyTree) -> PyTree:
-    """A complex value, of which real and imaginary parts are kept for the backward pass."""
+    """A complex value whose real and imaginary parts are kept for the backward pass."""
     if not jax.numpy.iscomplexobj(x):
         return x
     return _made_again(lambda real, imag: [lax.complex(real, imag)])(x.real, x.imag)[0]
@@ -308,7 +308,7 @@ def _moving(run: Callable[..., list[jax.Array]], given: Sequence[jax.Array]) -> 
     def watched(i: int, x: jax.Array) -> jax.Array:
         same = jax.custom_jvp(lambda x: x)
 
-        def moved(ins: PyTree, tangents: PyTree) -> PyTree:  # not called for what has none
+        def moved(ins: PyTree, tangents: PyTree) -> PyTree:  # not called without tangents
             moving.add(i)
             return ins[0], tangents[0]
 

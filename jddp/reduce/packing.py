@@ -203,7 +203,7 @@ def average_of_shards(platform: str, groups: Groups | None = None) -> TakeMean:
 
     Args:
       platform: The hardware.
-      groups: Groups of replicas, each of which takes a mean of its own; None for one group.
+      groups: Groups of replicas; each group takes a mean of its own. None for one group.
     """
     take = exchange_mean if platform == "cpu" else scatter_mean
     return take if groups is None else functools.partial(take, groups=groups.members)

@@ -210,7 +210,7 @@ def plan_buckets(
     Args:
       tree: Gradients, or their shapes and dtypes from `jax.eval_shape`.
       bucket_bytes: Largest size of a bucket on the wire, in bytes; or the sizes of the first, the
-        second, ... of each dtype, of which the last repeats.
+        second, ... of each dtype: the last one repeats.
       ready: Position in the backward pass at which each leaf is finished; None for a leaf that no
         gradient reaches.
       wire_dtype: Dtype to which wider floats are cast on the wire.
@@ -253,7 +253,7 @@ def plan_buckets(
 
 
 def _fill(leaves: Sequence[_Leaf], limits: Sequence[int]) -> list[list[_Leaf]]:
-    """Fills buckets of one dtype each, up to the limits, of which the last repeats."""
+    """Fills buckets of one dtype each, up to the limits; the last limit repeats."""
     groups: list[list[_Leaf]] = []
     filling: dict[np.dtype, list[_Leaf]] = {}
     num_opened: dict[np.dtype, int] = {}

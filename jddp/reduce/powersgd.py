@@ -2,7 +2,7 @@
 
     reduction = jddp.Reduction(hook=jddp.powersgd(rank=2))
 
-A gradient of m x n numbers is a matrix M, of which each replica has its own. With the Q of the step
+A gradient of m x n numbers is a matrix M, and each replica has its own M. With the Q of the step
 before, of r columns of n numbers,
 
     P = the mean over replicas of M Q, made orthonormal      m r numbers on the wire

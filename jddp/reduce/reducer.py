@@ -17,8 +17,9 @@ made: which of the two, the gradients decide (`gradients`).
 This room knows trees of arrays and the name of one mesh axis, and nothing of models, meshes or
 configs.
 
-What "auto" is on which hardware is decided here. XLA merges collectives that it was given
-separately, unless an option forbids it: `compiler_options` returns these options, for one function.
+The meaning of "auto" on each kind of hardware is decided here. XLA merges collectives that it was
+given separately, unless an option forbids it: `compiler_options` returns these options, for one
+function.
 """
 
 import os
@@ -176,7 +177,7 @@ BUCKET_MB = (1, 25)
 
 
 def bucket_sizes(bucket_mb: float | Sequence[float]) -> tuple[int, ...]:
-    """Returns the largest sizes of the buckets, of which the last repeats, in bytes.
+    """Returns the largest sizes of the buckets, in bytes; the last one repeats.
 
     Args:
       bucket_mb: Size of the buckets, or sizes of the first, the second, ..., in MiB.
@@ -242,8 +243,8 @@ def average_gradients(
 
     Args:
       axis: Name of the mapped axis.
-      bucket_mb: Largest size of a bucket, in MiB; or sizes of the first, the second, ..., of which
-        the last repeats.
+      bucket_mb: Largest size of a bucket, in MiB; or sizes of the first, the second, ...: the last
+        one repeats.
       layout: "leaf", "flat", or "auto": flat on GPUs, leaf elsewhere.
       wire_dtype: Dtype to which wider gradients are cast on the wire: "bfloat16" or "float16".
       comm_hook: A `CommHook` that reduces a bucket, in place of the mean. Each replica has its own

@@ -155,7 +155,7 @@ class AlongDim:
 
     Attributes:
       axis: Name of the axis of the replicas.
-      groups: Groups of replicas, each of which has all parts.
+      groups: Groups of replicas; each group has all parts.
     """
 
     axis: str

@@ -207,7 +207,7 @@ class Gather:
 
     Attributes:
       axis: Name of the mapped axis.
-      average: Mean of rows, (replicas of a group, part), of which a replica gets its own.
+      average: Mean of rows, (replicas of a group, part); a replica gets its own row.
       groups: Groups of replicas that divide parameters.
       wire_dtype: Dtype to which wider gradients are cast on the wire, or None.
     """

@@ -120,7 +120,7 @@ def compare_calls(options: Options, batches: Batches, state: object) -> None:
     """Compares the arguments of `fit` of all processes.
 
     Args:
-      options: Length of the run, and periods of what it does.
+      options: Length of the run, and periods of its actions.
       batches: This process's training batches.
       state: Initial state, or a function that makes one.
 
@@ -158,7 +158,7 @@ def refuse_same_rows(name: str, batch: Batch, options: Options) -> None:
     Args:
       name: Argument of `fit` from which it comes.
       batch: The batch, on the host or on devices of this process.
-      options: Settings of the run, one of which permits it.
+      options: Settings of the run; one of them permits equal batches.
 
     Raises:
       ProcessMismatchError: On every process, if several have the same rows, unless all rows are

@@ -169,7 +169,7 @@ def start(ddp: Trainable, batches: Batches, options: Options, state: FirstState 
     Args:
       ddp: A `jddp.DataParallel`, or another `Trainable`.
       batches: This process's training batches, or a `Source` that has read the first.
-      options: Length of the run, periods of what it does, and its files.
+      options: Length of the run, periods of its actions, and its files.
       state: Initial state, which is copied; or a function of the first batch that makes one, which
         the first step donates. None makes one from the seed of the options.
     """

@@ -51,7 +51,7 @@ class Loop:
       ddp: A `jddp.DataParallel`, which steps and evaluates.
       source: The training batches.
       state: Initial state, unless there is a checkpoint.
-      options: Length of the run, and periods of what it does.
+      options: Length of the run, and periods of its actions.
       files: The run directory, or None.
       watchdog: Watchdog, which gets each step and phase.
 

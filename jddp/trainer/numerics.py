@@ -1,8 +1,8 @@
 """Looks at each step: skipped steps, loss spikes, and whether all replicas are equal.
 
 After too many skipped steps in a row the run ends. Diagnostics are written to the run directory. If
-such steps are skipped, state and norms are from before them; otherwise the state is not finite, and
-the norms show where.
+such steps are skipped, state and norms are from before them; if they are not, the state is not
+finite, and the norms show where.
 
     nonfinite/step_120/report.json      loss, examples, position, key, norms of each layer
     nonfinite/step_120/process_0.npz    the rows that process 0 gave to the step

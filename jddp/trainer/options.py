@@ -1,4 +1,4 @@
-"""What a run is asked: its length, its periods, its checkpoints, evaluations and checks.
+"""The options of a run: its length, its periods, its checkpoints, evaluations and checks.
 
 `fit`, a config and a run that resumes make the same `Options`.
 """
@@ -87,7 +87,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Checks:
-    """What a run checks of its processes and steps.
+    """The checks that a run makes of its processes and steps.
 
     Attributes:
       replicas_every_steps: Steps between comparisons of all replicas; None for no comparison.
@@ -97,7 +97,7 @@ class Checks:
         `jddp.trainer.numerics`: "warn" prints a line, "skip" also leaves out the update of the
         step; None looks for nothing.
       same_batches: Whether all processes get the same rows on purpose, as in a benchmark.
-        Otherwise a first batch that several processes have is refused. With
+        If False, a first batch that several processes have is refused. With
         `jddp.data.TrainBatches` and `eval_batches` each process reads its own rows.
       evaluation: Whether a new run evaluates one batch before its first step, without a record, so
         that what fails only where it runs, such as memory, fails then. Evaluation is traced anyway.
@@ -128,7 +128,7 @@ CHECKS = Checks()
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is asked; a period of None means once, at the end.
+    """The options of a run; a period of None means once, at the end.
 
     Attributes:
       num_steps: Total number of optimizer steps, including steps before a resume; None for the
@@ -141,12 +141,12 @@ class Options:
       resume: "auto", "never", "must" or "changed".
       evaluation: Evaluation batches, iterated again each time.
       learning_rate: Learning rate as a function of the step, for the records, or None.
-      checks: What the run checks of its processes and steps.
-      profile_steps: First and last step of which a trace is recorded, or None.
+      checks: Checks of the run's processes and steps.
+      profile_steps: First and last step of the recorded trace, or None.
       seed: Seed of the first state.
       run_dir: Folder for metrics and checkpoints, or its URL; None keeps nothing.
       config: Settings of the run; a directory with other ones is refused.
-      facts: Facts to keep beside the settings.
+      facts: Facts to keep with the settings.
       callbacks: Objects as `jddp.Callback` describes them.
       sinks: Sinks of the user, which get the records too.
       norms_every_steps: Steps between records of each layer's norms, or None.
@@ -221,7 +221,7 @@ class Options:
     def settings(self) -> JsonObject:
         """The settings that may differ when a run resumes, and the ones of evaluation, by name."""
         found: JsonObject = {"num_steps": self.num_steps}
-        for name, x in self._periods.items():  # in both units, at least one of which is None
+        for name, x in self._periods.items():  # in both units: at least one is None
             of_epochs = x.number if isinstance(x, Epochs) else None
             found[name] = None if isinstance(x, Epochs) else x
             found[name.replace("steps", "epochs")] = of_epochs

@@ -24,7 +24,7 @@ from jddp.modules.rows import as_arrays
 
 # Batches that wait on the devices: one more than needed, because reading sometimes takes longer.
 DEPTH = 2
-NUM_AHEAD = DEPTH + 1  # batches on the devices beside the step's batch: one waits for its place
+NUM_AHEAD = DEPTH + 1  # batches on the devices besides the step's batch: one waits for its place
 _END = object()
 
 
@@ -237,7 +237,7 @@ def _refuse_another_form(step: int, first: dict[str, str], now: dict[str, str]) 
     """Refuses a batch of another form, which would compile the step again.
 
     Raises:
-      DataError: If keys, dtypes or dims other than the rows differ from those of the first batch.
+      DataError: If keys, dtypes or dims other than the rows differ from the first batch's.
     """
     if differ := [name for name in {**first, **now} if first.get(name) != now.get(name)]:
         here = ", ".join(f"{name} {now.get(name, 'absent')}" for name in differ)

@@ -1,4 +1,4 @@
-"""What a run resumes: one value, which the loop holds and a checkpoint keeps beside the state.
+"""The progress of a run: one value, which the loop holds and a checkpoint keeps with the state.
 
     progress = dataclasses.replace(progress, step=4, position=position)
     Progress.from_json(4, json.loads(json.dumps(progress.to_json()))) == progress

@@ -53,7 +53,7 @@ class Work:
     """The work of a step, on all devices together.
 
     Attributes:
-      devices: Devices of this process, of which peak memory is read.
+      devices: Devices of this process, whose peak memory is read.
       num_rows: Number of rows of the step that was measured.
       per_step: The amount behind each rate in that step, by name of its field in records.
       has_token_losses: Whether its loss has an entry for each token of its sequences.
@@ -76,7 +76,7 @@ class Work:
         """Further fields of a record, of those that are known, for steps of so many rows.
 
         Args:
-          record: Record with "step_seconds", and with "count", which may be that of the tokens.
+          record: Record with "step_seconds", and with "count", which may count tokens.
           num_rows: Number of rows of a step.
         """
         seconds = record["step_seconds"]
@@ -139,7 +139,7 @@ def _count(work: Work, ddp: Trainable, batch: Batch) -> None:
 def _name_examples(work: Work, batch: Batch, num_entries: int) -> None:
     """Adds the unit of examples, and how tokens in sequences are counted.
 
-    Tokens are the valid entries of the loss; if it has one for a row, those of the batch.
+    Tokens are the valid entries of the loss; if it has one entry a row, the batch's tokens.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     named = {name_of(path).rpartition("/")[2]: x for path, x in leaves}
@@ -352,7 +352,7 @@ class Reporter:
         return list({x.metric: x for x in watching(self.options.callbacks)}.values())
 
     def report_throughput(self) -> None:
-        """Prints a line on the speed of the run, that of its median record, and on peak memory."""
+        """Prints a line on the speed of the run's median record, and on peak memory."""
         timed = [x for x in self.run.records if "step_seconds" in x]
         if timed:
             median = sorted(timed, key=operator.itemgetter("step_seconds"))[len(timed) // 2]

@@ -30,7 +30,7 @@ from jddp.trainer.watching import EarlyStopping, judge_again
 from jddp.zoo.optimizers import schedule_lengths
 
 SECONDS = 600.0  # for process 0 to read the file of records
-# Packages of which another version may trace the same code to different equations.
+# Packages whose versions may trace the same code to different equations.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jddp")
 # Sources of images that are decoded when they are read.
 DECODED = ("image_folder", "webdataset", "hugging_face")
@@ -65,7 +65,7 @@ def resume(loop: Loop) -> None:
     last = recorded[-1]["step"] if recorded else -1
     evaluations = recorded + [x for x in run.evaluations if x["step"] > last]
     run.progress = replace(run.progress, evaluations=evaluations)
-    # A checkpoint knows the best ones; that of its own step, which came later, may be there.
+    # A checkpoint knows the earlier best ones; the best one of its own step may have come later.
     best = {*run.checkpoints, *(f"{BEST}/{x}" for x in before.best)}
     run.lost = {x["step"] for x in evaluations if f"{BEST}/{x['step']}" not in best}
     loop.notes.insert(0, f"resumed from step {run.step} of {loop.num_steps}")

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, and `jddp.Checkpoints`, those of your own loop, in the same format.
+"""The checkpoints of a run, and `jddp.Checkpoints` for your own loop, in the same format.
 
     checkpoints = jddp.Checkpoints("checkpoints", keep=3)
     found = checkpoints.restore(ddp)                  # (state, extra), or None
@@ -197,7 +197,7 @@ class Checkpoints:
             raise ConfigError(f"keep is at least 1; got {keep}.")
         self._directory = absolute(directory)
         self._keep = keep
-        # What was saved or restored last, by folder: step, state and extra values.
+        # The checkpoint that was saved or restored last, by folder: step, state and extra values.
         self._last: dict[Path, tuple[int, weakref.ref[TrainState], str]] = {}
 
     def save(self, ddp: Trainable, state: TrainState, extra: object = None) -> None:
@@ -210,7 +210,7 @@ class Checkpoints:
         Args:
           ddp: The `jddp.DataParallel` that has made the state.
           state: State from `init`, `step` or `restore`; the next step may take it.
-          extra: Values that `restore` returns beside the state: a position in the data, metrics,
+          extra: Values that `restore` returns with the state: a position in the data, metrics,
             None. They may be numbers, text, bytes, and lists, tuples and dicts of them, and come
             back as they are.
 

@@ -6,14 +6,14 @@
 
 Replicas synchronize in each step, so all steps are as slow as the steps of the slowest process, and
 the others spend the time waiting for it. At each record every process publishes its own times
-through the coordination service, and process 0 reads those of an earlier record: no device and no
-process waits for this.
+through the coordination service, and process 0 reads the times of an earlier record: no
+device and no process waits for this.
 
     find_slowest([own, of, each, process])      # Slowest(process=2, phase="data", ratio=1.4)
 
 A process that others wait for waits for none. So the least time on devices, of all processes, is
-near to what the slowest devices need. Inside a step devices wait for each other, so a product of
-matrices, in which no other process takes part, shows which devices these are.
+near to the time that the slowest devices need. Inside a step devices wait for each other, so a
+product of matrices, in which no other process takes part, shows which devices these are.
 """
 
 import collections
@@ -38,7 +38,7 @@ from jddp.ground.names.plugins import OPTIONS, find
 from jddp.ground.typing import JsonObject
 from jddp.trainer.reports.lines import EXPOSED_SHARE
 
-STEP, DATA = "jddp step", "jddp data"  # names of what a run annotates in its traces
+STEP, DATA = "jddp step", "jddp data"  # names of the annotations in a run's traces
 SLOW = 1.2  # times the others
 NUM_RECORDS = 3  # in a row, before a process is reported
 RECORDS_BEHIND = 2  # from the times that process 0 reads to its own: by then all have published
@@ -189,7 +189,7 @@ class Slowest(NamedTuple):
     Attributes:
       process: Number of the process.
       phase: "data", "compute" or "host": where it takes longer than the others.
-      ratio: Own time of the process over that of the others, without their waiting for it.
+      ratio: Time of the process over the others' time, without their waiting for it.
     """
 
     process: int

@@ -60,7 +60,7 @@ class Thinned:
         self.largest: At | None = None
         self.last: float | None = None
         self._size = 1  # values of a point
-        self._open: list[float] = []  # those of the next point
+        self._open: list[float] = []  # values of the next point
         self._last_step = 0
 
     def add(self, step: int, value: float | None) -> None:
@@ -78,7 +78,7 @@ class Thinned:
             self._close(step)
 
     def finish(self) -> None:
-        """Makes a point of the last values, which are fewer than those of the others."""
+        """Makes a point of the last values, which are fewer than other points have."""
         if self._open:
             self._close(self._last_step)
 
@@ -209,7 +209,7 @@ def curves(
 
     Args:
       series: The series; those without values are left out.
-      title: Name of what is drawn.
+      title: Name of the drawn quantity.
       unit: Unit of the values.
       x: Name of the axis of steps.
       may_be_logarithmic: Whether the axis of values is logarithmic where all are positive and span
@@ -234,10 +234,10 @@ def curves(
 
 
 def bar(parts: Mapping[str, float], unit: str = "") -> str:
-    """Draws the parts of a whole beside each other, with the amount and the share of each.
+    """Draws the parts of a whole side by side, with the amount and the share of each.
 
     Args:
-      parts: A positive amount by name; those of 0 are left out.
+      parts: A positive amount by name; amounts of 0 are left out.
       unit: Unit of the amounts.
     """
     shown = {name: x for name, x in parts.items() if x > 0}
@@ -347,7 +347,7 @@ class _Axes:
         return HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP)
 
     def ticks(self) -> list[float]:
-        """Values to be named beside the axis."""
+        """Values to be named along the axis."""
         if not self.is_logarithmic:
             return ticks(self.low, self.high, 5)
         decades = range(math.floor(self.low), math.ceil(self.high) + 1)

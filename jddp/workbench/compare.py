@@ -147,7 +147,7 @@ class ComparedRuns:
 
     @property
     def results(self) -> list[RunResult]:
-        """The results of all runs, those of the best group first."""
+        """The results of all runs, the best group first."""
         return [*itertools.chain.from_iterable(group.results for group in self.groups)]
 
     def __str__(self) -> str:
@@ -170,8 +170,8 @@ def compare_runs(
     """Compares runs by their best evaluations.
 
     Args:
-      runs: What they have recorded.
-      metric: Metric of the evaluations; by default that of `checkpoint.best_metric`, or else
+      runs: Records of the runs.
+      metric: Metric of the evaluations; by default the `checkpoint.best_metric`, or else
         accuracy or loss, if all runs have it.
       mode: Whether "max" or "min" is better; "auto" goes by the metric's name.
 
@@ -193,7 +193,7 @@ def compare_runs(
 
 
 def differing(results: Sequence[RunResult]) -> list[str]:
-    """The keys, other than the seed, of which not all runs have the same value."""
+    """The keys, other than the seed, whose values differ between runs."""
     known = [_identity(x.settings) for x in results if x.settings]
     keys = dict.fromkeys(itertools.chain(*known))
     return [k for k in keys if any(x.get(k) != known[0].get(k) for x in known)]

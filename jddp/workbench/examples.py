@@ -31,7 +31,7 @@ def examples_of(run: Run) -> TestAnswers:
       run: An opened run, on one process.
 
     Raises:
-      UsageError: If its loss is neither the cross entropy of classes nor that of tokens.
+      UsageError: If its loss is neither the cross entropy of classes nor of tokens.
     """
     loss = ((run.config or {}).get("loss") or {}).get("name")
     if loss == "cross_entropy":
@@ -105,5 +105,5 @@ def _sample(run: Run, batch: Batch) -> tuple[str, str]:
     prompt = BYTES.decode(tokens)
     try:
         return prompt, continue_text(run, prompt, num_tokens=SAMPLE).removeprefix(prompt)
-    except Error:  # a larger vocabulary, of which these are the first
+    except Error:  # a larger vocabulary, which begins with bytes
         return "", ""

@@ -1,6 +1,6 @@
 """`jddp explain --target GPU` and `--trace RUN_DIR`: where the time of a step goes.
 
-With `--trace` it is the time of traced steps; with `--target` too, beside the times that are
+With `--trace` it is the time of traced steps; with `--target` too, next to the times that are
 modelled for the config of that run.
 """
 
@@ -41,7 +41,7 @@ def _modelled(arguments: argparse.Namespace) -> Explanation:
 
 
 def _configs(arguments: argparse.Namespace) -> list[str]:
-    """The configs that are named; or else that of the traced run."""
+    """The configs that are named, or else the config of the traced run."""
     if arguments.config or arguments.trace is None:
         return list(arguments.config)
     own = arguments.trace / "config.yaml"

@@ -49,8 +49,8 @@ def objective(
 ) -> "Objective":
     """Returns an objective for `study.optimize`, which trains a config with suggested values.
 
-    A trial reports each evaluation to the study, which may prune it. Its value is that of its best
-    evaluation. A trial whose loss is not finite fails, and the study continues with the next one.
+    A trial reports each evaluation to the study, which may prune it, and returns the best one. A
+    trial whose loss is not finite fails, and the study continues with the next one.
 
     Args:
       config: A config, a YAML file or the name of a preset.
@@ -96,7 +96,7 @@ class Objective:
         """Trains with the values that a trial suggests; for a job of one process.
 
         Raises:
-          UsageError: If this is one of several processes, or the study optimizes otherwise.
+          UsageError: If this is one of several processes, or the study has another direction.
           ConfigError: If the folder of the trial holds a run with other values.
           KeyboardInterrupt: If a signal stops the run, which is saved.
           optuna.TrialPruned: If the study prunes the trial.
@@ -111,15 +111,15 @@ class Objective:
     def optimize(
         self, study: "Study", *, catch: tuple[type[Exception], ...] = (), **options: Any
     ) -> None:
-        """Runs `study.optimize` for all processes of a job, each of which calls this.
+        """Runs `study.optimize` for all processes of a job; every process calls this.
 
         Args:
-          study: The study, on process 0; those of other processes get no trials.
+          study: The study, on process 0; studies on other processes get no trials.
           catch: Exceptions of a trial after which the study continues.
           **options: Options of `study.optimize`, such as `n_trials` and `timeout`.
 
         Raises:
-          UsageError: If the study optimizes otherwise.
+          UsageError: If the study has another direction.
           KeyboardInterrupt: If a signal stops a run, which is saved.
           TimeoutError: If the study of process 0 takes more than an hour to suggest values.
         """
@@ -154,7 +154,7 @@ class Objective:
             trial.set_user_attr("run_dir", run_dir)
             path = local_copy(run_dir) / "config.yaml"
             now = with_overrides(self.config, keys).model_dump()
-            # The run refuses keys with which it could not resume, and knows those of the data.
+            # The run refuses keys with which it could not resume, and knows the keys of the data.
             if path.exists() and (others := compare_keys(read_yaml(path), now)[1]):
                 raise ConfigError(f"{run_dir} has another trial: {others[0]}. Rename the study.")
         return _Values(keys, run_dir, self._mode(trial.study))

@@ -4,7 +4,7 @@
 
 Ray places the workers, restarts all of them after a failure, and shows their output. A worker takes
 its rank from Ray Train, and runs the program as `jddp.launch` does (`group`): Ray needs the threads
-and signals of a worker for itself. An actor beside the driver, the board, passes signals of the
+and signals of a worker for itself. The board, an actor of its own, passes signals of the
 driver and the first failure to all workers.
 """
 
@@ -122,7 +122,7 @@ class RayRunner:
 
 
 def _resources(num_devices: int) -> dict[str, int]:
-    """What a process asks of Ray."""
+    """The resources that a process asks Ray for."""
     has_gpus = ray.cluster_resources().get("GPU") and os.environ.get("JAX_PLATFORMS") != "cpu"
     return {"GPU": num_devices, "CPU": 1} if has_gpus else {"CPU": num_devices}
 

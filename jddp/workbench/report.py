@@ -17,7 +17,7 @@ from jddp.ground.files import replace_file
 if TYPE_CHECKING:
     from jddp.workbench.page.examples import TestAnswers
 
-# Of which a run directory has at least one.
+# A run directory has at least one of these.
 FILES = ("metrics.jsonl", "config.yaml", "manifest.json", "logs", "checkpoints")
 
 
@@ -59,7 +59,7 @@ def _report(*, run_dir: str, out: Path | None, examples: bool, trust: str | None
 
 
 def _examples(run_dir: Path, trust: str | None) -> "TestAnswers":
-    """What the model of the newest checkpoint does with its test examples."""
+    """The answers of the newest checkpoint's model to its test examples."""
     share_gpus()  # with the run, which may still train
     from jddp.trainer.runs.opened import open_run
     from jddp.workbench.examples import examples_of

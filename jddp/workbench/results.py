@@ -26,7 +26,7 @@ NO_METRICS = {"step", "examples"}  # numbers of an evaluation that are no result
 
 @dataclasses.dataclass(frozen=True)
 class RecordedRun:
-    """What a run has left in its directory.
+    """The records and settings of a run, read from its directory.
 
     Attributes:
       name: The directory, without the folders that all runs have in common.
@@ -126,7 +126,7 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def choose_metric(runs: Sequence[RecordedRun], metric: str | None = None) -> str:
-    """The metric by which runs are compared: the given one, or that of `checkpoint.best_metric`.
+    """The metric by which runs are compared: the given one, or their `checkpoint.best_metric`.
 
     Without either it is accuracy or loss, of language models loss: one that all runs have that have
     evaluations.

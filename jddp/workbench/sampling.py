@@ -148,8 +148,8 @@ class SampleText(Callback):
 
     The texts go to the sinks and the metrics file ("sample", or "sample/1" and so on), to the page
     of the run and, shortened, to the terminal. With the same parameters and arguments they are the
-    same, and those of `jddp predict RUN --prompt`. Each token costs one prediction of a row on each
-    device.
+    same, and equal the texts of `jddp predict RUN --prompt`. Each token costs one prediction of a
+    row on each device.
 
     Args:
       prompt: Text to continue, or several.

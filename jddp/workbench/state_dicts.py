@@ -3,8 +3,9 @@
     variables = from_state_dict(resnet18(), tensors)     # NumPy arrays, by torchvision's names
     tensors = to_state_dict(resnet18(), variables, "torchvision")
 
-The library is found by the names, which may be those of a model inside another ("module." of DDP,
-"_orig_mod." of a compiled model), or of the model's body alone. PyTorch itself is not needed.
+The library is found by the names. They may have the prefix of a model inside another ("module." of
+DDP, "_orig_mod." of a compiled model), or belong to the model's body alone. PyTorch itself is not
+needed.
 """
 
 import logging
@@ -39,7 +40,7 @@ from jddp.workbench.library_names import (
 from jddp.zoo.models import GPT, Module, ResNet, ViT
 from jddp.zoo.models.transformer import Transformer
 
-# What stands before the names of a model that is part of another, such as DDP.
+# Prefixes of the names of a model that is part of another, such as DDP.
 WRAPPERS = r"^(module\.|model\.|_orig_mod\.)+"
 
 
@@ -50,7 +51,7 @@ class Scheme(NamedTuple):
       table: Function of the model that returns its entries.
       fields: Fields of the zoo's model as the library has them; no tensor shows these.
       renames: Patterns of names, each with its replacement, after which names of other versions,
-        and of the model's body alone, equal those of the table.
+        and of the model's body alone, equal the names in the table.
       ignored: Pattern of tensors that hold no weights.
       tied: Names of tensors that repeat another, each with the name of that.
       hub_config: Function of the model and its tensors that returns the `config.json` from which
@@ -177,8 +178,8 @@ def from_state_dict(model: Module, tensors: Tensors, *, partial: bool = False) -
     Args:
       model: A ResNet, ViT or GPT of the zoo.
       tensors: NumPy arrays by the names of torchvision or Hugging Face.
-      partial: Whether tensors may be missing or left over, and the model may compute otherwise than
-        the library's.
+      partial: Whether tensors may be missing or left over, and the model may compute something
+        else than the library's model.
 
     Returns:
       Flax's variables, floating values in float32. If it is partial, tensors that are left over are
@@ -230,7 +231,7 @@ def _single(x: np.ndarray) -> np.ndarray:
 
 
 def _is_known(scheme: Scheme, name: str, tensors: Tensors) -> bool:
-    """Whether a tensor holds no weights, or those of another tensor."""
+    """Whether a tensor holds no weights, or repeats another tensor."""
     if re.search(scheme.ignored, name):
         return True
     by_name = {scheme.comparable(x): tensor for x, tensor in tensors.items()}
@@ -291,7 +292,7 @@ def initial_weights(path: Path, model: Module, *, partial: bool) -> tuple[PyTree
       names are of none.
 
     Raises:
-      OtherModel: If the weights are those of a library, and its model is another.
+      OtherModel: If the weights belong to a library, and its model is another.
     """
     if is_run_folder(path) or not libraries(model):
         return path, ""

@@ -3,7 +3,7 @@
     print(times_as_text([trace.times, prediction.times]))
     draw_page(str(trace), trace.lanes())         # HTML that loads nothing
 
-The definitions are those of Holistic Trace Analysis, for both: a step computes, or communicates and
+Both follow the definitions of Holistic Trace Analysis: a step computes, or communicates and
 does not compute, which is exposed, or does neither, which is idle.
 https://hta.readthedocs.io/en/latest/source/features/temporal_breakdown.html
 """
@@ -68,7 +68,7 @@ def times_as_text(times: Sequence[StepTimes]) -> str:
 
 
 class Band(NamedTuple):
-    """Stretches of a lane that are drawn alike.
+    """Stretches of a lane that are drawn in one style.
 
     Attributes:
       style: A phase in the computing lane, "forward", "backward" or "update", `COMPUTING` for an
@@ -84,11 +84,11 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Lanes:
-    """What one device computes and sends, over time.
+    """The computing and the communication of one device, over time.
 
     Attributes:
       kind: `MODELLED` or `MEASURED`.
-      name: The device, or what stands for all.
+      name: Name of the device, or of all devices.
       seconds: Length of the lanes.
       computing: The computing lane.
       sent: The communication lane: a band for each collective.

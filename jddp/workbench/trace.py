@@ -3,9 +3,9 @@
     print(read_trace("runs/one"))               # of all processes that left a trace there
     read_trace(folder).devices["GPU:0"].exposed
 
-The definitions are those of Holistic Trace Analysis. A device communicates while a collective runs,
-which includes its wait for other devices. It computes while any other kernel but a copy runs. What
-remains of its communication is exposed, and what remains of its time is idle.
+Definitions follow Holistic Trace Analysis. A device communicates while a collective runs, which
+includes its wait for other devices. It computes while any other kernel but a copy runs.
+Communication is exposed while the device does not compute, and the rest of its time is idle.
 https://hta.readthedocs.io/en/latest/source/features/temporal_breakdown.html
 
 In a trace a GPU is a plane "/device:GPU:0", whose lines "Stream #118(MemcpyD2H,Compute)" hold
@@ -63,7 +63,7 @@ class DeviceTime(NamedTuple):
 
     @property
     def hidden_share(self) -> float:
-        """The share of the communication beside which it computes."""
+        """The share of the communication during which the device computes."""
         return 1 - self.exposed / self.communication if self.communication else 0.0
 
 
@@ -201,7 +201,7 @@ class Trace(Shown):
 
     @property
     def num_steps(self) -> int:
-        """Steps of which times are means: 1 for the whole trace where no step is known."""
+        """Number of steps that times are averaged over; 1 for the whole trace if none is known."""
         return len(self.steps) or 1
 
     @property
@@ -310,7 +310,7 @@ def _newest(folder: Path) -> dict[str, Path]:
 
 
 def _annotations(planes: Iterable[ProfilePlane]) -> Iterator[tuple[str, int, float]]:
-    """Names, numbers of steps and seconds of what a run annotates."""
+    """Names, step numbers and seconds of the annotations of a run."""
     for plane in planes:
         if plane.name == "/host:CPU":
             for event in (event for line in plane.lines for event in line.events):

@@ -79,7 +79,7 @@ def modelled(gpu: str, topology: str = "1x8", links: Sequence[str] = ()) -> Scor
 
 
 def measured() -> Scorer:
-    """Returns a scorer that runs steps on the devices at hand, in turn with those of the first.
+    """Returns a scorer that runs steps on the devices at hand, in turn with the first config's.
 
     Configs of one program have one score. A step is as fast as the first one if it is faster in
     some rounds and slower in others.

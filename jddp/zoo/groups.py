@@ -42,7 +42,8 @@ def by_group(
     """Returns an optimizer with one for each group, and one for the rest.
 
     Args:
-      groups: Groups by name. A parameter belongs to the first of which a pattern matches its path.
+      groups: Groups by name. A parameter belongs to the first group with a pattern that matches
+        its path.
       rest: The optimizer of all other parameters.
 
     Raises:

@@ -6,8 +6,8 @@
     parquet(directory=Path("rows"))           # train*.parquet and test*.parquet
 
 Nothing but a name in the config downloads anything, and the code of a data set is never run:
-`datasets` refuses scripts, and pickles too. It would decode images in any format of Pillow, some of
-which start programs, and download images that are only addresses. So images are decoded here from
+`datasets` refuses scripts, and pickles too. It would decode images in any format of Pillow, though
+some start programs, and download images that are only addresses. So images are decoded here from
 their bytes, in the formats of image folders; sound, video and similar types are refused.
 """
 
@@ -345,7 +345,7 @@ def _with_images(row: Row, *, where: str, modes: Mapping[str, str | None]) -> Ro
 class RowStream:
     """Batches of rows that are read one after the other: one pass, or one epoch after the other.
 
-    Global batches are consecutive rows, of which each process takes its part: they, and the
+    Global batches are consecutive rows, and each process takes its part of them: the rows, and the
     position after them, are the same for any number of processes. A batch of an endless stream may
     hold rows of two epochs; the last batch of one pass may be smaller.
 

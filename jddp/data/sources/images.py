@@ -81,8 +81,8 @@ def decode_image(
       where: Name of the image, for errors.
 
     Raises:
-      UndecodableError: If it does not decode, has more pixels than Pillow allows, or pixels of
-        which none is known to be white.
+      UndecodableError: If it does not decode, has more pixels than Pillow allows, or no pixel
+        value that is known to be white.
     """
     from PIL import Image, ImageOps
 

@@ -62,8 +62,8 @@ def table_in_files(
       normalize: Whether numbers get mean 0 and standard deviation 1 over the training part;
         "fill_missing" if in addition missing ones get the mean. A column of one number, or of
         numbers that differ by rounding alone, gets mean 0 and keeps its scale.
-      task: "classification" or "regression"; by default regression if the target is numbers of
-        which one is not whole.
+      task: "classification" or "regression"; by default regression if the target is numbers and
+        one of them is not whole.
       unseen: "error", or "reserve": a category that the training part lacks gets a number of its
         own, whose embedding is never trained.
       test_share: Fraction of the rows that are for testing; None if they are in files of their own.
@@ -127,7 +127,7 @@ def table_in_files(
 
 @dataclass(frozen=True)
 class Encoding:
-    """What is computed from the inputs of a table: decided by the training part, then kept.
+    """The encoding of the inputs of a table: computed from the training part, then kept.
 
     Attributes:
       means: Number that is subtracted from a column of numbers, by its name.

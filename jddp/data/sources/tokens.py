@@ -31,7 +31,7 @@ from jddp.ground.typing import JsonObject
 INDEX = "tokens.json"
 DOCUMENTS = ".documents.npy"
 
-# Arrays of a batch besides "tokens", by what becomes of documents.
+# Arrays of a batch besides "tokens", by the treatment of documents.
 ADDED: dict[str, dict[str, str]] = {
     "cross": {},
     "mask": {"mask": "float32"},
@@ -217,7 +217,7 @@ def packing_of(examples: Examples) -> str:
 
 
 class _Shards:
-    """Sequences of tokens, of which any place can be read."""
+    """Sequences of tokens that can be read from any place."""
 
     def __init__(self, shards: Sequence[np.ndarray], vocab_size: int | None) -> None:
         """Checks the sequences; reads no token.
@@ -413,7 +413,7 @@ class PackedExamples:
         }
 
     def _places(self, sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The place in a batch of each token of pieces, of which each row has the next `counts`."""
+        """The place in a batch of each token of pieces; row i has the next `counts[i]` pieces."""
         begins = np.cumsum(sizes) - sizes
         begins -= np.repeat(begins[np.cumsum(counts) - counts], counts)
         rows = np.repeat(np.arange(len(counts)), counts)

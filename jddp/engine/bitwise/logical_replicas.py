@@ -1,4 +1,4 @@
-"""A fixed number of replicas, of which a device runs several one after the other.
+"""A fixed number of replicas; a device runs several of them one after the other.
 
 Sums are taken in one order, so that results do not depend on the number of devices. The
 computation of a replica stands between barriers, and so do the sums: else fusion would depend on
@@ -127,7 +127,8 @@ class FixedReplicas(Replicas):
     def separate(self, function: Function, state: TrainState, *given: PyTree) -> PyTree:
         """Keeps the function from being fused with the computation of its arguments.
 
-        Sums are cut out of what a device has received, in other slices for each number of devices.
+        Sums are slices of the array that a device has received, and the slices depend on the
+        number of devices.
         Fused with them, one of two products is added before it is rounded, as in `gradient / count
         + momentum * 0.9`, and which one it is depends on the slices.
         """

@@ -16,7 +16,7 @@ inlines them before it partitions, and operations of two calls may be equal too.
 passes are off (`PASSES`). Passes that `XLA_FLAGS` disables run in such a program: an option
 replaces the flag of its name.
 
-This room knows programs in StableHLO, and nothing of what they compute.
+This room knows programs in StableHLO, and nothing about the models that they train.
 """
 
 from collections.abc import Hashable
@@ -68,7 +68,7 @@ class MergedProgram:
         leaves, treedef = jax.tree.flatten(args)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):  # `jax.eval_shape` compiles nothing
             return self._jitted(*args)
-        # Only a jitted function runs again, operation by operation, to find that of the first NaN.
+        # Only a jitted function runs again, operation by operation, to find where the first NaN is.
         if checks_for_nan():
             return self._jitted(*args)
         # `jax.jit` would compile the unchanged program, so compiled ones are kept here, by the same

@@ -19,7 +19,7 @@ from jddp.reduce.shards import add_in_pairs, pack, unpack
 @final
 @dataclasses.dataclass(frozen=True)
 class RowsOfSums:
-    """Rows of sums, cut to (rows, replicas, shard), of which a replica gets the whole mean.
+    """Rows of sums, cut to (rows, replicas, shard); each replica gets their whole mean.
 
     A barrier keeps the compiler from fusing the mean with its uses: the fusion, and so the last
     bit, would depend on the number of rows.

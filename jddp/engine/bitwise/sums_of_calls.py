@@ -1,4 +1,4 @@
-"""Pairwise sums of what calls of a function return, made while they run one after the other.
+"""Pairwise sums of the results of a function's calls, made while the calls run in turn.
 
 A device adds up its part of the tree of `jddp.reduce.shards`, and the rows that it is left with
 continue the sum over all devices.

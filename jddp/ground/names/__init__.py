@@ -251,7 +251,7 @@ def name_of_callable(function: Any) -> str:
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
-    if isinstance(function, type):  # A metaclass, such as that of NNX, hides what `__init__` takes.
+    if isinstance(function, type):  # A metaclass, such as NNX's, hides the arguments of `__init__`.
         return _parameters(inspect.getattr_static(function, "__init__"))[1:]
     return list(inspect.signature(function).parameters.values())
 

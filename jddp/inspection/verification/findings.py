@@ -83,7 +83,7 @@ def compare(
     """Compares leaf by leaf; errors are relative to the leaf's largest entry.
 
     A leaf counts as no smaller than `floor` times the largest leaf: a bias before a batch norm has
-    a gradient of zero, of which only rounding is left.
+    a gradient of zero, and only rounding errors would be compared.
     """
     leaves = _leaves(got, want)
     largest = max((_size(b) for _, (_, b) in leaves), default=0.0)

@@ -103,7 +103,7 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     try:
         data = open_data(parts.source, config)
     except DataError as error:
-        if needs_data or not parts.source.spec:  # The shapes of a stream are those of a batch.
+        if needs_data or not parts.source.spec:  # A stream has the shapes of its batch.
             raise
         data_error = str(error)
     num_steps = config.train.num_steps
@@ -197,7 +197,7 @@ def fast_dev_run(config: Config) -> Iterator[Config]:
     """The config of a short trial, in a run directory that is removed when the block ends.
 
     It takes 3 steps, evaluates 2 batches after the second and the last, and saves at the end. The
-    directory is beside `run.dir`, where the run itself would write; for a URL it is in the working
+    directory is next to `run.dir`, where the run itself would write; for a URL it is in the working
     directory. Sinks get nothing. Every process of a job calls it, when they are connected.
 
     Raises:
@@ -220,7 +220,7 @@ def fast_dev_run(config: Config) -> Iterator[Config]:
 
 
 def _make_folder(run_dir: str) -> str:
-    """A new folder beside the run directory, in the nearest folder that exists."""
+    """A new folder next to the run directory, in the nearest folder that exists."""
     path = Path("run") if is_url(run_dir) else expand(run_dir)
     beside = next(folder for folder in path.absolute().parents if folder.is_dir())
     with file_errors(f"{beside} cannot be written"):

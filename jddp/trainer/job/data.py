@@ -90,7 +90,7 @@ def _check_rows(name: str, dtypes: Mapping[str, np.dtype], listed: Sequence[Tran
 
 
 def training_transforms(config: Config, source: DataSource) -> tuple[Transform, ...]:
-    """The transforms of training rows: those of the data set, unless the config lists others."""
+    """The transforms of training rows: the data set's, unless the config lists others."""
     return source.augment if config.data.transforms is None else listed_transforms(config)
 
 
@@ -115,7 +115,7 @@ class OfStream:
     """The transforms that a config lists, as a function of each batch of a stream.
 
     Raises:
-      ConfigError: If one needs random numbers, which are those of numbered examples.
+      ConfigError: If one needs random numbers, which only numbered examples have.
     """
 
     def __init__(self, config: Config) -> None:

@@ -283,7 +283,7 @@ def batches_in_order(
       config: Config of the job.
       data: Examples of the job.
       folder: Folder to which relative paths of the config belong; by default the current one.
-      **options: Options of `TrainBatches` beside the order.
+      **options: Options of `TrainBatches` other than the order.
     """
     return TrainBatches(
         data.train,

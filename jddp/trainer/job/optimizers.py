@@ -95,7 +95,7 @@ def optimizer_of(
 def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
     """A line for each parameter: its peak rate, weight decay, optimizer and group.
 
-    Empty where all parameters are trained alike.
+    Empty where all parameters are trained with the same settings.
     """
     section = config.optimizer
     specs = _specs(config)

@@ -1,6 +1,6 @@
 """Boards that show the records of runs: TensorBoard, and Weights & Biases.
 
-loss/train, loss/eval, accuracy/eval       the loss and each metric, training beside evaluation
+loss/train, loss/eval, accuracy/eval       the loss and each metric, training and evaluation
 optimizer/learning_rate, time/step_seconds and so on, by group
 recall/eval                                a metric that is an array: a histogram, and a table
 samples, ...                               text, images and histograms that callbacks log
@@ -159,7 +159,7 @@ class WeightsAndBiases:
     def __init__(self, run_dir: Path, config: Settings, step: int) -> None:
         import wandb
 
-        # Otherwise a terminal is asked for a key, in the middle of the progress.
+        # Checked here, because `wandb.init` would ask for a key in the middle of the progress.
         is_online = wandb.setup().settings.mode == "online"
         if is_online and not wandb.login(prompt=False, verify=False):
             raise ConfigError("no credentials. Call `wandb login`, or set WANDB_MODE=offline.")
@@ -172,7 +172,7 @@ class WeightsAndBiases:
             config=dict(config),
             settings=wandb.Settings(console="off"),  # The terminal belongs to the loop.
         )
-        # Its own step counts calls, of which a step may have two, and never goes back.
+        # W&B's own step counts calls and never goes back, and a training step may log twice.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, record: Record) -> None:

@@ -48,7 +48,7 @@ class RunDirectory:
     """Paths of a run, and the check that they belong to it.
 
     Args:
-      where: The directory, which need not exist; or a URL, of which `path` is a copy.
+      where: The directory, which need not exist; or a URL, whose local copy is `path`.
       is_writer: Whether this process writes. All processes check.
 
     Raises:
@@ -279,7 +279,7 @@ class RunDirectory:
                 self._write_config(config)
             if flatten(config).get("checkpoint.allow_changed"):
                 manifest = {**manifest, "changed": compare_keys(read_yaml(self._config), config)[1]}
-        manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in what was read.
+        manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in the stored one.
         if manifest not in starts:
             first, *later = *starts, manifest
             values = {**first, "later_starts": later} if later else first

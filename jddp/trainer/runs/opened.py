@@ -1,7 +1,7 @@
 """`jddp.open_run`: opens a run from its directory as the object that `jddp.fit` returns.
 
 It makes only the parts of a config that an evaluation needs, so a run opens even if the code of its
-optimizer, hook or callbacks is gone. Arrays of which each replica had its own copy are averaged
+optimizer, hook or callbacks is gone. Arrays that each replica kept for itself are averaged
 when they are read, so all values are the same on every device, for any number of devices.
 """
 
@@ -95,7 +95,7 @@ def open_run(
                 f"{others[0]}: an evaluation reads only the keys of {' and '.join(READ)}."
             )
         config = with_overrides(config, overrides)
-        join(config, "auto")  # The devices may differ from those of the training.
+        join(config, "auto")  # The devices may differ from the training's.
     trusted = set[str]()
     if config is not None:
         for key in ("data.target", _loss_key(config)):

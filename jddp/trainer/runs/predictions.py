@@ -4,8 +4,8 @@
 
 If the outputs are logits of classes, the likeliest class and the probability of each come first.
 New rows are prepared like the test rows of the run: images of uint8 or uint16 are normalized,
-images of a folder are decoded like those of the run's image folder or tar files, and columns of a
-table are encoded like those of the run's table. Other arrays are used as they are.
+images of a folder are decoded as the run's image folder or tar files were, and columns of a table
+are encoded as the run's table was. Other arrays are used as they are.
 """
 
 import csv

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, and the run data beside its arrays.
+    """A checkpoint, and the run data that it keeps with its arrays.
 
     Attributes:
       folder: Folder of the checkpoint.

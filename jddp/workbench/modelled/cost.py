@@ -1,8 +1,8 @@
 """How long one instruction of a compiled program takes on a GPU, by arithmetic or by memory.
 
 A kernel takes as long as its products and convolutions at their rates, or as its bytes at the
-memory's, whichever is longer, and a little for being there. Nothing is measured: the rates are
-those of a `Gpu`, the operations and bytes are counted from shapes.
+memory's rate, whichever is longer, and a fixed time for its launch. Nothing is measured: the rates
+come from a `Gpu`, the operations and bytes are counted from shapes.
 """
 
 import math
@@ -52,7 +52,7 @@ def cost(program: HloProgram, computation: Computation, instruction: Instruction
     """Returns what one instruction of `computation` costs.
 
     Raises:
-      UsageError: If it cannot be modelled: a loop of unknown length, a copy that runs beside, an
+      UsageError: If it cannot be modelled: a loop of unknown length, an asynchronous copy, an
         unknown library call.
     """
     op = instruction.op
@@ -151,7 +151,7 @@ def _count_convolution(computation: Computation, instruction: Instruction, calle
     if not labels:
         raise UsageError(f"Convolution {instruction.name!r} does not name its dims.")
     result, (first, second, *_) = instruction.shapes[0], _operand_shapes(computation, instruction)
-    # Labels are those of the forward convolution, whatever is given and whatever comes out.
+    # XLA gives all three the labels of the forward convolution, whatever their operands are.
     if "BackwardInput" in called:
         outputs, weights = first, second
     elif "BackwardFilter" in called:
@@ -172,7 +172,7 @@ def _slowdown(operand: HloShape) -> float:
 
 
 def _bytes_moved(program: HloProgram, computation: Computation, instruction: Instruction) -> int:
-    """Bytes read and written. Of what a fusion only slices, the slices count."""
+    """Bytes read and written; if a fusion only slices an operand, the bytes of the slices."""
     read = 0
     inner = program.computations[instruction.runs[0]] if instruction.op == "fusion" else None
     for number, operand in enumerate(computation.operands(instruction)):
@@ -189,6 +189,6 @@ def _bytes_read(fusion: Computation, number: int) -> int:
 
 
 def _reads_partly(user: Instruction, operand: Instruction) -> bool:
-    # What is updated in place is neither read nor copied but where it changes.
+    # An operand that is updated in place is read and written only where it changes.
     is_read = user.op in (*_PARTIAL_READS, "dynamic-update-slice")
     return is_read and user.operands[0] == operand.name

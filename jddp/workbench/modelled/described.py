@@ -52,7 +52,7 @@ class Gpu:
       block_dim_x: Blocks in the longest dim of a grid.
       product_flops: Operations a second in matrix products of 16-bit numbers.
       convolution_flops: The same in convolutions.
-      bytes_per_second: To and from memory, in what computes little.
+      bytes_per_second: Bytes to and from memory, in kernels that compute little.
       kernel_seconds: Added by each kernel.
       links: Links to other GPUs, by name.
     """
@@ -216,7 +216,7 @@ class Target:
         Args:
           gpu: A key of `GPUS`, or its beginning: "h100".
           topology: Hosts and GPUs of each, "HOSTSxGPUS".
-          links: Links in the place of those of the GPU, "NAME=BANDWIDTH,LATENCY".
+          links: Links that replace the GPU's links, "NAME=BANDWIDTH,LATENCY".
 
         Raises:
           ConfigError: If one of them is unknown or malformed.

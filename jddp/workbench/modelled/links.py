@@ -41,8 +41,8 @@ class Link:
     source: str
 
 
-# Latencies are those of NCCL's protocols Simple and LL (https://github.com/NVIDIA/nccl, file
-# src/graph/tuning.cc). LL sends a flag beside each word: it waits less and carries less, on Hopper
+# Latencies of NCCL's protocols Simple and LL come from https://github.com/NVIDIA/nccl, file
+# src/graph/tuning.cc. LL sends a flag with each word: it waits less and carries less, on Hopper
 # 141 GB/s in a host and 45 between two hosts, here of eight GPUs; on Ampere 87.7 and 22.5.
 LOW_LATENCY = "_ll"
 START_SECONDS = {"": 8.4e-6, LOW_LATENCY: 6.6e-6}  # of a ring, before the first hop
@@ -198,7 +198,7 @@ class Fabric:
         return Choice(_named("ring", protocol), seconds, rate, hops, sent, left)
 
     def _tree(self, num_bytes: float, protocol: str) -> Choice:
-        """Sums go up a binary tree of hosts, in each of which they pass along a chain, and down."""
+        """Sums go up a binary tree of hosts, and down; in a host they pass along a chain."""
         rate = self._rate(protocol)
         inside, outside = self.devices_per_host - 1, math.ceil(math.log2(self.num_hosts))
         seconds = self._hops(2 * inside, 2 * outside, protocol) + 2 * num_bytes / rate

@@ -3,8 +3,8 @@
     found = predict(target, compile_for(target, ddp.steps, rows))
     print(found.verdict)
 
-Nothing here is measured. The time of computing is that of `cost`, the time of collectives that of
-`links`, their order that of the compiled program.
+Nothing here is measured. `cost` gives the time of computing, `links` the time of collectives, and
+the compiled program their order.
 
 Weak scaling compiles a step for one host and for eight. More hosts run the program of eight, whose
 collectives take as long as they would over all hosts. `benchmarks/predictions.py` holds the same
@@ -175,7 +175,7 @@ class Prediction(Shown):
 
     @property
     def verdict(self) -> str:
-        """What a step sends, and how much of it waits, in a sentence; first, whether it fits."""
+        """Whether the step fits; then its bytes sent, and the time that it waits for them."""
         others = self.other_exposed_share
         rest = f", and {others:.1%} for other values," if others >= 0.0005 else ""
         step = (
@@ -219,7 +219,7 @@ class Prediction(Shown):
         return f"Does not fit: a step needs {needs:.1f} GB of a GPU, which has {has:.1f} GB. {way}"
 
     def lanes(self) -> Lanes:
-        """What a GPU computes and sends, over time."""
+        """The computing and the communication of a GPU, over time."""
         time = self.timeline
         computing = list[Band]()
         for phase in (FORWARD, BACKWARD, UPDATE):
@@ -310,7 +310,7 @@ class Prediction(Shown):
         return lines
 
     def _algorithms(self) -> list[str]:
-        """What an all-reduce of S bytes moves by each algorithm that there is for the topology."""
+        """The bytes that an all-reduce of S bytes moves, by each algorithm of the topology."""
         lines = [f"{'all-reduce of S':<15} {'hops':>5} {'GPU sends':>10} {'host sends':>10}"]
         for x in self.target.fabric.choices(1.0):
             moved = f"{x.sent_bytes:8.3f} S {x.host_bytes:8.3f} S"

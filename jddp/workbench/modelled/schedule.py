@@ -11,7 +11,7 @@ hidden behind what was computed in between. A loop that communicates is walked a
 of branches, the one that sends most.
 
 This is a model, from the order that XLA has chosen and from assumed rates, not a measurement. It
-leaves out that kernels slow down beside a collective, which shares their cores and memory.
+leaves out that kernels slow down during a collective, which shares their cores and memory.
 """
 
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a walk finds.
+    """The times that a walk through the program finds.
 
     Attributes:
       step_seconds: Time from the first instruction to the last.
@@ -181,7 +181,7 @@ _CONTROL = ("while", "call", "conditional")
 def _computed(
     program: HloProgram, computation: Computation, instruction: Instruction, gpu: Gpu
 ) -> list[tuple[Cost, str]]:
-    """Costs and names of what runs by itself; of a loop over micro-batches, pass by pass."""
+    """Costs and names of an instruction; of a loop over micro-batches, pass by pass."""
     if not {FORWARD, BACKWARD} <= _phases_in(program, instruction):
         return [(cost(program, computation, instruction, gpu), instruction.op_name)]
     inner = [program.computations[name] for name in instruction.runs]
@@ -197,7 +197,7 @@ def _phases_in(program: HloProgram, instruction: Instruction) -> set[str]:
 
 
 def _runs(program: HloProgram, instruction: Instruction) -> list[Computation]:
-    """What a loop, a call or a branch runs; of the branches, the one that sends most."""
+    """The computations of a loop, a call or a branch; of branches, the one that sends most."""
     inner = [program.computations[name] for name in instruction.runs]
     if instruction.op == "while":
         return inner * trip_count(instruction)
@@ -246,7 +246,7 @@ class _Started:
 
 
 class _Clock:
-    """Computing, and the queue of transfers beside it."""
+    """The time of computing, and the queue of transfers that run meanwhile."""
 
     def __init__(self) -> None:
         self.computed = Cost()

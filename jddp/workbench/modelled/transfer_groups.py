@@ -1,4 +1,4 @@
-"""The transfers of a timeline, by what they send: a bucket of the plan, a unit, or something else.
+"""The transfers of a timeline by their content: a bucket of the plan, a unit, or other values.
 
 for group in group_transfers(timeline, plan, fabric):
     print(group.label, group.name, group.choice.algorithm, group.waited_seconds)

@@ -12,7 +12,7 @@ from jddp.workbench.pages import draw_matrix, draw_scores, picture
 
 @dataclass(frozen=True)
 class WrongAnswer:
-    """An example of which the model was sure, and wrong.
+    """An example that the model classifies with confidence, but wrongly.
 
     Attributes:
       pixels: The image, as the model gets it.
@@ -29,7 +29,7 @@ class WrongAnswer:
 
 @dataclass(frozen=True)
 class TestAnswers:
-    """What a model did with the test examples of its run.
+    """The answers of a model to the test examples of its run.
 
     Attributes:
       step: Step of its checkpoint.
@@ -38,7 +38,7 @@ class TestAnswers:
       mistakes: The most confident mistakes, the worst first.
       loss_by_position: Mean loss of the tokens at each position, of a language model.
       prompt: The beginning of an example; "" without a sample.
-      sample: What the model continued it with.
+      sample: Continuation of the prompt by the model.
     """
 
     step: int

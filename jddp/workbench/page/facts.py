@@ -1,4 +1,4 @@
-"""What is known of a run, read from its directory: a part that cannot be read is named instead.
+"""Facts about a run, read from its directory; a part that cannot be read is named instead.
 
     facts = read_facts(Path("runs/one"))
     facts.best, facts.goodput, facts.missing
@@ -32,7 +32,7 @@ METRICS = ("accuracy", "loss")  # the first that has been recorded, if none is c
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run.
+    """Facts about a run.
 
     Attributes:
       name: The directory of the run, or its URL.
@@ -42,7 +42,7 @@ class Facts:
       manifest: Versions, data and world of its first start; {} if there is none.
       failure: The first failure in one line; "" if there is none.
       checkpoints: Steps of its checkpoints, by folder.
-      buckets: What a step sends, as the newest checkpoint has it; [] if it has nothing.
+      buckets: Buckets that a step sends, as the newest checkpoint lists them; [] without a list.
       holder: The process that is writing here; "" for a run that has ended.
       examples: What the model does with test examples; None if it was not run.
       missing: Parts that are missing or cannot be read, each with the reason.
@@ -62,7 +62,7 @@ class Facts:
 
     @property
     def metric(self) -> str | None:
-        """The metric by which the run is judged: that of its best checkpoint, accuracy or loss."""
+        """The metric by which the run is judged: `checkpoint.best_metric`, or accuracy or loss."""
         names = (str(self.settings.get("checkpoint.best_metric")), *METRICS)
         return next((name for name in names if name in self.records.evaluations), None)
 
@@ -111,7 +111,7 @@ def read_facts(run_dir: Path, *, name: str = "", is_over: bool = False) -> Facts
 
     Args:
       run_dir: The directory, which another process may be writing.
-      name: Name of the directory, such as the URL of which it is a copy; by default its path.
+      name: Name of the directory, such as the URL that it is a copy of; by default its path.
       is_over: Whether this process itself has just ended the run.
     """
     missing = list[str]()

@@ -126,7 +126,7 @@ def list_commands(facts: Facts) -> str:
 
 
 def list_missing(facts: Facts) -> str:
-    """What the run does not have, with the reasons."""
+    """Lists the parts of the page that the run lacks, with the reasons."""
     found = [*facts.missing]
     if facts.records.num_strange:
         found.append(f"metrics.jsonl: {facts.records.num_strange} lines are no records")

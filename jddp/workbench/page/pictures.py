@@ -23,7 +23,7 @@ from jddp.workbench.page.verdict import in_gib
 from jddp.workbench.pages import draw_matrix, draw_scores, is_matrix, table
 
 MOST_CHARTS, MOST_DOTS, MOST_WARNINGS, MOST_BUCKETS, MOST_CLASSES = 24, 60, 20, 30, 40
-# Charts below those of the metrics, by title: their unit and their fields.
+# Charts below the charts of metrics, by title: their unit and their fields.
 _OF_STEPS = {
     "gradient norm": ("", ["grad_norm"]),
     "learning rate": ("", ["learning_rate"]),
@@ -43,7 +43,7 @@ _NO_METRICS = {*RESERVED, "slowest_ratio", "host_seconds", "spike"}
 
 
 def draw_curves(facts: Facts) -> str:
-    """Curves of the loss and of each metric, train beside eval, and of what steps report."""
+    """Curves of the loss and of each metric, train and eval in one chart, and of step records."""
     drawn = [*filter(None, _charts(facts))]
     more = len(drawn) - MOST_CHARTS
     note = f'<p class="note">{more} more curves are in metrics.jsonl.</p>' if more > 0 else ""
@@ -66,7 +66,7 @@ def _charts(facts: Facts) -> Iterator[str]:
 
 
 def _beside(train: Thinned | None, tests: Thinned | None) -> list[Series]:
-    """The curve of training, and that of the evaluations, with dots while these are few."""
+    """The curves of training and of the evaluations; a few evaluations get dots."""
     shown = [series_of("train", train, is_smoothed=True)] if train else []
     if tests:
         shown.append(series_of("eval", tests, is_dotted=len(tests.values) <= MOST_DOTS))
@@ -78,7 +78,7 @@ def _is_more_than_zeros(curve: Thinned) -> bool:
 
 
 def draw_times(facts: Facts) -> str:
-    """The running time by what it was spent on."""
+    """The running time, divided by activity."""
     records, history = facts.records, facts.history
     if not records.step_seconds:
         return ""
@@ -102,7 +102,7 @@ def draw_times(facts: Facts) -> str:
 
 
 def draw_memory(facts: Facts) -> str:
-    """The memory of a device, measured beside predicted."""
+    """The memory of a device, measured and predicted."""
     names = {
         "predicted for a step": "predicted_memory_bytes",
         "most that was used": "peak_memory_bytes",
@@ -133,7 +133,7 @@ def draw_plan(facts: Facts) -> str:
 
 
 def draw_events(facts: Facts) -> str:
-    """What happened at which step, and the last warnings in words."""
+    """The events of the run with their steps, and the last warnings in words."""
     found = facts.history.events
     shown: dict[str, Sequence[Mark]] = {
         "resumed": found.get("resumed", ()),

@@ -44,7 +44,7 @@ class Slow(NamedTuple):
 
 @dataclass
 class Records:
-    """What the records of a run hold.
+    """The contents of a run's records.
 
     Attributes:
       train: Curves of the train records, by name.
@@ -133,7 +133,7 @@ class Records:
 
 
 def read_records(path: Path) -> Records:
-    """Reads a file of records, of which a process may be writing the last line.
+    """Reads a file of records; a process may still be writing its last line.
 
     Raises:
       OSError: If it cannot be read.

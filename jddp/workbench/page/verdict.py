@@ -22,10 +22,10 @@ SHORTEST = 60.0  # seconds in steps, below which times are not judged
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a rule has found.
+    """The judgement of a rule.
 
     Attributes:
-      sentence: The judgement, in one line.
+      sentence: Judgement in one line.
       evidence: The numbers behind it.
       next_step: What to do.
       is_good: Whether nothing is wrong.
@@ -72,7 +72,7 @@ def too_short(facts: Facts, to_do: str) -> Judgement | None:
     )
 
 
-RISE = 0.5  # of what the loss had fallen by
+RISE = 0.5  # of the loss's earlier fall
 NOISE = 3.0  # times the typical distance of a loss from its smoothed curve
 
 
@@ -108,7 +108,7 @@ OF_RANDOM = 0.98  # times the loss of guessing among tokens
 
 
 def at_chance(facts: Facts) -> Judgement | None:
-    """The best accuracy, or the loss of a language model, is that of guessing."""
+    """The best accuracy, or the loss of a language model, is no better than guessing."""
     if facts.records.num_train < FEWEST:
         return None
     guessed = _guessed_class(facts) or _guessed_token(facts)
@@ -168,7 +168,7 @@ WORSE = 0.05
 
 
 def overfitting(facts: Facts) -> Judgement | None:
-    """The loss of evaluations rises, while that of training falls."""
+    """The loss of evaluations rises while the training loss falls."""
     best, train = _best_before_the_end(facts), facts.records.train.get("loss")
     if best is None or train is None or facts.records.num_train < FEWEST:
         return None

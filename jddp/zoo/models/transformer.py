@@ -127,7 +127,7 @@ class Transformer(nn.Module):
         segments: Int[Array, "b t"] | None = None,
         **inits: Any,
     ) -> Float[Array, "b t width"]:
-        """The normed outputs of the blocks for embeddings, of which dropout zeroes some first."""
+        """The normed outputs of the blocks; dropout first zeroes some of the embeddings."""
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
         # Inside a scan nothing can be merged across the boundary that remat draws.
         block = nn.remat(Block, prevent_cse=not self.scan_layers) if self.remat else Block
