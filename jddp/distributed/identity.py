@@ -105,7 +105,7 @@ def check_address(address: str, name: str) -> str:
       ConfigError: If it is not.
     """
     host, _, port = address.rpartition(":")
-    if not (host and is_number(port) and 0 < int(port) < 2**16):
+    if not (all(host.removesuffix(".").split(".")) and is_number(port) and 0 < int(port) < 2**16):
         raise ConfigError(
             f"{name}={shown(address)} must be host:port, such as node-0:1234, of process 0."
         )

@@ -238,7 +238,7 @@ MISTAKES = [
     (JAX | env("JAX_NUM_PROCESSES=0 JAX_PROCESS_ID=0"), "0 must be below .*0"),
     *(
         (JAX | env(f"JAX_COORDINATOR_ADDRESS={x}"), f"JAX_COORDINATOR_ADDRESS='{x}' must be host:")
-        for x in ("node-0", ":1234", "node-0:", "node-0:http", "node-0:70000")
+        for x in ("node-0", ":1234", "node-0:", "node-0:http", "node-0:70000", "a..b:1")
     ),
     (STEP | env("SLURM_PROCID=0"), "process 0 is on n3, .* name n2 for the others: set JAX_COORD"),
     (STEP | env("SLURM_PROCID=4"), "SLURM_PROCID=4 must be below SLURM_STEP_NUM_TASKS=4"),
