@@ -88,7 +88,7 @@ def closing(job: Job, run: Run, *, columns: int) -> str:
     names = [config.checkpoint.best_metric] if config.checkpoint.best_metric else METRICS
     metrics = (name for name in names if isinstance(run.eval_metrics.get(name), float))
     best = [Watching(name, "auto").best_so_far(run) for name in metrics][:1]
-    commands = [f"evaluate {run_dir}", f"predict {run_dir} {given}", f"compare {run_dir} OTHER"]
+    commands = [f"evaluate {run_dir}", f"predict {run_dir} {given}"]
     facts = {
         "done": ", ".join(map(unbroken, [f"{run.step:,} steps", *best])),
         "page": f"{config.run.dir}/{PAGE}" if has_page else "",

@@ -227,7 +227,7 @@ def test_a_config_evaluates_records_and_saves_by_epoch(mine):
     assert "\neval     every 0.5 epochs, 4 in all" in text
     assert "checkpoints every epoch" in text
     text = closing(build(again), run, columns=80)
-    assert "\n         jddp predict run --data FILE --out FILE\n" in text
+    assert "\n         jddp predict run --data FILE --out FILE" in text
 
 
 BOTH_UNITS = [
