@@ -65,9 +65,9 @@ from jddp.ground.typing import Batch, Batches, Grads, LossFn, Metrics, Params, P
 from jddp.modules.base import Frozen, thaw
 from jddp.modules.batch_norm import Sync
 from jddp.modules.functional import functional
+from jddp.modules.inputs import outputs
 from jddp.modules.rows import as_arrays
 from jddp.reduce.plan import BucketPlan
-from jddp.zoo.losses import outputs
 
 
 class DataParallel(Shown):

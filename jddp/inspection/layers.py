@@ -9,7 +9,7 @@ from jddp.engine.evaluation import make_predict
 from jddp.engine.state import Inputs, TrainState
 from jddp.engine.trainable import Trainable
 from jddp.ground.typing import Batch
-from jddp.zoo.losses import outputs
+from jddp.modules.inputs import outputs
 
 Layers = dict[str, dict[str, float]]
 

@@ -34,11 +34,11 @@ from jddp.ground.typing import (
     Shown,
     TextTable,
 )
+from jddp.modules.inputs import outputs
 from jddp.trainer.progress import Progress
 from jddp.trainer.reports.curves import plot
 from jddp.trainer.reports.lines import is_metric
 from jddp.trainer.reports.run_directory import OWN_NAMES
-from jddp.zoo.losses import outputs
 
 log = logging.getLogger("jddp")
 

@@ -14,11 +14,12 @@ from jaxtyping import Float
 
 from jddp.ground.errors import Error, UsageError
 from jddp.ground.typing import Batch
+from jddp.modules.inputs import Model
 from jddp.trainer.run import Run
 from jddp.workbench.page.examples import TestAnswers, WrongAnswer
 from jddp.workbench.sampling import continue_text
 from jddp.workbench.tokenize import BYTES
-from jddp.zoo.losses import Model, next_token
+from jddp.zoo.losses import next_token
 
 MOST_MISTAKES = 24
 PROMPT, SAMPLE = 48, 160  # tokens

@@ -23,11 +23,11 @@ from jddp.config.schema import Config
 from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.ground.typing import Batch
+from jddp.modules.inputs import Model, call_model
 from jddp.trainer.job.parts import find_source
 from jddp.trainer.options import check_counts
 from jddp.trainer.run import Callback, Run
 from jddp.workbench.tokenize import BYTES, tokenizer_in, tokens_of
-from jddp.zoo.losses import Model, call_model
 
 Tokens = Sequence[int] | np.ndarray
 

@@ -9,9 +9,8 @@ the step does, over all replicas.
 """
 
 import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,46 +22,8 @@ from jaxtyping import Float, Int
 
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import LossFn
+from jddp.modules.inputs import ArrayBatch, Model, call_model
 from jddp.modules.metrics import Mean, Metric
-
-Model = Callable[..., Any]  # a bound Linen module, or an NNX module in the right mode
-ArrayBatch = Mapping[str, Array]
-
-# Names that modules have for the argument of training or evaluation, with its value in training.
-_MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
-
-# Arrays of a batch that a model gets in addition to its inputs, and the ways out if it takes none.
-_NEEDED = {
-    "categories": "Choose model.name=tabular, or leave the categorical columns out.",
-    "segments": "Choose model.name=gpt, or data.kwargs.documents=mask.",
-}
-
-
-def call_model(
-    model: Model, inputs: Array, train: bool, mask: Array | None = None, **needed: Array | None
-) -> Any:
-    """The model's outputs, in training or evaluation mode.
-
-    The mode is passed as `train`, `training`, `is_training` or `deterministic`, if `__call__` has
-    such an argument, and the mask of valid rows as `mask`, for batch norms, if it has that. The
-    categories of a table are passed as `categories`, and the documents of a packed row as
-    `segments`.
-
-    Raises:
-      ConfigError: If there are categories or segments, and the model has no argument for them.
-    """
-    parameters = inspect.signature(model).parameters
-    given = {name: x for name, x in needed.items() if x is not None}
-    if unknown := [name for name in given if name not in parameters]:
-        raise ConfigError(
-            f"The batch holds {unknown[0]}, and the model has no argument {unknown[0]!r} in "
-            f"__call__. {_NEEDED[unknown[0]]}"
-        )
-    options: dict[str, Any] = {name: train == value for name, value in _MODES.items()}
-    if mask is not None:
-        options["mask"] = mask
-    options |= given
-    return model(inputs, **{name: x for name, x in options.items() if name in parameters})
 
 
 def cross_entropy(
@@ -196,19 +157,6 @@ def mean_squared_error(model: Model, batch: ArrayBatch, train: bool) -> Float[Ar
             "The two shapes must be the same."
         )
     return jnp.square(predictions - y).reshape(len(y), -1).mean(axis=1)
-
-
-def outputs(model: Model, batch: ArrayBatch) -> Any:
-    """The outputs of a model in evaluation mode for the inputs of one of these losses."""
-    for name in ("image", "tokens", "x"):
-        if name in batch:
-            inputs = batch[name][:, :-1] if name == "tokens" else batch[name]
-            needed = {name: batch.get(name) for name in _NEEDED}
-            return call_model(model, inputs, False, **needed)
-    raise ConfigError(
-        f"The batch holds {', '.join(batch)}, of which none is known for the model's inputs. Give "
-        "predict a function(model, batch)."
-    )
 
 
 _LOSSES: tuple[Any, ...] = (cross_entropy, mean_squared_error, next_token)

@@ -35,7 +35,7 @@ from jddp.trainer.job.data import listed_transforms
 from jddp.trainer.runs.opened import open_run
 from jddp.trainer.runs.saved import kept_of_data
 
-INPUTS = ("image", "tokens", "x")  # as `jddp.zoo.losses.outputs` looks for them
+INPUTS = ("image", "tokens", "x")  # as `jddp.modules.inputs.outputs` looks for them
 OF_IMAGES = ("image_folder", "webdataset")  # sources of images that are files
 
 Arrays = Mapping[str, np.ndarray]
