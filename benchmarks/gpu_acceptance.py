@@ -1,6 +1,6 @@
 """Tries jddp on the GPUs of a machine, and writes a page of results, in minutes.
 
-    python -m jddp.doctor --gpu-acceptance [PAGE]                # from a checkout
+    jddp doctor --gpu-acceptance [PAGE]                          # from a checkout
     python benchmarks/gpu_acceptance.py [PAGE] [--platform cpu --num-devices 8]
 
 docs/doctor.md lists the parts. With `--platform cpu` the procedure is tried on virtual devices.
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from acceptance.run import accept
 
-from jddp.config.cli import Parser, run_command
+from jddp.config.cli import Parser
+from jddp.distributed.command import run_command
 from jddp.distributed.schedulers import resolve_identity
 from jddp.ground.errors import ExitCode, UsageError
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from jddp.config.cli import Parser, add_config_arguments, run_command
+from jddp.config.cli import Parser, add_config_arguments
 from jddp.config.files import load_config
 from jddp.data.order import Order
+from jddp.distributed.command import run_command
 from jddp.trainer.job.build import build
 from jddp.trainer.prefetch import Source
 

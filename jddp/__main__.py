@@ -1,6 +1,6 @@
 """`jddp COMMAND ...`, or `python -m jddp COMMAND ...`: runs a command; without one, lists them all.
 
-Without a command it exits with 2. Each command is a module too, `python -m jddp.COMMAND`.
+Without a command it exits with 2. `jddp.train` and `jddp.launch` are modules, too.
 """
 
 import importlib
@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from jddp.config.versions import versions
 from jddp.ground.errors import ExitCode, report
-from jddp.ground.names.plugins import COMMANDS as ADDED
-from jddp.ground.names.plugins import find, run_added
+from jddp.ground.names import plugins
 
 COMMANDS = {
     "init": "start a project: a config, a model, a loss and data to change",
@@ -34,24 +33,25 @@ usage: jddp COMMAND [--help] ..., or jddp --version
 
 {TABLE}
 
-Each is also python -m jddp.COMMAND, and has --help.
+Each has --help.
 Start with: jddp train train.num_steps=20 run.dir=runs/try"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that is named first with the other arguments; returns its exit code."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    if name in WORKBENCH:
-        return run_added(name, rest)
-    if name in COMMANDS:
+    if name in COMMANDS.keys() - WORKBENCH:
         return int(importlib.import_module(f"jddp.commands.{name}").main(rest))
     if name == "--version":
         found = versions()
         print(f"jddp {found.pop('jddp')}")
         print("\n".join(f"  {package} {version}" for package, version in found.items()))
         return ExitCode.DONE
-    if find(ADDED, name) is not None:
-        return run_added(name, rest)
+    if (added := plugins.find(plugins.COMMANDS, name)) is not None:
+        return int(added(rest))
+    if name in WORKBENCH:
+        report(f"{name} needs jddp.workbench, which is not installed. Install the whole package.")
+        return ExitCode.USAGE
     print(HELP)
     if name in ("-h", "--help"):
         return ExitCode.DONE

@@ -10,9 +10,7 @@ MODULES = sorted(set(PACKAGE.rglob("*.py")) - {FRONT_DOOR})
 
 
 # Modules of three lines, which are run, `python -m jddp.train`, and never imported.
-DOORS = {path for path in MODULES if path.name == "__main__.py"}
-for home in ("commands", "workbench"):
-    DOORS |= {PACKAGE / path.name for path in (PACKAGE / home).glob("[a-z]*.py")} & {*MODULES}
+DOORS = {PACKAGE / name for name in ("__main__.py", "train.py", "launch.py")}
 
 
 def room_of(path):

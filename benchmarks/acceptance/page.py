@@ -39,7 +39,7 @@ def _head(parts: Sequence[Part], machine: Machine, environ: Mapping[str, str]) -
     yield from ("", "| part | result | s |", "| --- | --- | ---: |")
     for part in parts:
         yield f"| {part.title} | {part.result.level}: {part.result.what} | {part.seconds:.0f} |"
-    command = "python -m jddp.doctor --gpu-acceptance"
+    command = "jddp doctor --gpu-acceptance"
     if not machine.is_gpu:
         command += f" --platform cpu --num-devices {machine.num_devices}"
     yield from ("", "```text", command)

@@ -7,7 +7,7 @@ import json
 
 from acceptance.parts import PARTS
 from acceptance.result import Machine, PartResult
-from jddp.config.cli import run_command
+from jddp.distributed.command import run_command
 
 PROGRAM = """\
 import sys

@@ -1,4 +1,4 @@
-"""`python -m jddp.checkpoint list | verify | export | push | pull`: manages checkpoints."""
+"""`jddp checkpoint list | verify | export | push | pull`: manages checkpoints."""
 
 import argparse
 import os
@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jddp.checkpoint.storage import local_copy
-from jddp.config.cli import Parser, run_command
+from jddp.config.cli import Parser
 from jddp.config.permissions import expand
+from jddp.distributed.command import run_command
 from jddp.ground.errors import FileSystemError, UsageError, show
 from jddp.ground.names.plugins import tool
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _commands() -> Parser:
-    parser = Parser(prog="python -m jddp.checkpoint")
+    parser = Parser(prog="jddp checkpoint")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[..., None], text: str) -> Callable[..., object]:

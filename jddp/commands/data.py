@@ -1,19 +1,20 @@
-"""`python -m jddp.data`: writes token files (`tokenize`), lists the examples of a step (`rows`)."""
+"""`jddp data`: writes token files (`tokenize`), lists the examples of a step (`rows`)."""
 
 import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
 
-from jddp.config.cli import Parser, add_trust, run_command
+from jddp.config.cli import Parser, add_trust
 from jddp.config.permissions import expand
+from jddp.distributed.command import run_command
 from jddp.ground.errors import show
 from jddp.ground.names.plugins import tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    parser = Parser(prog="python -m jddp.data")
+    parser = Parser(prog="jddp data")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tokenize = commands.add_parser("tokenize", help="write token files from text")
     add = tokenize.add_argument

@@ -1,12 +1,12 @@
-"""`python -m jddp.doctor`: preflight check of a machine or of a job.
+"""`jddp doctor`: preflight check of a machine or of a job.
 
 Start it the way you start the job, under the same launcher: every process examines its host and
 devices, and all together examine versions, the shared directory and the network. Each finding comes
 with its fix. The exit code is 0, or 69 if a finding will stop a job.
 
-`python -m jddp.doctor RUN_DIR` prints the first failure of a run, and examines nothing.
-`python -m jddp.doctor --config my.yaml` compares how fast a job reads rows and steps.
-`python -m jddp.doctor --gpu-acceptance` tries jddp on the GPUs, and writes a page.
+`jddp doctor RUN_DIR` prints the first failure of a run, and examines nothing.
+`jddp doctor --config my.yaml` compares how fast a job reads rows and steps.
+`jddp doctor --gpu-acceptance` tries jddp on the GPUs, and writes a page.
 """
 
 import argparse
@@ -16,8 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jddp.config.cli import Parser, run_command, share_gpus
+from jddp.config.cli import Parser, share_gpus
 from jddp.config.permissions import expand
+from jddp.distributed.command import run_command
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
 from jddp.ground.errors import ExitCode, FileSystemError, UsageError, show
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _doctor_parser() -> Parser:
     about = "Check for causes of failed jobs, and print their fixes."
-    parser = Parser(prog="python -m jddp.doctor", description=about)
+    parser = Parser(prog="jddp doctor", description=about)
     add = parser.add_argument
     add("run", type=expand, nargs="?", help="only print the first failures of this run directory")
     shared = "a directory that all processes share (runs)"
@@ -65,7 +66,7 @@ def _accept(arguments: argparse.Namespace) -> int:
     if not ACCEPTANCE.exists():
         raise UsageError(
             "--gpu-acceptance is a part of the repository, and not of the installed package. "
-            "Clone the repository, and run it from there: python -m jddp.doctor --gpu-acceptance."
+            "Clone the repository, and run it from there: jddp doctor --gpu-acceptance."
         )
     command = [sys.executable, ACCEPTANCE, arguments.gpu_acceptance]
     command += ["--platform", arguments.platform, "--num-devices", str(arguments.num_devices)]

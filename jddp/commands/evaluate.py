@@ -1,4 +1,4 @@
-"""`python -m jddp.evaluate RUN [key.path=value]...`: evaluates a finished or interrupted run again.
+"""`jddp evaluate RUN [key.path=value]...`: evaluates a finished or interrupted run again.
 
 It evaluates on the evaluation data of its config, or on other data: `data.dir=elsewhere`. It prints
 loss and metrics.
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from json import dumps
 from typing import Any
 
-from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
+from jddp.config.cli import Parser, add_run_arguments, share_gpus
+from jddp.distributed.command import run_command
 from jddp.ground.errors import printable, report, show
 from jddp.ground.typing import Record
 from jddp.trainer.reports.display import columns_of
@@ -20,7 +21,7 @@ from jddp.trainer.reports.metrics_file import as_json
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     description = "Evaluate a run again, on its evaluation data or on other data (data.KEY=VALUE)."
-    parser = Parser(prog="python -m jddp.evaluate", description=description)
+    parser = Parser(prog="jddp evaluate", description=description)
     add_run_arguments(parser)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key.path=value", help="change a key of data or loss")

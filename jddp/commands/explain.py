@@ -1,11 +1,11 @@
-"""`python -m jddp.explain [--config FILE]... [key.path=value]...`: what does a step send?
+"""`jddp explain [--config FILE]... [key.path=value]...`: what does a step send?
 
 Takes a job as `jddp.train` does, compiles its step for the devices of its mesh, and prints the plan
 next to the collectives of the compiled program, as `jddp.explain` does for objects. With `--target`
 the step is compiled for GPUs that need not be there, and its time and memory are modelled. Nothing
 runs, nothing but the picture is written, and the data may be absent.
 
-`python -m jddp.explain --trace RUN_DIR` prints how the time of traced steps was spent; with
+`jddp explain --trace RUN_DIR` prints how the time of traced steps was spent; with
 `--target` too, next to the modelled times for the config of that run.
 """
 
@@ -20,9 +20,9 @@ from jddp.config.cli import (
     add_config_arguments,
     add_target_arguments,
     check_target,
-    run_command,
     share_gpus,
 )
+from jddp.distributed.command import run_command
 from jddp.ground.errors import ExitCode, UsageError, show
 from jddp.ground.names.plugins import tool
 
@@ -30,7 +30,7 @@ from jddp.ground.names.plugins import tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     description = "Compile a step of a job, and list what it sends. Nothing is run."
-    parser = Parser(prog="python -m jddp.explain", description=description)
+    parser = Parser(prog="jddp explain", description=description)
     add_config_arguments(parser)
     add = parser.add_argument
     add("--json", action="store_true", help="print one line of JSON instead")

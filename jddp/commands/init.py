@@ -1,4 +1,4 @@
-"""`python -m jddp.init DIRECTORY`: starts a project, with a config, a model, a loss and data.
+"""`jddp init DIRECTORY`: starts a project, with a config, a model, a loss and data.
 
 They train as they are; replace them by yours.
 """
@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from jddp.config.cli import Parser, run_command
+from jddp.config.cli import Parser
 from jddp.config.permissions import expand
+from jddp.distributed.command import run_command
 from jddp.ground.errors import UsageError, file_errors, show
 
 # A wheel carries the files inside the package, a checkout has them in examples/project.
@@ -19,7 +20,7 @@ FOLDERS = (_ROOT / "jddp" / "project", _ROOT / "examples" / "project")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     description = "Write a config, a model, a loss and data, which train as they are."
-    parser = Parser(prog="python -m jddp.init", description=description)
+    parser = Parser(prog="jddp init", description=description)
     parser.add_argument("directory", type=expand, help="a new folder")
     return run_command(lambda: _start(**vars(parser.parse_args(argv))))
 

@@ -1,14 +1,14 @@
-"""`python -m jddp.launch --num-processes N ... -m package.module`: starts the processes of a job.
+"""`jddp launch --num-processes N ... -m package.module`: starts the processes of a job.
 
 Starts a program once for each process of a job on this machine, passes each its
 rank, shows their output, and ends and restarts them together. The program may
 be any that joins the job by `jax.distributed` as jddp does, or by
 JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
-    python -m jddp.launch --num-processes 2 -m jddp.train --config gpt_stdlib
-    python -m jddp.launch --num-processes 4 --max-restarts 3 my_script.py --my 1
-    python -m jddp.launch --ray node-0:6379 --num-processes 4 -m jddp.train
-    python -m jddp.launch --num-nodes 2 --node-rank 0 --coordinator n0:1234 ...
+    jddp launch --num-processes 2 -m jddp.train --config gpt_stdlib
+    jddp launch --num-processes 4 --max-restarts 3 my_script.py --my 1
+    jddp launch --ray node-0:6379 --num-processes 4 -m jddp.train
+    jddp launch --num-nodes 2 --node-rank 0 --coordinator n0:1234 ...
     (and on the other node the same, with --node-rank 1)
 """
 
@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from jddp.config.cli import Parser, run_command
+from jddp.config.cli import Parser
 from jddp.config.permissions import expand
+from jddp.distributed.command import run_command
 from jddp.distributed.group import Launch
 from jddp.distributed.identity import check_address, loopback
 from jddp.distributed.join import START
@@ -52,7 +53,7 @@ def launch(
 
         code = jddp.launch("-m", "jddp.train", "--config", "gpt_stdlib", num_processes=2)
 
-    `python -m jddp.launch` as a function, for scripts and tests. A notebook needs it only to run
+    `jddp launch` as a function, for scripts and tests. A notebook needs it only to run
     other programs: one process, such as the notebook's, uses all devices of a machine.
 
     Args:
@@ -133,7 +134,7 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
 def _parser() -> Parser:
     usage = "%(prog)s --num-processes N [...] (-m MODULE | SCRIPT) [...]"
     about = str(__doc__).partition("\n\n")[2]
-    parser = Parser(prog="python -m jddp.launch", usage=usage, description=about)
+    parser = Parser(prog="jddp launch", usage=usage, description=about)
 
     def add(name: str, peer: str = "", **how: object) -> None:
         how = {"metavar": "N"} | how if how.get("type") in (_positive, _whole_number) else how

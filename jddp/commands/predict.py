@@ -1,4 +1,4 @@
-"""`python -m jddp.predict RUN ...`: predictions of a run for rows, images, or a text.
+"""`jddp predict RUN ...`: predictions of a run for rows, images, or a text.
 
 `--data FILE --out FILE` writes the outputs of the model for each row, in their order, as .npz, .csv
 or .jsonl; `--prompt TEXT` prints a continuation of a text.
@@ -7,8 +7,9 @@ or .jsonl; `--prompt TEXT` prints a continuation of a text.
 from collections.abc import Sequence
 from typing import Any
 
-from jddp.config.cli import Parser, add_run_arguments, run_command, share_gpus
+from jddp.config.cli import Parser, add_run_arguments, share_gpus
 from jddp.config.permissions import expand
+from jddp.distributed.command import run_command
 from jddp.ground.errors import UsageError, show
 from jddp.ground.names.plugins import tool
 
@@ -16,7 +17,7 @@ from jddp.ground.names.plugins import tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     description = "Write the outputs of a run's model for each row, or continue a text with it."
-    parser = Parser(prog="python -m jddp.predict", description=description)
+    parser = Parser(prog="jddp predict", description=description)
     add_run_arguments(parser)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     data = "a .npz file with image, tokens or x; a .npy, .csv or .parquet file; a folder of images"

@@ -17,18 +17,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from jddp.config.cli import (
-    Parser,
-    add_config_arguments,
-    lasting_streams,
-    leave_job,
-    share_gpus,
-    tell,
-)
+from jddp.config.cli import Parser, add_config_arguments, share_gpus
 from jddp.config.files import dump_values, load_config
 from jddp.config.keys import describe_keys
 from jddp.config.permissions import private_cache
 from jddp.config.schema import Config
+from jddp.distributed.command import lasting_streams, leave_job, tell
 from jddp.distributed.exits import process
 from jddp.distributed.failure_file import RESULT, describe_failure, write_failure
 from jddp.distributed.gpus import add_flag
@@ -38,8 +32,8 @@ from jddp.ground.errors import Error, ExitCode, report, show
 from jddp.ground.names.plugins import tool
 
 EXAMPLES = """\
-e.g. python -m jddp.train --config gpt_stdlib optimizer.learning_rate=3e-4
-     python -m jddp.train --sweep seed=0,1,2 optimizer.learning_rate=1e-3,3e-3
+e.g. jddp train --config gpt_stdlib optimizer.learning_rate=3e-4
+     jddp train --sweep seed=0,1,2 optimizer.learning_rate=1e-3,3e-3
 """
 
 
@@ -133,7 +127,7 @@ def _try_out(config: Config) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     sections = textwrap.fill(f"sections: {' '.join(Config.model_fields)}", 78)
     parser = Parser(
-        prog="python -m jddp.train",
+        prog="jddp train",
         usage="%(prog)s [--config FILE]... [key.path=value]... [--dry-run]",
         description="Train a Flax model, as configured. The same command again resumes.",
         epilog=f"{sections}\n\n{EXAMPLES}",

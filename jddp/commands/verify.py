@@ -1,4 +1,4 @@
-"""`python -m jddp.verify [--config FILE]... [key.path=value]...`: do N devices equal one?
+"""`jddp verify [--config FILE]... [key.path=value]...`: do N devices equal one?
 
 Takes a job as `jddp.train` does, and compares a step on its mesh with the same step on a single
 device, as `jddp.verify` does for objects. Exit code 0 if they are equal within rounding, else 76.
@@ -7,14 +7,15 @@ device, as `jddp.verify` does for objects. Exit code 0 if they are equal within 
 import argparse
 from collections.abc import Sequence
 
-from jddp.config.cli import Parser, add_config_arguments, run_command, share_gpus
+from jddp.config.cli import Parser, add_config_arguments, share_gpus
+from jddp.distributed.command import run_command
 from jddp.ground.errors import ExitCode, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     description = "Compare a step of a job on its devices with the same step on one device."
-    parser = Parser(prog="python -m jddp.verify", description=description)
+    parser = Parser(prog="jddp verify", description=description)
     add_config_arguments(parser)
     return run_command(lambda: _verify(parser.parse_intermixed_args(argv)))
 

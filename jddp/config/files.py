@@ -215,7 +215,7 @@ def find_config(name: str) -> tuple[str, Path]:
     if path.is_dir():
         raise ConfigError(
             f"--config {name}: is a directory. Name its config.yaml; a run of jddp.fit has "
-            "none: jddp.open_run(directory, model=...) and python -m jddp.checkpoint read it."
+            "none: jddp.open_run(directory, model=...) and jddp checkpoint read it."
         )
     presets = {path.stem: path for folder in PRESETS for path in sorted(folder.glob("*.yaml"))}
     if name in presets:

@@ -1,4 +1,4 @@
-"""`python -m jddp.compare RUN...`: which run is better, by how much, and what differs?
+"""`jddp compare RUN...`: which run is better, by how much, and what differs?
 
     print(compare_runs(read_runs([Path("runs/a"), Path("runs/b")])))
 
@@ -18,9 +18,10 @@ from html import escape
 from json import dumps
 from pathlib import Path
 
-from jddp.config.cli import Parser, run_command
+from jddp.config.cli import Parser
 from jddp.config.permissions import expand
 from jddp.config.schema import effect_of
+from jddp.distributed.command import run_command
 from jddp.ground.errors import file_errors, show
 from jddp.ground.names import MODES, choose_mode
 from jddp.ground.typing import JsonObject, Record
@@ -318,7 +319,7 @@ def _curve(records: Iterable[Record], metric: str) -> Thinned:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     description = "Compare runs by their best evaluations. Seeds of one config are one group."
-    parser = Parser(prog="python -m jddp.compare", description=description)
+    parser = Parser(prog="jddp compare", description=description)
     add = parser.add_argument
     add("runs", type=expand, nargs="+", metavar="RUN", help="run directory, or folder of runs")
     add("--metric", help="metric of the evaluations; by default checkpoint.best_metric")

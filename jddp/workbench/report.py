@@ -1,4 +1,4 @@
-"""`python -m jddp.report RUN`: writes a page on a run, and prints its verdict.
+"""`jddp report RUN`: writes a page on a run, and prints its verdict.
 
 Files of its directory are read, and nothing is run but, on request, its model; the run may be
 running.
@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jddp.config.cli import Parser, add_trust, run_command, share_gpus
+from jddp.config.cli import Parser, add_trust, share_gpus
 from jddp.config.permissions import expand
+from jddp.distributed.command import run_command
 from jddp.ground.errors import UsageError, file_errors, show
 from jddp.ground.files import replace_file
 
@@ -24,7 +25,7 @@ FILES = ("metrics.jsonl", "config.yaml", "manifest.json", "logs", "checkpoints")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     description = "Write report.html: a verdict on a run, its curves, its times and its config."
-    parser = Parser(prog="python -m jddp.report", description=description)
+    parser = Parser(prog="jddp report", description=description)
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="a run directory, or its URL; the run may be running")
     add("--out", type=expand, metavar="FILE", help="the page (default: report.html in RUN)")

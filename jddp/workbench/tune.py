@@ -1,4 +1,4 @@
-"""`python -m jddp.tune [--config FILE]... [key.path=value]...`: with which keys is a step fastest?
+"""`jddp tune [--config FILE]... [key.path=value]...`: with which keys is a step fastest?
 
 Takes a job as `jddp.train` does, and tries sizes and forms of its buckets: on the devices at hand,
 in turn with the config as it is, or modelled for GPUs that need not be there (`--target`). With
@@ -19,10 +19,10 @@ from jddp.config.cli import (
     add_target_arguments,
     check_output,
     check_target,
-    run_command,
     share_gpus,
     write_output,
 )
+from jddp.distributed.command import run_command
 from jddp.ground.errors import ExitCode, report, show
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     description = "Find the keys with which a job's step is fastest, or its largest batch."
-    parser = Parser(prog="python -m jddp.tune", description=description)
+    parser = Parser(prog="jddp tune", description=description)
     add_config_arguments(parser)
     add = parser.add_argument
     add_target_arguments(parser)

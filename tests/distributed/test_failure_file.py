@@ -10,8 +10,8 @@ import pytest
 from runs import environment, free_port
 
 from jddp.commands.train import main
-from jddp.config.cli import run_command
 from jddp.distributed import failure, failure_file
+from jddp.distributed.command import run_command
 from jddp.distributed.exits import process
 from jddp.distributed.failure_file import (
     VARIABLE,

@@ -147,7 +147,7 @@ def test_processes_that_share_no_folder_resume_at_a_url_bitwise_identically(stor
     assert storage.steps()[-1] == 800
     storage.files(f"files.get('{URL}/', 'fetched', recursive=True)")
     assert digests(storage.folder / "fetched", 800) == digests(storage.folder / "whole", 800)
-    out, status = storage.run("-m", "jddp.checkpoint", "verify", URL)
+    out, status = storage.run("-m", "jddp", "checkpoint", "verify", URL)
     assert (status, out.count("as they were saved")) == (0, len(storage.steps()))
 
 

@@ -333,8 +333,8 @@ def test_the_page_begins_with_the_verdict_and_a_table_of_the_parts():
 def accepted(tmp_path, num_devices):
     """The results on the page of a trial on so many virtual devices, by the titles of the parts."""
     file = tmp_path / "page.md"
-    command = [sys.executable, "-m", "jddp.doctor", "--gpu-acceptance", file, "--platform", "cpu"]
-    command += ["--num-devices", str(num_devices)]
+    command = [sys.executable, "-m", "jddp", "doctor", "--gpu-acceptance", file]
+    command += ["--platform", "cpu", "--num-devices", str(num_devices)]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr + file.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]

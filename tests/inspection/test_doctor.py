@@ -123,7 +123,7 @@ def run(words, folder, variables, **others):
 def test_a_plugin_without_a_gpu_is_reported_by_the_doctor_and_in_one_line_of_training(
     with_plugin, tmp_path
 ):
-    examined = run(["-m", "jddp.doctor", "--num-devices", "2"], tmp_path, with_plugin)
+    examined = run(["-m", "jddp", "doctor", "--num-devices", "2"], tmp_path, with_plugin)
     assert examined.returncode == 69, examined.stderr
     assert examined.stderr == ""
     assert "bad   JAX runs on CPUs. JAX's plugin cuda12 is installed, but no" in examined.stdout
@@ -133,7 +133,7 @@ def test_a_plugin_without_a_gpu_is_reported_by_the_doctor_and_in_one_line_of_tra
         "jddp: JAX runs on CPUs. JAX's plugin cuda12 is installed, but no driver "
     )
     assert run(training, tmp_path, with_plugin, JAX_PLATFORMS="cpu").stderr == ""
-    refused = run(["-m", "jddp.doctor"], tmp_path, with_plugin, JAX_PLATFORMS="cuda")
+    refused = run(["-m", "jddp", "doctor"], tmp_path, with_plugin, JAX_PLATFORMS="cuda")
     assert refused.returncode == 69
     (line,) = refused.stderr.splitlines()
     assert line.startswith("jddp: JAX finds no device for JAX_PLATFORMS=cuda: Unable to load CUDA")
@@ -147,7 +147,7 @@ gpus.num_nvidia = agree.num_nvidia = lambda: 1
 from jddp.commands.doctor import main
 sys.exit(main(sys.argv[1:]))
 """
-PLAIN = ["-m", "jddp.doctor"]
+PLAIN = ["-m", "jddp", "doctor"]
 
 
 def end_together(words, variables):
@@ -256,7 +256,7 @@ def test_processes_are_examined_together(tmp_path):
         environ = {**os.environ, **dict(zip(VARIABLES, numbers, strict=True))}
         options = ["--dir", str(tmp_path), "--num-devices", "2"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-m", "jddp.doctor", *options]
+        command = [sys.executable, "-m", "jddp", "doctor", *options]
         return subprocess.Popen(command, env=environ, **pipes)
 
     running = [start(process) for process in range(2)]

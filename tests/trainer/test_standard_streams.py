@@ -8,12 +8,12 @@ import pytest
 from runs import ROOT
 from sweeps import swept
 
-from jddp.config.cli import run_command
+from jddp.distributed.command import run_command
 from jddp.ground.errors import ConfigError
 
 PROGRAM = """
 import os, sys
-from jddp.config.cli import run_command
+from jddp.distributed.command import run_command
 
 def run():
     kept = os.open("kept", os.O_CREAT | os.O_WRONLY)  # which must not become a standard stream

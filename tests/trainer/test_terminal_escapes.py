@@ -15,8 +15,8 @@ import jddp
 from jddp.commands.checkpoint import main as checkpoint
 from jddp.commands.doctor import main as doctor
 from jddp.commands.evaluate import main as evaluate
-from jddp.config.cli import run_command
 from jddp.data.sources import make_source
+from jddp.distributed.command import run_command
 from jddp.ground import errors
 
 EVIL, SHOWN = "\x1b[2J\x9b\u202e", r"\x1b[2J\x9b\u202e"

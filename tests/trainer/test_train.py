@@ -171,8 +171,8 @@ def test_config_mistakes_are_one_line_each(here, capsys):
 
 
 MISTAKES = [
-    (["--confg", "x"], 2, "unrecognized arguments: --confg. Did you mean '--config'? See python"),
-    (["--zzz"], 2, "unrecognized arguments: --zzz. See python -m jddp.train --help."),
+    (["--confg", "x"], 2, "unrecognized arguments: --confg. Did you mean '--config'? See jddp"),
+    (["--zzz"], 2, "unrecognized arguments: --zzz. See jddp train --help."),
     (["gpt_stdlib"], 2, "'gpt_stdlib': not of the form key.path=value. Did you mean '--config g"),
     (["nowhere"], 2, "'nowhere': not of the form key.path=value, e.g. train.num_steps=100"),
     (["--config"], 2, "expected one argument"),

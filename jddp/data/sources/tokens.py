@@ -1,6 +1,6 @@
 """Examples of tokens: windows of long sequences, or rows of whole documents.
 
-    python -m jddp.data tokenize data/tokens book1.txt book2.txt     writes these files
+    jddp data tokenize data/tokens book1.txt book2.txt     writes these files
 
 A directory holds train.npy and test.npy, or several files of each (train-00000.npy, ...). Each file
 is one row of uint16 or uint32, memory-mapped. train-00000.documents.npy has the positions at which

@@ -11,11 +11,11 @@
 `jddp.workbench` is found in this way only, as any other package is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from jddp.ground.errors import ExitCode, UsageError, report
+from jddp.ground.errors import UsageError
 
 Function = Callable[..., Any]
 COMMANDS, OPTIONS = "jddp.commands", "jddp.options"
@@ -60,11 +60,3 @@ def tool(name: str, asked: str = "") -> Function:
             "the whole package jddp."
         )
     return found
-
-
-def run_added(name: str, argv: Sequence[str] | None = None) -> int:
-    """Runs a command that a package adds; returns its exit code."""
-    if (main := find(COMMANDS, name)) is not None:
-        return int(main(argv))
-    report(f"{name} needs jddp.workbench, which is not installed here. Install the whole package.")
-    return ExitCode.USAGE

@@ -19,9 +19,10 @@ class OnHost(Launched):
     seconds = 120  # for what takes ten
 
     def __init__(
-        self, hosts, host, folder, *arguments, module="jddp.launch", before="", **variables
+        self, hosts, host, folder, *arguments, module="jddp launch", before="", **variables
     ):
-        shell = ["sh", "-c", f'{before}\nexec "$@"', "sh", sys.executable, "-m", module, *arguments]
+        command = [sys.executable, "-m", *module.split(), *arguments]
+        shell = ["sh", "-c", f'{before}\nexec "$@"', "sh", *command]
         self.folder, pipes = folder, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         env = variables_of(folder, **variables)
         self.process = hosts.start(host, *shell, cwd=folder, env=env, text=True, **pipes)

@@ -42,7 +42,7 @@ def examine(hosts, folder, *ranks, coordinator="h1:61500", before=None, **variab
     with contextlib.ExitStack() as stack:
         started = []
         for rank in ranks:
-            mine = {"module": "jddp.doctor", "before": (before or {}).get(rank, "")}
+            mine = {"module": "jddp doctor", "before": (before or {}).get(rank, "")}
             mine |= {"JAX_PROCESS_ID": str(rank)} | job
             each = OnHost(hosts, f"h{rank + 1}", folder, *asked, **mine)
             started.append(stack.enter_context(each))
