@@ -14,7 +14,7 @@ from acceptance.run import accept
 
 from jddp.config.cli import Parser
 from jddp.distributed.command import run_command
-from jddp.distributed.schedulers import resolve_identity
+from jddp.distributed.identity import resolve_identity
 from jddp.ground.errors import ExitCode, UsageError
 
 

@@ -29,7 +29,7 @@ from jddp.config.options import (
     SyncBatchNorm,
 )
 from jddp.config.permissions import expand
-from jddp.distributed.schedulers import refuse_unjoined
+from jddp.distributed.identity import refuse_unjoined
 from jddp.engine.calls import run_compiled
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.evaluation import (

@@ -26,7 +26,7 @@ from jddp.distributed.command import lasting_streams, leave_job, tell
 from jddp.distributed.exits import process
 from jddp.distributed.failure_file import RESULT, describe_failure, write_failure
 from jddp.distributed.gpus import add_flag
-from jddp.distributed.schedulers import resolve_identity
+from jddp.distributed.identity import resolve_identity
 from jddp.distributed.signals import stop_signals
 from jddp.ground.errors import Error, ExitCode, report, show
 from jddp.ground.names.plugins import tool

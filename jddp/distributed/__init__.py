@@ -3,7 +3,7 @@
 `distributed.initialize(distributed.resolve_identity())` joins the job, before devices are used.
 """
 
+from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import initialize
-from jddp.distributed.schedulers import resolve_identity
 
 __all__ = ["initialize", "resolve_identity"]

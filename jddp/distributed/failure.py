@@ -41,7 +41,7 @@ from jddp.distributed.failure_file import (
     read_failure,
     write_failure,
 )
-from jddp.distributed.schedulers import LAUNCHED
+from jddp.distributed.identity import LAUNCHED
 from jddp.ground.errors import Error, ExitCode, report
 from jddp.ground.typing import JsonObject
 

@@ -1,16 +1,29 @@
-"""The identity of a process in its job, from the environment that its launcher sets.
+"""Finds which process of a job this is, from the variables of its launcher, tried in order.
 
-A source passes the names of its variables; their values are checked here, so that
-all sources report mistakes in the same way. Nothing here knows a scheduler.
+    identity = resolve_identity()
+    refuse_unjoined()                # before anything is compiled
+
+One small function for each launcher reads only the environment, and returns None if its launcher
+has not started this process. It passes the names of its variables to `identify`, which checks
+their values, so that all launchers report mistakes in the same way. JAX's own detection is not
+used: it mistakes a notebook inside a Slurm allocation for a job, and Open MPI's launcher for the
+first process.
+
+MPI is tried before Slurm, because `mpirun` inside an allocation starts its daemons as a step of
+Slurm, and its processes inherit the numbers of this step.
 """
 
+import contextlib
+import os
+import re
 import socket
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jddp.ground.errors import ConfigError
+from jddp.distributed.exits import is_at_prompt
+from jddp.ground.errors import ConfigError, UsageError
 
 Environ = Mapping[str, str]
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -20,6 +33,9 @@ JOB = "JDDP_JOB"  # an identifier of the job, the same for all its processes
 CUDA, HIP, ROCR = (f"{runtime}_VISIBLE_DEVICES" for runtime in ("CUDA", "HIP", "ROCR"))
 FIRST_PORT = 61440  # above the ports that Linux assigns by itself
 NUM_PORTS = 4096
+LAUNCHED = "JDDP_LAUNCHED"  # by jddp: JAX's variables count, whatever scheduler is around
+JOIN = "from jddp import distributed", "distributed.initialize(distributed.resolve_identity())"
+KUBERNETES_PORT = 8476  # each pod has an address of its own
 
 
 @dataclass(frozen=True)
@@ -197,3 +213,307 @@ def choose_local_devices(environ: Environ, names: Names) -> tuple[int, ...] | No
             "devices."
         )
     return tuple(range(int(local_id) * share, (int(local_id) + 1) * share))
+
+
+Resolver = Callable[[Environ], Identity | None]
+_POD, _JOB, _PODS = "JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"
+_MASTER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+_LOCAL = ("LOCAL_WORLD_SIZE", "LOCAL_RANK")
+TORCHRUN = Names("WORLD_SIZE", "RANK", *_LOCAL, _MASTER, "MASTER_ADDR:MASTER_PORT")
+_OMPI = "OMPI_COMM_WORLD_"
+OPEN_MPI = Names(_OMPI + "SIZE", _OMPI + "RANK", _OMPI + "LOCAL_SIZE", _OMPI + "LOCAL_RANK")
+MPICH = Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
+SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
+
+
+def resolve_identity(
+    environ: Environ = os.environ, *, is_interactive: bool | None = None
+) -> Identity:
+    """Finds the number of this process, and its job, from the environment.
+
+    The first launcher that has set its variables decides: jddp's own, JAX's variables, torchrun,
+    Open MPI, MPICH, a step of Slurm, an Indexed Job of Kubernetes. If none has, this process is
+    alone.
+
+    Args:
+      environ: The environment.
+      is_interactive: Whether a user types here, as in a notebook: then schedulers are ignored.
+        Detected if None.
+
+    Raises:
+      ConfigError: If numbers are incomplete, out of range or contradictory.
+    """
+    if is_interactive is None:
+        # At a prompt, in a notebook, or in the shell of `srun --pty`.
+        is_in_pty = bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0)
+        is_interactive = is_at_prompt() or is_in_pty
+    half_set = None
+    for source in (jax_variables, torchrun, *(() if is_interactive else SCHEDULERS)):
+        try:
+            identity = source(environ)
+        except HalfSetError as error:
+            half_set = half_set or error
+            continue
+        if identity is None:
+            continue
+        for name, number in ((COUNT, identity.num_processes), (ID, identity.process_id)):
+            if environ.get(name, "") not in ("", str(number)):
+                raise ConfigError(
+                    f"{name}={environ[name]}, but {identity.source} has set {number}. Unset "
+                    f"{name}, or start that many processes."
+                )
+        return identity
+    if half_set is not None:
+        raise half_set
+    is_in_slurm = environ.get("SLURM_JOB_ID")
+    return Identity(source="Slurm, without a step of several tasks" if is_in_slurm else "")
+
+
+def jax_variables(environ: Environ) -> Identity | None:
+    """The three variables that jddp's launcher sets, also on Ray, and Kubeflow's JAX runtime.
+
+    jddp's launcher has split the devices, whatever scheduler is around it.
+    """
+    launcher = environ.get(LAUNCHED)
+    names = Names(COUNT, ID, needed=VARIABLES)
+    found = identify(environ, names, lambda: None, launcher or COUNT)
+    if found is not None and not launcher:
+        for source in (torchrun, *SCHEDULERS):
+            _refuse_other_numbers(found, source, environ)
+    return found
+
+
+def _refuse_other_numbers(found: Identity, source: Resolver, environ: Environ) -> None:
+    """Refuses numbers in JAX's variables that contradict the numbers of the scheduler.
+
+    A job may have more processes than its scheduler has tasks, if each task starts several. It
+    cannot have fewer. If it has as many, both numbers of a process must be equal.
+    """
+    other = None
+    with contextlib.suppress(ConfigError):
+        other = source({name: x for name, x in environ.items() if name not in (COUNT, ID)})
+    if other is None or other.num_processes == 1:
+        return
+    is_other = other.num_processes == found.num_processes and other.process_id != found.process_id
+    if is_other or other.num_processes > found.num_processes:
+        raise ConfigError(
+            f"{COUNT}={found.num_processes} and {ID}={found.process_id}, but {other.source} has "
+            f"started process {other.process_id} of {other.num_processes}. Unset {COUNT} and {ID}, "
+            "or give each process its own number."
+        )
+
+
+def torchrun(environ: Environ) -> Identity | None:
+    """The variables of torchrun, and of other launchers that set the same variables.
+
+    torchrun itself listens on MASTER_PORT, and keeps that port over restarts.
+    """
+    if environ.get("WORLD_SIZE", "1") == "1" and not environ.get("RANK"):
+        return None
+
+    def address() -> str:
+        port = environ["MASTER_PORT"]
+        if run := environ.get("TORCHELASTIC_RUN_ID"):
+            port = str(port_of(f"{port}/{run}/{environ.get('TORCHELASTIC_RESTART_COUNT', '')}"))
+        return f"{environ['MASTER_ADDR']}:{port}"
+
+    return identify(environ, TORCHRUN, address, "torchrun")
+
+
+def open_mpi(environ: Environ) -> Identity | None:
+    """A process of Open MPI's mpirun, version 4 or 5: they set different variables."""
+    uri, space = environ.get("OMPI_MCA_orte_hnp_uri", ""), environ.get("PMIX_NAMESPACE", "")
+    job = uri.partition(".")[0] or space
+
+    def address() -> str | None:
+        if environ.get(OPEN_MPI.num_local) == environ[OPEN_MPI.num_processes] and job:
+            return f"{loopback()}:{port_of(job)}"
+        if first := _first_of_slurm(environ):
+            return first
+        # The daemons are numbered: the one with 0 is the launcher. mpirun ends the other processes.
+        daemon = re.match(r"[^;]*\.(\d+);", environ.get("PMIX_SERVER_URI2", ""))
+        if daemon and daemon[1] != "0" and environ[OPEN_MPI.process_id] == "0":
+            here = f"{environ.get('PMIX_HOSTNAME', socket.gethostname())}:{port_of(job)}"
+            raise ConfigError(
+                f"mpirun and process 0 run on different hosts: give mpirun -x {ADDRESS}={here}, so "
+                "that all processes find process 0."
+            )
+        launcher = re.search(r"tcp://([\d.]+)", uri) or re.match(r"prte(?:run)?-(.+)-\d+@", space)
+        return f"{launcher[1]}:{port_of(job)}" if launcher else None
+
+    return identify(environ, OPEN_MPI, address, "Open MPI")
+
+
+def mpich(environ: Environ) -> Identity | None:
+    """A process of MPICH's or Intel's mpiexec, which do not give the address of process 0."""
+    pairs = zip(MPICH[:2], SLURM[:2], strict=True)
+    if all(environ.get(ours) == environ.get(theirs) for ours, theirs in pairs):
+        return None  # srun sets these variables too, and has more of its own
+    return identify(environ, MPICH, lambda: _first_of_slurm(environ), "MPICH")
+
+
+def slurm(environ: Environ) -> Identity | None:
+    """A task of a step; a batch script or a shell inside an allocation is none."""
+    if not (environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_NODELIST")):
+        return None
+    hosts = list_hosts(environ["SLURM_STEP_NODELIST"])
+    environ_of_step = {**environ, SLURM.num_local: _num_sharing(environ, hosts)}
+    return identify(environ_of_step, SLURM, lambda: _of_step(environ, hosts), "Slurm")
+
+
+def kubernetes(environ: Environ) -> Identity | None:
+    """A pod of an Indexed Job, which knows its index; the manifest must set the number of pods.
+
+    The first pod has this one's name with index 0: `job-0.a.b` for `job-3.a.b`. A JobSet may have
+    several Jobs, each with pods from 0: JOB_INDEX is the number of the Job, PROCESSES_IN_JOB the
+    number of pods of each. Its pods are named `name-job-pod`.
+    """
+    index, job, pods = (environ.get(name, "") for name in (_POD, _JOB, _PODS))
+    if not (index and environ.get(COUNT)):
+        return None  # an array of jobs with one process each
+    names = Names(COUNT, _POD)
+    if job not in ("", "0"):
+        names = Names(COUNT, f"{_JOB} * {_PODS} + {_POD}")
+        are_numbers = all(map(is_number, (job, pods, index)))
+        if not (are_numbers and int(index) < int(pods)):
+            raise ConfigError(
+                f"{_JOB}={job[:20]} and {_PODS}={shown(pods)} for pod {index[:20]} of one of "
+                f"several Jobs, each of which counts from 0: set {_PODS} to the number of pods of "
+                f"each Job, and {COUNT} to the number of all pods."
+            )
+        environ = {**environ, names.process_id: str(int(job) * int(pods) + int(index))}
+
+    def address() -> str | None:
+        host, _, domain = socket.getfqdn().partition(".")
+        mine = f"-{job}-{index}" if job else f"-{index}"
+        first = f"{host.removesuffix(mine)}{re.sub('[0-9]+', '0', mine)}.{domain}"
+        return f"{first}:{KUBERNETES_PORT}" if domain and host.endswith(mine) else None
+
+    return identify(environ, names, address, "an Indexed Job")
+
+
+# A host of a list: characters, and ranges of numbers in brackets.
+_HOST = re.compile(r"(?:[^,\[\]]|\[[\d,-]+\])+")
+_HOSTS = re.compile(rf"{_HOST.pattern}(?:,{_HOST.pattern})*")
+SCHEDULERS: tuple[Resolver, ...] = (open_mpi, mpich, slurm, kubernetes)
+
+
+def list_hosts(nodes: str) -> list[str]:
+    """Expands a list of hosts of Slurm: `n[9-10],m1` is `n9`, `n10`, `m1`.
+
+    Raises:
+      ConfigError: If it is not such a list.
+    """
+    if not _HOSTS.fullmatch(nodes):
+        raise ConfigError(
+            f"{shown(nodes)} is not a list of hosts as Slurm sets it, such as n[1-2],m1."
+        )
+    hosts = list[str]()
+    for name in _HOST.findall(nodes):
+        before, bracket, rest = name.partition("[")
+        ranges, _, after = rest.partition("]")
+        tails = list_hosts(after) if after else [""]
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", ranges):
+            numbers = range(int(first), int(last or first) + 1)
+            hosts += [f"{before}{x:0{len(first)}}{tail}" for x in numbers for tail in tails]
+        hosts += [] if bracket else [name]
+    return hosts
+
+
+def _first_of_slurm(environ: Environ) -> str | None:
+    """Address of mpirun's first process; the step of its daemons may leave out that host."""
+    nodes = environ.get("SLURM_JOB_NODELIST_HET_GROUP_0") or environ.get("SLURM_JOB_NODELIST")
+    job = environ.get("SLURM_JOB_ID")
+    return f"{list_hosts(nodes)[0]}:{port_of(f'{job}.')}" if nodes and job else None
+
+
+def _of_step(environ: Environ, hosts: list[str]) -> str:
+    """Host of the first task of a step, and a port for each step.
+
+    Slurm sorts the hosts of a step. Tasks are numbered in that order, except for the components of
+    a heterogeneous job (HET; PACK is set only by srun), which keep their order.
+    """
+    size = environ.get("SLURM_HET_SIZE") or "0"
+    step = environ.get("SLURM_STEP_ID", "")
+    if not step:
+        raise ConfigError(
+            "SLURM_STEP_NODELIST is set but SLURM_STEP_ID not: start the tasks with srun, or set "
+            f"{ADDRESS}."
+        )
+    components = [
+        environ.get(f"SLURM_JOB_NODELIST_{kind}_GROUP_{i}", "")
+        for i in range(int(size))
+        for kind in ("HET", "PACK")
+    ]
+    in_order = [host for nodes in filter(None, components) for host in list_hosts(nodes)]
+    first = next((host for host in in_order if host in hosts), hosts[0])
+    mine = environ.get("SLURMD_NODENAME", first)
+    if environ[SLURM.process_id] == "0" and mine != first:
+        raise ConfigError(
+            f"process 0 is on {mine}, but Slurm's variables name {first} for the others: set "
+            f"{ADDRESS} to {mine}:port, for all processes."
+        )
+    return f"{first}:{port_of('.'.join((environ['SLURM_JOB_ID'], step)))}"
+
+
+def _num_sharing(environ: Environ, hosts: list[str]) -> str:
+    """Number of tasks that share the visible devices: an entry of `2(x3),1`, by host."""
+    visible = environ.get(visible_in(environ), "")
+    there = environ.get("SLURM_GPUS_ON_NODE", "")
+    if visible and is_number(there) and len(visible.split(",")) < int(there):
+        return "1"  # Slurm has applied --gpus-per-task or --gpu-bind
+    per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = list[str]()
+    for count, times in per_node:
+        counts += [count] * int(times or 1)
+    return dict(zip(hosts, counts, strict=False)).get(environ.get("SLURMD_NODENAME", ""), "")
+
+
+def started_job(environ: Environ = os.environ) -> Identity | None:
+    """The job of several processes that a launcher's variables describe; None for a job of one.
+
+    Incomplete or contradictory variables describe none.
+    """
+    given = {name: value for name, value in environ.items() if value}
+    # An address of process 0 if a launcher gives none, so that the numbers alone decide.
+    address = {ADDRESS: "process-0:1"}
+    for placeholder in (address, address | {"MASTER_ADDR": "process-0", "MASTER_PORT": "1"}):
+        with contextlib.suppress(ConfigError):
+            identity = resolve_identity(placeholder | given)
+            if identity.num_processes > 1:
+                return identity
+    return None
+
+
+def unjoined_job(environ: Environ = os.environ) -> Identity | None:
+    """The job that a launcher describes, if JAX has one process, which has not joined the job."""
+    import jax
+
+    job = started_job(environ)
+    return job if job is not None and jax.process_count() == 1 else None
+
+
+def explain_unjoined(job: Identity) -> tuple[str, str]:
+    """The mistake of a process that has not joined this job, and the way out."""
+    what = (
+        f"{job.source} has started {job.num_processes} processes, of which this is number "
+        f"{job.process_id}, but it has not joined them: each would train by itself."
+    )
+    first, second = JOIN
+    way_out = (
+        f"Add two lines before JAX is used: `{first}` and `{second}`. To train by itself on "
+        f"purpose, unset {job.count_in}."
+    )
+    return what, way_out
+
+
+def refuse_unjoined() -> None:
+    """Refuses to train in one process of several that have not connected.
+
+    Without this, a program that forgets to join would train once in each of its processes.
+
+    Raises:
+      UsageError: If a launcher's variables describe a job of several, and JAX has one process.
+    """
+    if (job := unjoined_job()) is not None:
+        raise UsageError(" ".join(explain_unjoined(job)))

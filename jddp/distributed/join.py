@@ -17,8 +17,7 @@ from jddp.distributed.exits import exit_now, process
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
 from jddp.distributed.gpus import Missing, may_use_gpus, plugin_errors, why_missing
 from jddp.distributed.identity import JOB, Identity, is_number, shown
-from jddp.distributed.rendezvous import Member, RendezvousClient, connect_to
-from jddp.distributed.rendezvous_server import RendezvousServer
+from jddp.distributed.rendezvous import Member, RendezvousClient, RendezvousServer, connect_to
 from jddp.ground.errors import ConfigError, DeviceError, ExitCode, report
 
 START, HEARTBEAT = "JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"

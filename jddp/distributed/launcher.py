@@ -7,33 +7,251 @@ within a minute. Nor is a job that a signal has stopped.
 
 If a job may run on fewer processes, the others resume without a machine that has left without a
 failure. When a machine connects again, all stop and restart with it.
+
+The launchers of several machines agree, before each attempt, on the machines that take part. The
+launcher of node 0 listens at the coordinator's port as long as it runs, and the others stay
+connected to it. The processes that they start connect at another port above this one.
 """
 
+import json
+import os
+import secrets
 import signal
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import NamedTuple
 
-from jddp.distributed.failure_file import write_failure
-from jddp.distributed.group import POLL_SECONDS, Group, Launch
-from jddp.distributed.nodes import Nodes
-from jddp.distributed.outcome import (
-    CONSEQUENCES,
-    DETERMINISTIC,
-    SOON,
-    Failure,
-    first_failure,
-    kill_overdue,
+from jddp.distributed.failure_file import (
+    ABORT,
+    describe_failure,
+    headline,
+    read_failure,
+    write_failure,
 )
-from jddp.distributed.output import CONSOLE
+from jddp.distributed.group import CONSOLE, POLL_SECONDS, Group, Launch, Place, Worker
+from jddp.distributed.identity import JOB, loopback
+from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
+from jddp.distributed.rendezvous import (
+    Infos,
+    Member,
+    RendezvousClient,
+    RendezvousServer,
+    listen,
+)
 from jddp.distributed.signals import Signals
 from jddp.ground.errors import CoordinatorError, ExitCode, report
+from jddp.ground.typing import JsonObject
 
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal
 # Seconds from a failure to the restart, if all have ended by then. They double with each restart,
 # until an attempt lasts a minute.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+# Failures that a restart with the same command repeats.
+DETERMINISTIC = {ExitCode.USAGE, ExitCode.DATA, ExitCode.OUT_OF_MEMORY}
+DETERMINISTIC |= {ExitCode.PROCESS_MISMATCH, ExitCode.NUMERICS}
+# Ends that may only be the consequence of another's: reported by jddp, or JAX's abort.
+CONSEQUENCES = {ExitCode.ANOTHER_FAILED, -signal.SIGABRT}
+SOON = 60.0  # seconds
+_END_SECONDS = 10.0  # in which a process ends that has left its job
+_NUM_PORTS = 64  # above the coordinator's port; one of them is free
+
+
+class Failure(NamedTuple):
+    """The first failure of an attempt, as the launcher reports it.
+
+    Attributes:
+      data: The failure as data.
+      headline: Process that failed, and how.
+      seconds: Time that it ran.
+      text: Traceback, or the end of standard error.
+    """
+
+    data: JsonObject
+    headline: str
+    seconds: float = 0.0
+    text: str = ""
+
+    def __str__(self) -> str:
+        """The headline, and below it the text."""
+        return "\n    ".join([self.headline, *self.text.splitlines()])
+
+    @property
+    def code(self) -> int:
+        """Exit code of the launcher."""
+        return self.data["exit_code"] or ExitCode.DATA
+
+    def repeats(self, other: "Failure | None") -> bool:
+        """Whether another attempt failed the same way, both within a minute."""
+        is_known = self.code <= 128 and self.code != ExitCode.ANOTHER_FAILED
+        if other is None or not is_known or max(self.seconds, other.seconds) > SOON:
+            return False
+        last, before = (failure.text.rpartition("\n")[2] for failure in (self, other))
+        return self.code == other.code and last == before != ""
+
+
+def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
+    """The failure to report for an attempt; None if there is none. Nothing else decides it.
+
+    It is the failure in the file; else the first process here that has ended by itself; else a lost
+    machine; else the first process that has ended.
+
+    Args:
+      group: The processes here.
+      lost: Numbers of other machines that were lost.
+    """
+    failed = group.failed()
+    seconds = time.monotonic() - group.began
+    if not failed and not lost:
+        return None
+    by_themselves = [worker for worker in failed if worker.returncode not in CONSEQUENCES]
+    data = read_failure(group.failure_file)
+    if data is None and lost and not by_themselves:
+        text = f"node {lost[0]} was lost."
+        reason = {"type": "jddp.launch", "message": text}
+        data = describe_failure(None, ExitCode.ANOTHER_FAILED, host=None, exception=reason)
+        with suppress(OSError), group.failure_file.open("x") as file:
+            json.dump(data, file)  # for processes that wait for that machine
+        return Failure(data, text, seconds)
+    data = data or _found([*by_themselves, *failed][0], group.failure_file)
+    if data["exit_code"] is None:
+        _add_exit_code(data, group)
+    named = [worker for worker in group.failed() if worker.number == data["process"]]
+    text = f"{headline(data)} (after {seconds:.1f} s)."
+    if named:
+        text += f" Its whole output is in {named[0].output.path}."
+    said = next((worker.output.stderr_end() for worker in (*named, *failed)), "")
+    return Failure(data, text, seconds, ("" if named else data["traceback"]) or said)
+
+
+def kill_overdue(group: Group, number: int) -> Failure:
+    """Kills the processes that have not ended after a signal to the launcher."""
+    seconds = time.monotonic() - group.began
+    name = signal.Signals(number).name
+    late = ", ".join(f"process {worker.number}" for worker in group.running)
+    text = f"{name}: killed after --grace-seconds, because it had not ended: {late}."
+    first = group.running[0].number
+    group.close()
+    reason = {"type": "jddp.launch", "message": text}
+    data = describe_failure(first, 128 + number, exception=reason)
+    write_failure(data, group.failure_file)
+    return Failure(data, text, seconds)
+
+
+def _add_exit_code(data: JsonObject, group: Group) -> None:
+    """Waits for the end of a process that has left its job: only the end shows its exit code."""
+    number = data["process"]
+    group.wait(_END_SECONDS, lambda: all(worker.number != number for worker in group.running))
+    for worker in group.ended:
+        if worker.number == number:
+            data["exit_code"] = describe_failure(number, worker.returncode)["exit_code"]
+            with suppress(OSError):
+                group.failure_file.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def _found(worker: Worker, path: Path) -> JsonObject:
+    """The failure of a process that has written none."""
+    data = describe_failure(worker.number, worker.returncode)
+    said = worker.output.stderr_end()
+    if worker.returncode == -signal.SIGABRT and (lost := ABORT.search(said)):
+        data["exit_code"] = ExitCode.ANOTHER_FAILED
+        data["exception"] = {"type": "JAX", "message": " ".join(lost[0].split())}
+    write_failure(data, path)
+    return read_failure(path) or data  # another may have been faster
+
+
+class Nodes:
+    """This machine's connection to the others, if there are any.
+
+    Args:
+      launch: The launch of this machine.
+      environ: The environment.
+
+    Raises:
+      CoordinatorError: If node 0 cannot listen at the coordinator's port.
+    """
+
+    def __init__(self, launch: Launch, environ: Mapping[str, str] = os.environ):
+        self._launch = launch
+        self._seconds = read_seconds(environ, START)
+        self._same = {JOB: environ.get(JOB, "not set")}
+        self._end: RendezvousServer | RendezvousClient | None = None
+        if launch.coordinator is not None and launch.num_nodes > 1:
+            address = launch.coordinator
+            silence = read_seconds(environ, HEARTBEAT)
+            if launch.node_rank == 0:
+                enough = self._is_enough if launch.min_processes else None
+                about: JsonObject = {"silence_seconds": silence, "is_enough": enough}
+                self._end = RendezvousServer("node", address, bind_address(address), **about)
+            else:
+                self._end = RendezvousClient("node", address, silence_seconds=silence)
+
+    def gather(self) -> Place:
+        """Waits for the other machines; returns the place of this one.
+
+        Raises:
+          CoordinatorError: If machines are missing after JDDP_START_SECONDS, or node 0 has left.
+          ProcessMismatchError: If two machines have one rank, or different numbers or JDDP_JOB.
+        """
+        launch = self._launch
+        info: JsonObject = {"processes": launch.num_processes}
+        if launch.node_rank == 0:
+            info |= {"coordinator": self._choose_port(), "job": secrets.token_hex(8)}
+        infos: Infos = {0: info}
+        if self._end is not None:
+            mine = Member(launch.node_rank, launch.num_nodes, self._same, info)
+            infos = self._end.gather(mine, seconds=self._seconds)
+        numbers = {rank: info["processes"] for rank, info in infos.items()}
+        first = sum(numbers[rank] for rank in numbers if rank < launch.node_rank)
+        return Place(infos[0]["coordinator"], sum(numbers.values()), first, infos[0]["job"])
+
+    def has_newcomer(self) -> bool:
+        """Whether a machine waits for the next attempt: at node 0, of a job that may change."""
+        may_change = self._launch.min_processes is not None
+        return may_change and isinstance(self._end, RendezvousServer) and self._end.has_newcomer()
+
+    def lost(self, failure_file: Path) -> list[int]:
+        """Machines of this attempt that were lost; only node 0 is connected to all.
+
+        Node 0 also writes a failure that another machine has sent, if the file has none.
+        """
+        end = self._end
+        lost = self._end.lost() if self._end is not None else []
+        if isinstance(end, RendezvousServer) and end.failure and not failure_file.exists():
+            write_failure(end.failure, failure_file)
+        return lost
+
+    def send_failure(self, failure: JsonObject) -> None:
+        """Sends node 0 the failure of an attempt: its processes may wait for one here."""
+        if isinstance(self._end, RendezvousClient):
+            self._end.send_failure(failure)
+
+    def close(self, *, failed: bool) -> None:
+        """Leaves the job; after a failure, the attempt of the other machines ends too."""
+        if self._end is not None:
+            self._end.say_goodbye(failed=failed)
+            self._end.close()
+
+    def _is_enough(self, infos: Infos) -> bool:
+        return sum(x["processes"] for x in infos.values()) >= (self._launch.min_processes or 0)
+
+    def _choose_port(self) -> str:
+        """host:port at which the processes connect: a port of node 0 that is free now."""
+        host, _, port = (self._launch.coordinator or f"{loopback()}:0").rpartition(":")
+        above = range(int(port) + 1, min(int(port) + _NUM_PORTS, 2**16))
+        *ports, last = above if self._launch.num_nodes > 1 else [int(port)]
+        for number in ports:
+            with suppress(CoordinatorError):
+                return free_address(f"{host}:{number}")
+        return free_address(f"{host}:{last}")
+
+
+def free_address(address: str) -> str:
+    """The address, with a free port for 0; raises a CoordinatorError if its port is taken."""
+    with listen(bind_address(address)) as listening:
+        return f"{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
 
 def supervise(run: Callable[[Signals], Failure | None]) -> int:

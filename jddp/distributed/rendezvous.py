@@ -9,20 +9,29 @@ Each client sends a line. When all have sent one, each gets a line as its answer
 every member, or an error, the same for all: a missing member, a number that two members have, or
 different settings. A connection may stay open for further rounds. A member that leaves for good
 reports whether it has failed. A member whose connection breaks without this report is lost, and may
-connect again. Member 0's end is in `rendezvous_server`.
+connect again.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
+import resource
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import wait
+from typing import Any
 
-from jddp.ground.errors import CoordinatorError, ProcessMismatchError, report, words_of
+from jddp.ground.errors import (
+    CoordinatorError,
+    Error,
+    ProcessMismatchError,
+    report,
+    words_of,
+)
 from jddp.ground.typing import JsonObject, Settings
 
 POLL_SECONDS = 0.02
@@ -33,6 +42,11 @@ _CHUNK = 2**16
 _SEND_SECONDS = 5.0
 _PROBES = 4  # unanswered probes, after which a connection is lost
 Infos = dict[int, JsonObject]  # by the numbers of the members
+PATIENCE_SECONDS = 30.0  # for further members, when there are enough
+_MESSAGE_SECONDS = 10.0  # for the first message of a connection, and for the rest of one
+_SHOWN = 8  # numbers of missing members in a message
+_SPARE_FILES = 256  # for libraries, and for connections of other programs
+_FILES_PER_MEMBER = 2  # for a connection to the process itself, and one to JAX's service
 
 
 class Connection:
@@ -292,3 +306,272 @@ def refuse_differences(kind: str, subject: str, members: Iterable[tuple[str, Set
                 f"{kind} {member} has another {subject} than {kind} 0: {differ[0]} is {there} "
                 f"there and {here} here{more}. Give every {kind} the same."
             )
+
+
+class RendezvousServer:
+    """Member 0's end.
+
+    Args:
+      kind: Name of a member: "process" or "node".
+      address: host:port of member 0.
+      listens: host:port to listen on, if it differs from the address.
+      silence_seconds: Time without a sign of life after which a member is lost.
+      is_enough: Function that returns whether these members suffice; None if all are needed.
+        Missing members are still awaited for `PATIENCE_SECONDS`, except for members that took part
+        in an earlier round and have left.
+
+    Attributes:
+      failure: The failure that a member has sent since the last round.
+
+    Raises:
+      CoordinatorError: If the port is taken, or the address is not one of this machine.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        address: str,
+        listens: str | None = None,
+        *,
+        silence_seconds: int = 100,
+        is_enough: Callable[[Infos], bool] | None = None,
+    ):
+        self.kind = kind
+        self.address = address
+        self.failure: JsonObject | None = None
+        self._silence_seconds = silence_seconds
+        self._is_enough = is_enough
+        self._is_first_round = True
+        self._waiting: dict[Connection, Member | None] = {}  # with who awaits an answer
+        self._present: dict[Connection, Member] = {}  # took part in the last round
+        self._lost: list[int] = []  # members of the last round
+        self._listening = listen(listens or address)
+        self._listening.setblocking(False)  # a client may have gone before it is accepted
+
+    def close(self) -> None:
+        """Stops listening, and closes all connections."""
+        self._listening.close()
+        for client in list(self._waiting):
+            self._forget(client)
+
+    def gather(self, mine: Member, *, seconds: float, is_last: bool = False) -> Infos:
+        """The information of all members.
+
+        Args:
+          mine: Member 0.
+          seconds: Time to wait for all.
+          is_last: Whether to stop listening before the members get their answers, to free the port.
+
+        Raises:
+          CoordinatorError: If members are missing, or more than the limit of open files. The other
+            members raise it too.
+          ProcessMismatchError: If two have the same number, or one has a number out of range, or
+            different settings. The other members raise it too.
+        """
+        try:
+            infos = self._wait_for_all(mine, seconds)
+        except Error as error:
+            for client in self._members():
+                _refuse(client, error)
+            raise
+        if is_last:
+            self._listening.close()
+        self._present = self._members()
+        self._lost = []
+        self.failure = None
+        self._waiting = dict.fromkeys(self._waiting)
+        self._is_first_round = False
+        for client in self._present:
+            client.send({"infos": infos})
+        return infos
+
+    def _members(self) -> dict[Connection, Member]:
+        return {client: member for client, member in self._waiting.items() if member is not None}
+
+    def _wait_for_all(self, mine: Member, seconds: float) -> Infos:
+        until = time.monotonic() + seconds
+        enough_since = None
+        notice = Notice()
+        allow_connections(mine.count)
+        while True:
+            members = [mine, *self._members().values()]
+            self._refuse_mismatch(members)
+            infos = {member.number: member.info for member in members}
+            now = time.monotonic()
+            if len(infos) == mine.count:
+                return infos
+            if self._is_enough is not None and self._is_enough(infos):
+                enough_since = enough_since or now
+                is_complete = None not in self._waiting.values() and not self._is_first_round
+                if is_complete or now > enough_since + PATIENCE_SECONDS:
+                    return infos
+            if now > until:
+                raise self._missing(infos, mine.count, seconds)
+            missing = f"{mine.count - len(infos)} of {mine.count} {self._plural(mine.count)}"
+            which = _first_missing(infos, mine.count)
+            notice.give(f"waiting for {missing} at {self.address} ({self.kind} {which})")
+            self._receive(POLL_SECONDS)
+
+    def lost(self) -> list[int]:
+        """Members of the last round that are no longer connected, or have left with a failure."""
+        self._receive(0.0)
+        return self._lost
+
+    def say_goodbye(self, *, failed: bool) -> None:
+        """Informs all members that this one leaves for good."""
+        for client in self._waiting:
+            client.send({"failed": failed})
+
+    def has_newcomer(self) -> bool:
+        """Whether a member waits that did not take part in the last round.
+
+        A newcomer with the number of a present member replaces it if both are on one machine: the
+        connection was lost. On another machine the newcomer is refused.
+        """
+        self._receive(0.0)
+        newcomers = [(x, member) for x, member in self._members().items() if x not in self._present]
+        for client, member in newcomers:
+            host = member.where.partition(",")[0]
+            for other, present in list(self._present.items()):
+                if present.number == member.number and present.where.partition(",")[0] == host:
+                    self._forget(other)
+            if member.number in (0, *(present.number for present in self._present.values())):
+                taken = f"another has already connected as {self.kind} {member.number}."
+                _refuse(client, ProcessMismatchError(taken))
+                self._forget(client)
+        return any(client in self._waiting for client, _ in newcomers)
+
+    def _receive(self, seconds: float) -> None:
+        ends: list[Any] = [self._listening, *self._waiting]
+        for ready in wait(ends, seconds):
+            if isinstance(ready, Connection):
+                self._read(ready)
+            else:
+                self._accept()
+        late = time.monotonic() - _MESSAGE_SECONDS
+        for client in [x for x in self._waiting if x.begun is not None and x.begun < late]:
+            self._forget(client)
+
+    def _accept(self) -> None:
+        try:
+            stream = self._listening.accept()[0]
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise too_few(len(self._waiting) + 1) from error
+            return  # a client that has gone again
+        self._waiting[Connection(stream, self._silence_seconds)] = None
+
+    def _read(self, client: Connection) -> None:
+        try:
+            if not all(self._take(client, message) for message in client.arrived()):
+                self._forget(client)  # with a failure, or another program
+        except (OSError, ValueError, TypeError):
+            self._forget(client)  # whose connection is lost, or another program
+
+    def _take(self, client: Connection, message: JsonObject) -> bool:
+        """Takes a message; returns whether the connection stays open."""
+        if message == {"failed": False}:
+            self._present.pop(client, None)
+        elif "failure" in message and client in self._present:
+            self.failure = dict(message["failure"])
+        elif message.pop("kind", None) == self.kind:
+            self._waiting[client] = Member(**message)
+        else:
+            return False
+        return True
+
+    def _forget(self, client: Connection) -> None:
+        del self._waiting[client]
+        if client in self._present:
+            self._lost.append(self._present.pop(client).number)
+        client.close()
+
+    def _missing(self, infos: Infos, count: int, seconds: float) -> CoordinatorError:
+        who = f"{self._plural(count - len(infos))} {_first_missing(infos, count)}"
+        return CoordinatorError(
+            f"{who} of {count} did not connect to {self.address} within {seconds:.0f} s. Was each "
+            "started, with its own number, and can it reach this address?"
+        )
+
+    def _refuse_mismatch(self, members: Iterable[Member]) -> None:
+        """Raises the first contradiction between members."""
+        kind = self.kind
+        seen: dict[int, Member] = {}
+        for x in members:
+            if not 0 <= x.number < x.count:
+                raise ProcessMismatchError(
+                    f"{x.where} has connected as {kind} {x.number} of {x.count}: numbers are from "
+                    f"0 to {x.count - 1}. Give each its own."
+                )
+            if (other := seen.setdefault(x.number, x)) is not x:
+                raise ProcessMismatchError(
+                    f"two have connected as {kind} {x.number}: {other.where}, and {x.where}. "
+                    "Give each its own number."
+                )
+        same = (
+            (f"{x.number} ({x.where})", {"count": str(x.count)} | x.same) for x in seen.values()
+        )
+        refuse_differences(kind, "job", same)
+
+    def _plural(self, num: int) -> str:
+        if num == 1:
+            return self.kind
+        return "processes" if self.kind == "process" else f"{self.kind}s"
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens at host:port.
+
+    Raises:
+      CoordinatorError: If it cannot.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        family, *_, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(place[:2], family=family, backlog=1024, dualstack_ipv6=both)
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        reason = "is taken" if is_taken else f"cannot be used: {words_of(error)}"
+        raise CoordinatorError(
+            f"port {port} of {host} {reason}. "
+            "Give all processes another port, or let jddp.launch choose one."
+        ) from error
+
+
+def _refuse(client: Connection, error: Error) -> None:
+    client.send({"error": str(error), "is_missing": isinstance(error, CoordinatorError)})
+
+
+def _first_missing(infos: Infos, count: int) -> str:
+    """The first numbers of members that are missing."""
+    numbers = [str(number) for number in range(count) if number not in infos]
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return ", ".join(numbers[:_SHOWN]) + more
+
+
+def allow_connections(num: int) -> None:
+    """Raises the soft limit of open files: 1,024 in many shells, and 256 on macOS.
+
+    Raises:
+      CoordinatorError: If the hard limit is lower than this number of connections.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES_PER_MEMBER * num + _SPARE_FILES
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < num:
+        raise too_few(num)
+
+
+def too_few(num: int) -> CoordinatorError:
+    """The error of a process that has fewer open files than connections."""
+    return CoordinatorError(
+        f"{num} connections need as many open files, but the limit here is "
+        f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}. Raise it: ulimit -n "
+        f"{_FILES_PER_MEMBER * num + _SPARE_FILES} (or the hard limit of the service that starts "
+        "the job)."
+    )

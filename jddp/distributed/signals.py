@@ -332,7 +332,7 @@ def leave_early(number: int) -> NoReturn:
         if process.end_job is not None:
             process.end_job(code, error)
         from jddp.distributed.failure_file import describe_failure, write_failure
-        from jddp.distributed.schedulers import resolve_identity
+        from jddp.distributed.identity import resolve_identity
 
         write_failure(describe_failure(resolve_identity().process_id, code, error))
     finally:

@@ -17,7 +17,7 @@ class ExitCode(enum.IntEnum):
     """The exit code of a command; docs/exit_codes.md has the same as a table.
 
     "Restarted" is the reaction of `jddp.launch --max-restarts`. A job that would fail again is not
-    (`DETERMINISTIC` in jddp/distributed/outcome.py).
+    (`DETERMINISTIC` in jddp/distributed/launcher.py).
     """
 
     # Done.

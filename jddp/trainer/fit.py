@@ -20,7 +20,7 @@ from jddp.config.permissions import folder_or_url
 from jddp.data import Epochs, TrainBatches, eval_batches
 from jddp.distributed.agree import agree
 from jddp.distributed.coordination import take_sigterm_back
-from jddp.distributed.schedulers import refuse_unjoined
+from jddp.distributed.identity import refuse_unjoined
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.evaluation import refuse_padding
 from jddp.engine.state import TrainState

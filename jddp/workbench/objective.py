@@ -23,7 +23,7 @@ from jddp.checkpoint.storage import local_copy
 from jddp.config.files import load_config, read_yaml, with_overrides
 from jddp.config.schema import Config
 from jddp.distributed.coordination import from_first, num_processes, process_index
-from jddp.distributed.schedulers import resolve_identity
+from jddp.distributed.identity import resolve_identity
 from jddp.ground.errors import ConfigError, NumericsError, UsageError
 from jddp.ground.names import direction_of
 from jddp.ground.typing import JsonObject, Settings

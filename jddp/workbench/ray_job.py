@@ -27,8 +27,13 @@ from jddp.distributed.failure_file import RESULT, describe_failure
 from jddp.distributed.group import POLL_SECONDS, Group, Launch, Place
 from jddp.distributed.identity import check_address
 from jddp.distributed.join import START, read_seconds
-from jddp.distributed.nodes import free_address
-from jddp.distributed.outcome import DETERMINISTIC, Failure, first_failure, kill_overdue
+from jddp.distributed.launcher import (
+    DETERMINISTIC,
+    Failure,
+    first_failure,
+    free_address,
+    kill_overdue,
+)
 from jddp.distributed.signals import Signals
 from jddp.ground.errors import (
     ConfigError,

@@ -24,7 +24,7 @@ import yaml
 
 from jddp.config.files import load_config
 from jddp.config.permissions import expand
-from jddp.distributed.schedulers import resolve_identity
+from jddp.distributed.identity import resolve_identity
 from jddp.distributed.signals import Hearing
 from jddp.ground.errors import ConfigError, Error, ExitCode, UsageError, report, show
 from jddp.ground.names import few

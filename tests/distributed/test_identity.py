@@ -5,8 +5,15 @@ import socket
 
 import pytest
 
-from jddp.distributed.identity import FIRST_PORT, NUM_PORTS, Identity, loopback, port_of
-from jddp.distributed.schedulers import list_hosts, resolve_identity
+from jddp.distributed.identity import (
+    FIRST_PORT,
+    NUM_PORTS,
+    Identity,
+    list_hosts,
+    loopback,
+    port_of,
+    resolve_identity,
+)
 from jddp.ground.errors import ConfigError
 
 

@@ -1,6 +1,6 @@
 """What the launcher shows of its processes' output: everything but the lines of gloo."""
 
-from jddp.distributed.output import without_gloo
+from jddp.distributed.group import without_gloo
 
 GLOO = b"""\
 [Gloo] Rank 0 is connected to 1 peer ranks.

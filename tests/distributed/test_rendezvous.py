@@ -16,13 +16,11 @@ import jax
 import pytest
 from runs import environment, free_port, wait_until
 
-from jddp.distributed import failure, join, rendezvous_server
+from jddp.distributed import failure, join
 from jddp.distributed import rendezvous as rendezvous_module
-from jddp.distributed.identity import VARIABLES, Identity
+from jddp.distributed.identity import VARIABLES, Identity, resolve_identity
 from jddp.distributed.join import HEARTBEAT, START, initialize, rendezvous
-from jddp.distributed.rendezvous import Member, RendezvousClient, connect_to
-from jddp.distributed.rendezvous_server import RendezvousServer
-from jddp.distributed.schedulers import resolve_identity
+from jddp.distributed.rendezvous import Member, RendezvousClient, RendezvousServer, connect_to
 from jddp.ground.errors import ConfigError, CoordinatorError, ProcessMismatchError
 
 
@@ -188,7 +186,7 @@ def test_a_client_that_sends_nothing_or_nonsense_is_no_process(address):
 
 
 def test_half_a_line_holds_up_nobody_and_its_connection_is_closed_in_time(address, monkeypatch):
-    monkeypatch.setattr(rendezvous_server, "_MESSAGE_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous_module, "_MESSAGE_SECONDS", 0.2)
     with closing(RendezvousServer("process", address)) as server, ExitStack() as opened:
         until = time.monotonic() + 5
         halves = [opened.enter_context(connect_to(address, "", until)) for _ in range(30)]
@@ -255,7 +253,7 @@ def test_a_server_without_a_file_for_a_further_connection_names_the_limit(addres
     with closing(RendezvousServer("process", address)) as server:
         listening = server._listening
         monkeypatch.setattr(server, "_listening", SimpleNamespace(accept=none_left))
-        monkeypatch.setattr(rendezvous_server, "wait", lambda ends, _: [ends[0]])
+        monkeypatch.setattr(rendezvous_module, "wait", lambda ends, _: [ends[0]])
         with pytest.raises(CoordinatorError, match="Raise it: ulimit -n") as caught:
             server.gather(Member(0, 2), seconds=60)
         server._listening = listening
@@ -424,4 +422,4 @@ def test_a_port_that_cannot_be_used_is_an_error_with_the_reason(monkeypatch):
 
     monkeypatch.setattr(socket, "create_server", refuse)
     with pytest.raises(CoordinatorError, match="cannot be used: address family is not there"):
-        rendezvous_server.listen("127.0.0.1:1234")
+        rendezvous_module.listen("127.0.0.1:1234")

@@ -7,8 +7,7 @@ import signal
 import pytest
 
 from jddp.distributed.failure_file import VARIABLE, describe_failure
-from jddp.distributed.launcher import supervise
-from jddp.distributed.outcome import Failure
+from jddp.distributed.launcher import Failure, supervise
 from jddp.distributed.signals import Signals
 from jddp.ground.errors import ExitCode
 

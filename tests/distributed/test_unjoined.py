@@ -20,7 +20,7 @@ from test_identity import (
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.distributed.schedulers import explain_unjoined, started_job
+from jddp.distributed.identity import explain_unjoined, started_job
 from jddp.ground.errors import UsageError
 from jddp.inspection.doctor import check_job
 

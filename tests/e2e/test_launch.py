@@ -24,9 +24,8 @@ import jddp
 from jddp.commands.launch import main
 from jddp.distributed.failure import owned_process
 from jddp.distributed.group import Launch, Place, environments, split_gpus
-from jddp.distributed.nodes import Nodes
-from jddp.distributed.outcome import DETERMINISTIC
-from jddp.distributed.schedulers import resolve_identity
+from jddp.distributed.identity import resolve_identity
+from jddp.distributed.launcher import DETERMINISTIC, Nodes
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.ground.errors import ConfigError, CoordinatorError
 from jddp.workbench.trace import read_trace

@@ -25,7 +25,7 @@ from jddp.config.files import flatten
 from jddp.config.keys import is_at, keys_of
 from jddp.data import TrainBatches
 from jddp.distributed.gpus import OLDEST_DRIVER
-from jddp.distributed.outcome import DETERMINISTIC
+from jddp.distributed.launcher import DETERMINISTIC
 from jddp.engine.strategy import REFUSED
 from jddp.ground.errors import ExitCode
 

@@ -5,7 +5,7 @@ import sys
 
 from runs import compiling_as_here, environment
 
-from jddp.distributed.output import without_gloo
+from jddp.distributed.group import without_gloo
 
 
 def run_module(module, folder, variables, seconds, *arguments):

@@ -26,7 +26,7 @@ from jddp.data.sources.files import map_npy, map_npz
 from jddp.data.sources.image_folder import images_in
 from jddp.data.sources.table import ENDINGS, Encoding, rows_in
 from jddp.data.transforms import LARGEST, Transform, Transformed, normalize
-from jddp.distributed.schedulers import resolve_identity
+from jddp.distributed.identity import resolve_identity
 from jddp.engine.state import by_path
 from jddp.ground.errors import DataError, FileSystemError, UsageError, file_errors
 from jddp.ground.files import replace_file

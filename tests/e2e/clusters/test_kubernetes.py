@@ -18,9 +18,8 @@ from runs import ROOT, wait_until
 
 from clusters.hosts import Hosts
 from jddp.commands.launch import _parser, plan_launch
-from jddp.distributed.identity import Identity
-from jddp.distributed.outcome import DETERMINISTIC
-from jddp.distributed.schedulers import resolve_identity
+from jddp.distributed.identity import Identity, resolve_identity
+from jddp.distributed.launcher import DETERMINISTIC
 from jddp.ground.errors import ExitCode
 
 MODELS = {

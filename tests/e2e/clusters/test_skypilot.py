@@ -33,7 +33,7 @@ WHO = """
 import json
 from pathlib import Path
 
-from jddp.distributed.schedulers import resolve_identity
+from jddp.distributed.identity import resolve_identity
 
 i = resolve_identity()
 Path(f"process-{i.process_id}").write_text(json.dumps([i.num_processes, i.source, i.coordinator]))

@@ -10,7 +10,7 @@ from faults.jobs import FEW, assert_alike, result, saved_steps
 from runs import ROOT
 
 from clusters.slurm import Slurm
-from jddp.distributed.schedulers import list_hosts
+from jddp.distributed.identity import list_hosts
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("slurm")]
 TEMPLATE = ROOT / "scripts" / "slurm.sbatch"
@@ -24,7 +24,7 @@ WHO = """
 import json
 import socket
 
-from jddp.distributed.schedulers import resolve_identity
+from jddp.distributed.identity import resolve_identity
 
 i = resolve_identity()
 print(json.dumps([i.process_id, i.num_processes, i.coordinator, socket.gethostname(),
