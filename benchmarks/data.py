@@ -146,7 +146,7 @@ def order(num_rounds: int) -> dict[str, float]:
 def images(num_rounds: int, num_files: int = 600, pixels: int = 224) -> dict[str, float]:
     from PIL import Image
 
-    from jddp.data.sources.image_folder import FolderExamples
+    from jddp.data.sources.images import FolderExamples
     from jddp.data.transforms import Normalize, Transformed
 
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jddp.data.sources.files import parse_idx
+from jddp.data.sources.arrays import parse_idx
 
 NUM_PER_CLASS = 1500
 ORIGINALS = Path("/usr/share/datasets/fashion-mnist")

@@ -23,6 +23,6 @@ from jddp.data.source import DataSource as DataSource
 from jddp.data.source import make_data_set as make_data_set
 from jddp.data.source import source_of as source_of
 from jddp.data.sources import make_source as make_source
-from jddp.data.sources.arrays_on_disk import load_weights as load_weights
+from jddp.data.sources.arrays import load_weights as load_weights
 from jddp.data.transforms import Mix as Mix
 from jddp.data.workers import WorkerBatches as WorkerBatches

@@ -22,7 +22,7 @@ import numpy as np
 
 from jddp.data.batches import TrainBatches
 from jddp.data.examples import NumpyBatch
-from jddp.data.sources.files import import_extra
+from jddp.data.sources.arrays import import_extra
 from jddp.ground.errors import DataError
 from jddp.ground.typing import Batch
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jddp.data.sources.files import import_extra
+from jddp.data.sources.arrays import import_extra
 from jddp.data.sources.tokens import DOCUMENTS, INDEX
 from jddp.ground.errors import ConfigError, DataError, show, words_of
 from jddp.ground.typing import JsonObject

@@ -1,13 +1,11 @@
 """Data: the order of examples, batches of one and of several processes, sources, bad files."""
 
 import gzip
-import importlib.util
 import itertools
 import math
 import shutil
 import tracemalloc
 from hashlib import sha256
-from pathlib import Path
 
 import make_fashion_mnist as script
 import numpy as np
@@ -27,14 +25,11 @@ from jddp.data import (
 )
 from jddp.data.order import Order
 from jddp.data.source import spec_of
-from jddp.data.sources import SOURCES
-from jddp.data.sources.files import parse_idx
-from jddp.data.sources.images import image_examples
+from jddp.data.sources import SOURCES, arrays
+from jddp.data.sources.arrays import image_examples, parse_idx
 from jddp.data.sources.tokens import TokenExamples, source_files
 from jddp.data.transforms import FlipAndShift
 from jddp.ground.errors import ConfigError, DataError
-
-embedded = importlib.import_module("jddp.data.sources.fashion_mnist")  # not the function
 
 
 def numbered(num_examples):
@@ -472,9 +467,9 @@ def test_a_file_that_is_missing_truncated_or_altered_is_named_and_nothing_takes_
     ):
         with pytest.raises(DataError, match=message):
             make_source("fashion_mnist", kwargs=FULL, directory=str(directory)).load()
-    for path in embedded._HERE.glob("*.gz"):
+    for path in arrays._HERE.glob("*.gz"):
         shutil.copy(path, tmp_path)
-    monkeypatch.setattr(embedded, "_HERE", tmp_path)
+    monkeypatch.setattr(arrays, "_HERE", tmp_path)
     labels, images = "t10k-labels-idx1-ubyte.gz", "train-15000-images-idx3-ubyte.gz"
     sound = {name: (tmp_path / name).read_bytes() for name in (labels, images)}
     altered = parse_idx(gzip.decompress(sound[labels])).copy()
@@ -578,8 +573,8 @@ def test_script_keeps_as_many_of_each_class_and_the_whole_test_set(tmp_path, mon
     monkeypatch.setattr(script, "NUM_PER_CLASS", 3)
     script.main(tmp_path, made)
     sums = {"embedded": made / "SHA256SUMS", "full": made / "SHA256SUMS.original"}
-    monkeypatch.setattr(embedded, "_SUMS", sums)
-    monkeypatch.setattr(embedded, "_HERE", made)
+    monkeypatch.setattr(arrays, "_SUMS", sums)
+    monkeypatch.setattr(arrays, "_HERE", made)
     part = make_source("fashion_mnist").load()
     full = make_source("fashion_mnist", kwargs=FULL, directory=str(tmp_path)).load()
     assert part.description == "Fashion-MNIST embedded: 30 train / 20 test examples"
@@ -591,7 +586,7 @@ def test_script_keeps_as_many_of_each_class_and_the_whole_test_set(tmp_path, mon
 
 def test_shipped_images_are_those_that_the_script_chooses():
     """Of 6,000 images a class 1,500 are kept, by hash: the first byte of all is in the low part."""
-    directory = Path(embedded.__file__).parent
+    directory = arrays._HERE
     images, labels = (parse_idx(script.unpack(directory / f"{name}.gz")) for name in script.KEPT)
     first_bytes = [sha256(image.tobytes()).digest()[0] for image in images]
     assert max(first_bytes) < 0.28 * 256

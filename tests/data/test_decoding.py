@@ -11,8 +11,7 @@ from PIL import Image, ImageOps
 from jddp.data import make_source
 from jddp.data.batches import Share
 from jddp.data.sources import images
-from jddp.data.sources.image_folder import images_in
-from jddp.data.sources.images import UndecodableError, decode_image
+from jddp.data.sources.images import UndecodableError, decode_image, images_in
 from jddp.ground.errors import DataError
 
 SIZE, FIRST = 16, np.array([0])

@@ -20,8 +20,8 @@ from jddp.data import (
 )
 from jddp.data.examples import column_of
 from jddp.data.source import rows_for_testing, spec_of
-from jddp.data.sources.files import MappedArray, map_npy, map_npz
-from jddp.data.sources.image_folder import FolderExamples
+from jddp.data.sources.arrays import MappedArray, map_npy, map_npz
+from jddp.data.sources.images import FolderExamples
 from jddp.data.sources.tokens import TokenExamples
 from jddp.data.transforms import CropAndFlip
 from jddp.ground.errors import ConfigError, DataError, FileSystemError

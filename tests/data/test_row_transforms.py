@@ -7,7 +7,7 @@ from states import equal
 
 from jddp.data import ArrayExamples, Mix, Order, TrainBatches, eval_batches
 from jddp.data.examples import Concatenated, Subset
-from jddp.data.sources.images import image_examples
+from jddp.data.sources.arrays import image_examples
 from jddp.data.transforms import (
     Chain,
     CropAndFlip,

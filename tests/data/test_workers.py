@@ -18,7 +18,7 @@ from runs import environment
 from states import equal
 
 from jddp.data import ArrayExamples, Mix, Order, TrainBatches, WorkerBatches, workers
-from jddp.data.sources.images import image_examples
+from jddp.data.sources.arrays import image_examples
 from jddp.data.transforms import CropAndFlip
 from jddp.ground.errors import ConfigError, DataError
 from jddp.ground.typing import TRANSFORM

@@ -11,7 +11,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp import verify
 from jddp.data import Mix, TrainBatches, eval_batches
-from jddp.data.sources.images import image_examples
+from jddp.data.sources.arrays import image_examples
 from jddp.data.transforms import CropAndFlip, FlipAndShift
 from jddp.ground.typing import TRANSFORM
 from jddp.zoo.losses import cross_entropy

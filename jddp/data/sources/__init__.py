@@ -10,13 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jddp.data.source import DataSource
-from jddp.data.sources.arrays_on_disk import idx, npy, npz
-from jddp.data.sources.fashion_mnist import fashion_mnist
-from jddp.data.sources.hugging_face import array_record, hugging_face, parquet
-from jddp.data.sources.image_folder import image_folder
+from jddp.data.sources.arrays import fashion_mnist, idx, npy, npz
+from jddp.data.sources.hugging_face import array_record, hugging_face, parquet, webdataset
+from jddp.data.sources.images import image_folder
 from jddp.data.sources.table import table_in_files
 from jddp.data.sources.tokens import python_stdlib, tokens
-from jddp.data.sources.webdataset import webdataset
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import check_arguments, defaults_of, look_up
 from jddp.ground.typing import Settings

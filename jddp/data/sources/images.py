@@ -1,27 +1,39 @@
-"""Decodes an image of a file and scales it: one image is one array, whatever holds the file.
+"""Images in folders, one folder a class, decoded when they are read.
 
-Pillow reads the header. JPEG in colour is decoded by simplejpeg, which takes 0.8 of Pillow's time
-for photographs (benchmarks/jpeg.py), all else by Pillow. An image is scaled until its shorter side
-fits, and its middle is kept. Pillow's limit on the number of pixels applies: a larger image is
-refused like one that does not decode.
+    data/train/cat/0001.jpg      data/test/cat/0001.jpg
+    data/train/dog/0001.jpg      data/test/dog/0001.jpg
+
+Without the folders train and test, `test_share=0.2` uses this share of the images for testing. The
+hash of its name puts an image on one side, so it stays there when others are added.
+
+An image is the same array whatever holds its file. Pillow reads the header. JPEG in colour is
+decoded by simplejpeg, which takes 0.8 of Pillow's time for photographs (benchmarks/jpeg.py), all
+else by Pillow. An image is scaled until its shorter side fits, and its middle is kept. Pillow's
+limit on the number of pixels applies: a larger image is refused like one that does not decode.
 """
 
 import contextlib
 import io
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jddp.data.examples import ArrayExamples, Examples, NumpyBatch
-from jddp.data.sources.files import import_extra
-from jddp.data.transforms import Transformed, normalize
+from jddp.data.examples import NumpyBatch
+from jddp.data.source import DataSet, DataSource, check_share, image_spec, make_data_set
+from jddp.data.sources.arrays import check_per_channel, import_extra, refusing_damage
+from jddp.data.transforms import CropAndFlip, Transformed, normalize
 from jddp.ground.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
+
 
 # By the first bytes of a file, whatever its name. Other formats of Pillow start programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
@@ -193,52 +205,217 @@ def refusing_undecodable(where: str) -> Iterator[None]:
         raise UndecodableError(f"{where}: does not decode ({reason}). Remove it.") from error
 
 
-def image_examples(
-    images: np.ndarray,
-    labels: np.ndarray,
+LAYOUT = (
+    "Images are read from train/CLASS/*.jpg and test/CLASS/*.jpg in data.dir; or from CLASS/*.jpg, "
+    "a share of which is for testing: data.kwargs.test_share=0.2."
+)
+
+
+@dataclass(eq=False)
+class FolderExamples:
+    """Images of a folder, and the number of the class of each.
+
+    Attributes:
+      root: Folder with one folder for each class.
+      image_size: Height and width of the images that are returned, in pixels.
+      margin: Fraction of the shorter side that is cropped, half of it on each side.
+      keep_undecodable: Whether an image that does not decode becomes a black one of mask 0;
+        without, it is an error.
+      is_labelled: Whether there is a folder for each class; without, all images in the folder and
+        below it have label 0.
+      files: Paths of the images, relative to `root`, in their order.
+      classes: Names of the classes, in the order of their numbers.
+
+    Raises:
+      DataError: If there are no images, or none of a class.
+    """
+
+    root: Path
+    image_size: int
+    margin: float = 0.0
+    keep_undecodable: bool = False
+    is_labelled: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.root.is_dir():
+            raise DataError(f"{self.root}: no such folder. {LAYOUT}")
+        self.classes = _class_folders(self.root) if self.is_labelled else [""]
+        images = [_images_in(self.root / name) for name in self.classes]
+        if not any(images):
+            where = "in folders of classes" if self.is_labelled else "here or below"
+            raise DataError(f"{self.root}: no images {where}. Add some.")
+        for name, paths in zip(self.classes, images, strict=True):
+            if not paths:
+                where = _shown(self.root / name)
+                raise DataError(
+                    f"{where}: no images of this class. Add some, or remove the folder."
+                )
+        self.files = [x.relative_to(self.root).as_posix() for paths in images for x in paths]
+        self.labels = np.repeat(np.arange(len(images), dtype=np.int32), [*map(len, images)])
+        self._masked: set[int] | None = set() if self.keep_undecodable else None
+
+    def keep_part(self, test_share: float, part: str) -> None:
+        """Keeps the images of a part, "train" or "test": a hash of its name decides for each.
+
+        Raises:
+          DataError: If there are none.
+        """
+        is_kept = [(_draw(name) < test_share) == (part == "test") for name in self.files]
+        self.files = [name for name, is_here in zip(self.files, is_kept, strict=True) if is_here]
+        self.labels = self.labels[is_kept]
+        if not self.files:
+            raise DataError(
+                f"{self.root}: test_share={test_share} leaves no image for {part}. Choose another "
+                "share."
+            )
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def take(self, indices: np.ndarray) -> NumpyBatch:
+        """uint8 "image" `(b, size, size, 3)`, int32 "label", and "mask" if some may be missing.
+
+        Raises:
+          DataError: If an image cannot be read, or does not decode and none may be missing.
+        """
+        images = decode_images(self.decode, indices, self.image_size, masked=self._masked)
+        return images | {"label": self.labels[indices]}
+
+    def decode(self, index: int) -> np.ndarray:
+        """One image, uint8 `(size, size, 3)`.
+
+        Raises:
+          DataError: If it cannot be read or does not decode.
+        """
+        path = self.root / self.files[index]
+        where = _shown(path)
+        with refusing_damage(where, "image"):
+            return decode_image(path.read_bytes(), self.image_size, margin=self.margin, where=where)
+
+    def fingerprint(self) -> str:
+        """A hash of names and sizes of all files."""
+        sizes = (f"{name} {(self.root / name).stat().st_size}\n" for name in self.files)
+        return sha256("".join(sizes).encode(errors="surrogateescape")).hexdigest()
+
+
+def _draw(name: str) -> float:
+    """A number from 0 to 1 by the hash of a name."""
+    return int.from_bytes(sha256(name.encode(errors="surrogateescape")).digest()[:8]) / 2**64
+
+
+def _images_in(folder: Path) -> list[Path]:
+    """The image files in a folder and below, by their endings, in the order of their names.
+
+    Raises:
+      DataError: If one is not a file, but a pipe, for example, which would never end.
+    """
+    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+    for path in images:
+        if not (path.is_file() or path.is_dir()):
+            raise DataError(
+                f"{_shown(path)}: a link that leads to no file, a named pipe or a device, not an "
+                "image. Remove it."
+            )
+    return [path for path in images if path.is_file()]
+
+
+def _shown(path: Path) -> str:
+    """The path as text that every log accepts: its bytes need not be UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def _class_folders(root: Path) -> list[str]:
+    """The names of the folders, without hidden ones, which editors and notebooks make."""
+    return sorted(x.name for x in root.iterdir() if x.is_dir() and not x.name.startswith("."))
+
+
+def image_folder(
     *,
-    mean: float | Sequence[float] = 0.0,
-    std: float | Sequence[float] = 1.0,
-) -> Examples:
-    """Examples of images and labels: images of uint8 are normalized, all others are used as is.
+    directory: Path,
+    image_size: int,
+    num_classes: int | None = None,
+    mean: float | Sequence[float] = MEAN,
+    std: float | Sequence[float] = STD,
+    undecodable: str = "error",
+    test_share: float | None = None,
+) -> DataSource:
+    """The source of a directory with the folders train and test, or with a folder for each class.
 
     Args:
-      images: Array `(n, height, width, channels)`, of uint8 or floating point.
-      labels: Whole numbers from 0, `(n,)`.
-      mean: Value to subtract from uint8 over 255; one number, or one per channel.
+      directory: Folder of "train" and "test", which have a folder for each class; or, with
+        `test_share`, itself the folder of the classes.
+      image_size: Height and width, in pixels.
+      num_classes: Number of classes; any other number is refused. None accepts any.
+      mean: Value to subtract from pixels over 255; one number, or one per channel.
       std: Divisor after that.
+      undecodable: "error", or "mask": such an image is masked out, and named in the log.
+      test_share: Fraction of the images that are for testing, chosen by a hash of their names;
+        None if they are in the folder test.
 
     Raises:
-      DataError: If shapes or dtypes differ from the above, a number is not finite, or mean and std
-        are not one number, or one per channel.
+      ConfigError: If an argument breaks its rule, or Pillow is not installed.
     """
-    if images.ndim != 4 or len(images) == 0:
-        raise DataError(
-            f"images have shape {images.shape}. They need (n, height, width, channels), n > 0."
+    check_image_arguments(mean, std, undecodable, needed_by="image_folder")
+    if test_share is not None:
+        check_share(test_share)
+    masks = undecodable == "mask"
+    scaling = normalize(mean, std)
+
+    def examples(part: str, margin: float) -> FolderExamples:
+        root = directory / part if test_share is None else directory
+        images = FolderExamples(root, image_size, margin, keep_undecodable=masks)
+        if test_share is not None:
+            images.keep_part(test_share, part)
+        return images
+
+    def load() -> DataSet:
+        if test_share is not None and {"train", "test"} <= {*_class_folders(directory)}:
+            raise DataError(f"{directory} has folders train and test. Leave test_share out.")
+        train, test = examples("train", 0.0), examples("test", TEST_MARGIN)
+        if odd := sorted({*train.classes} ^ {*test.classes}):
+            part, other = ("train", "test") if odd[0] in train.classes else ("test", "train")
+            raise DataError(
+                f"{directory}: class {odd[0]!r} is in {part}, but not in {other}. Both need the "
+                "same class folders."
+            )
+        if num_classes not in (None, len(train.classes)):
+            raise DataError(
+                f"{directory} has {len(train.classes)} classes, but num_classes is {num_classes}. "
+                "Leave it out, or give the number of folders."
+            )
+        return make_data_set(
+            f"image_folder {directory}",
+            Transformed(train, scaling),
+            Transformed(test, scaling),
+            sha256_hex=sha256((train.fingerprint() + test.fingerprint()).encode()).hexdigest(),
+            classes=train.classes,
         )
-    if images.dtype != np.uint8 and images.dtype.kind != "f":
-        raise DataError(f"images are {images.dtype}. They need uint8 or floating point.")
-    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
-        raise DataError(
-            f"labels are {labels.dtype}{labels.shape} for {len(images)} images. Each image needs "
-            "one whole number."
-        )
-    check_per_channel("mean", mean, images.shape[-1])
-    check_per_channel("std", std, images.shape[-1])
-    if images.dtype == np.float16:
-        images = images.astype(np.float32)
-    stored = ArrayExamples({"image": images, "label": labels.astype(np.int32)})
-    return stored if images.dtype.kind == "f" else Transformed(stored, normalize(mean, std))
+
+    spec = image_spec(image_size, image_size, 3)
+    if masks:
+        spec["mask"] = ((), np.dtype("float32"))
+    root = directory if test_share is not None else directory / "train"
+    num_folders = num_classes or (len(_class_folders(root)) if root.is_dir() else 0)
+    sizes = {"num_classes": num_folders} if num_folders else {}
+    return DataSource(spec, load, (CropAndFlip(),), sizes)
 
 
-def check_per_channel(name: str, given: float | Sequence[float], num_channels: int) -> None:
-    """Refuses anything but one number, or one for each channel of the images.
+def images_in(
+    directory: Path,
+    *,
+    image_size: int,
+    mean: float | Sequence[float] = MEAN,
+    std: float | Sequence[float] = STD,
+    **others: object,
+) -> Transformed:
+    """All images in a folder and below, prepared like the test images of such a source.
 
-    Raises:
-      DataError: If their number differs.
+    Args:
+      directory: The folder; its images need no labels.
+      image_size: Height and width, in pixels.
+      mean: Value to subtract from pixels over 255; one number, or one per channel.
+      std: Divisor after that.
+      **others: Arguments of `image_folder` that concern labels, or images that do not decode.
     """
-    if np.shape(given) not in ((), (num_channels,)):
-        raise DataError(
-            f"{name} has {np.size(given)} numbers, but images have {num_channels} channels. Give "
-            "one number, or one per channel."
-        )
+    images = FolderExamples(directory, image_size, TEST_MARGIN, is_labelled=False)
+    return Transformed(images, normalize(mean, std))

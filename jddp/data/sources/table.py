@@ -26,7 +26,7 @@ import numpy as np
 
 from jddp.data.examples import ArrayExamples, NumpyBatch
 from jddp.data.source import DataSource, make_data_set, selected_parts, spec_of
-from jddp.data.sources.files import files_of, import_extra, refusing_damage, require_file
+from jddp.data.sources.arrays import files_of, import_extra, refusing_damage, require_file
 from jddp.ground.errors import ConfigError, DataError, check_choice
 from jddp.ground.names import did_you_mean
 from jddp.ground.typing import JsonObject

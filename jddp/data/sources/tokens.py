@@ -24,7 +24,7 @@ import numpy as np
 from jddp.data.examples import Examples, NumpyBatch
 from jddp.data.packing import pack_items
 from jddp.data.source import DataSet, DataSource, Spec, make_data_set
-from jddp.data.sources.files import map_npy, refusing_damage, require_file
+from jddp.data.sources.arrays import map_npy, refusing_damage, require_file
 from jddp.ground.errors import ConfigError, DataError
 from jddp.ground.typing import JsonObject
 

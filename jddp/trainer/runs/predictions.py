@@ -22,8 +22,8 @@ from jddp.config.permissions import absolute
 from jddp.config.schema import Config
 from jddp.data import ArrayExamples, eval_batches
 from jddp.data.examples import Examples
-from jddp.data.sources.files import map_npy, map_npz
-from jddp.data.sources.image_folder import images_in
+from jddp.data.sources.arrays import map_npy, map_npz
+from jddp.data.sources.images import images_in
 from jddp.data.sources.table import ENDINGS, Encoding, rows_in
 from jddp.data.transforms import LARGEST, Transform, Transformed, normalize
 from jddp.distributed.identity import resolve_identity
