@@ -20,7 +20,6 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jddp.checkpoint.weights import read_weights
 from jddp.config.options import (
     BatchNormConfig,
     Precision,
@@ -28,7 +27,6 @@ from jddp.config.options import (
     Reduction,
     SyncBatchNorm,
 )
-from jddp.config.permissions import expand
 from jddp.distributed.identity import refuse_unjoined
 from jddp.engine.calls import run_compiled
 from jddp.engine.compiled import CompiledSteps
@@ -60,6 +58,7 @@ from jddp.engine.strategy import (
 )
 from jddp.engine.view import Clip
 from jddp.ground.names import refuses_unknown
+from jddp.ground.names.plugins import tool
 from jddp.ground.names.synonyms import OF_DATA_PARALLEL
 from jddp.ground.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree, Shown
 from jddp.modules.base import Frozen, thaw
@@ -264,7 +263,8 @@ class DataParallel(Shown):
         """
         inputs = self.steps.inputs(as_arrays(batch), constants)
         is_path = isinstance(params, str | Path)
-        given = read_weights(expand(params)) if is_path else params
+        read = tool("weights", "init(params=PATH)", "jddp.checkpoint") if is_path else None
+        given = read(params) if read else params
         first = self._first.make(seed, inputs, given, partial=partial, casts=is_path)
         self._executor.latest = first.state
         self._executor.planned = first.planned

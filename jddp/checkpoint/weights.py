@@ -37,6 +37,7 @@ from jddp.checkpoint.reader import (
     read_object,
     read_values,
 )
+from jddp.config.permissions import expand
 from jddp.engine.state import Replicated, by_path
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, file_errors
 from jddp.ground.typing import PyTree, Settings
@@ -71,7 +72,7 @@ _DTYPES = {
 EVALUATED = ["params", "ema_params", "model_state", "ema_state"]
 
 
-def read_weights(path: Path) -> PyTree:
+def read_weights(named: str | Path) -> PyTree:
     """The arrays in a file or folder, as nested dicts by the parts of their names.
 
     Names are split at "/", or at "." if no name has a "/". From a run it reads the parameters and
@@ -82,6 +83,7 @@ def read_weights(path: Path) -> PyTree:
       DataError: If the file is damaged, or holds something else.
       FileSystemError: If it cannot be read.
     """
+    path = expand(named)
     if not path.exists():
         raise FileSystemError(f"{path} does not exist.")
     if is_run_folder(path):

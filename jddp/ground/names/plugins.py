@@ -8,7 +8,8 @@
     [project.entry-points."jddp.run_ended"]    # called at the end of a run with its directory and
                                                # name; returns files for it, {name: content}
 
-`jddp.workbench` is found in this way only, as any other package is.
+`jddp.workbench` is found in this way only, as any other package is. `jddp.DataParallel` finds the
+reader of files of weights so too, and needs no checkpoints to train.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,19 +45,20 @@ def _loaded(point: EntryPoint) -> Function | None:
         raise
 
 
-def tool(name: str, asked: str = "") -> Function:
+def tool(name: str, asked: str = "", package: str = "jddp.workbench") -> Function:
     """Imports the function behind an option.
 
     Args:
       name: Name of its entry point.
       asked: The option as its user knows it; by default `--name`.
+      package: The package that names the entry point.
 
     Raises:
       UsageError: If its package is not installed.
     """
     if (found := find(OPTIONS, name)) is None:
         raise UsageError(
-            f"{asked or f'--{name}'} needs jddp.workbench, which is not installed here. Install "
-            "the whole package jddp."
+            f"{asked or f'--{name}'} needs {package}, which is not installed here. Install the "
+            "whole package jddp."
         )
     return found
