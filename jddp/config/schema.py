@@ -62,9 +62,6 @@ class TrainConfig(Section):
     limit_eval_batches: int | None = option(
         None, "Batches of an evaluation, of rows spread over all; null evaluates all.", ge=1
     )
-    check_evaluation: bool = option(
-        True, "Evaluate one batch before the first step of a new run.", "none"
-    )
     log_every_steps: int | None = option(50, "Steps between lines of metrics.", "none", ge=1)
     log_every_epochs: float | None = option(
         None, "Epochs between lines of metrics; or log_every_steps.", "none", gt=0
@@ -156,9 +153,6 @@ class DataConfig(NamedSection):
     )
     mixup: float | None = option(None, "Mix two images, by weights from Beta(mixup, mixup).", gt=0)
     cutmix: float | None = option(None, "Or paste a box: shares from Beta(cutmix, cutmix).", gt=0)
-    transform_on: Literal["device", "host"] = option(
-        "device", "Where rows are scaled, augmented and mixed.", "rounding"
-    )
     num_workers: int = option(0, "Processes that read batches; 0 reads in a thread.", "none", ge=0)
 
     @model_validator(mode="after")
@@ -338,12 +332,6 @@ class ReportConfig(Section):
 
     sinks: list[str] = option(
         [], "Who gets the records, too: tensorboard, wandb, package.module:Name.", "none"
-    )
-    norms_every_steps: int | None = option(
-        None,
-        "Steps between norms of each layer, which cost a step; or null.",
-        "none",
-        ge=1,
     )
 
 

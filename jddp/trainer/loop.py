@@ -26,7 +26,6 @@ from jddp.engine.state import TrainState
 from jddp.engine.trainable import Trainable
 from jddp.ground.errors import UsageError
 from jddp.ground.typing import Batch
-from jddp.inspection.layers import diagnose
 from jddp.trainer.arguments import refuse_same_rows
 from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent, Spikes
 from jddp.trainer.options import Options
@@ -216,24 +215,8 @@ class Loop:
             raise Interrupted
 
     def _next_batch(self) -> Batch:
-        """Takes the batch of the next step, and records the norms of each layer with it, if due."""
-        every = self.options.norms_every_steps
-        is_due = every is not None and (self.run.step + 1) % every == 0
-        if is_due:
-            self.reporter.next()
         with jax.profiler.TraceAnnotation(DATA), self.reporter.clock.measure("data"):
-            batch = next(self.source)
-        if is_due:
-            self._record_norms(batch)
-        return batch
-
-    def _record_norms(self, batch: Batch) -> None:
-        phase = self.watchdog.phase
-        self.watchdog.enter("compile", self.run.step)  # at the first time
-        with self.reporter.clock.measure("pause"), self.reporter.clock.measure("devices"):
-            norms = diagnose(self.ddp, self.run.state, batch)
-        self.reporter.layers(self.run.step + 1, norms)
-        self.watchdog.enter(phase, self.run.step)
+            return next(self.source)
 
     def _is_due(self, *periods: Period | None) -> bool:
         """Whether one of the periods has ended with the last step."""
@@ -269,7 +252,7 @@ class Loop:
         names = self.ddp.trace_evaluation(self.run.state, first[0], self.options.evaluation.params)
         for callback in watching(self.options.callbacks):
             callback.check(names)
-        if self.run.step == 0 and self.options.checks.evaluation:
+        if self.run.step == 0:
             self.watchdog.enter("evaluation", 0)
             self.ddp.evaluate(self.run.state, first, self.options.evaluation.params)
 

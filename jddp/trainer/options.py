@@ -99,8 +99,6 @@ class Checks:
       same_batches: Whether all processes get the same rows on purpose, as in a benchmark.
         If False, a first batch that several processes have is refused. With
         `jddp.data.TrainBatches` and `eval_batches` each process reads its own rows.
-      evaluation: Whether a new run evaluates one batch before its first step, without a record, so
-        that what fails only where it runs, such as memory, fails then. Evaluation is traced anyway.
       limits: Seconds that a phase may take before its processes are reported as hanging.
 
     Raises:
@@ -111,7 +109,6 @@ class Checks:
     max_consecutive_skips: int = 10
     on_spike: str | None = "warn"
     same_batches: bool = False
-    evaluation: bool = True
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -149,7 +146,6 @@ class Options:
       facts: Facts to keep with the settings.
       callbacks: Objects as `jddp.Callback` describes them.
       sinks: Sinks of the user, which get the records too.
-      norms_every_steps: Steps between records of each layer's norms, or None.
 
     Raises:
       ConfigError: If a number is not positive, or a choice is unknown.
@@ -172,7 +168,6 @@ class Options:
     facts: Settings = field(default_factory=dict)
     callbacks: Sequence[Callback] = ()
     sinks: Sequence[ChosenSink] = ()
-    norms_every_steps: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses wrong settings, before anything is compiled or written."""
@@ -246,5 +241,4 @@ class Options:
             "resume": self.resume,
             "seed": self.seed,
             "same_batches": self.checks.same_batches,
-            "check_evaluation": self.checks.evaluation,
         }

@@ -26,7 +26,6 @@ from jddp.engine.state import name_of
 from jddp.engine.trainable import Trainable
 from jddp.ground.typing import Batch, JsonObject, Record
 from jddp.inspection.flops import count_flops, seconds_at_peak, uncounted
-from jddp.inspection.layers import Layers
 from jddp.inspection.memory import compiled_bytes, limit_bytes, peak_bytes
 from jddp.modules.rows import count_rows
 from jddp.trainer.numerics import Numerics, Sent
@@ -320,14 +319,6 @@ class Reporter:
         finally:  # A run that is killed before this evaluates, and calls them, again.
             self._keep(record)
         self.course.best = self._best()
-
-    def layers(self, step: int, layers: Layers) -> None:
-        """Records the norms of each layer's parameters before a step, and of its gradient in it."""
-        record: JsonObject = {"step": step, "split": "layers"}
-        for kind in ("parameter", "gradient"):
-            record |= {f"{kind}_norm/{name}": norms[kind] for name, norms in layers.items()}
-        self.run.records.append(record)
-        self._keep(record)
 
     def give(self, record: JsonObject) -> None:
         """Gives a record of a callback to the sinks; arrays only to those that the user chose."""

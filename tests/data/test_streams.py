@@ -145,10 +145,9 @@ def test_a_stream_of_a_config_trains_as_the_same_batches_of_fit_do(mine):
     assert run.eval_metrics["examples"] == 19
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_images_of_a_stream_are_normalized_by_the_config(mine, place):
+def test_images_of_a_stream_are_normalized_by_the_config(mine):
     normalize = "data.transforms=[{name: normalize, kwargs: {mean: 0.25, std: 0.5}}]"
-    job = job_of("images", normalize, f"data.transform_on={place}")
+    job = job_of("images", normalize)
     run = job.run()
 
     def scaled(batches):

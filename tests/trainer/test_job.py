@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
-from runs import ROOT, printed, records
+from runs import ROOT, printed
 from states import assert_same, close
 from sweeps import swept
 from tiny import ConvNet, loss_fn, make_batch
@@ -285,24 +285,6 @@ def test_a_sink_of_a_config_is_made_for_its_run_and_gets_its_records(mine):
     assert seen.records == [record for record in run.history if record["step"] > 3]
     with pytest.raises(ConfigError, match=r"report.sinks\[0\]: module 'mine' has no 'Sen'"):
         train(own_config(report={"sinks": ["mine:Sen"]}))
-
-
-def test_norms_of_each_layer_are_recorded_when_due_and_change_nothing_else(mine):
-    plain = train(own_config())
-    config = own_config(report={"norms_every_steps": 2}, run={"dir": "with_norms"})
-    run = train(config)
-    assert_same(run.state, plain.state)
-    kept = [(x["step"], x["split"]) for x in records(mine / "with_norms")]
-    assert kept == [(1, "train"), (2, "layers"), (2, "train"), (3, "train"), (3, "eval")]
-    assert [name.get_title() for name in run.plot().axes] == ["loss", "close"]
-    job = build(config)
-    batches = job.train_batches()
-    first, second = next(batches), next(batches)
-    state, _ = job.ddp.step(job.ddp.init(config.seed, first), first)
-    want = jddp.diagnose(job.ddp, state, second)
-    for kind in ("parameter", "gradient"):
-        found = {name: run.history[1][f"{kind}_norm/{name}"] for name in want}
-        assert found == {name: norms[kind] for name, norms in want.items()}
 
 
 def test_all_that_cannot_be_resolved_is_said_at_once(mine):
@@ -763,7 +745,6 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
         replicas_every_steps=length["check_replicas_every_steps"],
         max_consecutive_skips=length["max_consecutive_skips"],
         on_spike=length["on_spike"],
-        evaluation=length["check_evaluation"],
         limits=Limits(),
     )
 

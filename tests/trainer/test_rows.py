@@ -33,9 +33,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_examples_of_a_step_are_those_of_its_batch_in_their_order(trained):
-    config, _ = load_config(
-        [str(trained / "config.yaml")], ["data.transforms=[]", "data.transform_on=host"]
-    )
+    config, _ = load_config([str(trained / "config.yaml")], ["data.transforms=[]"])
     batches = build(config).train_batches()
     for step, batch in zip(range(1, 7), batches, strict=False):
         rows = rows_of_step(trained, step)

@@ -74,10 +74,3 @@ def test_a_new_run_evaluates_one_batch_before_its_first_step_without_a_record(tm
     assert [x["step"] for x in run.evaluations] == [2]
     jddp.fit(noting, BATCHES, num_steps=4, **options)  # resumes: its evaluation has run
     assert noting.seen == [(0, 1), (2, 2), (4, 2)]
-
-
-def test_the_evaluation_before_the_first_step_can_be_skipped():
-    noting = Noting()
-    checks = jddp.Checks(evaluation=False)
-    jddp.fit(noting, BATCHES, num_steps=2, evaluate=BATCHES[:2], checks=checks)
-    assert noting.seen == [(2, 2)]

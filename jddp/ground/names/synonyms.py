@@ -47,7 +47,6 @@ jddp.Evaluation        train.limit_eval_batches limit_val_batches limit_eval_bat
 jddp.Checks            train.max_consecutive_skips max_consecutive_skips
 jddp.Checks            train.check_replicas_every_steps check_replicas_every_steps
 jddp.Checks            train.on_spike          on_spike spike_detection
-jddp.Checks            train.check_evaluation  num_sanity_val_steps check_evaluation
 jddp.Checks            -                       same_batches limits
 fit.batches            -                       data train_dataset train_dataloader train_dataloaders
 fit.sinks              report.sinks            logger loggers report_to log_with

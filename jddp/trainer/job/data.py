@@ -120,7 +120,6 @@ class OfStream:
 
     def __init__(self, config: Config) -> None:
         self._chain = Chain(listed_transforms(config))
-        self._on_device = config.data.transform_on == "device"
         for i, transform in enumerate(self._chain.transforms):
             if transform.num_draws:
                 raise ConfigError(
@@ -140,7 +139,7 @@ class OfStream:
         named = rows if isinstance(rows, Mapping) else {}
         dtypes = {name: x.dtype for name, x in named.items()}
         _check_rows("the stream", dtypes, self._chain.transforms)
-        return {**rows, TRANSFORM: self._chain} if self._on_device else self._chain(rows)
+        return {**rows, TRANSFORM: self._chain}
 
 
 class _Made:

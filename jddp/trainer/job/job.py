@@ -130,7 +130,6 @@ class Job:
                     replicas_every_steps=train.check_replicas_every_steps,
                     max_consecutive_skips=train.max_consecutive_skips,
                     on_spike=train.on_spike,
-                    evaluation=train.check_evaluation,
                     limits=Limits(**config.watchdog.limits),
                 ),
                 profile_steps=train.profile_steps,
@@ -140,7 +139,6 @@ class Job:
                 facts=self._facts(),
                 callbacks=[*own, *callbacks],
                 sinks=self.parts.sinks,
-                norms_every_steps=config.report.norms_every_steps,
             )
             return start(self.ddp, batches, options, state)
 
@@ -251,7 +249,7 @@ class Job:
             self.folder,
             transforms=training_transforms(self.config, self.parts.source),
             mix=Mix(data.mixup, data.cutmix) if data.is_mixed else None,
-            on_device=data.transform_on == "device",
+            on_device=True,
             multiple_of=self.ddp.steps.rows.num_micro_batches,
         )
 
@@ -314,5 +312,5 @@ def test_batches(config: Config, data: DataSet | Streams) -> Batches:
         data.test,
         global_batch_size=rows,
         transforms=listed_transforms(config),
-        on_device=config.data.transform_on == "device",
+        on_device=True,
     )

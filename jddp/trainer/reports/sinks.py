@@ -44,7 +44,7 @@ class Sink(Protocol):
           record: Values by name: numbers, and lists (of lists) of numbers for metrics that are
             arrays; from `run.log` also text, and numpy arrays of float32, or of uint8 for images.
             "step" is the number of finished steps. "split" is "train" for the last step before the
-            record, "eval" for an evaluation, "layers" for norms of each layer, or "callback".
+            record, "eval" for an evaluation, or "callback".
         """
 
     def close(self) -> None:

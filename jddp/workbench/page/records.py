@@ -100,7 +100,7 @@ class Records:
             self.num_evaluations += 1
             self.last_evaluation = record
             _add_to(self.evaluations, record)
-        elif split == "train":  # there may be others, as of norms of layers
+        elif split == "train":
             self._add_times(record)
             self.num_train += 1
             self.last_train = record
