@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jddp.config.options import Reduction as Reduction
     from jddp.config.options import SyncBatchNorm as SyncBatchNorm
     from jddp.config.schema import Config as Config
-    from jddp.data_parallel import DataParallel as DataParallel
+    from jddp.engine.data_parallel import DataParallel as DataParallel
     from jddp.engine.mesh import AXIS as AXIS
     from jddp.engine.mesh import all_gather as all_gather
     from jddp.engine.mesh import replica_key as replica_key
@@ -64,7 +64,7 @@ _HOMES = {
     "Config": "config.schema",
     "ConfigError": "ground.errors",
     "DataError": "ground.errors",
-    "DataParallel": "data_parallel",
+    "DataParallel": "engine.data_parallel",
     "EarlyStopping": "trainer.watching",
     "Error": "ground.errors",
     "Evaluation": "trainer.options",

@@ -103,7 +103,7 @@ def imported(modules: structure.Modules, lines: Lines) -> list[Figure]:
     imports = structure.imports(modules)
     circles = structure.circles(imports)
     names = ", ".join(sorted({room_of(name) for circle in circles for name in circle}))
-    facade = {"jddp.data_parallel", *structure.reached("jddp.data_parallel", imports)}
+    facade = {"jddp.engine.data_parallel", *structure.reached("jddp.engine.data_parallel", imports)}
     step = {"jddp.engine.step", *structure.reached("jddp.engine.step", imports)}
     return [
         Figure("circles of imports", len(circles), 0, names),
@@ -119,7 +119,7 @@ def named(modules: structure.Modules) -> list[Figure]:
     private = structure.private_in_many(modules)
     options = structure.options_of(modules, "DataParallel.__init__")
     fit = structure.options_of(modules, "fit")
-    members = structure.members_of(modules["jddp.data_parallel"], "DataParallel")
+    members = structure.members_of(modules["jddp.engine.data_parallel"], "DataParallel")
     public = assigned(PACKAGE / "__init__.py", "_HOMES")
     return [
         Figure("uses of Any", untyped.count_uses(modules, {untyped.ANY}), 180),

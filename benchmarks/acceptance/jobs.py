@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from acceptance.result import Machine
-from jddp.data_parallel import DataParallel
+from jddp.engine.data_parallel import DataParallel
 from jddp.ground.typing import JsonObject, LossFn
 from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import CNN, GPT, Module, ResNet

@@ -19,16 +19,14 @@ FLOORS = {
     "gradients, processes, options": {"reduce", "distributed", "config"},
     "models and data": {"modules", "data"},
     "the step, and what it trains": {"engine", "zoo"},
-    "what becomes of a step": {"checkpoint"},
-    "the facade": {"data_parallel"},
-    "what is known of a step": {"inspection"},
+    "what becomes of a step": {"checkpoint", "inspection"},
     "training": {"trainer"},
     "commands and tools": {"commands", "workbench"},
 }
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms}
 
 # Where a change of a library's API may reach.
-HOMES = {"optax": {"reduce", "zoo", "engine", "data_parallel", "inspection"}}
+HOMES = {"optax": {"reduce", "zoo", "engine", "inspection"}}
 HOMES |= {"flax": {"modules", "zoo", "checkpoint", "workbench"}, "orbax": {"checkpoint"}}
 HOMES |= {"fsspec": {"checkpoint"}, "omegaconf": {"config"}, "pydantic": {"config"}}
 HOMES |= {"tensorboardX": {"trainer"}, "wandb": {"trainer"}}

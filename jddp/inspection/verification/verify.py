@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jddp.data_parallel import DataParallel
+from jddp.engine.data_parallel import DataParallel
 from jddp.engine.mesh import mapped_over, platform
 from jddp.engine.spec import Step
 from jddp.engine.state import Divided, Inputs, Layout, Replicated, Sharded, TrainState

@@ -26,12 +26,12 @@ from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet
 from jddp.data.source import Streams
-from jddp.data_parallel import DataParallel
 from jddp.distributed.agree import agree, refuse_gpus
 from jddp.distributed.coordination import from_first, process_index
 from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_memory
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
+from jddp.engine.data_parallel import DataParallel
 from jddp.engine.mesh import make_mesh
 from jddp.ground.errors import ConfigError, DataError, UsageError, file_errors, report
 from jddp.inspection.layers import num_outputs

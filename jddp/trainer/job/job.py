@@ -23,8 +23,8 @@ from jddp.data import DataSet, Mix, Order, TrainBatches, WorkerBatches, eval_bat
 from jddp.data.order import ExampleOrder
 from jddp.data.source import Streams
 from jddp.data.transforms import normalization_of
-from jddp.data_parallel import DataParallel
 from jddp.distributed.watchdog import Limits
+from jddp.engine.data_parallel import DataParallel
 from jddp.engine.initial_state import Misfit
 from jddp.engine.mesh import count_processes
 from jddp.engine.state import TrainState, by_path

@@ -20,8 +20,8 @@ from jddp.config.options import Precision
 from jddp.config.schema import Config
 from jddp.data import DataSet, DataSource
 from jddp.data.source import Streams
-from jddp.data_parallel import DataParallel
 from jddp.distributed.agree import agree
+from jddp.engine.data_parallel import DataParallel
 from jddp.engine.initial_state import Misfit, fit_weights
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import TrainState
