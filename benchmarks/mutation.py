@@ -67,7 +67,9 @@ TESTS = HEART | {
     "jddp/engine/executor.py": ["data_parallel", "constants", "explain", "run", "trainer"],
     "jddp/engine/guard.py": ["guard", "loss_scale", "numerics"],
     "jddp/engine/first_state.py": ["data_parallel", "weights", "parameters"],
-    "jddp/engine/bitwise/logical_replicas.py": ["replicas", "logical_replicas"],
+    "jddp/workbench/logical_replicas.py": [
+        *("replicas", "logical_replicas", "reduction", "sums_of_calls"),
+    ],
     "jddp/engine/mesh.py": ["mesh", "data_parallel", "axis_name"],
     "jddp/engine/moving_average.py": [
         "moving_average",
@@ -76,13 +78,10 @@ TESTS = HEART | {
         "shard_optimizer",
     ],
     "jddp/engine/optimizer.py": ["optimizer", "shard_optimizer", "ddp_unused", "data_parallel"],
-    "jddp/engine/bitwise/merged_program.py": ["logical_replicas"],
-    "jddp/engine/bitwise/rows_of_sums.py": ["reduction", "logical_replicas"],
-    "jddp/engine/bitwise/sums_of_calls.py": ["sums_of_calls", "logical_replicas"],
     "jddp/engine/separable.py": ["separable", "shard_optimizer", "whole_matrices"],
     "jddp/engine/spec.py": ["replicas", "sync", "option_pairs", "logical_replicas"],
     "jddp/engine/state.py": ["replica", "local_steps", "shard_optimizer", "run", "checkpoint"],
-    "jddp/engine/sync.py": ["sync", "local_steps"],
+    "jddp/engine/strategy.py": ["sync", "local_steps", "option_pairs"],
     "jddp/engine/view.py": ["view", "clip", "shard_optimizer", "local_steps"],
 }
 # cosmic-ray replaces each operator by all others, ten mutants of one kind: one stands for

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from jddp.engine.mesh import replica_key as replica_key
     from jddp.engine.state import TrainState as TrainState
     from jddp.engine.strategy import FSDP as FSDP
-    from jddp.engine.strategy import LogicalReplicas as LogicalReplicas
+    from jddp.engine.strategy import LocalSteps as LocalSteps
     from jddp.engine.strategy import ZeRO1 as ZeRO1
-    from jddp.engine.sync import LocalSteps as LocalSteps
     from jddp.ground.errors import ConfigError as ConfigError
     from jddp.ground.errors import DataError as DataError
     from jddp.ground.errors import Error as Error
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from jddp.trainer.saving import Checkpoints as Checkpoints
     from jddp.trainer.watching import EarlyStopping as EarlyStopping
     from jddp.trainer.watching import KeepBest as KeepBest
+    from jddp.workbench.logical_replicas import LogicalReplicas as LogicalReplicas
     from jddp.workbench.objective import objective as objective
 
 __version__ = "0.1.0"
@@ -71,8 +71,8 @@ _HOMES = {
     "FSDP": "engine.strategy",
     "Keep": "trainer.options",
     "KeepBest": "trainer.watching",
-    "LocalSteps": "engine.sync",
-    "LogicalReplicas": "engine.strategy",
+    "LocalSteps": "engine.strategy",
+    "LogicalReplicas": "workbench.logical_replicas",
     "Mean": "modules.metrics",
     "Metric": "modules.metrics",
     "Precision": "config.options",

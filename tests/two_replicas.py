@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 
-from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.micro_batches import Local
 from jddp.engine.state import CommState, TrainState
 from jddp.modules.metrics import Sum
@@ -13,6 +12,7 @@ from jddp.reduce.backward import Finished
 from jddp.reduce.hooks import PLAIN
 from jddp.reduce.packing import choose_packing
 from jddp.reduce.reducer import make_reducer
+from jddp.workbench.logical_replicas import pack_rows
 
 AXIS = "data"
 

@@ -51,9 +51,7 @@ from jddp.engine.spec import Function, Step
 from jddp.engine.state import TrainState, Values
 from jddp.engine.strategy import (
     Strategy,
-    choose_placement,
     choose_reducer,
-    choose_replicas,
     choose_strategy,
 )
 from jddp.engine.view import Clip
@@ -134,7 +132,7 @@ class DataParallel(Shown):
         loss_fn: LossFn,
         *,
         mesh: Mesh | Sequence[jax.Device] | int | None = None,
-        strategy: Strategy = "ddp",
+        strategy: str | Strategy = "ddp",
         reduction: str | Reduction | None = None,
         batch_norm: str | SyncBatchNorm = "sync",
         precision: str | Precision | None = None,
@@ -159,7 +157,7 @@ class DataParallel(Shown):
         reducer, overlaps = choose_reducer(
             sent, parts, statistics.name, self.mesh, is_scaled=is_scaled
         )
-        placement = choose_placement(reducer, self.mesh, parts.fsdp)
+        placement = parts.placement(reducer, self.mesh)
         sync = Sync(reducer.axis, statistics.group_size, statistics.unbiased, parts.num_logical)
         sync.check(self.mesh.size)
         flax_model = functional(
@@ -169,7 +167,7 @@ class DataParallel(Shown):
             model=flax_model,
             eval_fn=eval_fn or loss_fn,
             backward=MicroBatches(flax_model, loss_fn, accumulate_steps, overlaps, is_scaled),
-            replicas=choose_replicas(reducer.axis, flax_model, parts.num_logical, self.mesh.size),
+            replicas=parts.replicas(reducer.axis, flax_model),
             reducer=reducer,
             sync=parts.sync,
             clip=Clip(max_grad_norm),

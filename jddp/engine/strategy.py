@@ -1,37 +1,53 @@
 """Strategies: how parameters and the optimizer's state are kept, and when replicas synchronize.
 
-    "ddp"                equal on all replicas, which average gradients in each step
-    "zero1"              the same, and each replica keeps a shard of the optimizer's state
-    "fsdp"               each replica keeps a part of parameters, their average and that state
-    LogicalReplicas(8)   the same, with sums in one order whatever the number of devices
-    LocalSteps(16)       each replica's own, averaged every 16 steps
+    "ddp"              equal on all replicas, which average gradients in each step
+    "zero1"            the same, and each replica keeps a shard of the optimizer's state
+    "fsdp"             each replica keeps a part of parameters, their average and that state
+    LocalSteps(16)     each replica's own, averaged every 16 steps
 
-One is chosen, and decides on several parts of the step together. The pairs of options that conflict
-are refused here.
+One is chosen, and decides on several parts of the step together. `Strategy` says what it decides;
+`jddp.LogicalReplicas`, in the workbench, is another. The pairs of options that conflict are refused
+here.
+
+    steps 1 to H of local steps    each replica alone: its rows, its gradient, its optimizer
+    after step H                   outer parameters - own ─► bucketed mean ─► outer optimizer ─► all
 """
 
 import dataclasses
+import functools
 import logging
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import final
 
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from jddp.config.options import Reduction
-from jddp.engine.bitwise.logical_replicas import FixedReplicas
-from jddp.engine.bitwise.rows_of_sums import pack_rows
 from jddp.engine.guard import unscaled
 from jddp.engine.mesh import axis_of, count_processes, platform
+from jddp.engine.micro_batches import Local
+from jddp.engine.optimizer import OPTIMIZER
 from jddp.engine.placement import FullySharded
-from jddp.engine.spec import Devices, EveryStep, Placement, Replicas, Synchronization
-from jddp.engine.sync import LocalSteps
+from jddp.engine.spec import Averaged, Devices, EveryStep, Placement, Replicas, Synchronization
+from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
+from jddp.engine.view import View
 from jddp.ground.errors import ConfigError
+from jddp.ground.typing import ModelState, Params, Path, PyTree
 from jddp.modules.base import FlaxModel
-from jddp.reduce.hooks import as_is
+from jddp.reduce.backward import Finished
+from jddp.reduce.hooks import CommHook, as_is
 from jddp.reduce.lazy import Lazy
-from jddp.reduce.packing import average_of_shards, choose_packing
+from jddp.reduce.packing import BucketLayout, Packed, average_of_shards, choose_packing
+from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer, bucket_sizes, choose_layout, make_reducer
 from jddp.reduce.shards import Groups, divided_dim
 from jddp.reduce.units import Gather
+
+MEAN = optax.sgd(1.0)
 
 # Pairs of options that cannot be combined, and why. They are refused by their names: the parts
 # themselves know nothing of each other.
@@ -68,8 +84,56 @@ REFUSED = {
 }
 
 
+class Strategy:
+    """What a strategy decides; here it is "ddp".
+
+    Attributes:
+      sends_buckets: Whether each step sends gradients in buckets, and a backward pass could overlap
+        with them.
+      shards_optimizer: Whether each replica updates its shard of the parameters.
+    """
+
+    sends_buckets = True
+    shards_optimizer = False
+
+    @property
+    def num_logical(self) -> int | None:
+        """Fixed number of replicas; None for one on each device."""
+        return None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the strategy in `REFUSED`."""
+        return ()
+
+    @property
+    def sync(self) -> Synchronization:
+        """The synchronization of the replicas."""
+        return EveryStep()
+
+    def replicas(self, axis: str, model: FlaxModel) -> Replicas:
+        """Returns the replicas of a model."""
+        return Devices(axis, model)
+
+    def packed(self, layout: BucketLayout, hook: CommHook | None, mesh: Mesh) -> Packed:
+        """Returns the packing of gradients, with its hook and the name of a custom one."""
+        on_network = count_processes(mesh) > 1
+        return choose_packing(
+            layout, hook, platform(mesh), on_network=on_network, is_sharded=self.shards_optimizer
+        )
+
+    def placement(self, reducer: Reducer, mesh: Mesh) -> Placement:
+        """Returns the placement of parameters.
+
+        Args:
+          reducer: Reducer of the gradients of whole parameters.
+          mesh: The devices.
+        """
+        return Placement()
+
+
 @dataclasses.dataclass(frozen=True)
-class ZeRO1:
+class ZeRO1(Strategy):
     """Each replica updates its shard of every parameter, and keeps the optimizer's state for it.
 
     An optimizer that does not update each element by itself, such as Muon, gets whole arrays for
@@ -80,9 +144,11 @@ class ZeRO1:
       2020, stage 1. https://arxiv.org/abs/1910.02054.
     """
 
+    shards_optimizer = True
+
 
 @dataclasses.dataclass(frozen=True)
-class FSDP:
+class FSDP(Strategy):
     """Each replica keeps a part of each parameter, and gathers the rest where the model uses it.
 
     A parameter is divided along the largest of its dims that the number of replicas divides; one
@@ -106,6 +172,7 @@ class FSDP:
 
     regather: bool = True
     group_size: int | None = None
+    sends_buckets = False
 
     def __post_init__(self) -> None:
         """Refuses a size that is no number, or of one replica."""
@@ -115,6 +182,11 @@ class FSDP:
                 f"FSDP: group_size is a number of replicas, at least 2, or None for all; got "
                 f"{size!r}. Parameters that are whole on each replica are strategy='ddp'."
             )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name in `REFUSED`."""
+        return ("fsdp",)
 
     def groups(self, num_replicas: int) -> Groups:
         """Returns the groups of so many replicas.
@@ -131,81 +203,206 @@ class FSDP:
             )
         return Groups(size, num_replicas // size)
 
+    def placement(self, reducer: Reducer, mesh: Mesh) -> Placement:
+        """Returns the placement of divided parameters; on one device they are whole."""
+        groups = self.groups(mesh.size)
+        if groups.size == 1:
+            logging.getLogger("jddp").warning("strategy='fsdp' on one device is 'ddp'.")
+            return Placement()
+        average = average_of_shards(platform(mesh), groups)
+        gather = Gather(reducer.axis, average, groups, reducer.wire_dtype)
+        return FullySharded(Lazy(gather, reducer.bucket_bytes, keeps=not self.regather))
 
+
+@final
 @dataclasses.dataclass(frozen=True)
-class LogicalReplicas:
-    """A step that is defined on a fixed number of replicas, whatever the number of devices.
+class LocalSteps(Strategy, Synchronization):
+    """Local steps of each replica, between outer steps in which parameters are averaged.
 
-    Results are bitwise identical on any number of CPU devices that divides the number of replicas;
-    on GPUs see docs/bitwise.md.
+        jddp.LocalSteps(every=16)                                              # their mean
+        jddp.LocalSteps(every=16, start=1000)                                  # post-local SGD
+        jddp.LocalSteps(16, optax.sgd(0.7, momentum=0.9, nesterov=True))       # DiLoCo
 
     Attributes:
-      number: Number of replicas.
+      every: Number of steps from one outer step to the next.
+      outer: Optimizer of the outer step, which takes the mean of (parameters after the last outer
+        step - own) for a gradient of those parameters. By default SGD of rate 1, which gives the
+        mean of the replicas' parameters; with Nesterov momentum it is the outer step of DiLoCo.
+      start: Number of first steps that are plain ones, with gradients averaged in each.
+
+    Steps that `skip_nonfinite` leaves out are not counted.
 
     Raises:
-      ConfigError: If there is less than one.
+      ConfigError: If a number breaks its rule.
+
+    References:
+      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+      algorithm 1. https://arxiv.org/abs/2311.08105. Lin et al., "Don't Use Large Mini-Batches, Use
+      Local SGD", 2018. https://arxiv.org/abs/1808.07217. Stich, "Local SGD Converges Fast and
+      Communicates Little", 2018. https://arxiv.org/abs/1805.09767.
     """
 
-    number: int
+    every: int
+    outer: optax.GradientTransformation = MEAN
+    start: int = 0
+    sends_buckets = False
 
     def __post_init__(self) -> None:
-        """Refuses a number out of range."""
-        if self.number < 1:
-            raise ConfigError(f"LogicalReplicas: number is at least 1; got {self.number}.")
+        """Refuses numbers out of range."""
+        if self.every < 1 or self.start < 0:
+            raise ConfigError(
+                "LocalSteps: every is at least 1 and start at least 0; got "
+                f"every={self.every}, start={self.start}."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its names in `REFUSED`: the first steps may send gradients."""
+        both = "local steps", "local steps from the first"
+        return both[:1] if self.start else both
+
+    @property
+    def sync(self) -> Synchronization:
+        """The synchronization that it is."""
+        return self
+
+    def init(self, params: Params) -> PyTree:
+        """Returns outer parameters, and the outer optimizer's state."""
+        return {"params": params, "opt_state": self.outer.init(params)}
+
+    def check(self, model_state: ModelState, keeps_own: KeepsOwn) -> None:
+        """Refuses floating leaves that replicas would share.
+
+        Raises:
+          ConfigError: If there is one, with its name.
+        """
+        for path, x in jax.tree_util.tree_leaves_with_path(model_state):
+            if is_float(x) and not keeps_own(path, x):
+                raise ConfigError(
+                    f"LocalSteps: replicas would have to agree on {name_of(path)!r} in each step, "
+                    "and between outer steps nothing is to be sent. Choose batch_norm='local', or "
+                    "declare its collection 'per_replica' in state=: each replica then has its "
+                    "own, and their mean is evaluated."
+                )
+
+    def keeps_own(self, path: Path, x: PyTree) -> bool:
+        """Returns True for floating leaves, which differ between outer steps."""
+        return is_float(x)
+
+    def layouts(self, state: TrainState, layouts: TrainState) -> TrainState:
+        """Returns layouts with parameters, their average and the optimizer's state per replica."""
+        own = {name: getattr(state, name) for name in ("params", "ema_params", "opt_state")}
+        return layouts.replace(**{k: own_layouts(x, self.keeps_own) for k, x in own.items()})
+
+    def sent(self, reducer: Reducer, plan: BucketPlan, params: Params) -> BucketPlan:
+        """Plans all parameters, also those that no gradient reaches."""
+        return self.note(reducer.plan(params))
+
+    def note(self, plan: BucketPlan) -> BucketPlan:
+        """Notes how often parameters are sent."""
+        when = f"LocalSteps: sent every {self.every} steps"
+        if self.start:
+            when += f", and in each of the first {self.start}"
+        return plan.noted(when)
+
+    def view(self, of_packing: View) -> View:
+        """Returns the view of a gradient of its own."""
+        return View(of_packing.axis, is_mean=False)
+
+    def mean(self, reducer: Reducer, plan: BucketPlan, local: Local, state: TrainState) -> Averaged:
+        """Averages in the first `start` steps alone."""
+        hook = state.comm_state.hook
+        # Without plain steps no gradient is ever averaged, and the program needs no branch for it.
+        if not self.start:
+            return local.grads.tree(), hook
+        # A collective stands in a branch, so all replicas must take the same one: the counts of
+        # steps and of skipped steps are the same everywhere.
+        return lax.cond(
+            self._is_plain(state),
+            lambda: reducer(local.grads, hook, plan, local.units),
+            lambda: (local.grads.tree(), hook),
+        )
+
+    def count(self, state: TrainState, own: Array, mean: Array) -> Array:
+        """Returns the mean in plain steps, else the count of the replica whose gradient it is."""
+        return jnp.where(self._is_plain(state), mean, own)
+
+    def settle(
+        self, reducer: Reducer, local: Local, before: TrainState, after: TrainState
+    ) -> TrainState:
+        """Takes an outer step where one is due.
+
+        A replica without a valid entry keeps its parameters, and counts the step.
+        """
+        # Without a valid entry the gradient is zero, but momentum and weight decay would still move
+        # the parameters.
+        learns = self._is_plain(before) | (local.count > 0)
+
+        def choose(new: Array, old: Array) -> Array:
+            return jnp.where(learns, new, old) if is_float(new) else new
+
+        params, opt_state = jax.tree.map(
+            choose, (after.params, after.opt_state), (before.params, before.opt_state)
+        )
+        # Skipped steps do not count, and only the devices know how many there were: the host would
+        # have to wait for each step to choose the program.
+        taken = before.step - before.skipped + 1
+        is_due = ((taken - self.start) % self.every == 0).astype(jnp.int32)
+
+        branches: list[Callable[[Params, PyTree], tuple[Params, PyTree]]] = [
+            lambda params, outer: (params, outer),
+            functools.partial(self._outer_step, reducer),
+        ]
+        if self.start:
+            # In the plain steps parameters are equal already, and the outer ones follow without a
+            # message.
+            branches.append(lambda params, outer: (params, {**outer, "params": params}))
+        chosen = jnp.where(taken <= self.start, 2, is_due)
+        params, outer = lax.switch(chosen, branches, params, before.comm_state.outer)
+        comm_state = dataclasses.replace(after.comm_state, outer=outer)
+        return after.replace(params=params, opt_state=opt_state, comm_state=comm_state)
+
+    def _outer_step(self, reducer: Reducer, params: Params, outer: PyTree) -> tuple[Params, PyTree]:
+        """Returns the same parameters for all replicas, and their shared state."""
+        start = outer["params"]
+        with jax.named_scope("outer_step"):
+            moved = jax.tree.map(jnp.subtract, start, params)
+            # All parameters, also if no gradient reaches them.
+            mean, _ = reducer(Finished(moved), (), reducer.plan(params))
+        # The same on every replica, from the same mean: outer parameters need not be sent.
+        with jax.named_scope(OPTIMIZER):
+            updates, opt_state = self.outer.update(mean, outer["opt_state"], start)
+            params = optax.apply_updates(start, updates)
+        return params, {"params": params, "opt_state": opt_state}
+
+    def _is_plain(self, state: TrainState) -> Array:
+        return state.step - state.skipped < self.start
 
 
-Strategy = str | ZeRO1 | FSDP | LogicalReplicas | LocalSteps
-
-
-class StrategyParts(NamedTuple):
-    """The parts of a step that follow from a strategy.
-
-    Attributes:
-      sync: Synchronization of the replicas.
-      shards_optimizer: Whether each replica updates its shard of the parameters.
-      num_logical: Number of logical replicas; None for one replica a device.
-      fsdp: The division of the parameters; None where they are whole on each replica.
-    """
-
-    sync: Synchronization = EveryStep()
-    shards_optimizer: bool = False
-    num_logical: int | None = None
-    fsdp: FSDP | None = None
-
-
-def choose_strategy(strategy: Strategy) -> StrategyParts:
-    """Returns the parts of a strategy.
+def choose_strategy(strategy: str | Strategy) -> Strategy:
+    """Returns the strategy of a word, or a strategy itself.
 
     Raises:
       ConfigError: If it is none.
     """
-    match strategy:
-        case "ddp":
-            return StrategyParts()
-        case "zero1" | ZeRO1():
-            return StrategyParts(shards_optimizer=True)
-        case "fsdp":
-            return StrategyParts(fsdp=FSDP())
-        case FSDP():
-            return StrategyParts(fsdp=strategy)
-        case LogicalReplicas():
-            return StrategyParts(num_logical=strategy.number)
-        case LocalSteps():
-            return StrategyParts(sync=strategy)
-    raise ConfigError(
-        f"strategy={strategy!r} is none. Choose 'ddp', 'zero1', 'fsdp', "
-        "jddp.LogicalReplicas(number) or jddp.LocalSteps(every)."
-    )
+    words = {"ddp": Strategy(), "zero1": ZeRO1(), "fsdp": FSDP()}
+    chosen = words.get(strategy) if isinstance(strategy, str) else strategy
+    if not isinstance(chosen, Strategy):
+        raise ConfigError(
+            f"strategy={strategy!r} is none. Choose 'ddp', 'zero1', 'fsdp', "
+            "jddp.LogicalReplicas(number) or jddp.LocalSteps(every)."
+        )
+    return chosen
 
 
 def choose_reducer(
-    reduction: Reduction, strategy: StrategyParts, batch_norm: str, mesh: Mesh, *, is_scaled: bool
+    reduction: Reduction, strategy: Strategy, batch_norm: str, mesh: Mesh, *, is_scaled: bool
 ) -> tuple[Reducer, bool]:
     """Returns the reducer of the gradients, and whether it works inside the backward pass.
 
     Args:
       reduction: Form in which gradients are averaged.
-      strategy: Parts of the step that the strategy decides.
+      strategy: The strategy.
       batch_norm: "sync", "broadcast" or "local".
       mesh: The devices.
       is_scaled: Whether the loss is scaled; a custom hook gets gradients without that scale.
@@ -216,37 +413,23 @@ def choose_reducer(
     _refuse_pairs(strategy, reduction, batch_norm)
     # There is nothing to overlap where a step sends no gradients; and where some steps do, the
     # program, which holds steps with and without a mean, would hold the backward pass twice.
-    sends = mesh.size > 1 and strategy.sync.every is None and strategy.num_logical is None
-    sends = sends and strategy.fsdp is None
-    overlap = reduction.overlap if sends or reduction.overlap is True else False
-    hardware = platform(mesh)
-    layout, overlaps = choose_layout(reduction.layout, overlap, lambda: hardware)
-    if strategy.num_logical is None:
-        packed = choose_packing(
-            layout,
-            reduction.hook,
-            hardware,
-            on_network=count_processes(mesh) > 1,
-            is_sharded=strategy.shards_optimizer,
-        )
-    else:
-        packed = pack_rows(layout, strategy.num_logical)
+    sends = (mesh.size > 1 and strategy.sends_buckets) or reduction.overlap is True
+    overlap = reduction.overlap if sends else False
+    layout, overlaps = choose_layout(reduction.layout, overlap, lambda: platform(mesh))
+    packed = strategy.packed(layout, reduction.hook, mesh)
     seen = unscaled if is_scaled else as_is
     sizes = bucket_sizes(reduction.bucket_mb)
     reducer = make_reducer(axis_of(mesh), packed, sizes, reduction.wire_dtype, seen)
-    if strategy.fsdp is not None and (size := strategy.fsdp.groups(mesh.size).size) > 1:
+    if isinstance(strategy, FSDP) and (size := strategy.groups(mesh.size).size) > 1:
         reducer = dataclasses.replace(
             reducer, is_divided=lambda shape: divided_dim(shape, size) is not None
         )
     return reducer, overlaps
 
 
-def _refuse_pairs(strategy: StrategyParts, reduction: Reduction, batch_norm: str) -> None:
+def _refuse_pairs(strategy: Strategy, reduction: Reduction, batch_norm: str) -> None:
     given = {
-        "logical replicas": strategy.num_logical is not None,
-        "fsdp": strategy.fsdp is not None,
-        "local steps": strategy.sync.every is not None,
-        "local steps from the first": strategy.sync.every is not None and not strategy.sync.start,
+        **dict.fromkeys(strategy.names, True),
         "reduction.hook": reduction.hook is not None,
         "reduction.wire_dtype": reduction.wire_dtype is not None,
         "reduction.wire_dtype='float16'": reduction.wire_dtype == "float16",
@@ -255,35 +438,5 @@ def _refuse_pairs(strategy: StrategyParts, reduction: Reduction, batch_norm: str
         "reduction.layout='leaf'": reduction.layout == "leaf",
     }
     for pair, why in REFUSED.items():
-        if all(given[name] for name in pair):
+        if all(given.get(name) for name in pair):
             raise ConfigError(f"{' and '.join(pair)} cannot be combined: {why}. Leave one out.")
-
-
-def choose_replicas(axis: str, model: FlaxModel, num: int | None, num_devices: int) -> Replicas:
-    """Returns logical replicas of this number, or the devices.
-
-    Raises:
-      ConfigError: If they do not divide over the devices.
-    """
-    replicas = Devices(axis, model) if num is None else FixedReplicas(axis, model, num)
-    replicas.total(num_devices)
-    return replicas
-
-
-def choose_placement(reducer: Reducer, mesh: Mesh, fsdp: FSDP | None) -> Placement:
-    """Returns the placement of parameters.
-
-    Args:
-      reducer: Reducer of the gradients of whole parameters.
-      mesh: The devices.
-      fsdp: The division of the parameters; None where they are whole on each replica.
-    """
-    if fsdp is None:
-        return Placement()
-    groups = fsdp.groups(mesh.size)
-    if groups.size == 1:
-        logging.getLogger("jddp").warning("strategy='fsdp' on one device is 'ddp'.")
-        return Placement()
-    average = average_of_shards(platform(mesh), groups)
-    gather = Gather(reducer.axis, average, groups, reducer.wire_dtype)
-    return FullySharded(Lazy(gather, reducer.bucket_bytes, keeps=not fsdp.regather))

@@ -6,7 +6,7 @@
 
 Only some hooks can reduce the arrays of a packing, so both are made together: `bucketed` for a hook
 that averages what it is given, and in `choose_packing` a reduce-scatter. The packing of logical
-replicas is `jddp.engine.bitwise.rows_of_sums`.
+replicas is `jddp.workbench.logical_replicas.RowsOfSums`.
 """
 
 import dataclasses

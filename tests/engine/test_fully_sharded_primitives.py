@@ -11,7 +11,7 @@ from two_replicas import reduction_of
 from zoo_of_primitives import OPERATIONS, OTHERS, SIZE, known
 
 from jddp.engine.mesh import over_replicas
-from jddp.engine.strategy import FSDP, choose_placement
+from jddp.engine.strategy import FSDP
 from jddp.ground.jaxprs import equations
 
 NUM = 2
@@ -141,7 +141,7 @@ def of_one_device(loss, params, rows):
 
 def fully_sharded(loss, params, rows):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:NUM]), ("data",))
-    placement = choose_placement(reduction_of(), mesh, FSDP())
+    placement = FSDP().placement(reduction_of(), mesh)
     layouts = jax.tree.map(lambda x: placement.layout(x.shape), params)
     specs = jax.tree.map(lambda x: x.spec("data"), layouts)
 

@@ -10,13 +10,12 @@ import pytest
 from jax import lax
 from two_replicas import AXIS, local_of, on_two, state_of
 
-from jddp.engine.bitwise.logical_replicas import FixedReplicas
 from jddp.engine.spec import Devices
 from jddp.engine.state import Inputs, PerReplica, Replicated
-from jddp.engine.strategy import choose_replicas
 from jddp.ground.errors import ConfigError
 from jddp.modules.metrics import Sum
 from jddp.reduce.hooks import PLAIN
+from jddp.workbench.logical_replicas import FixedReplicas
 
 ROWS = np.float32([[1, 2, 3, 4], [5, 6, 7, 8]])  # four on each device
 MODEL = types.SimpleNamespace(keeps_own=lambda path, x: False)
@@ -109,9 +108,8 @@ def test_a_state_enters_and_leaves_with_a_row_for_each_replica():
 def test_logical_replicas_divide_over_the_devices():
     assert [x.total(2) for x in (DEVICES, LOGICAL)] == [2, 4]
     assert [x.num for x in (DEVICES, LOGICAL)] == [None, 4]
-    assert choose_replicas(AXIS, MODEL, None, 2) == DEVICES
     with pytest.raises(ConfigError, match="LogicalReplicas"):
-        choose_replicas(AXIS, MODEL, 3, 2)
+        FixedReplicas(AXIS, MODEL, 3).total(2)
 
 
 def test_a_collective_in_the_model_is_refused_for_logical_replicas_alone():

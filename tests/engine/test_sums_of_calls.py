@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jddp.engine.bitwise.sums_of_calls import sum_in_pairs
 from jddp.reduce.shards import add_in_pairs
+from jddp.workbench.logical_replicas import sum_in_pairs
 
 
 def numbers(num):

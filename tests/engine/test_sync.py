@@ -1,17 +1,14 @@
 """Replicas synchronize in each step, or after several that each takes alone."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 from two_replicas import AXIS, local_of, on_two, reduction_of, state_of
 
 from jddp.engine.spec import EveryStep
 from jddp.engine.state import CommState, PerReplica, Replicated
-from jddp.engine.sync import LocalSteps
+from jddp.engine.strategy import LocalSteps
 from jddp.engine.view import View
 from jddp.ground.errors import ConfigError
 
@@ -83,19 +80,6 @@ def test_a_replica_without_a_valid_entry_keeps_its_parameters():
 def test_the_outer_optimizer_takes_the_mean_difference_for_a_gradient():
     # From 8 the replicas have moved to 5 and 7: the mean difference is 2.
     assert settled(LocalSteps(1, optax.sgd(3.0)), 0, [5, 7], start=8.0) == ([2, 2], [2, 2])
-
-
-def test_an_outer_step_of_your_own_decides_what_replicas_agree_on():
-    @dataclasses.dataclass(frozen=True)
-    class Largest:
-        def init(self, params):
-            return {"params": params}
-
-        def __call__(self, reducer, params, outer):
-            largest = {"w": lax.pmax(params["w"], reducer.axis)}
-            return largest, {"params": largest}
-
-    assert settled(LocalSteps(1, Largest()), 0, [5, 7]) == ([7, 7], [7, 7])
 
 
 def test_what_differs_between_outer_steps_is_per_replica():

@@ -193,23 +193,6 @@ def test_two_levels_give_the_mean_of_one_all_reduce(capsys):
     assert "reduce-scatter" in capsys.readouterr().out
 
 
-def test_a_streaming_step_averages_one_fragment_and_then_the_next():
-    batch = {"x": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)}
-    batch["y"] = batch["x"][:, :2]
-    model = nn.Sequential([nn.Dense(5), nn.tanh, nn.Dense(2)])
-    streaming = jddp.LocalSteps(1, load("streaming_averages")["NextFragment"]())
-    options = {"loss_fn": squared_error, "optimizer": optax.sgd(0.1)}
-    ddp = jddp.DataParallel(model, **options, strategy=streaming)
-    state, (want, _) = ddp.init(0, batch), take_steps(jddp.DataParallel(model, **options), [batch])
-    want = jax.tree.leaves(want.params)
-    for averaged in (0, 1):
-        state, _ = ddp.step(state, batch)
-        for i, x in enumerate(map(np.asarray, jax.tree.leaves(state.params))):
-            assert (x == x[0]).all() == (i % 2 == averaged)
-            if i % 2 == averaged == 0:  # one step from the common start: plain SGD, to rounding
-                np.testing.assert_allclose(x[0], want[i], rtol=1e-5, atol=1e-7)
-
-
 def rows_of_images(num=16):
     rng = np.random.default_rng(0)
     images = rng.standard_normal((num, 28, 28, 1), dtype=np.float32)

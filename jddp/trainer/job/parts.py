@@ -28,11 +28,10 @@ from jddp.data import DataSet, DataSource, make_source, source_of
 from jddp.data.examples import Examples, column_of
 from jddp.data.order import ExampleOrder
 from jddp.data.source import mixed_source
-from jddp.engine.strategy import FSDP, LogicalReplicas, Strategy
-from jddp.engine.sync import LocalSteps
+from jddp.engine.strategy import FSDP, LocalSteps, Strategy
 from jddp.ground.errors import ConfigError, DataError
 from jddp.ground.names import accepted_names, check_arguments, defaults_of, named, resolve_target
-from jddp.ground.names.plugins import ADDED_CALLBACKS, added
+from jddp.ground.names.plugins import ADDED_CALLBACKS, added, tool
 from jddp.ground.typing import LossFn, Settings
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
@@ -246,14 +245,15 @@ def _batch_norm(section: BatchNormConfig) -> str | SyncBatchNorm:
     return section.name
 
 
-def _strategy(section: StrategyConfig) -> Strategy:
+def _strategy(section: StrategyConfig) -> str | Strategy:
     match section.name:
         case "local_steps":
             return _local_steps(section)
         case "fsdp":
             return FSDP(section.regather, section.group_size)
         case "logical_replicas":
-            return LogicalReplicas(section.number or 0)
+            make: Callable[[int], Strategy] = tool("logical-replicas", "strategy: logical_replicas")
+            return make(section.number or 0)
     return section.name
 
 
