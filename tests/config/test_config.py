@@ -1,16 +1,10 @@
-import contextlib
 import functools
-import random
-import re
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 import jddp.config
-from jddp.config.files import dump_values, flatten, load_config, refuse_unsafe, with_overrides
+from jddp.config.files import dump_values, flatten, load_config, with_overrides
 from jddp.config.keys import ConfigMistakes, keys_of
 from jddp.config.schema import Config
 from jddp.ground.errors import ConfigError
@@ -264,30 +258,3 @@ def test_a_value_that_both_read_alike_or_as_text_is_taken(file):
     for value in (*BOTH, *TEXT):
         text = f"{SHORT}model: {{kwargs: {{x: {value}, y: [{value}]}}}}"
         load_config([file(text)], [f"loss.kwargs.x={value}"])
-
-
-def test_what_is_refused_is_what_the_loader_and_yaml_1_2_read_differently(file):
-    decimal = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
-    schema = {r"[-+]?[0-9]+": int, r"0o[0-7]+": lambda x: int(x, 8), decimal: float}
-    schema[r"0x[0-9a-fA-F]+"] = lambda x: int(x, 16)
-
-    def core(text):
-        """A plain scalar by the core schema of YAML 1.2.2, section 10.3.2."""
-        values = (value for pattern, value in schema.items() if re.fullmatch(pattern, text))
-        return next(values, str)(text)
-
-    rng = random.Random(0)
-    drawn = {"".join(rng.choices("0012345678:_.e+-xob", k=rng.randint(1, 6))) for _ in range(400)}
-    num_refused = 0
-    for text in sorted(drawn):
-        try:
-            loaded = OmegaConf.to_container(OmegaConf.create(f"x: {text}"))["x"]
-        except (YAMLError, OmegaConfBaseException, ValueError):
-            continue  # no scalar, no YAML, or a broken number such as "0b_"
-        want = isinstance(loaded, int | float) and repr(loaded) != repr(core(text))
-        refused = True
-        with contextlib.suppress(ConfigError):
-            refused = refuse_unsafe(f"x: {text}") is not None
-        num_refused += refused
-        assert refused == want or re.match(r"[-+]?0[0-7]", text), text  # 07 is 7 in both
-    assert num_refused > 20
