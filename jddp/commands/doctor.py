@@ -5,7 +5,6 @@ devices, and all together examine versions, the shared directory and the network
 with its fix. The exit code is 0, or 69 if a finding will stop a job.
 
 `jddp doctor RUN_DIR` prints the first failure of a run, and examines nothing.
-`jddp doctor --config my.yaml` compares how fast a job reads rows and steps.
 `jddp doctor --gpu-acceptance` tries jddp on the GPUs, and writes a page.
 """
 
@@ -38,8 +37,6 @@ def _doctor_parser() -> Parser:
     shared = "a directory that all processes share (runs)"
     add("--dir", type=expand, default=Path("runs"), help=shared)
     add("--num-devices", type=int, default=8, help="virtual CPU devices if there is no GPU (8)")
-    about = "only compare the rate at which the data of a job come with its steps"
-    add("--config", action="append", metavar="FILE", help=about)
     page = Path("gpu_acceptance.md")
     about = "test and measure the GPUs in minutes; write a page"
     add("--gpu-acceptance", nargs="?", const=page, type=expand, metavar="PAGE", help=about)
@@ -51,8 +48,6 @@ def _doctor_parser() -> Parser:
 def _act(arguments: argparse.Namespace) -> int:
     if arguments.gpu_acceptance is not None:
         return _accept(arguments)
-    if arguments.config:
-        return _compare_rates(arguments.config)
     if arguments.run is not None:
         return _print_failures(arguments.run)
     share_gpus()  # with a job that may run there
@@ -72,22 +67,6 @@ def _accept(arguments: argparse.Namespace) -> int:
     command += ["--platform", arguments.platform, "--num-devices", str(arguments.num_devices)]
     paths = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}).returncode
-
-
-def _compare_rates(files: Sequence[str]) -> int:
-    """Prints whether the data of a job keep up with its steps."""
-    from jddp.config.files import load_config
-    from jddp.inspection.machine import OK, WARN, Finding
-    from jddp.trainer.job.build import build
-    from jddp.trainer.job.data_rate import measure_data_rate
-
-    config, _ = load_config(files)
-    share_gpus()  # with a job that may run there
-    job = build(config)
-    rate = measure_data_rate(job)
-    if job.is_writer:
-        show(str(Finding(WARN if rate.num_workers > config.data.num_workers else OK, str(rate))))
-    return ExitCode.DONE
 
 
 def _print_failures(run: Path) -> int:

@@ -5,15 +5,13 @@
     show(closing(job, run, columns=80))
 
 Only shapes are traced, which training uses again. A preview has sizes per device from the compiler,
-and estimates the effect of a model's options from them; a few steps are timed on rows of ones, and
-batches are read for two seconds.
+and estimates the effect of a model's options from them.
 """
 
 import dataclasses
 import math
 import re
 import shlex
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -25,7 +23,6 @@ from jddp.data.source import DataSet, Streams
 from jddp.ground.names import accepted_names
 from jddp.inspection.memory import Memory, in_words
 from jddp.inspection.memory import memory as memory_of
-from jddp.trainer.job.data_rate import measure_data_rate
 from jddp.trainer.job.job import Job
 from jddp.trainer.job.optimizers import optimizer_table, period_of
 from jddp.trainer.options import as_period
@@ -190,13 +187,11 @@ def _rates(job: Job) -> str:
 
 
 def preview(job: Job) -> str:
-    """Returns the bucket plan, groups of the optimizer, memory, and whether data keep up."""
+    """Returns the bucket plan, groups of the optimizer, and memory."""
     memory = memory_of(job.ddp, job.batch_spec)
     optimizers = optimizer_table(job.config, job.ddp.steps.abstract_state(job.batch_spec))
     parts = [[str(job.ddp.steps.planned(job.batch_spec).plan)], optimizers]
     parts.append(memory_table(job, memory))
-    if isinstance(job.data, DataSet):  # Of a stream nothing is read to measure its rate.
-        parts.append(textwrap.wrap(f"data: {measure_data_rate(job)}", 78))
     return "\n\n".join(filter(None, map("\n".join, parts)))
 
 

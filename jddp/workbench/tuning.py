@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jddp.config.files import dump_values, nested, with_overrides
 from jddp.config.schema import Config
@@ -25,13 +26,14 @@ from jddp.engine.mesh import platform
 from jddp.ground.errors import ConfigError, DataError, Error
 from jddp.ground.typing import JsonObject, Settings, Shown
 from jddp.inspection.explain import explain
+from jddp.inspection.memory import memory
 from jddp.reduce.reducer import compiler_options
 from jddp.trainer.job.build import build
-from jddp.trainer.job.data_rate import TimedStep
 from jddp.trainer.job.job import Job
 from jddp.workbench.modelled.described import Target
 
 NUM_ROUNDS = 5  # of a comparison on devices
+NUM_STEPS = 4  # that are timed at once
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,26 @@ def modelled(gpu: str, topology: str = "1x8", links: Sequence[str] = ()) -> Scor
         return Score(seconds, needed.total, needed.limit, found.exposed_share)
 
     return score
+
+
+class TimedStep:
+    """A job's step, compiled, on rows of ones."""
+
+    def __init__(self, job: Job) -> None:
+        self._ddp = job.ddp
+        rows = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), job.batch_spec)
+        self._batch = job.ddp.shard_batch(rows)
+        self._state = job.ddp.init(0, self._batch)
+        self.memory = memory(job.ddp, self._batch)
+        self.seconds()
+
+    def seconds(self) -> float:
+        """The time of a step, on average over a few."""
+        start = time.perf_counter()
+        for _ in range(NUM_STEPS):
+            self._state, metrics = self._ddp.step(self._state, self._batch)
+        jax.block_until_ready(metrics)
+        return (time.perf_counter() - start) / NUM_STEPS
 
 
 def measured() -> Scorer:

@@ -11,7 +11,6 @@ from jddp.__main__ import main
 from jddp.config.files import load_config
 from jddp.ground.errors import ConfigError, DataError, UsageError
 from jddp.trainer.job.build import build
-from jddp.trainer.job.data_rate import measure_data_rate
 from jddp.trainer.runs.rows import rows_of_step
 
 pytestmark = pytest.mark.usefixtures("started_devices")
@@ -233,11 +232,6 @@ def test_the_summary_and_the_dry_run_read_the_first_batch_alone(mine, capsys):
     assert "data     stream of mine:positioned" in said
     assert "4 of a stream" in said
     assert "batch    16 = 2 devices x 8 examples" in said
-
-
-def test_the_rate_of_a_stream_is_not_measured():
-    with pytest.raises(UsageError, match="would take batches of it"):
-        measure_data_rate(job_of("positioned"))
 
 
 def test_keys_that_need_numbered_examples_are_refused_in_one_line_each():
