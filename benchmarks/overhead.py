@@ -77,7 +77,7 @@ def save(num_rounds: int, num_megabytes: int = 500) -> dict[str, float]:
     import jax
 
     from jddp.checkpoint.checkpoints import CheckpointFolder
-    from jddp.checkpoint.folders import _digests, _files
+    from jddp.checkpoint.folders import find_damage
     from jddp.engine.digest import digests
 
     state = made_state(num_megabytes)
@@ -89,9 +89,7 @@ def save(num_rounds: int, num_megabytes: int = 500) -> dict[str, float]:
         copy = seconds_of(lambda: jax.tree.map(force_copy, state))
         blocking = seconds_of(lambda step=step: checkpoints.save(step, state, {}))
         background = seconds_of(checkpoints.wait)
-        files = seconds_of(
-            lambda step=step: _digests(folder / str(step), _files(folder / str(step)))
-        )
+        files = seconds_of(lambda step=step: find_damage(folder / str(step)))
         arrays = seconds_of(lambda: jax.block_until_ready(digests(state)))
         if step:  # the first compiles
             values = (copy, blocking, background, files, arrays)

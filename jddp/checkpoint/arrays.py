@@ -6,30 +6,19 @@ In the file a layout is "replicated", {"per_replica": "mean"} (or "sum", "reset"
 another number of replicas) or {"sharded": [16, 4]} (the whole shape).
 """
 
-import math
-import os
 import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jddp.distributed.coordination import num_processes
 from jddp.engine.digest import as_words, digests
 from jddp.engine.state import Divided, Layout, PerReplica, Replicated, Sharded, by_path
-from jddp.ground.errors import ConfigError, printable
 from jddp.ground.typing import JsonObject, Leaf, PyTree, Settings
 
 Layouts = Mapping[str, Layout]  # by path
 Described = dict[str, JsonObject]
 # Implementations of PRNG keys, by the names of their dtypes.
 KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
-KINDS = [x.dtype for x in vars(jnp).values() if isinstance(getattr(x, "dtype", None), np.dtype)]
-DTYPES = {str(dtype): dtype for dtype in KINDS}
-MOST_DIMS = 32
-MOST_REPLICAS = 2**20
 
 
 def describe_arrays(tree: PyTree, found: PyTree, layouts: Layouts) -> Described:
@@ -45,19 +34,6 @@ def describe_arrays(tree: PyTree, found: PyTree, layouts: Layouts) -> Described:
         name: dict(shape=[*x.shape], dtype=str(x.dtype), digest=word, layout=layouts[name])
         for (name, x), word in zip(by_path(tree).items(), words, strict=True)
     }
-
-
-def check_names(tree: PyTree) -> None:
-    """Refuses a state whose checkpoint would look like a forged one.
-
-    Raises:
-      ConfigError: If the path of an array leads out of its folder, or cannot be printed.
-    """
-    if odd := [name for name in by_path(tree) if not _is_name(name)]:
-        raise ConfigError(
-            f"an array of the state has the path {odd[0]!r}, which a checkpoint cannot store. Give "
-            "it another name."
-        )
 
 
 def find_altered(arrays: PyTree, described: Described) -> str | None:
@@ -89,76 +65,24 @@ def from_file(entries: Settings) -> Described:
     """The entries of the file with their layouts.
 
     Raises:
-      ValueError: If they do not describe arrays, or arrays larger than the memory of all hosts.
+      LookupError: If an entry lacks its layout.
+      TypeError: If it is no entry.
+      ValueError: If a layout is unknown.
     """
-    described = {name: _entry(name, about) for name, about in entries.items()}
-    forms = map(_stored_form, described.values())
-    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * num_processes()
-    if size > memory:
-        raise ValueError(f"they would need {size:.3g} bytes, but the memory has {memory:.3g}")
-    return described
+    return {
+        name: {**about, "layout": _layout_of(about["layout"])} for name, about in entries.items()
+    }
 
 
-def _entry(name: str, about: Any) -> JsonObject:
-    match about:
-        case {"shape": [*dims], "dtype": str(dtype), "digest": str(), **rest} if (
-            _is_name(name) and _is_shape(dims) and (dtype in DTYPES or dtype in KEY_IMPLS)
-        ):
-            return {**about, "layout": _layout_of(rest.get("layout"), dims)}
-    raise ValueError(f"{reprlib.repr(name)} is {reprlib.repr(about)}")
-
-
-def find_unlike(described: Described, stored: Mapping[str, Leaf]) -> str | None:
-    """Names an array whose stored shape or dtype differs from its description; None if none does.
-
-    Args:
-      described: The description of a checkpoint's arrays.
-      stored: Shapes and dtypes by path, as orbax knows them; it stores no empty arrays.
-    """
-    forms = {name: _stored_form(about) for name, about in described.items()}
-    wanted = {name: form for name, form in forms.items() if 0 not in form[0]}
-    found = {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in stored.items()}
-    differ = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
-    return f"{reprlib.repr(differ[0])} is not the array that is stored" if differ else None
-
-
-def _stored_form(about: Settings) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of an array in a checkpoint, where keys are numbers."""
-    shape = tuple(about["shape"])
-    dtype = about["dtype"]
-    if dtype not in KEY_IMPLS:
-        return shape, DTYPES[dtype]
-    words = jax.random.key_data(jax.random.key(0, impl=KEY_IMPLS[dtype]))
-    return shape + words.shape, words.dtype
-
-
-def _layout_of(words: object, shape: Sequence[int]) -> Layout:
-    """The layout of an array, from JSON.
-
-    Raises:
-      ValueError: If no array of this shape has such a layout.
-    """
+def _layout_of(words: object) -> Layout:
     match words:
         case "replicated":
             return Replicated()
-        case {"per_replica": "mean" | "sum" | "reset" as rule} if any(shape[:1]):
+        case {"per_replica": "mean" | "sum" | "reset" as rule}:
             return PerReplica(rule)
-        case {"sharded": [*whole]} if _is_shape(whole):
-            if 0 <= math.prod(shape) - math.prod(whole) < MOST_REPLICAS:  # its padding
-                return Sharded(tuple(whole))
-    raise ValueError(f"{reprlib.repr(words)} is no layout of shape {reprlib.repr(shape)}")
-
-
-def _is_shape(dims: Sequence[object]) -> bool:
-    is_array = len(dims) <= MOST_DIMS
-    return is_array and all(type(dim) is int and 0 <= dim < 2**63 for dim in dims)
-
-
-def _is_name(name: str) -> bool:
-    """Whether an array may have this path: it stays in its folder, and is printable."""
-    parts = name.split("/")
-    return printable(name) == name and parts[0] != "" and not {".", ".."} & {*parts}
+        case {"sharded": [*whole]}:
+            return Sharded(tuple(whole))
+    raise ValueError(f"{reprlib.repr(words)} is no layout")
 
 
 def as_saved(words: Leaf, dtype: str) -> Leaf:

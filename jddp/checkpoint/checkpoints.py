@@ -26,13 +26,9 @@ checkpoints stay.
 
 import asyncio
 import concurrent.futures
-import contextlib
-import errno
 import functools
 import json
 import logging
-import os
-import re
 import shutil
 import time
 import weakref
@@ -46,7 +42,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jddp.checkpoint import folders
-from jddp.checkpoint.arrays import Layouts, check_names, describe_arrays, in_file
+from jddp.checkpoint.arrays import Layouts, describe_arrays, in_file
 from jddp.checkpoint.folders import SUMS, seal
 from jddp.checkpoint.reader import find_newest, keep_quiet
 from jddp.checkpoint.restore import Damaged, Restored, layouts_of, restore
@@ -54,8 +50,8 @@ from jddp.checkpoint.storage import Storage
 from jddp.distributed.coordination import computing, from_first, gather
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.state import TrainState, by_path
-from jddp.ground.errors import FileSystemError, ReplicaMismatchError
-from jddp.ground.files import SameFolder, make_folder
+from jddp.ground.errors import FileSystemError, ReplicaMismatchError, file_errors
+from jddp.ground.files import make_folder
 from jddp.ground.typing import PyTree, Settings
 
 DeviceArrays = Mapping[str, jax.Array]
@@ -63,7 +59,6 @@ log = logging.getLogger("jddp")
 
 SECONDS = 1800.0  # that a process may take to write its part
 SEEN_SECONDS = 60.0  # in which a shared file system shows a new file to all hosts
-LEAST_BYTES = 2**18  # approximate size of a checkpoint without its arrays
 FILE_BYTES = 2**26  # approximate size of a file of arrays: several are digested at the same time
 
 
@@ -108,7 +103,6 @@ class CheckpointFolder:
         self._surplus: folders.Surplus = functools.partial(
             folders.surplus, keep=keep, keep_every=keep_every
         )
-        self._own = SameFolder(self._directory)
         # Each process then has a directory of its own, and process 0's is copied.
         self._is_apart = not self._storage.is_shared and jax.process_count() > 1
         self._handler = _handler_of_first() if self._is_apart else ocp.PyTreeCheckpointHandler()
@@ -117,24 +111,16 @@ class CheckpointFolder:
         self._loop = asyncio.new_event_loop()
         weakref.finalize(self, self._loop.close)
         self._last: concurrent.futures.Future[FileSystemError | None] | None = None
-        # The kind of the last failure to save, and to remove; "" after a success.
-        self._reported = {"save": "", "remove": ""}
-        try:
-            self._open(is_written)
-        except OSError as error:
-            raise self._cannot("be opened for checkpoints", error) from error
-
-    def _open(self, is_written: bool) -> None:
-        if is_written:
-            make_folder(self._directory, mode=0o700)
-        self._storage.pinned.pin()
-        with contextlib.suppress(FileNotFoundError):
-            self._own.pin()
-        if is_written and jax.process_index() == 0:
-            if reason := folders.remove_unfinished(self._directory):
-                log.warning("%s: leftovers cannot be removed: %s.", self._directory, reason)
-            (self._directory / "0.new").mkdir()  # finds now whether it can be written
-            (self._directory / "0.new").rmdir()
+        self._has_failed = False  # the last save
+        with file_errors(f"{self._directory} cannot be opened for checkpoints"):
+            if is_written:
+                make_folder(self._directory, mode=0o700)
+            self._storage.pinned.pin()
+            if is_written and jax.process_index() == 0:
+                if reason := folders.remove_unfinished(self._directory):
+                    log.warning("%s: leftovers cannot be removed: %s.", self._directory, reason)
+                (self._directory / "0.new").mkdir()  # finds now whether it can be written
+                (self._directory / "0.new").rmdir()
         if is_written:
             # Else process 0 could mistake the first files of a faster process for leftovers.
             from_first("opened", self._directory.name, timeout_seconds=SECONDS)
@@ -153,13 +139,14 @@ class CheckpointFolder:
 
     def keep_only(self, steps: Sequence[int]) -> None:
         """Sets the checkpoints that stay from now on, besides the one that was saved last."""
-        self._surplus = functools.partial(folders.surplus_but, steps)
+        self._surplus = lambda there, saved: [x for x in there if x not in (saved, *steps)]
 
     def save(self, step: int, state: TrainState, beside: Settings, layouts: PyTree = None) -> None:
         """Copies the state off the devices, and writes it in the background.
 
-        An error of the file system is logged, and loses only this checkpoint: earlier ones stay,
-        and the next one is tried. `close` raises the error if the last one failed.
+        An error of the file system loses only this checkpoint: earlier ones stay, and the next one
+        is tried. The first one since a success is logged; `close` raises the error if the last one
+        failed.
 
         Args:
           step: Number of finished optimizer steps; a checkpoint of the same step is replaced.
@@ -167,7 +154,6 @@ class CheckpointFolder:
           beside: The run data, as JSON.
           layouts: Layouts of its leaves; None if all are replicated.
         """
-        check_names(state)
         self._written()
         arrays: DeviceArrays = by_path(state)
         text = json.dumps({**beside, "step": step}, default=_number_or_text) + "\n"
@@ -177,25 +163,15 @@ class CheckpointFolder:
         if self._is_apart:
             arrays = _replicated(arrays)
         try:
-            self._check_place()
+            self._storage.pinned.check()  # A run directory that was moved is not made again.
             self._directory.mkdir(mode=0o700, exist_ok=True)
             folder = self._folder(step) / "state"
             make_folder(folder, mode=0o700)
-            _refuse_full(folder, arrays)
             if not self._is_apart or jax.process_index() == 0:
                 parts = self._copy(folder, arrays)
         except (OSError, ValueError) as error:
             reason = folders.first_line(error)
         self._last = self._thread.submit(self._finish, snapshot, parts, reason)
-
-    def _check_place(self) -> None:
-        """Raises an OSError if the directory belongs to another run, or was moved.
-
-        A directory that was removed is made again, but a link in its place is not followed.
-        """
-        self._storage.pinned.check()
-        if self._directory.is_symlink():
-            self._own.check()
 
     def _folder(self, step: int) -> Path:
         return self._directory / f"{step}.new"
@@ -243,13 +219,13 @@ class CheckpointFolder:
         if self._is_apart or (reason and jax.process_index() == 0):
             shutil.rmtree(self._folder(step), ignore_errors=True)
         reason = from_first(f"saved/{name}/{step}", reason, timeout_seconds=SECONDS)
-        is_new = self._is_new("save", reason)
+        had_failed, self._has_failed = self._has_failed, bool(reason)
         if not reason:
             return None
         failure = FileSystemError(
             f"{self._directory}: step {step} cannot be saved: {reason}. Earlier checkpoints stay."
         )
-        log.log(logging.ERROR if is_new else logging.DEBUG, "%s", failure)
+        log.log(logging.DEBUG if had_failed else logging.ERROR, "%s", failure)
         return failure
 
     def _commit(self, saved: Snapshot) -> None:
@@ -259,30 +235,25 @@ class CheckpointFolder:
         (folder / "arrays.json").write_text(json.dumps(described, indent=1, default=in_file) + "\n")
         (folder / "run.json").write_text(saved.beside)
         seal(folder)
-        self._check_place()
+        self._storage.pinned.check()
         folders.commit(self._directory, saved.step)
         self._storage.publish(self._directory / str(saved.step))
 
     def _remove_surplus(self, step: int) -> None:
         """Removes checkpoints that are no longer kept; logs those that cannot be removed."""
         try:
-            self._check_place()
+            self._storage.pinned.check()
             old = self._surplus(folders.finished(self._directory), step)
             reason = folders.remove(self._directory, old)
             self._storage.remove_surplus(self._directory.name, step, self._surplus)
         except (OSError, FileSystemError) as error:
             reason = folders.first_line(error)
-        if self._is_new("remove", reason) and reason:
+        if reason:
             log.warning(
                 "%s: step %d is saved, but another checkpoint cannot be removed: %s. The removal "
                 "is tried again after each save.",
                 *(self._directory, step, reason),
             )
-
-    def _is_new(self, doing: str, reason: str) -> bool:
-        """Whether a failure is of another kind than the last one."""
-        before, self._reported[doing] = self._reported[doing], _kind(reason)
-        return before != self._reported[doing]
 
     def _written(self) -> FileSystemError | None:
         """Waits until the last checkpoint is written; returns the error if it is not."""
@@ -312,11 +283,9 @@ class CheckpointFolder:
             another number of replicas, and its optimizer sharded or not.
 
         Raises:
-          ConfigError: If the checkpoint is from another model or optimizer than `like`, or the path
-            of an array in `like` leads out of its folder, or is not printable.
+          ConfigError: If the checkpoint is from another model or optimizer than `like`.
           FileSystemError: If there are checkpoints, but none is valid and readable.
         """
-        check_names(like)
         self._written()
         there = self.steps()
         while (step := self._newest_sound()) is not None:
@@ -347,16 +316,11 @@ class CheckpointFolder:
     def _set_aside(self, step: int, damage: str) -> None:
         if jax.process_index() != 0:
             return
-        try:
+        with file_errors(f"{self._directory}: damaged step {step} cannot be renamed"):
             aside = folders.set_aside(self._directory, step)
-        except OSError as error:
-            raise self._cannot(f"have its damaged step {step} renamed", error) from error
         log.error(
             "The checkpoint of step %d is damaged: %s. It is kept as %s.", step, damage, aside
         )
-
-    def _cannot(self, done: str, error: OSError) -> FileSystemError:
-        return FileSystemError(f"{self._directory} cannot {done}: {folders.first_line(error)}")
 
 
 def wait_until_seen(path: Path, text: str = "") -> None:
@@ -373,21 +337,6 @@ def wait_until_seen(path: Path, text: str = "") -> None:
                 "All processes need the same directory, on a shared file system."
             )
         time.sleep(0.1)
-
-
-def _kind(reason: str) -> str:
-    """The kind of a failure: its error number, or its text up to the first file name."""
-    numbers = re.findall(r"(?:Errno |error_code=')(\d+)", reason)
-    return str((numbers or re.split("[\"'/]", reason))[0])
-
-
-def _refuse_full(folder: Path, arrays: DeviceArrays) -> None:
-    """Raises an error for a full disk before orbax does: its errors are longer."""
-    room = os.statvfs(folder)
-    # Half of the arrays' size: they may be written smaller than they are.
-    least = sum(x.size * x.dtype.itemsize for x in arrays.values()) // 2 + LEAST_BYTES
-    if room.f_blocks and room.f_bfree * room.f_frsize < least:
-        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
 
 class _AnyNumber:

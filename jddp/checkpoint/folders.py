@@ -10,25 +10,20 @@ not be removed. `1000.damaged` had a wrong digest, and is never removed.
 SHA256SUMS lists the SHA-256 of every file, in the format of `sha256sum --check`; this list makes
 the folder a checkpoint. The list itself needs no digest: it begins with the number of its files,
 and all of them must be there, so any flipped bit or torn end is found. A file that is not in the
-list, such as a note, an editor's backup, `.DS_Store` or `.nfs*`, is reported and ignored.
+list, such as a note, an editor's backup, `.DS_Store` or `.nfs*`, is ignored.
 """
 
 import concurrent.futures
-import contextlib
 import hashlib
 import itertools
-import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from jddp.ground.errors import ConfigError, file_errors
-from jddp.ground.files import WRITE_BY_OTHERS, opener, sync_directory
-from jddp.ground.names import few
-
-log = logging.getLogger("jddp")
+from jddp.ground.files import opener, sync
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)\n")
@@ -45,38 +40,26 @@ def seal(folder: Path) -> None:
       OSError: If a file cannot be read or synced, or the list cannot be written.
     """
     # Orbax writes no hidden files: they are .nfs*, .DS_Store and the like, and may vanish again.
-    names = [name for name in _files(folder) if "/." not in f"/{name}"]
-    listed = _digests(folder, names, is_synced=True)
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    listed = _digests(folder, [name for name in names if "/." not in f"/{name}"])
     with open(folder / SUMS, "x", opener=opener) as file:
         file.write(_text_of(listed))
-        file.flush()
-        os.fsync(file.fileno())
-    for directory in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
-        with contextlib.suppress(OSError):
-            directory.chmod(directory.stat().st_mode & 0o777 & ~WRITE_BY_OTHERS)
-        sync_directory(directory)
+    for path in (*map(folder.joinpath, listed), folder / SUMS, *folder.rglob("*/"), folder):
+        sync(path)
 
 
 def find_damage(folder: Path) -> str | None:
     """Describes the first file of a folder that is missing or has changed; None if none is.
 
-    Files that are not in the list are reported in the log, and are not damage.
+    Files that are not in the list are ignored.
     """
     try:
         listed = _read_list(folder)
-        there = {*_files(folder)}
-        if missing := sorted(listed.keys() - there):
-            name = missing[0]
-            return f"{name} is {'a link' if (folder / name).is_symlink() else 'missing'}"
         found = _digests(folder, listed)
     except (OSError, ValueError) as error:
         return str(error)
-    for name, digest in listed.items():
-        if found.get(name) != digest:  # a file that was removed meanwhile too
-            return f"{name} does not match its digest in {SUMS}"
-    if strays := sorted(there - listed.keys() - {SUMS}):
-        log.warning("%s: ignored, as no part of the checkpoint: %s.", folder, few(strays))
-    return None
+    differ = (name for name in listed if found[name] != listed[name])
+    return next((f"{name} does not match its digest in {SUMS}" for name in differ), None)
 
 
 def names_listed(folder: Path) -> list[str]:
@@ -106,38 +89,17 @@ def _text_of(listed: dict[str, str]) -> str:
     return f"# {len(lines)} files\n{''.join(lines)}"
 
 
-def _digests(folder: Path, names: Iterable[str], *, is_synced: bool = False) -> dict[str, str]:
+def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     def digest(name: str) -> str:
-        with (folder / name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-            if is_synced:
-                with contextlib.suppress(OSError):  # of a file system without modes
-                    mode = os.fstat(file.fileno()).st_mode
-                    os.fchmod(file.fileno(), mode & 0o777 & ~WRITE_BY_OTHERS)
-                os.fsync(file.fileno())
-        return found
+        path = folder / name
+        if not path.is_file() or path.resolve() != folder.resolve() / name:
+            raise ValueError(f"{name} is missing, or a link")
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     names = sorted(names)
     with concurrent.futures.ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
         return dict(zip(names, pool.map(digest, names), strict=True))
-
-
-def _files(folder: Path) -> Iterator[str]:
-    """Every regular file below a folder; links are not followed.
-
-    Raises:
-      OSError: If a directory cannot be read.
-    """
-    below = [""]
-    while below:
-        above = below.pop()
-        with os.scandir(folder / above) as entries:
-            for entry in entries:
-                name = f"{above}{entry.name}"
-                if entry.is_dir(follow_symlinks=False):
-                    below.append(f"{name}/")
-                elif entry.is_file(follow_symlinks=False):
-                    yield name
 
 
 def finished(directory: Path) -> list[int]:
@@ -172,11 +134,6 @@ def surplus(steps: list[int], saved: int, *, keep: int, keep_every: int | None =
     return [step for step in oldest if keep_every is None or step % keep_every != 0]
 
 
-def surplus_but(kept: Sequence[int], steps: list[int], saved: int) -> list[int]:
-    """Steps to remove: all but those to keep, and the one that was saved last."""
-    return [step for step in steps if step != saved and step not in kept]
-
-
 def commit(directory: Path, step: int) -> None:
     """Renames the sealed `<step>.new` to `<step>`, replacing a checkpoint of that name."""
     there = directory / str(step)
@@ -184,24 +141,30 @@ def commit(directory: Path, step: int) -> None:
     if there.exists():  # from before the run resumed from an older checkpoint
         os.rename(there, old)
     os.rename(directory / f"{step}.new", there)
-    sync_directory(directory)
+    sync(directory)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def remove(directory: Path, steps: Iterable[int]) -> str:
+def remove(directory: Path, steps: Iterable[int] = ()) -> str:
     """Removes checkpoints, each atomically, and the remains of earlier removals.
 
     Returns:
       The reason of the first failure; empty if everything was removed.
     """
-    reason = ""
-    for step in steps:
+    reasons = list[str]()
+
+    def attempt(change: Callable[..., object], *paths: Path) -> None:
         try:
-            os.rename(directory / str(step), _free(directory / f"{step}.old"))
-            sync_directory(directory)
+            change(*paths)
         except OSError as error:
-            reason = reason or first_line(error)
-    return _remove_old(directory) or reason
+            reasons.append(first_line(error))
+
+    for step in steps:
+        attempt(os.rename, directory / str(step), _free(directory / f"{step}.old"))
+    sync(directory)
+    for path, _ in _unfinished(directory, "old"):
+        attempt(shutil.rmtree, path)
+    return next(iter(reasons), "")
 
 
 def remove_unfinished(directory: Path) -> str:
@@ -217,14 +180,14 @@ def remove_unfinished(directory: Path) -> str:
             os.rename(new, there)
     for path, step in _unfinished(directory, "new"):
         os.rename(path, _free(directory / f"{step}.old"))  # or a later one would be mixed with it
-    return _remove_old(directory)
+    return remove(directory)
 
 
 def set_aside(directory: Path, step: int) -> Path:
     """Renames a damaged checkpoint, and returns its new path."""
     aside = _free(directory / f"{step}.damaged")
     os.rename(directory / str(step), aside)
-    sync_directory(directory)
+    sync(directory)
     return aside
 
 
@@ -234,17 +197,6 @@ def _unfinished(directory: Path, suffix: str) -> list[tuple[Path, str]]:
         folders = [Path(x.path) for x in entries if x.is_dir(follow_symlinks=False)]
     matches = [(path, _UNFINISHED.fullmatch(path.name)) for path in folders]
     return [(path, match[1]) for path, match in matches if match and match[2] == suffix]
-
-
-def _remove_old(directory: Path) -> str:
-    """Removes folders that were renamed for removal; returns the reason of the first failure."""
-    reason = ""
-    for path, _ in _unfinished(directory, "old"):
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            reason = reason or first_line(error)
-    return reason
 
 
 def _free(path: Path) -> Path:

@@ -31,7 +31,6 @@ from jddp.checkpoint.arrays import (
     Described,
     as_saved,
     find_altered,
-    find_unlike,
     from_file,
     layouts_in,
 )
@@ -40,7 +39,6 @@ from jddp.engine.evaluation import optimizer_params, read_in_evaluation
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import merged
 from jddp.ground.errors import FileSystemError, printable
-from jddp.ground.files import SameFolder
 from jddp.ground.typing import JsonObject, Leaf, PyTree
 from jddp.modules.base import thaw
 
@@ -106,22 +104,13 @@ def read_standing(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
     """
     tries_left = TRIES
     while True:
-        folder = SameFolder(find())
+        folder = find()
         try:
-            folder.pin()
-            return read(folder.path)
-        except (FileSystemError, OSError):
-            if tries_left == 0 or not _is_removed(folder):
+            return read(folder)
+        except FileSystemError:
+            if tries_left == 0 or folder.exists():
                 raise
         tries_left -= 1
-
-
-def _is_removed(folder: SameFolder) -> bool:
-    try:
-        folder.check()
-    except OSError:
-        return True
-    return False
 
 
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
@@ -229,27 +218,13 @@ def read_described(folder: Path) -> Described:
     """The description of a checkpoint's arrays, as made by `arrays.describe_arrays`.
 
     Raises:
-      FileSystemError: If the file does not describe the arrays that orbax has stored.
+      FileSystemError: If the file describes no arrays.
     """
     path = folder / "arrays.json"
     try:
-        described = from_file(read_object(path))
-    except ValueError as error:
-        raise FileSystemError(f"{path} describes no arrays: {error}.") from error
-    if unlike := find_unlike(described, _stored(folder)):
-        raise FileSystemError(f"{path} describes other arrays: {unlike}.")
-    return described
-
-
-def _stored(folder: Path) -> dict[str, Leaf]:
-    """Shapes and dtypes of the arrays in a checkpoint by path, as orbax knows them."""
-    keep_quiet()
-    state = epath.Path(folder.absolute()) / "state"
-    try:
-        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-            return dict(handler.metadata(state).tree)
-    except Exception as error:  # orbax raises anything for foreign files
-        raise FileSystemError(f"{state} cannot be read: {first_line(error)}") from error
+        return from_file(read_object(path))
+    except (LookupError, TypeError, ValueError) as error:
+        raise FileSystemError(f"{path} describes no arrays: {error!r}.") from error
 
 
 def read_object(path: Path) -> JsonObject:

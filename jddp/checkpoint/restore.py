@@ -81,7 +81,10 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
         target = {n: _to_read(described[n]["shape"], there[n], x) for n, x in wanted.items()}
         with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
             given = ocp.args.StandardRestore({n: x for n, x in target.items() if x.size})
-            arrays = _empty(target) | handler.restore(epath.Path(folder / "state"), args=given)
+            arrays = handler.restore(epath.Path(folder / "state"), args=given)
+        # Arrays without elements are in no file: orbax refuses them.
+        empty = {n: x for n, x in target.items() if not x.size}
+        arrays |= {n: jnp.zeros_like(x, device=x.sharding) for n, x in empty.items()}
     except ConfigError:
         raise
     except Exception as error:  # orbax raises anything for foreign files
@@ -117,11 +120,6 @@ def _to_read(shape: Sequence[int], layout: Layout, want: Leaf) -> jax.ShapeDtype
         fits = not layout.is_per_replica and shape and shape[0] % mesh.size == 0
         sharding = sharded(mesh) if fits else replicated(mesh)
     return jax.ShapeDtypeStruct(shape, want.dtype, sharding=sharding)
-
-
-def _empty(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays without elements, which no file has: orbax refuses them."""
-    return {n: jnp.zeros_like(x, device=x.sharding) for n, x in shapes.items() if not x.size}
 
 
 def _on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array:

@@ -15,7 +15,6 @@ there. Before each file that it uploads or removes it reads this name, and stops
 
 import atexit
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -97,7 +96,7 @@ class Remote(Storage):
             raise ConfigError(
                 f"{url}: {error}. pip install 'jddp[s3]' or 'jddp[gs]', or give a folder."
             ) from error
-        super().__init__(_own_folder())
+        super().__init__(tempfile.mkdtemp(prefix="jddp-run-"))
         self.name = url
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         self._claim = ""
@@ -197,24 +196,6 @@ class Remote(Storage):
             yield
         except Exception as error:  # The clients of storage services raise anything.
             raise FileSystemError(f"{self.name} cannot be {done}: {first_line(error)}") from error
-
-
-def _own_folder() -> Path:
-    """Makes a folder that this process keeps locked; removes the folders of killed processes.
-
-    Its name contains the host's name: on a network file system, locks may hold on one host only.
-    """
-    name = f"jddp-run-{socket.gethostname()}-"
-    for old in Path(tempfile.gettempdir()).glob(f"{name}*"):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            descriptor = os.open(old, os.O_RDONLY)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unless it is in use
-            shutil.rmtree(old)
-    folder = Path(tempfile.mkdtemp(prefix="jddp-new-"))
-    with contextlib.suppress(OSError):  # of file systems without locks, where no folder is removed
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
-    return folder.rename(folder.with_name(folder.name.replace("jddp-new-", name)))
 
 
 def _version(path: Path) -> tuple[int, int]:

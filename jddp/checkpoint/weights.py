@@ -49,25 +49,14 @@ WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Where PyTorch's files of a whole training have the model's state dict.
 _INSIDE = ("state_dict", "model")
-# Of files that name no dtypes of NumPy. https://github.com/huggingface/safetensors#format
+# Names of dtypes in safetensors whose letter and number do not give NumPy's name, as of F32.
 _DTYPES = {
     "BOOL": "bool",
-    "U8": "uint8",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
+    "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
 }
+_KINDS = {"U": "uint", "I": "int", "F": "float", "C": "complex"}
 # The fields of a state that a run evaluates.
 EVALUATED = ["params", "ema_params", "model_state", "ema_state"]
 
@@ -209,11 +198,11 @@ def _read_safetensors(file: Path) -> tuple[HostArrays, Settings | None]:
     begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = json.loads(content[8:begin].tobytes())
     header.pop("__metadata__", None)
-    dtypes = about["dtypes"] if about else {n: _DTYPES[x["dtype"]] for n, x in header.items()}
     arrays = {}
     for name, x in header.items():
         start, end = (begin + offset for offset in x["data_offsets"])
-        arrays[name] = content[start:end].view(dtypes[name]).reshape(x["shape"])
+        dtype = _DTYPES.get(x["dtype"]) or _KINDS[x["dtype"][0]] + x["dtype"][1:]
+        arrays[name] = content[start:end].view(dtype).reshape(x["shape"])
     return arrays, about
 
 
@@ -279,7 +268,6 @@ def export_arrays(folder: Path, file: Path, arrays: HostArrays) -> None:
 def _write(folder: Path, file: Path, arrays: HostArrays, about: Settings) -> None:
     text = {
         "step": int(folder.name),
-        "dtypes": {name: x.dtype.name for name, x in arrays.items()},
         "digests": digests_of(arrays),
         **about,
         "run": read_object(folder / "run.json"),

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 import shlex
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 

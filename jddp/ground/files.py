@@ -133,8 +133,8 @@ def write_all(file: IO[bytes], content: bytes) -> None:
         rest = rest[file.write(rest) :]
 
 
-def sync_directory(path: Path) -> None:
-    """Writes the entries of a directory to the disk."""
+def sync(path: Path) -> None:
+    """Writes a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -31,7 +31,7 @@ import jddp
 from jddp.checkpoint import folders
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import find_damage, seal
-from jddp.checkpoint.reader import newest_sound, read_newest
+from jddp.checkpoint.reader import read_newest
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.engine.state import CommState, TrainState
 from jddp.ground.errors import ConfigError, FileSystemError, UsageError
@@ -266,12 +266,9 @@ def test_a_checkpoint_says_how_every_array_lies(every_layout):
 RELAID = {
     "another rule": ("comm_state/hook", {"per_replica": "mean"}, ConfigError, "hook: "),
     "not a replica's own": ("comm_state/hook", "replicated", ConfigError, "hook: "),
-    "a replica's own": ("key", {"per_replica": "mean"}, FileSystemError, "describes no arrays"),
     "another whole": ("opt_state/0/mu/Conv_0/kernel", {"sharded": [35]}, ConfigError, "kernel: "),
-    "too large a whole": ("step", {"sharded": [2]}, FileSystemError, "describes no arrays"),
     "no such rule": ("comm_state/hook", {"per_replica": "max"}, FileSystemError, "is no layout"),
-    "no layout": ("comm_state/hook", 0, FileSystemError, "is no layout of shape"),
-    "nothing": ("key", None, FileSystemError, "None is no layout of shape"),
+    "nothing": ("key", None, FileSystemError, "is no layout"),
 }
 
 
@@ -331,9 +328,7 @@ def saved(two_saved, tmp_path):
     return shutil.copytree(two_saved, tmp_path / "saved")
 
 
-def test_the_list_of_files_is_that_of_coreutils_and_every_bit_that_flips_in_any_file_is_found(
-    saved,
-):
+def test_coreutils_read_the_digests_and_every_bit_that_flips_in_any_file_is_found(saved):
     for folder in saved.iterdir():
         subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
     rng, folder = np.random.default_rng(0), saved / "4"
@@ -341,14 +336,13 @@ def test_the_list_of_files_is_that_of_coreutils_and_every_bit_that_flips_in_any_
     assert len(files) >= 8
     for file in files:
         sound = file.read_bytes()
+        changed = [sound[:cut] for cut in (0, 1, len(sound) // 2, len(sound) - 1)]
         for position in rng.integers(0, 8 * len(sound), 8):
-            flipped = bytearray(sound)
-            flipped[position // 8] ^= 1 << position % 8
-            file.write_bytes(flipped)
-            assert find_damage(folder) is not None, f"bit {position} of {file}"
-        for cut in (0, 1, len(sound) // 2, len(sound) - 1):
-            file.write_bytes(sound[:cut])
-            assert find_damage(folder) is not None, f"{file} cut to {cut} bytes"
+            changed.append(bytearray(sound))
+            changed[-1][position // 8] ^= 1 << position % 8
+        for content in changed:
+            file.write_bytes(content)
+            assert find_damage(folder) is not None, file
         file.write_bytes(sound)
     assert find_damage(folder) is None
 
@@ -378,15 +372,11 @@ DAMAGES = {
     "no text": (lambda x: (x / "SHA256SUMS").write_bytes(b"\xff"), "can't decode"),
     "a line less": (lambda x: drop_line(x / "SHA256SUMS", -1), "SHA256SUMS is torn"),
     "the list a link": (lambda x: replace_by_link(x / "SHA256SUMS"), "SHA256SUMS is a link"),
-    "a link": (lambda x: replace_by_link(x / "run.json"), "run.json is a link"),
+    "a link": (lambda x: replace_by_link(x / "run.json"), "run.json is missing, or a link"),
     "a folder that is a link": (lambda x: replace_by_link(x / "state"), "is missing"),
     "a pipe": (lambda x: replace_by_pipe(x / "run.json"), "run.json is missing"),
-    "a list without a number": (lambda x: drop_line(x / "SHA256SUMS", 0), "SHA256SUMS is torn"),
     "a list that hides": (lambda x: (x / "SHA256SUMS").write_text(HIDES), "etc/passwd is missing"),
-    "swapped": (
-        lambda x: shutil.copy(x.parent / "2/run.json", x),
-        "run.json does not match its digest",
-    ),
+    "another's": (lambda x: shutil.copy(x.parent / "2/run.json", x), "does not match its digest"),
 }
 
 
@@ -412,41 +402,23 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     assert names_in(saved) == {"2", "4.damaged", "4.damaged.1"}
 
 
-STRAYS = {
-    "of a file browser": lambda x: (x / ".DS_Store").write_bytes(b"\0\0\0\1Bud1"),
-    "of Windows": lambda x: (x / "state" / "Thumbs.db").write_bytes(b"\xd0\xcf"),
-    "of NFS": lambda x: (x / "state" / "d" / ".nfs0000000001").touch(),
-    "of an editor": lambda x: shutil.copy(x / "run.json", x / "run.json~"),
-    "a note": lambda x: (x / "best so far.txt").write_text("keep this one"),
-    "a folder": lambda x: shutil.copytree(x / "state", x / "copy of state"),
-    "a link": lambda x: (x / "state" / "x").symlink_to("/"),
-    "a link to itself": lambda x: (x / "x").symlink_to("x"),
-    "a pipe": lambda x: os.mkfifo(x / "state" / "pipe"),
-}
-
-
-@pytest.mark.parametrize("add", STRAYS.values(), ids=STRAYS)
-def test_a_file_that_is_in_no_list_is_reported_and_ignored(saved, state, caplog, add):
-    add(saved / "4")
-    (saved / ".DS_Store").touch()
-    checkpoints = CheckpointFolder(saved, keep=2)
-    assert checkpoints.restore(like=state).step == 4
+def test_a_file_that_is_in_no_list_is_ignored(saved, state, caplog):
+    sealed = saved / "4"
+    (sealed / "SHA256SUMS").unlink()
+    (sealed / "state" / ".nfs0000000001").touch()  # which comes and goes while it is sealed
+    seal(sealed)
+    (sealed / "state" / ".nfs0000000001").unlink()
+    for place in (saved, sealed, sealed / "state"):
+        (place / ".DS_Store").touch()
+    shutil.copytree(sealed / "state", sealed / "copy of state")
+    (sealed / "state" / "x").symlink_to("/")
+    (sealed / "x").symlink_to("x")
+    os.mkfifo(sealed / "state" / "pipe")
+    assert CheckpointFolder(saved, keep=2).restore(like=state).step == 4
     assert names_in(saved) == {"2", "4", ".DS_Store"}
     equal(read_newest(saved, ["params"]), {"params": state.params})
     assert checkpoint_command(["list", str(saved)]) == 0
-    lines = {record.getMessage() for record in caplog.records if record.name == "jddp"}
-    is_file = not {"symlink_to", "mkfifo"} & {*add.__code__.co_names}
-    assert {x.rpartition(": ")[0] for x in lines} == (
-        {f"{saved}/4: ignored, as no part of the checkpoint"} if is_file else set()
-    )
-
-
-def test_a_file_that_comes_and_goes_while_a_checkpoint_is_sealed_is_not_listed(saved, state):
-    (saved / "4" / "SHA256SUMS").unlink()
-    (saved / "4" / "state" / ".nfs0000000001").touch()
-    seal(saved / "4")
-    (saved / "4" / "state" / ".nfs0000000001").unlink()
-    assert find_damage(saved / "4") is None
+    assert not [record for record in caplog.records if record.name == "jddp"]
 
 
 def test_what_cannot_be_read_or_is_another_array_is_found_though_the_digests_of_files_hold(
@@ -458,7 +430,7 @@ def test_what_cannot_be_read_or_is_another_array_is_found_though_the_digests_of_
     assert CheckpointFolder(saved, keep=2).restore(like=state).step == 2
     assert "params/Dense_1/kernel is not the array that was saved" in caplog.text
     write_sealed(saved / "2", "state/_METADATA", "[]")
-    with pytest.raises(FileSystemError, match=r"\A.*/2/state cannot be read: .*\Z"):  # one line
+    with pytest.raises(FileSystemError, match=r"\A.*cannot be read at step 2: .*\Z"):  # one line
         CheckpointFolder(saved, keep=2).restore(like=state)
 
 
@@ -487,24 +459,17 @@ def stuck(monkeypatch):
     return names
 
 
-def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_removed(
-    saved, state, stuck, caplog, monkeypatch
-):
+def test_a_checkpoint_is_saved_though_an_older_one_cannot_be_removed(saved, state, stuck, caplog):
     stuck |= {"2.old", "4.old"}
     with contextlib.closing(CheckpointFolder(saved, keep=1)) as checkpoints:
-        for step in (6, 8):
-            checkpoints.save(step, state, {})
-            checkpoints.wait()
-        assert names_in(saved) == {"2.old", "4.old", "6.old", "8"} - {"6.old"}
+        checkpoints.save(6, state, {})
+        checkpoints.wait()
+        assert names_in(saved) == {"2.old", "4.old", "6"}
         (line,) = [x for x in caplog.records if x.name == "jddp"]
         assert line.levelname == "WARNING"
-        assert re.fullmatch(
-            rf"{saved}: step 6 is saved, but another checkpoint cannot be removed: "
-            r".*Directory not empty.*\. The removal is tried again after each save\.",
-            line.getMessage(),
-        )
-        checkpoints.save(4, state, {})  # in the place of one that was stuck
-        checkpoints.save(4, state, {})
+        assert re.search(r"step 6 is saved, .*: .*Directory not empty", line.getMessage())
+        for _ in range(2):  # in the place of one that was stuck
+            checkpoints.save(4, state, {})
         checkpoints.wait()
         assert "4" in names_in(saved)
         stuck.clear()
@@ -526,24 +491,6 @@ def test_leftovers_that_cannot_be_removed_do_not_keep_a_run_from_its_start(
     assert not (saved / "6" / "stale").exists()
 
 
-def test_a_rename_that_is_refused_leaves_the_older_checkpoint_and_is_no_failed_save(
-    saved, state, caplog, monkeypatch
-):
-    rename = os.rename
-
-    def refuse(source, target):
-        if Path(source).name == "2":
-            raise OSError(errno.EIO, "Input/output error", str(source))
-        rename(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refuse)
-        with contextlib.closing(CheckpointFolder(saved, keep=2)) as checkpoints:
-            checkpoints.save(6, state, {})
-    assert names_in(saved) == {"2", "4", "6"}
-    assert "step 6 is saved, but another checkpoint cannot be removed: [Errno 5]" in caplog.text
-
-
 def test_what_a_process_that_died_was_writing_or_removing_is_no_checkpoint(saved, state):
     for name in ("6.new", "1.old", "02", "030", "007.new"):
         shutil.copytree(saved / "4", saved / name)
@@ -552,19 +499,6 @@ def test_what_a_process_that_died_was_writing_or_removing_is_no_checkpoint(saved
     assert names_in(saved) == {"2", "4", "notes", "02", "030", "007.new"}
     assert checkpoints.restore(like=state).step == 4
     assert checkpoint_command(["list", str(saved)]) == 0
-
-
-def test_a_checkpoint_that_a_run_removes_as_it_is_read_is_not_reported(saved, caplog, monkeypatch):
-    def digests_of_4(folder):
-        if folder.name == "4":
-            monkeypatch.undo()
-            (saved / "4").rename(saved / "6")
-            write_sealed(saved / "6", "run.json", '{"step": 6}')
-        return find_damage(folder)
-
-    monkeypatch.setattr("jddp.checkpoint.reader.find_damage", digests_of_4)
-    assert newest_sound(saved) == 6
-    assert not caplog.records
 
 
 def test_values_can_be_read_without_the_program_that_wrote_them(saved, state, tmp_path):
@@ -598,77 +532,33 @@ def test_of_several_writes_that_are_refused_one_is_reported(
     noise = np.random.default_rng(0).random((30, 10_000))  # which cannot be compressed
     arrays = {str(i): jax.device_put(x, state.key.sharding) for i, x in enumerate(noise)}
     unwritten = CheckpointFolder(tmp_path, keep=1)
-    for step in range(5):
+    for step in range(3):
         unwritten.save(step, state.replace(params=arrays), {})
         with pytest.raises(FileSystemError, match="File too large"):
             unwritten.wait()
-    assert [x.levelname for x in caplog.records if x.levelno > logging.INFO] == ["ERROR"]
+    unwritten.save(4, state, {})
+    unwritten.close()
+    (reported,) = [x for x in caplog.records if x.levelno > logging.INFO]
+    assert reported.levelname == "ERROR"
+    assert "step 0 cannot be saved: process 0: " in reported.getMessage()
     assert "Traceback" not in capfd.readouterr().err
-
-
-@pytest.fixture
-def renamed(checkpoints, tmp_path):
-    """Checkpoints of steps 1 and 2, the second of which is now called 3."""
-    ddp, path = wrapped(), tmp_path / "checkpoints"
-    first = stepped(ddp)
-    checkpoints.save(1, first, {"position": 1})
-    state, _ = ddp.step(first, make_batch())
-    checkpoints.save(2, state, {"position": 2})
-    checkpoints.wait()
-    (path / "2").rename(path / "3")
-    return path, state
-
-
-def test_a_checkpoint_under_another_number_is_set_aside(renamed, caplog):
-    path, state = renamed
-    restored = CheckpointFolder(path, keep=3).restore(like=state)
-    assert (restored.step, restored.beside) == (1, {"position": 1})
-    assert "The checkpoint of step 3 is damaged: it was saved as step 2" in caplog.text
-    assert names_in(path) == {"1", "3.damaged"}
-
-
-def test_a_checkpoint_under_another_number_is_neither_read_nor_exported(
-    renamed, tmp_path, caplog, capsys
-):
-    path, state = renamed
-    shutil.copytree(path / "1", path / "99")
-    values = read_newest(path, ["params"])["params"]
-    assert jax.tree.map(np.shape, values) == jax.tree.map(np.shape, state.params)
-    assert "99 is skipped: it was saved as step 1" in caplog.text
-    assert "3 is skipped: it was saved as step 2" in caplog.text
-    assert checkpoint_command(["verify", str(path)]) == 74
-    file = tmp_path / "weights.safetensors"
-    assert checkpoint_command(["export", str(path), str(file), "--step", "3"]) == 74
-    assert "3 cannot be read as step 3: it was saved as step 2" in capsys.readouterr().err
-    assert not file.exists()
-
-
-def test_a_failure_that_lasts_is_reported_once_and_again_after_a_success(tmp_path, state, caplog):
-    checkpoints = CheckpointFolder(tmp_path, keep=1)
-    for step in range(1, 9):
-        in_the_way = tmp_path / (f"{step}.new" if step != 4 else "notes")
-        in_the_way.write_text("")
-        checkpoints.save(step, state, {})
-        with contextlib.suppress(FileSystemError):
-            checkpoints.wait()
-        in_the_way.unlink()
-    reported = [record.getMessage() for record in caplog.records if record.name == "jddp"]
-    assert [line.split(" cannot")[0].split(": ")[1] for line in reported] == ["step 1", "step 5"]
-    with pytest.raises(FileSystemError, match="step 8 cannot be saved: process 0: "):
-        checkpoints.close()
     assert CheckpointFolder(tmp_path, keep=1).restore(like=state).step == 4
 
 
-def test_a_disk_that_fills_up_during_a_save_is_reported_once(tmp_path, state, caplog, monkeypatch):
-    by_tensorstore = ValueError("RESOURCE_EXHAUSTED: write to '1' [os_error_code='28']")
-    errors = [by_tensorstore, OSError(28, "No space left on device", "2")]
-    monkeypatch.setattr(CheckpointFolder, "_copy", mock.Mock(side_effect=errors))
-    checkpoints = CheckpointFolder(tmp_path, keep=1)
-    for step in (1, 2):
-        checkpoints.save(step, state, {})
-    with pytest.raises(FileSystemError, match="step 2 cannot be saved"):
-        checkpoints.close()
-    assert [x.levelname for x in caplog.records if "cannot be saved" in x.message] == ["ERROR"]
+def test_a_checkpoint_under_another_number_is_not_read_and_set_aside(
+    saved, state, tmp_path, caplog, capsys
+):
+    (saved / "4").rename(saved / "5")
+    values = read_newest(saved, ["params"])["params"]
+    assert jax.tree.map(np.shape, values) == jax.tree.map(np.shape, state.params)
+    assert "5 is skipped: it was saved as step 4" in caplog.text
+    assert checkpoint_command(["verify", str(saved)]) == 74
+    file = tmp_path / "weights.safetensors"
+    assert checkpoint_command(["export", str(saved), str(file), "--step", "5"]) == 74
+    assert "5 cannot be read as step 5: it was saved as step 4" in capsys.readouterr().err
+    assert not file.exists()
+    assert CheckpointFolder(saved, keep=3).restore(like=state).beside == {"position": 2}
+    assert names_in(saved) == {"2", "5.damaged"}
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_and_one_that_was_moved_is_not_made_again(

@@ -3,14 +3,10 @@
 import functools
 import itertools
 import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import fsspec
 import pytest
-from runs import contents, environment
+from runs import contents
 
 from jddp.checkpoint import folders
 from jddp.checkpoint.folders import finished, surplus
@@ -195,33 +191,6 @@ def test_a_url_without_its_packages_is_refused_in_one_line(url):
     with pytest.raises(ConfigError, match=f"{url}: .* or give a folder.") as caught:
         Remote(url)
     assert "\n" not in str(caught.value)
-
-
-REMAINS = """
-import sys, tempfile
-tempfile.tempdir = sys.argv[1]
-from jddp.checkpoint.storage import Remote
-print(Remote("memory:///mine").folder, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_the_folder_of_a_killed_process_is_removed_by_the_next_one_and_no_other(
-    tmp_path, monkeypatch
-):
-    command, pipe = [sys.executable, "-c", REMAINS, str(tmp_path)], subprocess.PIPE
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pipes = {"stdin": pipe, "stdout": pipe, "text": True, "env": environment()}
-    with subprocess.Popen(command, **pipes) as process:
-        theirs = Path(process.stdout.readline().strip())
-        mine = [Remote("memory:///mine").folder for _ in range(2)]
-        assert (theirs.is_dir(), [folder.is_dir() for folder in mine]) == (True, [True, True])
-        process.kill()
-        process.wait()
-        assert theirs.is_dir()
-        third = Remote("memory:///mine").folder
-    assert {theirs.parent, third.parent} == {tmp_path}
-    assert {*tmp_path.iterdir()} == {*mine, third}
 
 
 def test_the_folder_is_named_as_it_was_typed(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ STEP = 4
 FIRST, SECOND = NAMES = ("checkpoints", "best")
 
 has_voted = threading.Event()
-ends, votes, refuses = CheckpointFolder._finish, checkpoints.gather, checkpoints._refuse_full
+ends, votes, refuses = CheckpointFolder._finish, checkpoints.gather, checkpoints.make_folder
 
 
 def vote(*arguments, **options):
@@ -37,16 +37,16 @@ def finish(self, *arguments):
     return ends(self, *arguments)
 
 
-def refuse_first(folder, arrays):
-    if jax.process_index() == 1 and FIRST in folder.parts:
+def refuse_first(folder, **options):
+    if jax.process_index() == 1 and folder.name == "state" and FIRST in folder.parts:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
-    refuses(folder, arrays)
+    refuses(folder, **options)
 
 
 if __name__ == "__main__":
     distributed.initialize(distributed.resolve_identity())
     CheckpointFolder._finish, checkpoints.gather = finish, vote
-    checkpoints._refuse_full = refuse_first
+    checkpoints.make_folder = refuse_first
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
     state = ddp.init(0, make_batch(8))
     opened = [CheckpointFolder(Path(sys.argv[1]) / name, keep=1) for name in NAMES]
