@@ -12,12 +12,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # A nest of dicts, tuples and registered classes with arrays, shapes, specs or None as leaves.
 PyTree = Any
 # One leaf of a tree: an array of the host or of the devices, or its shape and dtype.
 Leaf = PyTree
+# A tree of which a function returns one of the same structure.
+Tree = TypeVar("Tree")
 
 # The parameters of a model, which are differentiated and updated by the optimizer.
 Params = PyTree
@@ -70,6 +75,23 @@ STYLE = "font-family: monospace; white-space: pre; line-height: 1.25"
 _BOX = "overflow: auto; max-height: 36em; margin-bottom: .6em"
 _CELL = "padding: .15em 1em .15em 0; vertical-align: top; background: none; max-width: 40em"
 _NUMBER = re.compile(r"-?[\d,.]+(e[-+]?\d+)?( ?%)?|unknown|-|")
+
+
+@runtime_checkable
+class Shaped(Protocol):
+    """An array of the host or of the devices, or its shape and dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dims."""
+
+    @property
+    def dtype(self) -> "np.dtype":
+        """Dtype of the entries."""
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.tree_util import DictKey
 
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.ground.names import match_paths
@@ -103,7 +104,7 @@ Frozen = Sequence[str] | Callable[[str], bool]
 
 def is_frozen(path: Path) -> bool:
     """Whether a leaf of the other state is a parameter that is not trained."""
-    return bool(path[0].key == COLLECTION)
+    return path[0] == DictKey(COLLECTION)
 
 
 def freeze(params: Params, model_state: ModelState, frozen: Frozen) -> tuple[Params, ModelState]:
@@ -341,13 +342,13 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
             by_name = "train" in inspect.signature(loss_fn).parameters
             return loss_fn(model, batch, train=train) if by_name else loss_fn(model, batch, train)
     except (KeyError, TypeError) as error:
-        is_named = isinstance(batch, Mapping)
+        names = [*map(str, batch)] if isinstance(batch, Mapping) else None
         reads = str(error)
-        asks = isinstance(error, KeyError) if is_named else "indices must be" in reads
+        asks = "indices must be" in reads if names is None else isinstance(error, KeyError)
         frame = inspect.trace(0)[-1].frame  # of the line that raised it
         if not (asks and any(x is batch for x in frame.f_locals.values())):
             raise
-        if not is_named:
+        if names is None:
             raise ConfigError(
                 f"loss_fn reads the batch as a dict, but it is a {type(batch).__name__}. Yield "
                 "dicts, such as {'x': x, 'y': y}."
@@ -357,8 +358,9 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
                 f"loss_fn reads batch[{reads}], which holds {holds}, and a device holds numbers. "
                 "Encode it as numbers before training."
             ) from error
-        listed = ", ".join(map(str, batch))
-        raise ConfigError(f"loss_fn reads batch[{reads}], and the batch holds {listed}.") from error
+        raise ConfigError(
+            f"loss_fn reads batch[{reads}], and the batch holds {', '.join(names)}."
+        ) from error
 
 
 def stream(key: jax.Array, name: str) -> jax.Array:
@@ -366,7 +368,14 @@ def stream(key: jax.Array, name: str) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def is_saved(values: PyTree) -> bool:
+class Saved(TypedDict):
+    """Fields of a state, as a checkpoint or an export has them."""
+
+    params: Params
+    model_state: NotRequired[ModelState]
+
+
+def is_saved(values: PyTree) -> TypeGuard[Saved]:
     """Whether these are fields of a state, as a checkpoint or an export of one has them."""
     fields = {"params", "model_state", "ema_params", "ema_state"}
     return isinstance(values, Mapping) and {"params"} <= values.keys() <= fields

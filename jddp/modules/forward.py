@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import Followed, axes_of, follow
-from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree
+from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree, Tree
 from jddp.modules.base import STATISTICS, FlaxModel, name_constants, name_key
 from jddp.modules.batch_norm import Sync
 from jddp.modules.metrics import Mean, Metric, Sums, mask_in, weigh
@@ -34,8 +34,8 @@ EQUALISING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gathe
 
 
 def find_varying(
-    run: Callable[..., PyTree], given: Sequence[PyTree], labels: Sequence[PyTree], axis: str
-) -> tuple[Callable[[], PyTree], PyTree]:
+    run: Callable[..., Tree], given: Sequence[PyTree], labels: Sequence[PyTree], axis: str
+) -> tuple[Callable[[], Tree], Tree]:
     """Finds which results of a function of arrays vary.
 
     Args:
@@ -51,7 +51,7 @@ def find_varying(
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
     like_results = functools.partial(jax.tree.unflatten, jax.tree.structure(shapes))
 
-    def evaluate() -> PyTree:
+    def evaluate() -> Tree:
         leaves = jax.tree.leaves(tuple(given))
         return like_results(eval_jaxpr(traced.jaxpr, traced.consts, *leaves))
 
@@ -69,6 +69,9 @@ def _equalize(eqn: JaxprEqn, given: list[int], axis: str) -> Followed | None:
     return [label] * len(eqn.outvars), False
 
 
+# The loss of a replica, summed over its valid entries; all sums, and the new state.
+LossAndState = tuple[Float[Array, ""], tuple[Sums, ModelState]]
+Forward = Callable[..., LossAndState]
 _NUMBERS = jax.Array | np.ndarray | np.generic | float | int
 SYNC = "sync_state"  # the scope of the equations by which replicas agree on state
 
@@ -84,7 +87,7 @@ def run_forward(
     *,
     train: bool,
     valid: Array | None = None,
-) -> tuple[Float[Array, ""], tuple[Sums, ModelState]]:
+) -> LossAndState:
     """The loss of one replica, summed over its valid entries, with all sums and the new state.
 
     Args:
@@ -115,8 +118,14 @@ def run_forward(
 
 
 def run_and_settle(
-    model: FlaxModel, loss_fn: LossFn, params: Params, model_state: ModelState, *inputs: PyTree
-) -> tuple[Float[Array, ""], tuple[Sums, ModelState]]:
+    model: FlaxModel,
+    loss_fn: LossFn,
+    params: Params,
+    model_state: ModelState,
+    batch: Batch,
+    key: Array,
+    constants: PyTree,
+) -> LossAndState:
     """`run_forward` in training, with the new state synchronized over the replicas.
 
     Raises:
@@ -124,16 +133,22 @@ def run_and_settle(
     """
     run = functools.partial(run_forward, model, loss_fn, train=True)
     if not jax.tree.leaves(model_state) or model.sync.num_replicas == 1:
-        return run(params, model_state, *inputs)
-    evaluate, labels = trace_state(model, run, params, model_state, *inputs)
+        return run(params, model_state, batch, key, constants)
+    evaluate, labels = trace_state(model, run, params, model_state, batch, key, constants)
     loss, (sums, new) = evaluate()
     with jax.named_scope(SYNC):
-        return loss, (sums, settle(model_state, new, labels, model, mask_in(inputs[0])))
+        return loss, (sums, settle(model_state, new, labels, model, mask_in(batch)))
 
 
 def trace_state(
-    model: FlaxModel, run: Callable[..., Any], params: Params, model_state: ModelState, *inputs: Any
-) -> tuple[Callable[[], Any], PyTree]:
+    model: FlaxModel,
+    run: Forward,
+    params: Params,
+    model_state: ModelState,
+    batch: Batch,
+    key: Array,
+    constants: PyTree,
+) -> tuple[Callable[[], LossAndState], ModelState]:
     """Traces `run`, for rows, a key, and constants.
 
     Returns:
@@ -143,14 +158,13 @@ def trace_state(
     def label(path: Path, x: Any) -> int:
         return VARYING if model.keeps_own(path, x) else EQUAL
 
-    *own, constants = inputs
     labels = (
         jax.tree.map(lambda _: EQUAL, params),
         jax.tree_util.tree_map_with_path(label, model_state),
-        jax.tree.map(lambda _: VARYING, own),
+        *jax.tree.map(lambda _: VARYING, (batch, key)),
         jax.tree.map(lambda _: EQUAL, constants),
     )
-    given = (params, model_state, *inputs)
+    given = (params, model_state, batch, key, constants)
     evaluate, (_, (_, found)) = find_varying(run, given, labels, model.sync.axis)
     return evaluate, found
 

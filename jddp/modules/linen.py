@@ -105,7 +105,7 @@ class LinenModel(FlaxModel):
 
     def kinds_at(self, path: Path) -> Sequence[str]:
         """The collection."""
-        return [path[0].key]
+        return [jax.tree_util.keystr(path[:1], simple=True)]
 
     def _without_axes(self, variables: PyTree) -> PyTree:
         """Takes the values out of the boxes in which Flax keeps the names of mesh axes."""

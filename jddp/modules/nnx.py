@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.tree_util import DictKey
 from jaxtyping import Array
 
 from jddp.ground.errors import ConfigError
@@ -27,9 +28,9 @@ class NnxModel(FlaxModel):
         self.axes = MeshAxes()
         boxes = (x.get_metadata() for _, x in nnx.to_flat_state(parts[0]))
         self.axes.report(metadata.get("out_sharding") for metadata in boxes)
-        params, rngs, rest = map(nnx.to_pure_dict, parts)
+        self._params, rngs, rest = map(nnx.to_pure_dict, parts)
         self._own = {"rngs": rngs, "rest": rest}
-        self.values = params, self._own
+        self.values = self._params, self._own
 
     @with_casts
     def train(
@@ -68,8 +69,8 @@ class NnxModel(FlaxModel):
 
     def split(self, values: PyTree) -> tuple[Params, ModelState]:
         """Splits a state by kinds of variables, or takes bare parameters."""
-        if is_saved(values) and "params" not in cast(Any, self.values)[0]:
-            rest = values.get("model_state", {}).get("rest", self._own["rest"])
+        if is_saved(values) and "params" not in self._params:
+            rest = values.get("model_state", self._own).get("rest", self._own["rest"])
             return values["params"], {**self._own, "rest": rest}
         if not isinstance(values, nnx.State):
             return values, self._own
@@ -83,7 +84,9 @@ class NnxModel(FlaxModel):
 
     def kinds_at(self, path: Path) -> Sequence[str]:
         """The variable's classes."""
-        return self._kinds.get(tuple(entry.key for entry in path[1:]), [])
+        return self._kinds.get(
+            tuple(entry.key for entry in path[1:] if isinstance(entry, DictKey)), []
+        )
 
     def rebuild(self, params: Params, model_state: ModelState) -> Any:
         """Makes a module of these values, in eval mode."""
@@ -110,7 +113,7 @@ def _paths(tree: PyTree) -> list[Path]:
 
 def _like(old: PyTree, new: PyTree) -> PyTree:
     """The part of `new` that has a place in `old`: sown values would change the state's form."""
-    if not isinstance(old, dict):
+    if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
     if gone := sorted(map(str, old.keys() - new.keys())):
         raise ConfigError(

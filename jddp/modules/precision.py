@@ -35,7 +35,7 @@ from flax import nnx
 
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import dtype_of, products
-from jddp.ground.typing import PyTree
+from jddp.ground.typing import Tree
 
 MODEL = "model"  # the scope of a model's equations, inside the scope of its loss
 ALL = range(sys.maxsize)  # inputs, by number
@@ -61,7 +61,7 @@ class Casts:
         self._is_inside = False
         self.numbers = itertools.count()
 
-    def narrow(self, tree: PyTree) -> PyTree:
+    def narrow(self, tree: Tree) -> Tree:
         """The tree with floating arrays in the dtype of the arithmetic."""
         return tree if self._dtype is None else _cast(tree, self._dtype)
 
@@ -227,7 +227,7 @@ def _is_own(name: str) -> bool:
     return name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
 
 
-def _cast(tree: PyTree, dtype: Any) -> PyTree:
+def _cast(tree: Tree, dtype: Any) -> Tree:
     def one(x: Any) -> Any:
         return x.astype(dtype) if jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating) else x
 

@@ -26,15 +26,16 @@ arrived. The collective between two barriers is overlapped with the pass.
 """
 
 import dataclasses
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
-from jddp.ground.typing import Grads, Leaf, PyTree
+from jddp.ground.typing import Grads, PyTree
 from jddp.reduce.hooks import GradBucket
 
 
@@ -85,20 +86,23 @@ def _ready(jaxpr: Jaxpr) -> tuple[int | None, ...]:
     return tuple(None if isinstance(v, Literal) else finished.get(v) for v in jaxpr.outvars)
 
 
-def _open(jaxpr: Jaxpr, consts: Sequence[Leaf], args: Sequence[Leaf]) -> list[Leaf]:
+def _open(jaxpr: Jaxpr, consts: Sequence[ArrayLike], args: Sequence[ArrayLike]) -> list[ArrayLike]:
     """Evaluates equation by equation; a jitted function in the place of its call."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    inputs = (*jaxpr.constvars, *jaxpr.invars)
+    values: dict[Var, ArrayLike] = dict(zip(inputs, (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jit":
             inner = eqn.params["jaxpr"]
-            inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-            values |= zip(eqn.outvars, _open(inner.jaxpr, inner.consts, inputs), strict=True)
+            operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+            values |= zip(eqn.outvars, _open(inner.jaxpr, inner.consts, operands), strict=True)
         else:
             values |= evaluate(jaxpr, [eqn], values)
     return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
 
-def evaluate(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: dict[Var, Leaf]) -> dict[Var, Leaf]:
+def evaluate(
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: Mapping[Var, ArrayLike]
+) -> dict[Var, jax.Array]:
     """Returns the results of some equations of a jaxpr, from the values of earlier variables."""
     made = [var for eqn in eqns for var in eqn.outvars]
     # In the order of first use, not of a set: the program, and so its text and its compiled form in
@@ -130,7 +134,7 @@ class Finished:
         """The gradients as they are."""
         return jax.tree.unflatten(self.treedef, self._leaves)
 
-    def take(self, leaves: Sequence[int]) -> list[Leaf]:
+    def take(self, leaves: Sequence[int]) -> list[jax.Array]:
         """The gradients at these positions."""
         return [self._leaves[i] for i in leaves]
 
@@ -138,7 +142,7 @@ class Finished:
         """Both as they are: nothing waits for them."""
         return bucket, flying
 
-    def rest(self, done: Container[int]) -> dict[int, Leaf]:
+    def rest(self, done: Container[int]) -> dict[int, jax.Array]:
         """The gradients at other positions than `done`."""
         return {i: x for i, x in enumerate(self._leaves) if i not in done}
 
@@ -152,7 +156,7 @@ class Running:
         called for one leaf at a time, so that no bucket waits for leaves of another.
     """
 
-    def __init__(self, backward: Backward, finish: Callable[[int, Leaf], Leaf]) -> None:
+    def __init__(self, backward: Backward, finish: Callable[[int, jax.Array], jax.Array]) -> None:
         self.backward, self.finish = backward, finish
         self.treedef = backward.treedef
 
@@ -180,7 +184,7 @@ class Pass:
         self._values = dict(zip(inputs, (*traced.consts, jnp.float32(1)), strict=True))
         self._made: set[Var] = set()
 
-    def take(self, leaves: Sequence[int]) -> list[Leaf]:
+    def take(self, leaves: Sequence[int]) -> list[jax.Array]:
         """Runs up to the last of these gradients; to the end, if it never reaches one of them."""
         ready = [self._grads.backward.ready[i] for i in leaves]
         self._run(max((len(self._jaxpr.eqns) if end is None else end for end in ready), default=0))
@@ -196,7 +200,7 @@ class Pass:
         self._values.update(zip(crossing, values, strict=True))
         return bucket, flying
 
-    def rest(self, done: Container[int]) -> dict[int, Leaf]:
+    def rest(self, done: Container[int]) -> dict[int, jax.Array]:
         """Runs to the end; the leaves at other positions than `done`.
 
         Gradients among them, of unused parameters, are as the pass makes them: zero.
@@ -212,11 +216,11 @@ class Pass:
         self._values |= evaluate(self._jaxpr, eqns, self._values)
         self._made |= {var for eqn in eqns for var in eqn.outvars}
 
-    def _outputs(self, leaves: Sequence[int]) -> list[Leaf]:
+    def _outputs(self, leaves: Sequence[int]) -> list[jax.Array]:
         outvars = (self._jaxpr.outvars[i] for i in leaves)
         return [v.val if isinstance(v, Literal) else self._values[v] for v in outvars]
 
-    def _crossing(self) -> dict[Var, Leaf]:
+    def _crossing(self) -> dict[Var, jax.Array]:
         """Values that this pass has made so far and still needs: the frontier of its dataflow."""
         # Residuals of the forward pass do not cross: they were there before, so a barrier on them
         # would only keep XLA from fusing their use.

@@ -19,19 +19,25 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jddp.ground.typing import HookState, PyTree
+from jddp.ground.typing import HookState, Tree
 from jddp.reduce.plan import Bucket, BucketPlan
 from jddp.reduce.shards import Shape
 
-TakeMean = Callable[[PyTree, str], PyTree]
 SplitVector = Callable[[jax.Array, list[Shape]], list[jax.Array]]
+
+
+class TakeMean(Protocol):
+    """Function that takes the mean of a tree of arrays over the replicas of an axis."""
+
+    def __call__(self, tree: Tree, axis: str, /) -> Tree:
+        """Returns the mean, or this replica's part of it."""
 
 
 @jax.tree_util.register_dataclass
@@ -151,7 +157,7 @@ class CommHook(NamedTuple):
     """
 
     init: Callable[[BucketPlan], HookState]
-    reduce: Callable[[GradBucket, HookState, str], tuple[GradBucket, HookState]]
+    reduce: Callable[..., tuple[GradBucket, HookState]]
     on_resize: str = "drop"
 
 
@@ -164,7 +170,7 @@ def varies(x: jax.Array, axis: str) -> bool:
     return axis in jax.typeof(x).manual_axis_type.varying
 
 
-def _pmean(tree: PyTree, axis: str) -> PyTree:
+def _pmean(tree: Tree, axis: str) -> Tree:
     # XLA:CPU would still copy what a single replica sends to itself. A check wants it all the same.
     is_alone = lax.axis_size(axis) == 1 and not varies(lax.axis_index(axis), axis)
     return tree if is_alone else lax.pmean(tree, axis)
@@ -179,7 +185,7 @@ def mean_hook(average: TakeMean = _pmean) -> CommHook:
     return CommHook(lambda plan: (), reduce)
 
 
-def mean_over(axis: str, tree: PyTree, average: TakeMean = _pmean) -> PyTree:
+def mean_over(axis: str, tree: Tree, average: TakeMean = _pmean) -> Tree:
     """The mean of a tree of arrays over the replicas of `axis`, by `lax.pmean` or `average`.
 
     float16 is scaled down on the wire, so that its sum fits where its mean does.
@@ -189,7 +195,7 @@ def mean_over(axis: str, tree: PyTree, average: TakeMean = _pmean) -> PyTree:
     return _scale_float16(average(_scale_float16(tree, small), axis), 1 / small)
 
 
-def _scale_float16(tree: PyTree, scale: float) -> PyTree:
+def _scale_float16(tree: Tree, scale: float) -> Tree:
     return jax.tree.map(lambda x: x * scale if x.dtype == np.float16 else x, tree)
 
 

@@ -19,17 +19,26 @@ values without a gradient are followed (`Origin`), as JAX differentiates the pro
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    jaxprs_in_params,
+)
+from jax.typing import ArrayLike
 
 from jddp.ground.jaxprs import LOOPS, carried, dtypes
-from jddp.ground.typing import PyTree
+from jddp.ground.typing import PyTree, Tree
 from jddp.reduce.backward import evaluate, variables
 from jddp.reduce.units import (
     CALLS,
@@ -44,6 +53,7 @@ from jddp.reduce.units import (
 
 # The sources of a value: no divided parameter, divided parameters alone, or anything.
 CONSTANT, PARAMETERS, ANYTHING = range(3)
+Value = ArrayLike | Part  # of a variable
 _WITH_PROGRAMS = LOOPS | REMAT | CALLS | {"cond"}
 
 
@@ -62,10 +72,10 @@ class Origin(NamedTuple):
 NO_ORIGIN = Origin(CONSTANT, moves=False)
 
 
-def forget(primitive: PyTree, *_: PyTree, **params: PyTree) -> bool:
+def forget(primitive: Primitive, *_: PyTree, **params: PyTree) -> bool:
     """A policy of `jax.checkpoint`: keeps all values but those made of parameters alone."""
     called = params.get("call_jaxpr")
-    if called is None or not primitive.name.startswith("custom_vjp_call"):
+    if not isinstance(called, ClosedJaxpr) or not primitive.name.startswith("custom_vjp_call"):
         return primitive.name != "stop_gradient"  # which is its operand
     return FORGOTTEN not in called.jaxpr.debug_info.func_name
 
@@ -85,8 +95,8 @@ class Lazy:
     keeps: bool
 
     def evaluate(
-        self, program: ClosedJaxpr, given: Sequence[PyTree], made: Sequence[Origin]
-    ) -> list[PyTree]:
+        self, program: ClosedJaxpr, given: Sequence[Value], made: Sequence[Origin]
+    ) -> list[ArrayLike]:
         """Evaluates a program.
 
         Args:
@@ -98,16 +108,16 @@ class Lazy:
         return [*map(_whole, results)]
 
     def _evaluate(
-        self, program: ClosedJaxpr, given: Sequence[PyTree], made: Sequence[Origin]
-    ) -> tuple[list[PyTree], list[Origin]]:
+        self, program: ClosedJaxpr, given: Sequence[Value], made: Sequence[Origin]
+    ) -> tuple[list[Value], list[Origin]]:
         """Results, some of them parts, and their origins."""
         jaxpr = program.jaxpr
         inputs = (*jaxpr.constvars, *jaxpr.invars)
-        values = dict(zip(inputs, (*program.consts, *given), strict=True))
+        values: dict[Var, Value] = dict(zip(inputs, (*program.consts, *given), strict=True))
         origins = dict.fromkeys(jaxpr.constvars, Origin(ANYTHING, moves=False))
         origins |= zip(jaxpr.invars, made, strict=True)
 
-        def read(v: Var | Literal) -> PyTree:
+        def read(v: Var | Literal) -> Value:
             return v.val if isinstance(v, Literal) else values[v]
 
         def origin(v: Var | Literal) -> Origin:
@@ -119,13 +129,14 @@ class Lazy:
             results = [joined] * len(eqn.outvars)
             name, has_parts = eqn.primitive.name, any(isinstance(x, Part) for x in ins)
             is_split = not self.keeps and joined.source != PARAMETERS and _is_complex(eqn)
+            outs: Sequence[Value]
             if name in CALLS and (is_split or PARAMETERS in [x.source for x in of]):
                 outs, results = self._evaluate(eqn.params["jaxpr"], ins, of)
             elif name in REMAT and has_parts:
                 outs = self._repeated(eqn, ins, of)
             elif name == "scan" and has_parts:
                 outs = self._scan(eqn, ins, of)
-            elif has_parts and is_narrowing(eqn, ins[0]):
+            elif ins and isinstance(ins[0], Part) and is_narrowing(eqn, ins[0]):
                 outs = [self._cast(ins[0], eqn.params["new_dtype"])]
             elif not self.keeps and _is_made_again(eqn, joined, is_split=is_split):
                 fixed = [v for v in variables(eqn) if not origins[v].moves]
@@ -137,7 +148,7 @@ class Lazy:
             origins |= zip(eqn.outvars, results, strict=True)
         return [*map(read, jaxpr.outvars)], [*map(origin, jaxpr.outvars)]
 
-    def _scan(self, eqn: JaxprEqn, ins: list[PyTree], of: list[Origin]) -> list[PyTree]:
+    def _scan(self, eqn: JaxprEqn, ins: list[Value], of: list[Origin]) -> list[ArrayLike]:
         """Results of a scan, in whose body slices of parameters are gathered."""
         first, last = carried(eqn)
         slices = [x if isinstance(x, Part) and x.dim > 0 else _whole(x) for x in ins[last:]]
@@ -145,70 +156,71 @@ class Lazy:
         # A loop may carry values of any source, whatever they begin with.
         made = [*of[:first], *[Origin(ANYTHING, moves=True)] * (last - first), *of[last:]]
 
-        def layer(*given: PyTree) -> list[PyTree]:
-            given = _fixed(given, made)
+        def layer(*given: jax.Array) -> list[ArrayLike]:
+            fixed = _fixed(given, made)
             own = [
                 x.sliced(value) if isinstance(x, Part) else value
-                for x, value in zip(slices, given[last:], strict=True)
+                for x, value in zip(slices, fixed[last:], strict=True)
             ]
-            return self.evaluate(eqn.params["jaxpr"], [*given[:last], *own], made)
+            return self.evaluate(eqn.params["jaxpr"], [*fixed[:last], *own], made)
 
+        run: Callable[..., list[ArrayLike]] = layer
         if not self.keeps:
             # Else the backward pass begins with a scan that gathers all slices, and keeps them.
-            layer = _repeating(layer, forget, prevent_cse=False)
+            run = _repeating(layer, forget, prevent_cse=False)
 
-        def body(carry: list[PyTree], values: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
+        def body(
+            carry: list[ArrayLike], values: list[ArrayLike]
+        ) -> tuple[list[ArrayLike], list[ArrayLike]]:
             # Kept as the loop gets it: one more scan would copy it from the loop's results.
             carry = [checkpoint_name(x, "carried") for x in carry]
-            results = layer(*consts, *carry, *values)
+            results = run(*consts, *carry, *values)
             return results[: last - first], results[last - first :]
 
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         carry, stacked = lax.scan(body, carry, [*map(_own, slices)], **options)
         return [*carry, *stacked]
 
-    def _repeated(self, eqn: JaxprEqn, ins: list[PyTree], of: list[Origin]) -> list[PyTree]:
+    def _repeated(self, eqn: JaxprEqn, ins: list[Value], of: list[Origin]) -> list[ArrayLike]:
         """Results of a region that the model recomputes, with a backward pass of its own."""
         params = eqn.params
         program, policy = ClosedJaxpr(params["jaxpr"], ()), params["policy"]
 
-        def region(*values: PyTree) -> list[PyTree]:
+        def region(*values: jax.Array) -> list[ArrayLike]:
             own = [
                 dataclasses.replace(x, value=value) if isinstance(x, Part) else value
                 for x, value in zip(ins, _fixed(values, of), strict=True)
             ]
             return self.evaluate(program, own, of)
 
-        def keep(primitive: PyTree, *avals: PyTree, **about: PyTree) -> PyTree:
-            if policy is None or not forget(primitive, *avals, **about):
-                return False
-            return policy(primitive, *avals, **about)
+        def keep(primitive: Primitive, *avals: PyTree, **about: PyTree) -> bool:
+            is_kept = policy is not None and forget(primitive, *avals, **about)
+            return is_kept and policy(primitive, *avals, **about)
 
         repeating = _repeating(region, keep, prevent_cse=params["prevent_cse"])
         return repeating(*map(_own, ins))
 
-    def _in_units(self, jaxpr: Jaxpr, given: Sequence[PyTree]) -> list[PyTree]:
+    def _in_units(self, jaxpr: Jaxpr, given: Sequence[Value]) -> list[Value]:
         """The inputs of a program, with parts that can be gathered."""
         found = [*given]
+        parts = {i: x for i, x in enumerate(given) if isinstance(x, Part)}
         units = [(x.leaves, x.wire_dtype) for x in plan_units(jaxpr, given, self.unit_bytes)]
         used = {i for places, _ in units for i in places}
         # A parameter that no equation uses may still be a result.
-        units += [
-            ((i,), x.dtype) for i, x in enumerate(given) if isinstance(x, Part) and i not in used
-        ]
+        units += [((i,), x.dtype) for i, x in parts.items() if i not in used]
         for places, dtype in units:
             gather = functools.cache(
-                functools.partial(self._gather, [given[i] for i in places], dtype)
+                functools.partial(self._gather, [parts[i] for i in places], dtype)
             )
             for at, i in enumerate(places):
-                own = dataclasses.replace(
-                    given[i], cast=None, whole=lambda at=at, gather=gather: gather()[at]
-                )
-                found[i] = own if given[i].cast is None else self._cast(own, given[i].cast)
+                read = functools.partial(_entry, gather, at)
+                own = dataclasses.replace(parts[i], cast=None, whole=read)
+                narrow = parts[i].cast
+                found[i] = own if narrow is None else self._cast(own, narrow)
         return found
 
     def _gather(self, parts: Sequence[Part], dtype: np.dtype) -> list[jax.Array]:
-        return self.gather([x.value for x in parts], [x.dim for x in parts], dtype)
+        return self.gather([x.array for x in parts], [x.dim for x in parts], dtype)
 
     def _cast(self, x: Part, dtype: np.dtype) -> Part:
         """The part of a parameter that the program casts."""
@@ -218,23 +230,26 @@ class Lazy:
 
         run = cast if self.keeps else _made_again(cast)
         # Once, as the equation that casts: what comes back is added up in the narrow dtype.
-        return dataclasses.replace(x, cast=dtype, whole=functools.cache(lambda: run(_whole(x))[0]))
+        return dataclasses.replace(
+            x, cast=dtype, whole=functools.cache(lambda: run(x.gathered())[0])
+        )
 
 
-def _whole(x: PyTree) -> PyTree:
-    if not isinstance(x, Part):
-        return x
-    assert x.whole is not None  # it is in a program
-    return x.whole()
+def _entry(gather: Callable[[], list[jax.Array]], at: int) -> jax.Array:
+    return gather()[at]
 
 
-def _own(x: PyTree) -> PyTree:
-    return x.value if isinstance(x, Part) else x
+def _whole(x: Value) -> ArrayLike:
+    return x.gathered() if isinstance(x, Part) else x
+
+
+def _own(x: Value) -> ArrayLike:
+    return x.array if isinstance(x, Part) else x
 
 
 def _repeating(
-    region: Callable[..., list[PyTree]], policy: Callable[..., PyTree], *, prevent_cse: bool
-) -> Callable[..., list[PyTree]]:
+    region: Callable[..., list[ArrayLike]], policy: Callable[..., bool], *, prevent_cse: bool
+) -> Callable[..., list[ArrayLike]]:
     """The region as one call with a backward pass of its own, which repeats what is not kept."""
     repeated = jax.checkpoint(region, policy=policy, prevent_cse=prevent_cse)
     call = jax.custom_vjp(lambda *values: repeated(*values))
@@ -253,32 +268,32 @@ def _is_made_again(eqn: JaxprEqn, joined: Origin, *, is_split: bool) -> bool:
 
 def _is_complex(eqn: JaxprEqn) -> bool:
     """Whether an equation, or a program inside it, has complex numbers."""
-    found: set[PyTree] = {getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)}
+    found: set[object] = {getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)}
     found.update(*map(dtypes, jaxprs_in_params(eqn.params)))
-    return any(jax.numpy.issubdtype(dtype, jax.numpy.complexfloating) for dtype in found - {None})
+    return not found.isdisjoint(map(np.dtype, (np.complex64, np.complex128)))
 
 
-def _in_halves(x: PyTree) -> PyTree:
+def _in_halves(x: Value) -> Value:
     """A complex value whose real and imaginary parts are kept for the backward pass."""
-    if not jax.numpy.iscomplexobj(x):
+    if isinstance(x, Part) or not jax.numpy.iscomplexobj(x):
         return x
     return _made_again(lambda real, imag: [lax.complex(real, imag)])(x.real, x.imag)[0]
 
 
-def _applied(jaxpr: Jaxpr, eqn: JaxprEqn, values: dict[Var, PyTree]) -> list[PyTree]:
+def _applied(jaxpr: Jaxpr, eqn: JaxprEqn, values: Mapping[Var, Value]) -> list[ArrayLike]:
     """Results of an equation for whole parameters."""
     wholes = {v: _whole(values[v]) for v in variables(eqn)}
     # Named values are kept. JAX calls the host again if the backward pass has what it shows.
     if eqn.primitive.name.startswith("debug_"):
         wholes = {v: checkpoint_name(x, "shown") for v, x in wholes.items()}
-    outs = [*evaluate(jaxpr, [eqn], wholes).values()]
+    outs: list[ArrayLike] = [*evaluate(jaxpr, [eqn], wholes).values()]
     # And it runs a loop again whose results are needed, under any policy.
     return [checkpoint_name(x, "end") for x in outs] if eqn.primitive.name == "while" else outs
 
 
 def _remade(
-    jaxpr: Jaxpr, eqn: JaxprEqn, values: dict[Var, PyTree], fixed: Sequence[Var]
-) -> tuple[list[PyTree], set[int]]:
+    jaxpr: Jaxpr, eqn: JaxprEqn, values: Mapping[Var, Value], fixed: Sequence[Var]
+) -> tuple[list[ArrayLike], set[int]]:
     """Results of an equation that are not kept for the backward pass, and which of them move.
 
     Args:
@@ -289,7 +304,7 @@ def _remade(
     """
     names = dict.fromkeys(variables(eqn))
 
-    def run(*ins: jax.Array) -> list[jax.Array]:
+    def run(*ins: ArrayLike) -> list[ArrayLike]:
         given = dict(zip(names, ins, strict=True))
         given |= {v: lax.stop_gradient(given[v]) for v in fixed}
         return [*evaluate(jaxpr, [eqn], given).values()]
@@ -301,34 +316,36 @@ def _remade(
     return [x if i in moving else lax.stop_gradient(x) for i, x in outs], moving
 
 
-def _moving(run: Callable[..., list[jax.Array]], given: Sequence[jax.Array]) -> set[int]:
+def _moving(run: Callable[..., list[ArrayLike]], given: Sequence[ArrayLike]) -> set[int]:
     """The results of a function that have a gradient, as JAX differentiates it."""
     moving = set[int]()
 
-    def watched(i: int, x: jax.Array) -> jax.Array:
+    def watched(i: int, x: ArrayLike) -> ArrayLike:
         same = jax.custom_jvp(lambda x: x)
 
-        def moved(ins: PyTree, tangents: PyTree) -> PyTree:  # not called without tangents
+        def moved(
+            ins: tuple[ArrayLike], tangents: tuple[ArrayLike]
+        ) -> tuple[ArrayLike, ArrayLike]:  # not called without tangents
             moving.add(i)
             return ins[0], tangents[0]
 
         same.defjvp(moved)
         return same(x)
 
-    def watch(*ins: jax.Array) -> list[jax.Array]:
+    def watch(*ins: ArrayLike) -> list[ArrayLike]:
         return [watched(i, x) for i, x in enumerate(run(*ins))]
 
     jax.eval_shape(lambda *ins: jax.vjp(watch, *ins)[0], *given)
     return moving
 
 
-def _fixed(values: Sequence[PyTree], made: Sequence[Origin]) -> tuple[PyTree, ...]:
+def _fixed(values: Sequence[jax.Array], made: Sequence[Origin]) -> tuple[jax.Array, ...]:
     """The inputs of a program; the backward pass leaves out those without a gradient."""
     both = zip(values, made, strict=True)
     return tuple(x if of.moves else lax.stop_gradient(x) for x, of in both)
 
 
-def _made_again(run: Callable[..., list[PyTree]]) -> Callable[..., list[PyTree]]:
+def _made_again(run: Callable[..., Tree]) -> Callable[..., Tree]:
     """A function of parameters alone, whose results are not kept for the backward pass."""
     return forgotten(
         run,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jddp.ground.errors import ConfigError, check_choice
-from jddp.ground.typing import HookState, PyTree
+from jddp.ground.typing import HookState, PyTree, Tree
 from jddp.reduce.hooks import (
     ON_RESIZE,
     CommHook,
@@ -230,7 +230,7 @@ def _form(tree: PyTree) -> str:
     return f"{treedef} of {', '.join(arrays)}"
 
 
-def scatter_mean(tree: PyTree, axis: str, groups: list[list[int]] | None = None) -> PyTree:
+def scatter_mean(tree: Tree, axis: str, groups: list[list[int]] | None = None) -> Tree:
     """This replica's row of the mean over replicas, for each array of (replicas, shard).
 
     With `groups` it is the mean over the replicas of its group.
@@ -242,7 +242,7 @@ def scatter_mean(tree: PyTree, axis: str, groups: list[list[int]] | None = None)
     return jax.tree.map(mean, tree)
 
 
-def exchange_mean(tree: PyTree, axis: str, groups: list[list[int]] | None = None) -> PyTree:
+def exchange_mean(tree: Tree, axis: str, groups: list[list[int]] | None = None) -> Tree:
     """The same, by sending each row to its replica, and adding it there, in float32 at least.
 
     As many bytes are sent. Between processes XLA:CPU's reduce-scatter fails where one waits 30

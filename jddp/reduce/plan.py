@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jddp.ground.errors import ConfigError
-from jddp.ground.typing import Path, PyTree, Shown, TextTable
+from jddp.ground.typing import Path, PyTree, Shaped, Shown, TextTable
 
 MEBIBYTE = 2**20
 
@@ -284,15 +284,14 @@ def _bucket(group: Sequence[_Leaf]) -> Bucket:
 
 def _leaf(position: int, path: Path, leaf: PyTree, wire_dtype: np.dtype | None) -> _Leaf:
     name = jax.tree_util.keystr(path, simple=True, separator="/")
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None or not jax.numpy.issubdtype(dtype, np.inexact):
-        what = type(leaf).__name__ if dtype is None else f"an array of {dtype}"
+    if not isinstance(leaf, Shaped) or not jax.numpy.issubdtype(leaf.dtype, np.inexact):
+        what = f"an array of {leaf.dtype}" if isinstance(leaf, Shaped) else type(leaf).__name__
         raise ConfigError(
             f"Gradient leaf {name!r} is {what}; only floating and complex arrays can be averaged. "
             "Keep it out of the parameters."
         )
-    dtype = np.dtype(dtype)
-    return _Leaf(position, name, tuple(np.shape(leaf)), dtype, _on_the_wire(dtype, wire_dtype))
+    dtype = np.dtype(leaf.dtype)
+    return _Leaf(position, name, tuple(leaf.shape), dtype, _on_the_wire(dtype, wire_dtype))
 
 
 def _on_the_wire(dtype: np.dtype, wire_dtype: np.dtype | None) -> np.dtype:

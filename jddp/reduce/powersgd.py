@@ -15,6 +15,7 @@ so that from step to step P and Q come nearer to the largest singular vectors of
 import functools
 import math
 from dataclasses import dataclass
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,19 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
 from jddp.ground.errors import ConfigError
-from jddp.ground.typing import PyTree
+from jddp.ground.typing import Tree
 from jddp.reduce.hooks import CommHook, GradBucket, mean_over
 from jddp.reduce.plan import Bucket, BucketPlan
 
-State = dict[str, PyTree]
+
+class State(TypedDict, total=False):
+    """What a replica keeps between steps, by the paths of leaves; in a checkpoint, too."""
+
+    step: Array
+    unsent: dict[str, Array]
+    q: dict[str, Array]
+
+
 # Rounding leaves this fraction of a column in the span of those before it, which is no direction.
 ROUNDING = 1e-5
 
@@ -178,7 +187,7 @@ class _PowerSGD:
         return _unit(columns)
 
 
-def _mean_as_one(axis: str, tree: PyTree) -> PyTree:
+def _mean_as_one(axis: str, tree: Tree) -> Tree:
     """The mean over the replicas, of one vector of all arrays."""
     vector, unravel = ravel_pytree(tree)
     return unravel(mean_over(axis, vector))

@@ -35,7 +35,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jddp.ground.errors import ConfigError, check_choice
-from jddp.ground.typing import Grads, HookState, Leaf, Params, PyTree
+from jddp.ground.typing import Grads, HookState, Params, PyTree
 from jddp.reduce.backward import Finished, Gradients
 from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is, varies
 from jddp.reduce.packing import NOTES, BucketLayout, Packed, Packing, bucketed
@@ -106,7 +106,7 @@ class Reducer:
           A tree like `grads`, the same on every replica; and the hook's new state.
         """
         run, hook = grads.start(), self.seen(self.hook, units)
-        done: dict[int, Leaf] = {}
+        done: dict[int, jax.Array] = {}
         flying: list[GradBucket] = []
         # All replicas follow the order of the plan: a collective waits for the same one
         # everywhere. The hook state passes from bucket to bucket.
@@ -156,15 +156,17 @@ class Reducer:
                 leaves[i] = array
         return jax.tree.unflatten(treedef, leaves)
 
-    def _pack(self, leaves: list[Leaf], plan: BucketPlan, index: int, scale: float) -> GradBucket:
+    def _pack(
+        self, leaves: list[jax.Array], plan: BucketPlan, index: int, scale: float
+    ) -> GradBucket:
         planned, is_last = plan.buckets[index], index == len(plan) - 1
         members = self.packing.members(planned)
         values = [self.packing.pack([leaves[i] for i in places], self.axis) for places in members]
         return GradBucket(values, planned, members, index, is_last, scale)
 
-    def _arrived(self, flying: list[GradBucket]) -> dict[int, Leaf]:
+    def _arrived(self, flying: list[GradBucket]) -> dict[int, jax.Array]:
         """The gradients of buckets, by their positions in the tree."""
-        done: dict[int, Leaf] = {}
+        done: dict[int, jax.Array] = {}
         for x in flying:
             done |= zip(x.planned.leaves, self.packing.unpack(x, self.axis), strict=True)
         return done

@@ -25,7 +25,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jddp.ground.jaxprs import carried
-from jddp.ground.typing import Leaf, PyTree
+from jddp.ground.typing import PyTree, Shaped, Tree
 from jddp.reduce.hooks import TakeMean, mean_over
 from jddp.reduce.plan import Bucket, GatheredUnit, plan_buckets
 from jddp.reduce.shards import Groups, Shape
@@ -56,7 +56,7 @@ class Part:
       name: Path of the parameter, for plans.
     """
 
-    value: Leaf
+    value: Shaped
     dim: int
     shape: Shape
     cast: np.dtype | None = None
@@ -64,11 +64,22 @@ class Part:
     name: str = ""
 
     @property
+    def array(self) -> jax.Array:
+        """The part, in a program."""
+        assert isinstance(self.value, jax.Array)
+        return self.value
+
+    def gathered(self) -> jax.Array:
+        """The whole parameter, in a program."""
+        assert self.whole is not None
+        return self.whole()
+
+    @property
     def dtype(self) -> np.dtype:
         """Dtype in which the program sees the parameter."""
         return self.cast or np.dtype(self.value.dtype)
 
-    def sliced(self, value: Leaf) -> "Part":
+    def sliced(self, value: Shaped) -> "Part":
         """A slice along the first dim, which is not the divided one."""
         return Part(value, self.dim - 1, self.shape[1:], self.cast, name=self.name)
 
@@ -180,8 +191,9 @@ def _is_among(v: Var | Literal, names: dict[Var, Input]) -> TypeGuard[Var]:
 
 def is_narrowing(eqn: JaxprEqn, x: PyTree) -> bool:
     """Whether an equation whose first operand is `x` casts a parameter to a narrower float."""
-    is_cast = eqn.primitive.name == "convert_element_type" and isinstance(x, Part)
-    if not is_cast or x.cast is not None:  # a second cast would round in another way than both
+    if eqn.primitive.name != "convert_element_type" or not isinstance(x, Part):
+        return False
+    if x.cast is not None:  # a second cast would round in another way than both
         return False
     old, new = np.dtype(x.value.dtype), np.dtype(eqn.params["new_dtype"])
     are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
@@ -195,7 +207,6 @@ def needs_whole(eqn: JaxprEqn, operand: int, x: Part) -> bool:
     return eqn.primitive.name != "scan" or operand < carried(eqn)[1] or x.dim == 0
 
 
-Function = Callable[..., PyTree]
 UNIT = "unit_of_"  # begins the scopes of a unit's collectives
 BETWEEN = f"{UNIT}gradients_between_groups"
 FORGOTTEN = "made_of_parameters"  # the name of calls whose results are not kept for a backward pass
@@ -281,8 +292,10 @@ class Gather:
 
 
 def forgotten(
-    function: Function, forward: Function | None = None, backward: Function | None = None
-) -> Function:
+    function: Callable[..., Tree],
+    forward: Callable[..., tuple[Tree, PyTree]] | None = None,
+    backward: Callable[..., tuple[PyTree, ...]] | None = None,
+) -> Callable[..., Tree]:
     """The function as one call, whose name shows to a policy that its results are not kept.
 
     Args:
@@ -292,7 +305,7 @@ def forgotten(
       backward: The backward pass.
     """
 
-    def call(*given: jax.Array) -> PyTree:
+    def call(*given: jax.Array) -> Tree:
         return function(*given)
 
     call.__name__ = FORGOTTEN
@@ -301,7 +314,7 @@ def forgotten(
     return opaque
 
 
-def _never(*_: PyTree) -> PyTree:
+def _never(*_: PyTree) -> NoReturn:
     raise AssertionError("a call inside a forward pass is not differentiated")
 
 
