@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from jddp.reduce.shards import Shape
 SplitVector = Callable[[jax.Array, list[Shape]], list[jax.Array]]
 
 
+@runtime_checkable
 class TakeMean(Protocol):
     """Function that takes the mean of a tree of arrays over the replicas of an axis."""
 

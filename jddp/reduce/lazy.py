@@ -209,18 +209,14 @@ class Lazy:
         # A parameter that no equation uses may still be a result.
         units += [((i,), x.dtype) for i, x in parts.items() if i not in used]
         for places, dtype in units:
-            gather = functools.cache(
-                functools.partial(self._gather, [parts[i] for i in places], dtype)
-            )
+            arrays, dims = [parts[i].array for i in places], [parts[i].dim for i in places]
+            gather = functools.cache(functools.partial(self.gather, arrays, dims, dtype))
             for at, i in enumerate(places):
                 read = functools.partial(_entry, gather, at)
                 own = dataclasses.replace(parts[i], cast=None, whole=read)
                 narrow = parts[i].cast
                 found[i] = own if narrow is None else self._cast(own, narrow)
         return found
-
-    def _gather(self, parts: Sequence[Part], dtype: np.dtype) -> list[jax.Array]:
-        return self.gather([x.array for x in parts], [x.dim for x in parts], dtype)
 
     def _cast(self, x: Part, dtype: np.dtype) -> Part:
         """The part of a parameter that the program casts."""

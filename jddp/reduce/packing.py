@@ -12,7 +12,7 @@ replicas is `jddp.workbench.logical_replicas.RowsOfSums`.
 import dataclasses
 import functools
 import math
-from typing import Literal, Protocol, final, runtime_checkable
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,6 @@ from jddp.reduce.plan import Bucket
 from jddp.reduce.shards import Groups, add_in_pairs, own_shard, pack, shard_shape
 
 BucketLayout = Literal["leaf", "flat"]
-Members = tuple[tuple[int, ...], ...]  # of the arrays of a bucket
 SMALL_BYTES = 64 * 1024  # Smaller leaves are packed: a copy costs less than a round of the network.
 MANY = 64  # leaves of a bucket that are packed where there is no network
 NOTES = {
@@ -43,64 +42,49 @@ NOTES = {
 }
 
 
-@runtime_checkable
-class Packing(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Packing:
     """The form in which gradients of a bucket are sent, and a replica's part of their mean.
 
-    Its methods are passed one array's leaves at a time: `members` decides which leaves share one.
-    """
-
-    @property
-    def layout(self) -> BucketLayout:
-        """Whether only the small leaves of a bucket share an array ("leaf"), or all ("flat")."""
-
-    @property
-    def keeps_shards(self) -> bool:
-        """Whether each replica gets its shard of the mean, and not all of it."""
-
-    def members(self, planned: Bucket) -> Members:
-        """Returns which leaves of a bucket share an array on the wire, by their places in it."""
-
-    def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
-        """Returns the array in which these leaves are sent."""
-
-    def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
-        """Returns the gradients of a bucket that has been reduced, in the order of the plan."""
-
-    def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
-        """Returns the mean of a gradient that is in no bucket: it is the same on all replicas."""
-
-
-def members_of(planned: Bucket, layout: BucketLayout, max_packed: float = math.inf) -> Members:
-    """Returns which leaves of a bucket share an array, by their places in it."""
-    # Packing copies. For a large leaf that costs more than it saves where the compiler fuses leaves
-    # itself; a small one alone would cost gloo a round of the network.
-    limit = math.inf if layout == "flat" else SMALL_BYTES / planned.dtype.itemsize
-    packed = [i for i, shape in enumerate(planned.shapes) if math.prod(shape) < limit]
-    if layout == "leaf" and len(packed) > max_packed:
-        packed = []
-    alone = sorted({*range(len(planned.leaves))}.difference(packed))
-    return ((tuple(packed),) if packed else ()) + tuple((i,) for i in alone)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class WholeLeaves:
-    """Keeps leaves unchanged, but joins leaves that share an array into one vector.
+    `pack` is passed one array's leaves at a time: `members` decides which leaves share one.
 
     Attributes:
-      layout: "leaf" or "flat".
+      layout: Whether only the small leaves of a bucket share an array ("leaf"), or all ("flat").
       max_packed: Largest number of leaves that share an array in the leaf layout; where a bucket
         has more small ones, all are sent alone.
+      keeps_shards: Whether each replica gets its shard of the mean, and not all of it.
     """
 
     layout: BucketLayout
     max_packed: float = math.inf
-    keeps_shards = False
+    keeps_shards: ClassVar[bool] = False
 
-    def members(self, planned: Bucket) -> Members:
-        """Lets at most `max_packed` small leaves share an array, or in the flat layout all."""
-        return members_of(planned, self.layout, self.max_packed)
+    def members(self, planned: Bucket) -> tuple[tuple[int, ...], ...]:
+        """Returns which leaves of a bucket share an array on the wire, by their places in it."""
+        # Packing copies. For a large leaf that costs more than it saves where the compiler fuses
+        # leaves itself; a small one alone would cost gloo a round of the network.
+        limit = math.inf if self.layout == "flat" else SMALL_BYTES / planned.dtype.itemsize
+        packed = [i for i, shape in enumerate(planned.shapes) if math.prod(shape) < limit]
+        if self.layout == "leaf" and len(packed) > self.max_packed:
+            packed = []
+        alone = sorted({*range(len(planned.leaves))}.difference(packed))
+        return ((tuple(packed),) if packed else ()) + tuple((i,) for i in alone)
+
+    def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
+        """Returns the array in which these leaves are sent."""
+        raise NotImplementedError
+
+    def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
+        """Returns the gradients of a bucket that has been reduced, in the order of the plan."""
+        raise NotImplementedError
+
+    def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
+        """Returns the mean of a gradient that is in no bucket: it is the same on all replicas."""
+        raise NotImplementedError
+
+
+class WholeLeaves(Packing):
+    """Keeps leaves unchanged, but joins leaves that share an array into one vector."""
 
     def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
         """Makes one vector of several leaves, and in the flat layout also of one."""
@@ -117,21 +101,10 @@ class WholeLeaves:
         return leaf
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class ShardedLeaves:
-    """Leaves cut to (replicas, shard), of whose mean a replica gets its row, its `own_shard`.
+class ShardedLeaves(Packing):
+    """Leaves cut to (replicas, shard), of whose mean a replica gets its row, its `own_shard`."""
 
-    Attributes:
-      layout: "leaf" or "flat".
-    """
-
-    layout: BucketLayout
     keeps_shards = True
-
-    def members(self, planned: Bucket) -> Members:
-        """Lets small leaves share an array, or in the flat layout all."""
-        return members_of(planned, self.layout)
 
     def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
         """Cuts the leaves, side by side."""

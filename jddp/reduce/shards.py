@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Protocol, final, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -104,24 +103,6 @@ def whole(x: jax.Array, dim: int | None, axis: str, groups: Groups) -> jax.Array
     return lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups.members)
 
 
-@runtime_checkable
-class Division(Protocol):
-    """How arrays are divided over the replicas."""
-
-    def __hash__(self) -> int:
-        """Equal divisions are one."""
-
-    def part_shape(self, shape: Shape) -> Shape:
-        """Returns the shape of a replica's part of an array; of one dim at least."""
-
-    def own(self, x: jax.Array) -> jax.Array:
-        """Returns this replica's part of an array that it has as a whole."""
-
-    def whole(self, part: jax.Array, shape: Shape) -> jax.Array:
-        """Returns an array of `shape` from the parts of all replicas, which send them."""
-
-
-@final
 @dataclasses.dataclass(frozen=True)
 class Flat:
     """Arrays are flattened and cut, as `own_shard` does.
@@ -148,7 +129,6 @@ class Flat:
         return array
 
 
-@final
 @dataclasses.dataclass(frozen=True)
 class AlongDim:
     """Arrays are divided along a dim, `divided_dim`; one that has none is whole on each replica.
@@ -189,6 +169,9 @@ class AlongDim:
     def whole(self, part: jax.Array, shape: Shape) -> jax.Array:
         """Gathers the parts of all replicas."""
         return whole(part, divided_dim(shape, self.num), self.axis, self.groups)
+
+
+Division = Flat | AlongDim
 
 
 def add_in_pairs(rows: jax.Array) -> jax.Array:

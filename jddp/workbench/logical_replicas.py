@@ -47,8 +47,7 @@ from jddp.modules.metrics import Sums, add_sums
 from jddp.modules.rows import check_rows, split_rows
 from jddp.reduce.backward import Finished
 from jddp.reduce.hooks import CommHook, GradBucket, leaves_of
-from jddp.reduce.packing import BucketLayout, Members, Packed, members_of
-from jddp.reduce.plan import Bucket
+from jddp.reduce.packing import BucketLayout, Packed, Packing
 from jddp.reduce.shards import add_in_pairs, pack, unpack
 
 Operation = Any  # of MLIR, whose classes a type checker does not know
@@ -289,24 +288,12 @@ def _in_one(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class RowsOfSums:
+class RowsOfSums(Packing):
     """Rows of sums, cut to (rows, replicas, shard); each replica gets their whole mean.
 
     A barrier keeps the compiler from fusing the mean with its uses: the fusion, and so the last
     bit, would depend on the number of rows.
-
-    Attributes:
-      layout: "leaf" or "flat".
     """
-
-    layout: BucketLayout
-    keeps_shards = False
-
-    def members(self, planned: Bucket) -> Members:
-        """Lets small leaves share an array, or in the flat layout all."""
-        return members_of(planned, self.layout)
 
     def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
         """Cuts each row of the leaves, side by side."""
