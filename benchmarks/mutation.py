@@ -65,21 +65,18 @@ TESTS = HEART | {
     "jddp/engine/digest.py": ["digest", "replica"],
     "jddp/engine/evaluation.py": ["data_parallel", "mean", "constants", "replica"],
     "jddp/engine/executor.py": ["data_parallel", "constants", "explain", "run", "trainer"],
-    "jddp/engine/guard.py": ["guard", "loss_scale", "numerics"],
-    "jddp/engine/first_state.py": ["data_parallel", "weights", "parameters"],
+    "jddp/engine/guard.py": [
+        *("guard", "loss_scale", "numerics", "moving_average", "local_steps", "shard_optimizer"),
+    ],
+    "jddp/engine/initial_state.py": ["data_parallel", "weights", "parameters"],
     "jddp/workbench/logical_replicas.py": [
         *("replicas", "logical_replicas", "reduction", "sums_of_calls"),
     ],
     "jddp/engine/mesh.py": ["mesh", "data_parallel", "axis_name"],
-    "jddp/engine/moving_average.py": [
-        "moving_average",
-        "data_parallel",
-        "local_steps",
-        "shard_optimizer",
+    "jddp/engine/optimizer.py": [
+        *("optimizer", "shard_optimizer", "ddp_unused", "separable", "whole_matrices"),
     ],
-    "jddp/engine/optimizer.py": ["optimizer", "shard_optimizer", "ddp_unused", "data_parallel"],
-    "jddp/engine/separable.py": ["separable", "shard_optimizer", "whole_matrices"],
-    "jddp/engine/spec.py": ["replicas", "sync", "option_pairs", "logical_replicas"],
+    "jddp/engine/step.py": ["replicas", "sync", "option_pairs", "logical_replicas"],
     "jddp/engine/state.py": ["replica", "local_steps", "shard_optimizer", "run", "checkpoint"],
     "jddp/engine/strategy.py": ["sync", "local_steps", "option_pairs"],
     "jddp/engine/view.py": ["view", "clip", "shard_optimizer", "local_steps"],

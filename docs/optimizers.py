@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from jddp.engine.optimizer import refuse_unusable
-from jddp.engine.separable import mixes_elements
+from jddp.engine.optimizer import mixes_elements, refuse_unusable
 from jddp.ground.errors import ConfigError
 from jddp.reduce.shards import Flat
 

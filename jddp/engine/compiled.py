@@ -8,6 +8,9 @@ other parameters, so they have other buckets too.
     sent = steps.step_for(state, batch)
     state, metrics = sent.run(sent.state, sent.inputs)
 
+`Trainable` is the interface by which training loops, checkpoints and checks know what they train.
+`jddp.DataParallel` has it, and another object that has it can be trained, saved and resumed too.
+
 Nothing here depends on which rows came last: a plan is a value, and a program belongs to it.
 """
 
@@ -15,7 +18,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -24,11 +27,16 @@ from jax.stages import Wrapped
 
 from jddp.distributed.coordination import computing
 from jddp.engine.calls import call
-from jddp.engine.first_state import make_init
 from jddp.engine.mesh import RowSplit, is_key, put_rows, replicate, replicated, sharded, sharding_of
-from jddp.engine.planned import Planned, Plans
-from jddp.engine.program import Form, Program, digest_optimizer, digest_passes, trace_as
-from jddp.engine.spec import Step
+from jddp.engine.planned import (
+    Form,
+    Planned,
+    Plans,
+    Program,
+    digest_optimizer,
+    digest_passes,
+    trace_as,
+)
 from jddp.engine.state import (
     CommState,
     Inputs,
@@ -44,9 +52,9 @@ from jddp.engine.state import (
     own_layouts,
     shapes_of,
 )
-from jddp.engine.step import make_gradients, make_step
+from jddp.engine.step import Step, make_gradients, make_step
 from jddp.ground.errors import ConfigError, UsageError
-from jddp.ground.typing import Batch, Leaf, PyTree, Settings
+from jddp.ground.typing import Batch, Batches, Grads, Leaf, LossFn, Metrics, PyTree, Settings
 from jddp.modules.functional import refuse_constants
 from jddp.modules.rows import as_arrays
 from jddp.reduce.plan import BucketPlan
@@ -74,6 +82,7 @@ class CompiledSteps:
     Args:
       spec: The parts of the step.
       mesh: The devices.
+      init: The jitted function that makes a first state, `jddp.engine.initial_state.make_init`.
       donate: Whether a step reuses the memory of the state that it is given.
       remake: Function that makes the steps of the same options on another mesh.
 
@@ -81,18 +90,23 @@ class CompiledSteps:
       spec: The parts of the step.
       mesh: The devices.
       rows: Division of rows over replicas and micro-batches.
-      init: The jitted function that makes a first state, `jddp.engine.first_state.make_init`.
     """
 
     def __init__(
-        self, spec: Step, mesh: Mesh, *, donate: bool, remake: Callable[[Mesh], "CompiledSteps"]
+        self,
+        spec: Step,
+        mesh: Mesh,
+        *,
+        init: Wrapped,
+        donate: bool,
+        remake: Callable[[Mesh], "CompiledSteps"],
     ) -> None:
         self.spec = spec
         self.mesh = mesh
         self.rows = RowSplit.over(
             mesh, spec.replicas.total(mesh.size), spec.backward.num, spec.replicas.noun
         )
-        self.init = make_init(spec, mesh)
+        self.init = init
         self._constants: PyTree = None
         self._plans = Plans(spec, mesh, self.rows)
         self._hook_plans: list[BucketPlan] = []  # the last one, for which hook state was made
@@ -454,3 +468,55 @@ class CompiledSteps:
         return self.spec.sync.sent(
             self.spec.reducer, self.planned(batch).plan, self._one(state).params
         )
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """An object that takes steps, evaluates and predicts; `jddp.DataParallel` documents each.
+
+    Attributes:
+      latest: The newest state; None before there is one.
+    """
+
+    latest: TrainState | None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of devices."""
+
+    @property
+    def steps(self) -> CompiledSteps:
+        """The step, known before it runs."""
+
+    def init(self, seed: int = 0, batch: Batch = None) -> TrainState:
+        """Makes the first state."""
+
+    def check(self, state: TrainState) -> None:
+        """Refuses a state whose memory a step has reused, or that is of another model."""
+
+    def shard_batch(self, batch: Batch) -> Batch:
+        """Places this process's rows on its devices."""
+
+    def step(
+        self, state: TrainState, batch: Batch, *, loss_limit: float | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """Takes one optimizer step; returns at once. Only `on_spike="skip"` gives a limit."""
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Grads, Metrics]:
+        """The gradients of a step, and its metrics."""
+
+    def evaluate(self, state: TrainState, batches: Batches, params: str = "params") -> Metrics:
+        """Exact means of loss and metrics over every example."""
+
+    def trace_evaluation(
+        self, state: TrainState, batch: Batch, params: str = "params"
+    ) -> list[str]:
+        """The names of the metrics that `evaluate` returns; runs nothing."""
+
+    def predict(
+        self, state: TrainState, batches: Batches, function: LossFn, params: str = "params"
+    ) -> PyTree:
+        """The results of a function for each row."""
+
+    def model(self, state: TrainState, params: str = "params") -> Any:  # noqa: ANN401  # of Flax
+        """A copy of the model: Linen variables, or an NNX module in eval mode."""

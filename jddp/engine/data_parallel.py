@@ -41,14 +41,13 @@ from jddp.engine.evaluation import (
     sums_of,
 )
 from jddp.engine.executor import Executor
-from jddp.engine.guard import choose_guard
-from jddp.engine.initial_state import InitialState, Loaded
+from jddp.engine.guard import Average, choose_guard
+from jddp.engine.initial_state import InitialState, Loaded, make_init
 from jddp.engine.mesh import copy_off_mesh, make_mesh, platform
 from jddp.engine.micro_batches import MicroBatches
-from jddp.engine.moving_average import Average
 from jddp.engine.optimizer import choose_optimizer
-from jddp.engine.spec import Function, Step
 from jddp.engine.state import TrainState, Values
+from jddp.engine.step import Function, Step
 from jddp.engine.strategy import (
     Strategy,
     choose_reducer,
@@ -188,6 +187,7 @@ class DataParallel(Shown):
         self.steps = CompiledSteps(
             spec,
             self.mesh,
+            init=make_init(spec, self.mesh),
             donate=donate,
             remake=lambda other: DataParallel(**options | {"mesh": other}).steps,
         )

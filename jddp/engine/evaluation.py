@@ -30,12 +30,11 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
-from jddp.engine.calls import run_compiled
+from jddp.engine.calls import from_all_processes, run_compiled
+from jddp.engine.guard import first_average
 from jddp.engine.mesh import RowSplit, input_specs, over_replicas, put_rows, shardings
-from jddp.engine.moving_average import first_average
-from jddp.engine.processes import from_all_processes
-from jddp.engine.spec import Step
 from jddp.engine.state import Inputs, TrainState, Values, by_path, name_of, widened
+from jddp.engine.step import Step
 from jddp.ground.errors import ConfigError, UsageError, check_choice
 from jddp.ground.typing import Batch, Batches, Leaf, LossFn, Metrics, ModelState, Params, PyTree
 from jddp.modules.forward import mask_of, run_forward

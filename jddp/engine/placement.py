@@ -18,8 +18,8 @@ import jax
 from jax import lax
 
 from jddp.engine.micro_batches import WHOLE, Loss, ParameterSource, Pullback
-from jddp.engine.spec import Placement, TraceLoss
 from jddp.engine.state import Divided, Layout, Replicated, name_of
+from jddp.engine.step import Placement, TraceLoss
 from jddp.engine.view import View, view_of_parts
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import equations

@@ -32,8 +32,8 @@ from jddp.engine.mesh import axis_of, count_processes, platform
 from jddp.engine.micro_batches import Local
 from jddp.engine.optimizer import OPTIMIZER
 from jddp.engine.placement import FullySharded
-from jddp.engine.spec import Averaged, Devices, EveryStep, Placement, Replicas, Synchronization
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
+from jddp.engine.step import Averaged, Devices, EveryStep, Placement, Replicas, Synchronization
 from jddp.engine.view import View
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import ModelState, Params, Path, PyTree

@@ -37,8 +37,8 @@ from jddp.distributed.coordination import gather, process_index
 from jddp.distributed.gpus import gpu_facts
 from jddp.distributed.identity import explain_unjoined, resolve_identity, unjoined_job
 from jddp.distributed.join import configure_devices, initialize, require_devices
+from jddp.engine.calls import from_process_zero
 from jddp.engine.mesh import AXIS, make_mesh, over_replicas, put_rows
-from jddp.engine.processes import from_process_zero
 from jddp.ground.errors import Error, show, words_of
 from jddp.inspection.machine import BAD, OK, WARN, Finding, check_busy, check_devices, check_host
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import jax
 
-from jddp.engine.compiled import CompiledSteps
+from jddp.engine.compiled import CompiledSteps, Trainable
 from jddp.engine.mesh import platform
-from jddp.engine.spec import Synchronization
-from jddp.engine.trainable import Trainable
+from jddp.engine.step import Synchronization
 from jddp.ground.errors import UsageError
 from jddp.ground.names.plugins import tool
 from jddp.ground.typing import Batch, JsonObject, Shown, TextTable

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import make_predict
 from jddp.engine.state import Inputs, TrainState
-from jddp.engine.trainable import Trainable
 from jddp.ground.typing import Batch
 from jddp.modules.inputs import outputs
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 import jax
 
 from jddp.distributed.gpus import smallest_bytes
-from jddp.engine.compiled import CompiledSteps
+from jddp.engine.compiled import CompiledSteps, Trainable
 from jddp.engine.mesh import platform
-from jddp.engine.trainable import Trainable
 from jddp.ground.typing import Batch, PyTree, Shown, TextTable
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, read_program
 

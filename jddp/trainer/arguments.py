@@ -21,8 +21,8 @@ from jddp.data import TrainBatches
 from jddp.data.batches import Share
 from jddp.distributed.agree import agree
 from jddp.distributed.coordination import gather
+from jddp.engine.compiled import Trainable
 from jddp.engine.state import by_path
-from jddp.engine.trainable import Trainable
 from jddp.ground.errors import ConfigError, ProcessMismatchError
 from jddp.ground.typing import Batch, Batches
 from jddp.modules.rows import as_arrays

@@ -22,9 +22,9 @@ from jddp.distributed.agree import agree
 from jddp.distributed.coordination import take_sigterm_back
 from jddp.distributed.identity import refuse_unjoined
 from jddp.distributed.watchdog import Watchdog
+from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import refuse_padding
 from jddp.engine.state import TrainState
-from jddp.engine.trainable import Trainable
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import refuses_unknown
 from jddp.ground.names.synonyms import OF_FIT

@@ -21,9 +21,9 @@ from jddp.distributed.coordination import num_processes
 from jddp.distributed.exits import process
 from jddp.distributed.requests import Request, Requests
 from jddp.distributed.watchdog import Watchdog
-from jddp.engine.moving_average import own_count
+from jddp.engine.compiled import Trainable
+from jddp.engine.guard import own_count
 from jddp.engine.state import TrainState
-from jddp.engine.trainable import Trainable
 from jddp.ground.errors import UsageError
 from jddp.ground.typing import Batch
 from jddp.trainer.arguments import refuse_same_rows

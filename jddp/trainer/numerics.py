@@ -33,11 +33,11 @@ import jax
 import numpy as np
 
 from jddp.distributed.coordination import gather
+from jddp.engine.compiled import Trainable
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.evaluation import own_rows
 from jddp.engine.guard import LEAST
 from jddp.engine.state import TrainState, by_path
-from jddp.engine.trainable import Trainable
 from jddp.ground.errors import NumericsError, ReplicaMismatchError, words_of
 from jddp.ground.files import SameFolder, make_folder, opener, replace_file
 from jddp.ground.names import few

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import jax
 
 from jddp.distributed.watchdog import Watchdog
-from jddp.engine.trainable import Trainable
+from jddp.engine.compiled import Trainable
 from jddp.ground.errors import OutOfMemoryError
 from jddp.ground.typing import Batch
 from jddp.inspection.memory import Memory, in_words

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jddp.data.periods import Epochs, Reached
+from jddp.engine.compiled import Trainable
 from jddp.engine.state import name_of
-from jddp.engine.trainable import Trainable
 from jddp.ground.typing import Batch, JsonObject, Record
 from jddp.inspection.flops import count_flops, seconds_at_peak, uncounted
 from jddp.inspection.memory import compiled_bytes, limit_bytes, peak_bytes

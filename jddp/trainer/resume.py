@@ -16,9 +16,9 @@ import jax
 
 from jddp.config.versions import DECODERS, source_hash
 from jddp.distributed.coordination import from_first
-from jddp.engine.program import PARTS, Form, Program
+from jddp.engine.compiled import Trainable
+from jddp.engine.planned import PARTS, Form, Program
 from jddp.engine.state import TrainState, is_float
-from jddp.engine.trainable import Trainable
 from jddp.ground.errors import ConfigError, FileSystemError
 from jddp.ground.typing import Batch, JsonObject, Settings
 from jddp.trainer.loop import Loop

@@ -20,8 +20,8 @@ import numpy as np
 
 from jddp.checkpoint.folders import finished
 from jddp.data import eval_batches
+from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState
-from jddp.engine.trainable import Trainable
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.ground.typing import (
     Batches,

@@ -28,8 +28,8 @@ from jddp.checkpoint.plain import from_plain, to_plain
 from jddp.checkpoint.restore import Restored
 from jddp.config.permissions import absolute
 from jddp.distributed.coordination import from_first, gather
+from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState, is_float
-from jddp.engine.trainable import Trainable
 from jddp.ground.errors import ConfigError, Error, FileSystemError, NumericsError, UsageError
 from jddp.trainer.options import Keep, Options
 from jddp.trainer.progress import Progress

@@ -35,8 +35,8 @@ from jaxtyping import Array, Float
 
 from jddp.engine.calls import checks_for_nan
 from jddp.engine.micro_batches import Local, MicroBatches, ScaleOf
-from jddp.engine.spec import Evaluate, Function, Places, Replicas, XlaOptions
 from jddp.engine.state import Inputs, TrainState, key_of_replica, own_layouts
+from jddp.engine.step import Evaluate, Function, Places, Replicas, XlaOptions
 from jddp.engine.strategy import Strategy
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import axes_of, equations

@@ -20,7 +20,7 @@ import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.config.schema import Config
 from jddp.engine.digest import as_words, digests
-from jddp.engine.first_state import put_given
+from jddp.engine.initial_state import put_given
 from jddp.engine.state import Divided, Inputs, Replicated, by_path
 from jddp.ground.errors import ConfigError
 from jddp.inspection.collectives import collectives

@@ -29,7 +29,7 @@ import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.weights import export
 from jddp.engine.digest import digests, find_divergence
-from jddp.engine.spec import EveryStep
+from jddp.engine.step import EveryStep
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.trainer.job.build import build
 from jddp.trainer.resume import differences

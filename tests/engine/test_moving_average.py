@@ -6,7 +6,7 @@ import optax
 from two_replicas import on_two, state_of
 
 from jddp.engine.evaluation import optimizer_params
-from jddp.engine.moving_average import Average
+from jddp.engine.guard import Average
 from jddp.engine.state import by_path
 
 

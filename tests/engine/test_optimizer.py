@@ -8,8 +8,8 @@ import pytest
 from two_replicas import AXIS, on_two, reduction_of, state_of
 
 from jddp.engine.optimizer import PlacedOptimizer, Zero1, choose_optimizer
-from jddp.engine.spec import Placement
 from jddp.engine.state import Replicated, Sharded
+from jddp.engine.step import Placement
 from jddp.engine.view import View, own_shards, view_of_shards
 from jddp.ground.errors import ConfigError
 from jddp.reduce.plan import BucketPlan

@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 from two_replicas import AXIS, local_of, on_two, state_of
 
-from jddp.engine.spec import Devices
 from jddp.engine.state import Inputs, PerReplica, Replicated
+from jddp.engine.step import Devices
 from jddp.ground.errors import ConfigError
 from jddp.modules.metrics import Sum
 from jddp.reduce.hooks import PLAIN

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jddp.engine.separable import is_elementwise, is_same, mixes_elements
+from jddp.engine.optimizer import is_elementwise, is_same, mixes_elements
 from jddp.reduce.shards import AlongDim, Flat, Groups
 
 ARRAY, ITS_PART = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((6, 4), (12, 1)))

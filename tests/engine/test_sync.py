@@ -6,8 +6,8 @@ import optax
 import pytest
 from two_replicas import AXIS, local_of, on_two, reduction_of, state_of
 
-from jddp.engine.spec import EveryStep
 from jddp.engine.state import CommState, PerReplica, Replicated
+from jddp.engine.step import EveryStep
 from jddp.engine.strategy import LocalSteps
 from jddp.engine.view import View
 from jddp.ground.errors import ConfigError

@@ -6,7 +6,7 @@ import numpy as np
 
 import jddp
 from jddp.engine.mesh import RowSplit, make_mesh, replicate
-from jddp.engine.program import PARTS, Form, Program
+from jddp.engine.planned import PARTS, Form, Program
 from jddp.engine.state import CommState, Replicated, TrainState
 
 BATCHES = [{"x": np.float32([i])} for i in range(6)]

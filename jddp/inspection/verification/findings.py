@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 import jax
 import numpy as np
 
-from jddp.engine.spec import Step
 from jddp.engine.state import by_path
+from jddp.engine.step import Step
 from jddp.ground.typing import Grads, PyTree, Shown
 
 UPDATE = 0.05  # allowed difference of an update, relative to its norm

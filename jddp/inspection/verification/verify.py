@@ -22,9 +22,8 @@ from jax.sharding import Mesh
 
 from jddp.engine.data_parallel import DataParallel
 from jddp.engine.mesh import mapped_over, platform
-from jddp.engine.spec import Step
 from jddp.engine.state import Divided, Inputs, Layout, Replicated, Sharded, TrainState
-from jddp.engine.step import replica_gradients, replica_step
+from jddp.engine.step import Step, replica_gradients, replica_step
 from jddp.engine.strategy import FSDP
 from jddp.ground.errors import UsageError
 from jddp.ground.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
