@@ -155,8 +155,10 @@ def images(num_rounds: int, num_files: int = 600, pixels: int = 224) -> dict[str
         for number in range(num_files):
             image = Image.fromarray(photo_like(rng))
             image.save(root / "class" / f"{number}.jpg", quality=90)
-        examples = FolderExamples(root, image_size=pixels)
-        paths, some = [root / name for name in examples.files], range(200)
+        files = [f"class/{number}.jpg" for number in range(num_files)]
+        labels = np.zeros(num_files, np.int32)
+        examples = FolderExamples(root, ["class"], files, labels, image_size=pixels)
+        paths, some = [root / name for name in files], range(200)
 
         def by_pillow() -> None:
             for index in some:
@@ -165,7 +167,7 @@ def images(num_rounds: int, num_files: int = 600, pixels: int = 224) -> dict[str
 
         def by_jddp() -> None:
             for index in some:
-                examples.decode(index)
+                examples.take(np.array([index]))
 
         found = {"decode_over_pillow": ratios(timed(by_jddp), timed(by_pillow), num_rounds)}
         scaled = Transformed(examples, Normalize(0.5, 0.25))

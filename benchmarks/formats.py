@@ -23,7 +23,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow.csv
-from array_record.python.array_record_module import ArrayRecordWriter
 from data import machine, photo_like
 from PIL import Image
 
@@ -34,12 +33,6 @@ PIXELS, NUMBERS, LENGTH = 224, 64, 256
 
 Arrays = dict[str, np.ndarray]
 Made = dict[str, dict[str, object]]  # data.kwargs, by data.name
-
-
-def row_of(record: bytes) -> Arrays:
-    """The numbers and the label in a record of ArrayRecord."""
-    numbers = np.frombuffer(record, np.float32)
-    return {"x": numbers[:NUMBERS], "label": numbers[NUMBERS].astype(np.int32)}
 
 
 def write_images(root: Path) -> Made:
@@ -84,16 +77,10 @@ def write_rows(root: Path) -> Made:
         rows.save_to_disk(folder(root, "hugging_face") / part)
         table = pyarrow.table({**columns, "label": label})
         pyarrow.csv.write_csv(table, folder(root, "table") / f"{part}.csv")
-        path = folder(root, "array_record") / f"{part}.array_record"
-        writer = ArrayRecordWriter(str(path), "group_size:1")
-        for row, number in zip(x, label, strict=True):
-            writer.write(np.append(row, np.float32(number)).tobytes())
-        writer.close()
     return {
         "npz": {},
         "parquet": {},
         "hugging_face": {},
-        "array_record": {"decode": "formats:row_of"},
         "table": {"inputs": [*columns], "target": "label"},
     }
 

@@ -92,17 +92,15 @@ def column_of(examples: Examples, name: str, *, reads: bool = False) -> np.ndarr
     """An array of all examples, such as "label"; None if there is none, or none at hand.
 
     Args:
-      examples: Examples. A method `column(name)`, or an attribute `labels`, has arrays at hand.
+      examples: Examples. A method `column(name)` has arrays at hand.
       name: Name of the array.
       reads: Whether all examples are read for an array that is not at hand.
     """
     column = examples.column(name) if hasattr(examples, "column") else None
-    if column is None and name == "label":
-        column = getattr(examples, "labels", None)
-    if column is not None or not reads or name not in examples.take(np.arange(1)):
-        return None if column is None else np.asarray(column)
-    parts = np.array_split(np.arange(len(examples)), 1 + len(examples) // _NUM_READ)
-    return np.concatenate([examples.take(part)[name] for part in parts])
+    if column is None and reads and name in examples.take(np.arange(1)):
+        parts = np.array_split(np.arange(len(examples)), 1 + len(examples) // _NUM_READ)
+        column = np.concatenate([examples.take(part)[name] for part in parts])
+    return None if column is None else np.asarray(column)
 
 
 def in_32_bits(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -207,26 +207,26 @@ def _fingerprint(examples: Examples) -> bytes:
 _Rows = TypeVar("_Rows", bound=Sized)
 
 
-def check_share(test_share: float) -> None:
-    """Refuses a share of examples for testing that leaves none on one side.
-
-    Raises:
-      ConfigError: If it is not between 0 and 1.
-    """
-    if not 0 < test_share < 1:
-        raise ConfigError(f"data.kwargs.test_share: {test_share!r} is not between 0 and 1.")
-
-
-def rows_for_testing(num_rows: int, test_share: float) -> np.ndarray:
+def rows_for_testing(
+    num_rows: int, test_share: float, draws: np.ndarray | None = None
+) -> np.ndarray:
     """Which of the rows are for testing, `(num_rows,)`: about this share of them.
+
+    Args:
+      num_rows: Number of rows.
+      test_share: Fraction of the rows that is for testing.
+      draws: A number from 0 to 1 for each row; by default random numbers, the same ones always.
 
     Raises:
       ConfigError: If the share is not between 0 and 1.
       DataError: If all rows are on one side.
     """
-    check_share(test_share)
-    # numpy promises Philox's raw bits, not what `Generator` makes of them (NEP 19).
-    is_test = np.random.Philox(key=0).random_raw(num_rows) * 2.0**-64 < test_share
+    if not 0 < test_share < 1:
+        raise ConfigError(f"data.kwargs.test_share: {test_share!r} is not between 0 and 1.")
+    if draws is None:
+        # numpy promises Philox's raw bits, not what `Generator` makes of them (NEP 19).
+        draws = np.random.Philox(key=0).random_raw(num_rows) * 2.0**-64
+    is_test = draws < test_share
     if is_test.all() or not is_test.any():
         raise DataError(
             f"test_share={test_share} leaves one part of {num_rows} rows empty. Choose another "
@@ -239,6 +239,7 @@ def selected_parts(
     read: Callable[[str], _Rows],
     test_share: float | None,
     select: Callable[[_Rows, np.ndarray], _Rows],
+    draws: Callable[[_Rows], np.ndarray | None] = lambda rows: None,
 ) -> tuple[_Rows, _Rows]:
     """The rows for training, and the rows for testing.
 
@@ -246,6 +247,7 @@ def selected_parts(
       read: Function that returns the rows of the part "train" or "test"; of "", all.
       test_share: Fraction of all rows that is for testing; None to read both parts.
       select: Function of rows and indices that returns these rows.
+      draws: Function of rows that returns the numbers that decide which are for testing.
 
     Raises:
       ConfigError: If the share is not between 0 and 1.
@@ -254,7 +256,7 @@ def selected_parts(
     if test_share is None:
         return read("train"), read("test")
     rows = read("")
-    is_test = rows_for_testing(len(rows), test_share)
+    is_test = rows_for_testing(len(rows), test_share, draws(rows))
     train, test = (select(rows, np.flatnonzero(x)) for x in (~is_test, is_test))
     return train, test
 

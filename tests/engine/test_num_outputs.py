@@ -124,8 +124,7 @@ def test_sources_know_their_sizes_before_they_are_read(folders):
 
     assert sizes("image_folder", folders / "images", image_size=8) == {"num_classes": 5}
     assert sizes("image_folder", image_size=8) == {}
-    for name in ("npy", "idx"):
-        assert sizes(name, image_size=8, num_classes=7) == {"num_classes": 7}
+    assert sizes("npy", image_size=8, num_classes=7) == {"num_classes": 7}
     assert sizes("tokens", sequence_length=8, vocab_size=99) == {"vocab_size": 99}
     assert make_source("fashion_mnist").sizes == {"num_classes": 10}
     assert make_source("python_stdlib").sizes == {"vocab_size": 256}

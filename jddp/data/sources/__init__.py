@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jddp.data.source import DataSource
-from jddp.data.sources.arrays import fashion_mnist, idx, npy, npz
-from jddp.data.sources.hugging_face import array_record, hugging_face, parquet, webdataset
+from jddp.data.sources.arrays import fashion_mnist, npy, npz
+from jddp.data.sources.hugging_face import hugging_face, parquet, webdataset
 from jddp.data.sources.images import image_folder
 from jddp.data.sources.table import table_in_files
 from jddp.data.sources.tokens import python_stdlib, tokens
@@ -20,10 +20,8 @@ from jddp.ground.names import check_arguments, defaults_of, look_up
 from jddp.ground.typing import Settings
 
 SOURCES: dict[str, Callable[..., DataSource]] = {
-    "array_record": array_record,
     "fashion_mnist": fashion_mnist,
     "hugging_face": hugging_face,
-    "idx": idx,
     "image_folder": image_folder,
     "npy": npy,
     "npz": npz,

@@ -2,11 +2,9 @@
 
     array = map_npy(Path("train_images.npy"))     # memory-mapped
     arrays = map_npz(Path("train.npz"))           # by name, mapped unless they are compressed
-    labels = read_idx(Path("train-labels-idx1-ubyte.gz"))
 
 Sources read your arrays from a directory:
 
-- `idx`: grey images and labels as MNIST and its relatives are published, read into memory;
 - `npy`: images and labels in train_images.npy, train_labels.npy, test_images.npy, test_labels.npy;
 - `npz`: any arrays by name in train.npz and test.npz; compressed arrays are read at once.
 
@@ -31,16 +29,14 @@ References:
 """
 
 import contextlib
-import functools
 import gzip
 import importlib
 import mmap
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from math import prod
 from pathlib import Path
 from types import ModuleType
 
@@ -51,16 +47,13 @@ from jddp.data.examples import ArrayExamples, Examples
 from jddp.data.source import (
     DataSet,
     DataSource,
-    check_share,
     image_spec,
     make_data_set,
     parts_of,
     source_of,
 )
 from jddp.data.transforms import FlipAndShift, Transformed, normalize
-from jddp.ground.errors import ConfigError, DataError, Error
-
-Read = Callable[[str], list[np.ndarray]]  # from "train" or "test" to images and labels
+from jddp.ground.errors import ConfigError, DataError, Error, check_choice
 
 
 def npy(
@@ -88,65 +81,10 @@ def npy(
       test_share: Fraction of the training images that are for testing in place of the two files for
         test.
     """
+    name, shape = f"npy {directory}", (image_size, image_size, num_channels)
 
-    def read(part: str) -> list[np.ndarray]:
-        return [map_npy(directory / f"{part}_{name}.npy") for name in ("images", "labels")]
-
-    shape = (image_size, image_size, num_channels)
-    return _images(
-        f"npy {directory}", read, shape, num_classes, max_shift, test_share, mean=mean, std=std
-    )
-
-
-def idx(
-    *,
-    directory: Path,
-    image_size: int,
-    num_classes: int,
-    mean: float = 0.5,
-    std: float = 0.5,
-    max_shift: int = 2,
-    test_share: float | None = None,
-) -> DataSource:
-    """The source of labelled square grey images in four IDX files, which are read into memory.
-
-    Args:
-      directory: Folder of train-images-idx3-ubyte, train-labels-idx1-ubyte, and the same two of
-        t10k; with or without .gz.
-      image_size: Height and width, in pixels.
-      num_classes: Number of classes; labels are below it.
-      mean: Value to subtract from pixels over 255.
-      std: Divisor after that.
-      max_shift: Largest move of a training image by augmentation, in pixels.
-      test_share: Fraction of the training images that are for testing in place of the files t10k.
-    """
-
-    def read(part: str) -> list[np.ndarray]:
-        stem = {"test": "t10k"}.get(part, part)
-        names = (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte")
-        packed = (directory / f"{name}.gz" for name in names)
-        images, labels = (read_idx(gz if gz.exists() else gz.with_suffix("")) for gz in packed)
-        return [images[..., None], labels]
-
-    shape = (image_size, image_size, 1)
-    return _images(
-        f"idx {directory}", read, shape, num_classes, max_shift, test_share, mean=mean, std=std
-    )
-
-
-def _images(
-    name: str,
-    read: Read,
-    shape: tuple[int, ...],
-    num_classes: int,
-    max_shift: int,
-    test_share: float | None,
-    **scale: float | Sequence[float],
-) -> DataSource:
-    """The source of images and labels that `read` returns for "train" and for "test"."""
-
-    def examples(part: str) -> Examples:
-        images, labels = read(part)
+    def read(part: str) -> Examples:
+        images, labels = (map_npy(directory / f"{part}_{x}.npy") for x in ("images", "labels"))
         if images.shape[1:] != shape:
             raise DataError(
                 f"{name}: {part} has images of shape {images.shape[1:]}, but image_size and "
@@ -158,13 +96,11 @@ def _images(
                 f"{name}: {part}: labels range from {lowest} to {highest}. With num_classes "
                 f"{num_classes} they must be in 0 ... {num_classes - 1}."
             )
-        return image_examples(images, labels, **scale)
+        return image_examples(images, labels, mean=mean, std=std)
 
-    if test_share is not None:
-        check_share(test_share)
     return DataSource(
         image_spec(*shape),
-        lambda: make_data_set(name, *parts_of(examples, test_share)),
+        lambda: make_data_set(name, *parts_of(read, test_share)),
         (FlipAndShift(max_shift),),
         {"num_classes": num_classes},
     )
@@ -211,9 +147,9 @@ CLASSES = (
 NUM_CLASSES = len(CLASSES)
 MEAN, STD = 0.2860, 0.3530  # of the pixels of the 60,000 training images, over 255
 
-_HERE = Path(__file__).parent / "fashion_mnist"
+FOLDER = Path(__file__).parent / "fashion_mnist"
 _DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-_SUMS = {"embedded": _HERE / "SHA256SUMS", "full": _HERE / "SHA256SUMS.original"}
+SUMS = {"embedded": FOLDER / "SHA256SUMS", "full": FOLDER / "SHA256SUMS.original"}
 
 
 def fashion_mnist(
@@ -235,22 +171,18 @@ def fashion_mnist(
     Raises:
       ConfigError: If an argument breaks its rule.
     """
-    if source not in _SUMS:
-        raise ConfigError(f"source '{source}' of fashion_mnist is neither 'embedded' nor 'full'.")
+    check_choice("data.kwargs.source", source, tuple(SUMS))
     if directory is not None and source != "full":
-        raise ConfigError(
-            f"directory '{directory}' is not read with source 'embedded'. Choose source 'full', "
-            "or leave the directory out."
-        )
+        raise ConfigError(f"data.dir={directory} is not read with source 'embedded'. Leave it out.")
     if num_held_out < 0 or num_held_out % NUM_CLASSES:
-        raise ConfigError(
-            f"num_held_out {num_held_out} is not a multiple of {NUM_CLASSES} (classes)."
-        )
-    root = _HERE if source == "embedded" else directory or _DEBIAN
-    load = functools.partial(_load, source, root, num_held_out)
-    spec = image_spec(28, 28, 1)
-    sizes = {"num_classes": NUM_CLASSES}
-    return DataSource(spec, load, (FlipAndShift(max_shift),), sizes)
+        raise ConfigError(f"num_held_out {num_held_out} is not a multiple of {NUM_CLASSES}.")
+    root = FOLDER if source == "embedded" else directory or _DEBIAN
+    return DataSource(
+        image_spec(28, 28, 1),
+        lambda: _load(source, root, num_held_out),
+        (FlipAndShift(max_shift),),
+        {"num_classes": NUM_CLASSES},
+    )
 
 
 def _load(source: str, root: Path, num_held_out: int) -> DataSet:
@@ -259,13 +191,15 @@ def _load(source: str, root: Path, num_held_out: int) -> DataSet:
             f"{root}: no such directory, and source 'full' needs the four original files of "
             "Fashion-MNIST. Install the Debian package dataset-fashion-mnist, or give data.dir."
         )
-    lines = [line.split() for line in _SUMS[source].read_text().splitlines()]
+    lines = [line.split() for line in SUMS[source].read_text().splitlines()]
     # Both lists are in this order, whatever the files are called.
     test_images, test_labels, train_images, train_labels = (
-        read_idx(root / f"{name}.gz", sha256_hex=digest) for digest, name in lines
+        _read_idx(root / f"{name}.gz", digest) for digest, name in lines
     )
     if num_held_out:
-        is_kept = ~_last_of_each_class(train_labels, num_held_out // NUM_CLASSES)
+        is_kept = np.ones(len(train_labels), bool)
+        for label in range(NUM_CLASSES):
+            is_kept[np.flatnonzero(train_labels == label)[-(num_held_out // NUM_CLASSES) :]] = False
         test_images, test_labels = train_images[~is_kept], train_labels[~is_kept]
         train_images, train_labels = train_images[is_kept], train_labels[is_kept]
     train, test = (
@@ -276,14 +210,6 @@ def _load(source: str, root: Path, num_held_out: int) -> DataSet:
     description = f"Fashion-MNIST {source}: {len(train):,} train / {judged} examples"
     digest = sha256("".join(digest for digest, _ in lines).encode()).hexdigest()
     return DataSet(train, test, description, digest, CLASSES)
-
-
-def _last_of_each_class(labels: np.ndarray, num_of_each: int) -> np.ndarray:
-    """Whether each example is one of the last of its class."""
-    is_last = np.zeros(len(labels), bool)
-    for label in range(NUM_CLASSES):
-        is_last[np.flatnonzero(labels == label)[-num_of_each:]] = True
-    return is_last
 
 
 def image_examples(
@@ -441,51 +367,25 @@ def _map_at(path: Path, offset: int, where: str) -> np.ndarray:
     return MappedArray(path, dtype, "r", begin, shape, "F" if is_fortran else "C")
 
 
-def read_idx(path: Path, *, sha256_hex: str | None = None) -> np.ndarray:
-    """The array in an IDX file, read-only, after a check of its hash.
-
-    Args:
-      path: The file; gzipped if it ends in .gz.
-      sha256_hex: Expected hash of the unpacked content (packed bytes differ between distributions
-        of the same data). None accepts any.
-
-    Raises:
-      DataError: If the file is missing, incomplete, or holds anything else.
-    """
+def _read_idx(path: Path, sha256_hex: str) -> np.ndarray:
+    """The array in a gzipped IDX file, whose unpacked content has this hash."""
     require_file(path)
-    with refusing_damage(path, "gzip file" if path.suffix == ".gz" else "IDX file"):
-        content = path.read_bytes()
-        plain = gzip.decompress(content) if path.suffix == ".gz" else content
+    with refusing_damage(path, "gzip file"):
+        plain = gzip.decompress(path.read_bytes())
     digest = sha256(plain).hexdigest()
-    if sha256_hex is not None and digest != sha256_hex:
+    if digest != sha256_hex:  # packed bytes differ between distributions of the same data
         raise DataError(
             f"{path}: altered: unpacked, its sha256 is {digest[:12]}..., expected "
             f"{sha256_hex[:12]}.... Put the original in its place."
         )
-    return parse_idx(plain, called=str(path))
+    return parse_idx(plain)
 
 
-def parse_idx(plain: bytes, *, called: str = "these bytes") -> np.ndarray:
-    """The array in the unpacked bytes of an IDX file (read-only).
-
-    Args:
-      plain: The bytes.
-      called: Name of the file in an error.
-
-    Raises:
-      DataError: If they are not exactly one IDX array of bytes.
-    """
-    num_dims = plain[3] if plain[:3] == b"\0\0\x08" and len(plain) > 3 else 0
-    header_bytes = 4 + 4 * num_dims
-    if not num_dims or len(plain) < header_bytes:
-        raise DataError(f"{called}: not an IDX file of bytes: begins with 0x{plain[:4].hex()}.")
-    shape = tuple(np.frombuffer(plain, ">u4", count=num_dims, offset=4).tolist())
-    elements = np.frombuffer(plain, np.uint8, offset=header_bytes)
-    if elements.size != prod(shape):
-        raise DataError(
-            f"{called}: not a whole IDX file: {elements.size:,} elements for shape {shape}."
-        )
-    return elements.reshape(shape)
+def parse_idx(plain: bytes) -> np.ndarray:
+    """The array in the unpacked bytes of a whole IDX file (read-only)."""
+    num_dims = plain[3]
+    shape = np.frombuffer(plain, ">u4", count=num_dims, offset=4).tolist()
+    return np.frombuffer(plain, np.uint8, offset=4 + 4 * num_dims).reshape(shape)
 
 
 def import_extra(name: str, *, needed_by: str) -> ModuleType:

@@ -14,7 +14,7 @@ their bytes, in the formats of image folders; sound, video and similar types are
 Samples in tar files are named as by WebDataset: cat/0001.jpg and cat/0001.cls are one sample. By
 default it has an image and a class, `members={"image": "jpg;png", "label": "cls"}`. Other members
 are not read, unless `members` names them: `{"x": "left.npy", "age": "json:age"}` for an array of
-numbers, and for an entry of a JSON object. Labels are read at the start.
+numbers, and for an entry of a JSON object.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ import glob
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from jddp.data.batches import Share
-from jddp.data.examples import Examples, NumpyBatch, RowExamples, in_32_bits
+from jddp.data.examples import NumpyBatch, RowExamples
 from jddp.data.source import (
     DataSource,
     Streams,
@@ -50,11 +49,10 @@ from jddp.data.sources.images import (
     TEST_MARGIN,
     check_image_arguments,
     decode_image,
-    decode_images,
+    image_or_mask,
 )
 from jddp.data.transforms import CropAndFlip, Transformed, normalize
 from jddp.ground.errors import ConfigError, DataError, Error, FileSystemError, printable
-from jddp.ground.names import resolve_target
 from jddp.ground.typing import JsonObject
 
 log = logging.getLogger("jddp")
@@ -97,23 +95,45 @@ def hugging_face(
         to streams, or to examples.
       DataError: If the data are absent or damaged, or the Hub cannot be reached.
     """
-    _check_reading(streaming, test_share, shuffle_buffer)
-    data = _Splits(directory, path, config, revision, columns)
-    splits = {"train": train_split, "test": test_split}
+    if (directory is None) == (path is None) or (path is None and (config or revision)):
+        raise ConfigError(
+            "data.name=hugging_face reads a folder, data.dir, or a data set of the Hub by name, "
+            "data.kwargs.path, of which config and revision are. Give one of the two."
+        )
+    if streaming and test_share is not None:
+        raise ConfigError(
+            f"data.kwargs.test_share={test_share} divides numbered examples, which a stream has "
+            "not. Give train_split and test_split."
+        )
+    if shuffle_buffer is not None and not (streaming and shuffle_buffer > 0):
+        raise ConfigError(
+            f"data.kwargs.shuffle_buffer={shuffle_buffer} needs data.kwargs.streaming=true and a "
+            "row or more. Without streaming data.shuffle shuffles all examples."
+        )
+
+    def load(part: str) -> tuple[Any, str]:
+        split = {"train": train_split, "test": test_split}[part]
+        if path is None:
+            where = f"{directory}/{split}"
+            saved = sorted(x.parent.name for x in Path(f"{directory}").glob("*/state.json"))
+            way_out = f"See data.dir; its splits are: {', '.join(saved)}."
+        else:
+            where = f"{path}, split {split}"
+            way_out = "See data.kwargs: path, config, revision, train_split, test_split, columns."
+        with reading(where, way_out) as datasets:
+            if path is None:
+                rows = datasets.load_from_disk(where)
+                # Arrow aborts at places outside of their array. This check reads no numbers.
+                rows.data.validate(full=True)
+                rows = rows.to_iterable_dataset() if streaming else rows
+            else:
+                options = {"split": split, "revision": revision, "streaming": streaming}
+                rows = datasets.load_dataset(path, config, **options)
+            return rows if columns is None else rows.select_columns([*columns]), where
+
     name = f"hugging_face {directory or path}"
     if not streaming:
-
-        def read(part: str) -> StoredRows:
-            where = data.where(splits[part])
-            return StoredRows(*undecoded(data.load(splits[part]), where), where)
-
-        return source_of(name, *parts_of(read, test_share))
-
-    def stream(part: str, size: int, share: Share, **options: Any) -> RowStream:
-        rows, where = data.load(splits[part], streaming=True), data.where(splits[part])
-        if shuffle_buffer is not None and part == "train":
-            return _shuffled(rows, where, size, share, shuffle_buffer, **options)
-        return RowStream(*undecoded(rows, where), where, size, share, is_endless=part == "train")
+        return source_of(name, *parts_of(lambda part: StoredRows(*load(part)), test_share))
 
     def open_streams(size: int, seed: int, share: Share) -> Streams:
         if size % share.num_processes:
@@ -121,95 +141,12 @@ def hugging_face(
                 f"data.global_batch_size={size} does not divide over {share.num_processes} "
                 "processes. Give a multiple."
             )
-        train, test = stream("train", size, share, seed=seed), stream("test", size, share)
-        return Streams(train, test, f"{name}, a stream")
+        train = RowStream(
+            *load("train"), size, share, is_endless=True, buffer=shuffle_buffer, seed=seed
+        )
+        return Streams(train, RowStream(*load("test"), size, share), f"{name}, a stream")
 
     return source_of_streams(name, open_streams)
-
-
-def _check_reading(streaming: bool, test_share: float | None, shuffle_buffer: int | None) -> None:
-    """Refuses arguments that do not belong together."""
-    if streaming and test_share is not None:
-        raise ConfigError(
-            f"data.kwargs.test_share={test_share} divides numbered examples, which a stream has "
-            "not. Give train_split and test_split."
-        )
-    if shuffle_buffer is not None and not streaming:
-        raise ConfigError(
-            f"data.kwargs.shuffle_buffer={shuffle_buffer} is for data.kwargs.streaming=true. "
-            "Without it data.shuffle shuffles all examples."
-        )
-    if shuffle_buffer is not None and shuffle_buffer < 1:
-        raise ConfigError(
-            f"data.kwargs.shuffle_buffer={shuffle_buffer} holds no row. Give 1 or more, or null."
-        )
-
-
-@dataclass(frozen=True)
-class _Splits:
-    """The splits of a data set: folders in a directory, or what `datasets` finds by its path."""
-
-    directory: Path | None
-    path: str | None
-    config: str | None
-    revision: str | None
-    columns: Sequence[str] | None
-
-    def __post_init__(self) -> None:
-        if (self.directory is None) == (self.path is None):
-            raise ConfigError(
-                "data.name=hugging_face reads a folder, data.dir, or a data set of the Hub by "
-                "name, data.kwargs.path. Give one of the two."
-            )
-        for name in ("config", "revision") if self.path is None else ():
-            if (value := getattr(self, name)) is not None:
-                raise ConfigError(
-                    f"data.kwargs.{name}={value} belongs to data.kwargs.path. Leave it out: the "
-                    "folder data.dir holds what was saved."
-                )
-
-    def where(self, split: str) -> str:
-        """Name of a split, for errors."""
-        return f"{self.directory}/{split}" if self.path is None else f"{self.path}, split {split}"
-
-    def load(self, split: str, *, streaming: bool = False) -> Any:
-        """The rows of a split: a `Dataset`, or an `IterableDataset`."""
-        where = self.where(split)
-        rows = self._saved(split, where) if self.path is None else self._named(split, streaming)
-        if streaming and self.path is None:
-            rows = rows.to_iterable_dataset()
-        if self.columns is None:
-            return rows
-        with reading(where, "See data.kwargs.columns."):
-            return rows.select_columns(list(self.columns))
-
-    def _saved(self, split: str, where: str) -> Any:
-        assert self.directory is not None
-        if not (self.directory / split).is_dir():
-            names = sorted(x.parent.name for x in self.directory.glob("*/state.json"))
-            splits = f"The splits there are: {', '.join(names)}. " if names else ""
-            raise DataError(f"{where}: no such folder. {splits}It is needed; see data.dir.")
-        with reading(where) as datasets:
-            rows = datasets.load_from_disk(where)
-            # Arrow aborts at places outside of their array. This check reads no numbers.
-            rows.data.validate(full=True)
-            return rows
-
-    def _named(self, split: str, streaming: bool) -> Any:
-        names = "path, config, revision, train_split, test_split"
-        options = {"split": split, "revision": self.revision, "streaming": streaming}
-        with reading(self.where(split), f"See data.kwargs: {names}.") as datasets:
-            try:
-                return datasets.load_dataset(self.path, self.config, **options)
-            except ConnectionError as error:
-                arguments = [repr(x) for x in (self.path, self.config) if x is not None]
-                arguments += [f"revision={self.revision!r}"] if self.revision is not None else []
-                raise DataError(
-                    f"{self.where(split)}: {_line(error)}. Load it once where there is a network, "
-                    'with the same HF_HOME: python -c "import datasets; '
-                    f'datasets.load_dataset({", ".join(arguments)})"; or give a folder of '
-                    "DatasetDict.save_to_disk as data.dir."
-                ) from error
 
 
 @contextlib.contextmanager
@@ -226,9 +163,7 @@ def reading(where: object, way_out: str = "Write it again.") -> Iterator[Any]:
     """
     datasets = import_extra("datasets", needed_by="this data set")
     with contextlib.ExitStack() as afterwards:
-        # Its environment variable has precedence: datasets would warn of every attempt.
-        is_ours = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is None
-        if is_ours and not datasets.are_progress_bars_disabled():
+        if not datasets.are_progress_bars_disabled():
             datasets.disable_progress_bars()
             afterwards.callback(datasets.enable_progress_bars)
         for name in ("datasets", "huggingface_hub"):  # which log errors that are raised too
@@ -240,33 +175,30 @@ def reading(where: object, way_out: str = "Write it again.") -> Iterator[Any]:
         except Error:
             raise
         except Exception as error:  # damaged files can raise anything
-            causes = [*_causes(error)]
-            if full := [x for x in causes if _is_of_files(x)]:  # no home, or a full one
-                raise FileSystemError(
-                    f"{where}: datasets cannot cache these files: {full[0]}. Set HF_HOME to a "
-                    "folder for them."
-                ) from error
-            wrapper = datasets.exceptions.DatasetGenerationError
-            reasons = [x for x in causes if not isinstance(x, wrapper)]
-            raise DataError(f"{where}: {_line([*reasons, error][0])}. {way_out}") from error
+            raise _refusal(error, where, way_out) from error
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and the errors before it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
-
-
-def _is_of_files(error: BaseException) -> bool:
-    others = (ConnectionError, TimeoutError, FileNotFoundError)
-    return isinstance(error, OSError) and error.errno is not None and not isinstance(error, others)
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error, or its name."""
-    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+def _refusal(error: BaseException, where: object, way_out: str) -> Error:
+    """The error in one line, by the reason that `datasets` may have wrapped."""
+    reasons = [error]
+    while (before := reasons[-1].__cause__ or reasons[-1].__context__) is not None:
+        reasons.append(before)
+    absent = (ConnectionError, TimeoutError, FileNotFoundError)
+    for reason in reasons:  # no home, or a full one
+        if isinstance(reason, OSError) and reason.errno and not isinstance(reason, absent):
+            return FileSystemError(
+                f"{where}: datasets cannot cache these files: {reason}. Set HF_HOME to a folder "
+                "for them."
+            )
+    if isinstance(error, ConnectionError):
+        way_out = (
+            "Call datasets.load_dataset once where there is a network, with the same HF_HOME; or "
+            "give a folder of DatasetDict.save_to_disk as data.dir."
+        )
+    wrapper = "DatasetGenerationError"
+    reason = next((x for x in reasons if type(x).__name__ != wrapper), error)
+    line = str(reason).partition("\n")[0].rstrip(".") or type(reason).__name__
+    return DataError(f"{where}: {line}. {way_out}")
 
 
 def parquet(
@@ -283,52 +215,9 @@ def parquet(
                 with refusing_damage(file, "Parquet file"):
                     arrow.read_metadata(file)
             rows = datasets.Dataset.from_parquet(files, keep_in_memory=False, columns=columns)
-        return StoredRows(*undecoded(rows, where), where)
+        return StoredRows(rows, where)
 
     return source_of(f"parquet {directory}", *parts_of(read, test_share))
-
-
-def array_record(*, directory: Path, decode: str, test_share: float | None = None) -> DataSource:
-    """The source of ArrayRecord files; the target `decode` makes a row from a record's bytes."""
-
-    def read(part: str) -> StoredRows:
-        grain = import_extra("grain", needed_by="array_record")
-        files = [str(path) for path in files_of(directory, part, ".array_record")]
-        where = f"{directory}/{part}*.array_record"
-        function = resolve_target(decode, key="data.kwargs.decode")
-        with refusing_damage(where, "ArrayRecord file"):
-            records = grain.sources.ArrayRecordDataSource(files)
-            num_records = len(records)
-        if not num_records:
-            raise DataError(f"{where}: no records. Write some.")
-        return StoredRows(records, function, where)
-
-    return source_of(f"array_record {directory}", *parts_of(read, test_share))
-
-
-class StoredRows(RowExamples):
-    """Examples of rows that a library reads from files, and a function then decodes.
-
-    Args:
-      rows: Object with `__len__` and `__getitem__`; `__getitems__`, if any, reads many at once.
-      decode: Function from one of them to a row; what it raises is its own.
-      where: Name of the files, for errors.
-    """
-
-    def __init__(self, rows: Any, decode: Callable[[Any], Row], where: str) -> None:
-        super().__init__(rows)
-        self._decode, self._where = decode, where
-
-    def column(self, name: str) -> np.ndarray | None:
-        """A column of all rows, if they are stored by columns."""
-        if name not in getattr(self._rows, "column_names", ()):
-            return None
-        return np.asarray(self._rows.select_columns([name])[:][name])
-
-    def _rows_at(self, indices: list[int]) -> Iterable[Row]:
-        with refusing_damage(self._where, "file of rows"):
-            stored = list(super()._rows_at(indices))
-        return [self._decode(row) for row in stored]
 
 
 def undecoded(rows: Any, where: str) -> tuple[Any, Callable[[Row], Row]]:
@@ -359,154 +248,162 @@ def undecoded(rows: Any, where: str) -> tuple[Any, Callable[[Row], Row]]:
 def _with_images(row: Row, *, where: str, modes: Mapping[str, str | None]) -> Row:
     """A row with images as uint8, `(height, width)` or `(height, width, channels)`."""
     images = {}
-    for name, mode in modes.items():
+    for name in modes.keys() & row.keys():
         stored, here = row[name], f"{where}: an image of column {name!r}"
         if stored is None or stored["bytes"] is None:
             raise DataError(f"{here} is only a path, which is not read. Embed its bytes.")
-        images[name] = decode_image(stored["bytes"], mode=mode, where=here)
+        images[name] = decode_image(stored["bytes"], mode=modes[name], where=here)
     return row | images
 
 
-@dataclass(eq=False)
+class StoredRows(RowExamples):
+    """Examples of the rows of a `Dataset`, which are decoded here.
+
+    Args:
+      rows: The rows.
+      where: Name of the rows, for errors.
+    """
+
+    def __init__(self, rows: Any, where: str) -> None:
+        stored, self._decode = undecoded(rows, where)
+        super().__init__(stored)
+        self._where = where
+
+    def column(self, name: str) -> np.ndarray | None:
+        """A column of all rows."""
+        if name not in self._rows.column_names:
+            return None
+        return np.asarray(self._rows.select_columns([name])[:][name])
+
+    def _rows_at(self, indices: list[int]) -> Iterable[Row]:
+        with refusing_damage(self._where, "file of rows"):
+            stored = self._rows.__getitems__(indices)
+        return [self._decode(row) for row in stored]
+
+
 class RowStream:
     """Batches of rows that are read one after the other: one pass, or one epoch after the other.
 
     Global batches are consecutive rows, and each process takes its part of them: the rows, and the
     position after them, are the same for any number of processes. A batch of an endless stream may
-    hold rows of two epochs; the last batch of one pass may be smaller.
+    hold rows of two epochs; the last batch of one pass may be smaller. Rows that are shuffled in a
+    buffer are divided among the processes.
 
     Attributes:
-      rows: An `IterableDataset`, which knows its position and its epoch.
-      decode: Function from a row as it is read to a row.
-      where: Name of the rows, for errors.
-      size: Number of rows of a batch of all processes that read these rows.
-      share: Part of each batch that this process takes.
-      is_endless: Whether an epoch follows the other.
-      num_divisions: Number of processes among which rows are divided that are shuffled in a buffer;
-        0 for all rows in their order.
+      resumes_exactly: Whether the next row is at the position; rows in a buffer are left out.
     """
 
-    rows: Any
-    decode: Callable[[Row], Row]
-    where: str
-    size: int
-    share: Share
-    is_endless: bool = False
-    num_divisions: int = 0
-    _epoch: int = 0
-    _is_reported: bool = False
+    def __init__(
+        self,
+        rows: Any,
+        where: str,
+        size: int,
+        share: Share,
+        *,
+        is_endless: bool = False,
+        buffer: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Begins before the first row.
 
-    @property
-    def resumes_exactly(self) -> bool:
-        """Whether the next row is at the position; rows in a buffer are left out."""
-        return not self.num_divisions
+        Args:
+          rows: An `IterableDataset`, which knows its position and its epoch.
+          where: Name of the rows, for errors.
+          size: Number of rows of a global batch.
+          share: Part of each batch that this process takes.
+          is_endless: Whether an epoch follows the other.
+          buffer: Number of rows from which the next one is taken at random; None for their order.
+          seed: Seed of the random order.
+        """
+        self.resumes_exactly = buffer is None
+        self._num_divisions = 0
+        if buffer is not None:
+            from datasets.distributed import split_dataset_by_node
 
-    def __iter__(self) -> Iterator[NumpyBatch]:
-        if not (self.resumes_exactly or self._is_reported):
-            self._is_reported = True
+            rows = rows.shuffle(seed=seed, buffer_size=buffer)
+            rows = split_dataset_by_node(rows, *share)
+            self._num_divisions = share.num_processes
+            size, share = size // share.num_processes, Share(0, 1)
             log.warning(
                 "%s is shuffled in a buffer, whose rows are left out when a run resumes: it does "
                 "not resume exactly.",
-                self.where,
+                where,
             )
-        begin, end = self.share.part_of(self.size)
-        rows = self._without_end() if self.is_endless else iter(self.rows)
+        self._rows, self._decode = undecoded(rows, where)
+        self._where, self._size, self._part = where, size, share.part_of(size)
+        self._is_endless = is_endless
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[NumpyBatch]:
+        begin, end = self._part
+        rows = self._without_end() if self._is_endless else iter(self._rows)
         while together := self._next(rows):
             part = together[begin:end]
-            decoded = [self.decode(row) for row in part or together[:1]]  # for the dtypes
+            decoded = [self._decode(row) for row in part or together[:1]]  # for the dtypes
             yield RowExamples(decoded).take(np.arange(len(part)))
 
     def _next(self, rows: Iterator[Row]) -> list[Row]:
-        with refusing_damage(self.where, "stream of rows"):
-            return list(itertools.islice(rows, self.size))
+        with refusing_damage(self._where, "stream of rows"):
+            return list(itertools.islice(rows, self._size))
 
     def _without_end(self) -> Iterator[Row]:
         begins_at = self._epoch
         for self._epoch in itertools.count(begins_at):
             is_empty = True
-            for row in self.rows:
+            for row in self._rows:
                 is_empty = False
                 yield row
             if is_empty and self._epoch > begins_at:
-                raise DataError(f"{self.where}: no rows. At least one is needed.")
-            self.rows.load_state_dict({})  # else each pass would begin where this one did
+                raise DataError(f"{self._where}: no rows. At least one is needed.")
+            self._rows.load_state_dict({})  # else each pass would begin where this one did
             # By the number of the epoch `datasets` would shuffle the files; 0 keeps their order.
-            self.rows.set_epoch(0 if self.resumes_exactly else self._epoch + 1)
+            self._rows.set_epoch(0 if self.resumes_exactly else self._epoch + 1)
 
     def state_dict(self) -> JsonObject:
         """The position after the last batch, and the division of the rows."""
-        division = {"num_processes": self.num_divisions} if self.num_divisions else {}
-        return {"epoch": self._epoch, "rows": self.rows.state_dict(), **division}
+        division = {"num_processes": self._num_divisions} if self._num_divisions else {}
+        return {"epoch": self._epoch, "rows": self._rows.state_dict(), **division}
 
     def load_state_dict(self, state: JsonObject) -> None:
         """Moves to a position, for the next iterator.
 
         Rows that were divided among another number of processes begin with the next epoch.
         """
-        before = state.get("num_processes", self.num_divisions)
-        if before == self.num_divisions:
-            self._epoch = state["epoch"]
-            self.rows.load_state_dict(state["rows"])
-            self.rows.set_epoch(state["rows"]["epoch"])
+        self._epoch = state["epoch"]
+        if state.get("num_processes", self._num_divisions) == self._num_divisions:
+            self._rows.load_state_dict(state["rows"])
+            self._rows.set_epoch(state["rows"]["epoch"])
             return
-        self._epoch = state["epoch"] + 1
-        self.rows.set_epoch(self._epoch)
         log.warning(
-            "%s was read by %d processes and now is by %d, which divide its rows in another way: "
-            "it begins with the next epoch.",
-            self.where,
-            before,
-            self.num_divisions,
+            "%s was divided among another number of processes: it begins with the next epoch.",
+            self._where,
         )
-
-
-def _shuffled(
-    rows: Any, where: str, size: int, share: Share, shuffle_buffer: int, *, seed: int
-) -> RowStream:
-    """A stream of rows in a random order; each process reads rows of its own."""
-    distributed = import_extra("datasets.distributed", needed_by="a shuffled stream")
-    shuffled = rows.shuffle(seed=seed, buffer_size=shuffle_buffer)
-    divided = distributed.split_dataset_by_node(shuffled, *share)
-    num = share.num_processes
-    whole = Share(0, 1)
-    return RowStream(
-        *undecoded(divided, where), where, size // num, whole, is_endless=True, num_divisions=num
-    )
+        self._epoch += 1
+        self._rows.set_epoch(self._epoch)
 
 
 MEMBERS = {"image": ";".join(sorted(x.removeprefix(".") for x in ENDINGS)), "label": "cls"}
 PLACE = ["__url__", "__key__"]  # columns with the tar file and the name of a sample
 
 
-class SampleExamples:
-    """Samples as examples: images of one size, labels, and other numbers.
+class SampleExamples(StoredRows):
+    """Samples of tar files as examples: images of one size, labels, and other numbers.
 
     Args:
       rows: A `Dataset` of samples.
-      image_size: Height and width of images, in pixels; None for samples without "image".
+      where: Name of the tar files, for errors.
+      size: Height and width of images, in pixels; None for samples without "image".
       margin: Fraction of the shorter side that is cropped, half of it on each side.
-      keep_undecodable: Whether an image that does not decode becomes a black one of mask 0;
-        without, it is an error.
-
-    Raises:
-      DataError: If labels are no whole numbers from 0 on, or need 64 bits.
+      masked: Names of the images so far that do not decode; None if all must.
     """
 
     def __init__(
-        self, rows: Any, image_size: int | None, margin: float, *, keep_undecodable: bool
+        self, rows: Any, where: str, size: int | None, margin: float, masked: set[str] | None
     ) -> None:
-        others = [name for name in rows.column_names if name not in ("image", "label", *PLACE)]
-        self._rows = rows.remove_columns(others).with_format("numpy")
-        self._size, self._margin = image_size, margin
-        self._masked: set[int] | None = set() if keep_undecodable else None
-        self.labels = _labels(self._rows) if "label" in rows.column_names else None
-        self._others = None
-        if others:
-            where = "tar files"
-            self._others = StoredRows(*undecoded(rows.select_columns(others), where), where)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        super().__init__(rows, where)
+        self._decode = functools.partial(
+            _sample, others=self._decode, size=size, margin=margin, masked=masked
+        )
 
     @property
     def files(self) -> list[str]:
@@ -514,43 +411,31 @@ class SampleExamples:
         places = self._rows.select_columns(PLACE)[:]
         return [*map(_called, *(places[name] for name in PLACE))]
 
-    def take(self, indices: np.ndarray) -> NumpyBatch:
-        """The members by name: uint8 "image", int32 "label", and numbers in 32 bits.
-
-        Raises:
-          DataError: If a member cannot be read, or does not decode and may not be missing.
-        """
-        batch = {} if self._others is None else self._others.take(indices)
-        if self._size is not None:
-            numbers = indices.tolist()
-            rows = dict(zip(numbers, self._rows.__getitems__(numbers), strict=True))
-            batch |= decode_images(
-                lambda index: self._decode(rows[index]), indices, self._size, masked=self._masked
-            )
-        return batch if self.labels is None else {**batch, "label": self.labels[indices]}
-
-    def _decode(self, row: Row) -> np.ndarray:
-        where = _called(*(row[name] for name in PLACE))
-        return decode_image(row["image"]["bytes"], self._size, margin=self._margin, where=where)
-
     def fingerprint(self) -> str:
         """A hash of the names and the labels of all samples."""
-        labels = b"" if self.labels is None else self.labels.tobytes()
-        return sha256("\n".join(self.files).encode() + labels).hexdigest()
+        labels = self.column("label")
+        numbers = b"" if labels is None else labels.astype(np.int32).tobytes()
+        return sha256("\n".join(self.files).encode() + numbers).hexdigest()
+
+
+def _sample(
+    row: Row,
+    *,
+    others: Callable[[Row], Row],
+    size: int | None,
+    margin: float,
+    masked: set[str] | None,
+) -> Row:
+    """The row of a sample: its image, and what the function makes of its other members."""
+    rest = others({name: x for name, x in row.items() if name not in ("image", *PLACE)})
+    if size is None:
+        return rest
+    where = _called(*(row[name] for name in PLACE))
+    return image_or_mask(row["image"]["bytes"], size, margin, where=where, masked=masked) | rest
 
 
 def _called(path: str, sample: str) -> str:
     return printable(f"{Path(path).name}: {sample}")
-
-
-def _labels(rows: Any) -> np.ndarray:
-    labels = np.asarray(rows.select_columns(["label"])[:]["label"])
-    if labels.dtype.kind not in "iu" or labels.min() < 0:
-        raise DataError(
-            f"labels of tar files are {labels.dtype}, the first ones {labels[:4].tolist()}. They "
-            "need whole numbers from 0; other numbers need another name: data.kwargs.members."
-        )
-    return in_32_bits("label", labels, range(len(labels)))
 
 
 def webdataset(
@@ -594,28 +479,22 @@ def webdataset(
         )
     if is_of_images:
         check_image_arguments(mean, std, undecodable, needed_by="webdataset")
-
-    def examples(rows: Any, margin: float) -> SampleExamples:
-        return SampleExamples(rows, image_size, margin, keep_undecodable=undecodable == "mask")
-
-    def scaled(part: SampleExamples) -> Examples:
-        return Transformed(part, normalize(mean, std)) if is_of_images else part
-
-    training, testing = selected_parts(
+    parts = selected_parts(
         lambda part: _rows(directory, part, members),
         test_share,
         lambda rows, indices: rows.select(indices),
     )
-    train, test = examples(training, 0.0), examples(testing, TEST_MARGIN)
-    digest = sha256((train.fingerprint() + test.fingerprint()).encode())
-    data = make_data_set(
-        f"webdataset {directory}", scaled(train), scaled(test), sha256_hex=digest.hexdigest()
+    masked: set[str] | None = set() if undecodable == "mask" else None
+    train, test = (
+        SampleExamples(rows, f"{directory}/*.tar", image_size, margin, masked)
+        for rows, margin in zip(parts, (0.0, TEST_MARGIN), strict=True)
     )
-    augment = (CropAndFlip(),) if is_of_images else ()
-    sizes = {}
-    if train.labels is not None:
-        sizes = {"num_classes": num_classes or int(train.labels.max()) + 1}
-    return DataSource(spec_of(data.train), lambda: data, augment, sizes)
+    scaled = [Transformed(x, normalize(mean, std)) if is_of_images else x for x in (train, test)]
+    digest = sha256((train.fingerprint() + test.fingerprint()).encode())
+    data = make_data_set(f"webdataset {directory}", *scaled, sha256_hex=digest.hexdigest())
+    spec, labels = spec_of(data.train), train.column("label")
+    sizes = {} if labels is None else {"num_classes": num_classes or int(labels.max()) + 1}
+    return DataSource(spec, lambda: data, (CropAndFlip(),) if is_of_images else (), sizes)
 
 
 def _rows(directory: Path, part: str, members: Mapping[str, str]) -> Any:

@@ -17,19 +17,19 @@ import io
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jddp.data.examples import NumpyBatch
-from jddp.data.source import DataSet, DataSource, check_share, image_spec, make_data_set
+from jddp.data.examples import NumpyBatch, RowExamples
+from jddp.data.source import DataSet, DataSource, image_spec, make_data_set, selected_parts
 from jddp.data.sources.arrays import check_per_channel, import_extra, refusing_damage
 from jddp.data.transforms import CropAndFlip, Transformed, normalize
-from jddp.ground.errors import ConfigError, DataError
+from jddp.ground.errors import DataError, check_choice
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
@@ -66,8 +66,7 @@ def check_image_arguments(
       ConfigError: If one does, or Pillow is not installed.
       DataError: If there are not as many numbers as channels.
     """
-    if undecodable not in ("error", "mask"):
-        raise ConfigError(f"data.kwargs.undecodable: {undecodable!r}. Choose 'error' or 'mask'.")
+    check_choice("data.kwargs.undecodable", undecodable, ("error", "mask"))
     import_extra("PIL", needed_by=needed_by)
     check_per_channel("mean", mean, 3)
     check_per_channel("std", std, 3)
@@ -160,36 +159,35 @@ def _upright(pixels: np.ndarray, image: "PillowImage") -> np.ndarray:
     return turned[:: -1 if down else 1, :: -1 if right else 1]
 
 
-def decode_images(
-    decode: Callable[[int], np.ndarray], indices: np.ndarray, size: int, *, masked: set[int] | None
+def image_or_mask(
+    file: bytes, size: int, margin: float, *, where: str, masked: set[str] | None
 ) -> NumpyBatch:
-    """uint8 "image" `(b, size, size, 3)`; and float32 "mask" `(b,)`, if some may be missing.
+    """uint8 "image" `(size, size, 3)`; and float32 "mask", if images may be missing.
 
     Args:
-      decode: Function from the number of an image to its pixels.
-      indices: Numbers of the images.
+      file: Content of the file of the image.
       size: Height and width, in pixels.
-      masked: Numbers of the images so far that do not decode, to which others are added here: such
-        an image becomes a black one of mask 0, and is named in the log. None if all must decode.
+      margin: Fraction of the shorter side that is cropped.
+      where: Name of the image.
+      masked: Names of the images so far that do not decode, to which it is added if it does not:
+        it then becomes a black one of mask 0, and is named in the log. None if all must decode.
 
     Raises:
-      DataError: If an image does not decode, and none may be missing.
+      DataError: If it does not decode, and none may be missing.
     """
-    images = np.zeros((len(indices), size, size, 3), np.uint8)
-    mask = np.ones(len(indices), np.float32)
-    for row, index in enumerate(indices.tolist()):
-        try:
-            images[row] = decode(index)
-        except UndecodableError as error:
-            if masked is None:
-                way_out = "data.kwargs.undecodable=mask leaves out all such images."
-                raise DataError(f"{error} {way_out}") from error
-            if index not in masked:  # once, not in each epoch
-                masked.add(index)
-                text = "%s Until then it is masked out (such images so far: %d)."
-                logging.getLogger("jddp").warning(text, error, len(masked))
-            mask[row] = 0
-    return {"image": images} | ({} if masked is None else {"mask": mask})
+    mask = np.ones((), np.float32)
+    try:
+        image = decode_image(file, size, margin=margin, where=where)
+    except UndecodableError as error:
+        if masked is None:
+            way_out = "data.kwargs.undecodable=mask leaves out all such images."
+            raise DataError(f"{error} {way_out}") from error
+        if where not in masked:  # once, not in each epoch
+            masked.add(where)
+            text = "%s Until then it is masked out (such images so far: %d)."
+            logging.getLogger("jddp").warning(text, error, len(masked))
+        image, mask = np.zeros((size, size, 3), np.uint8), np.zeros_like(mask)
+    return {"image": image} | ({} if masked is None else {"mask": mask})
 
 
 @contextlib.contextmanager
@@ -211,86 +209,55 @@ LAYOUT = (
 )
 
 
-@dataclass(eq=False)
-class FolderExamples:
+@dataclass(frozen=True, eq=False)
+class FolderExamples(RowExamples):
     """Images of a folder, and the number of the class of each.
 
     Attributes:
-      root: Folder with one folder for each class.
+      root: Folder of the images.
+      classes: Names of the classes, in the order of their numbers.
+      files: Paths of the images, relative to `root`.
+      labels: Number of the class of each image, int32 `(n,)`.
       image_size: Height and width of the images that are returned, in pixels.
       margin: Fraction of the shorter side that is cropped, half of it on each side.
-      keep_undecodable: Whether an image that does not decode becomes a black one of mask 0;
-        without, it is an error.
-      is_labelled: Whether there is a folder for each class; without, all images in the folder and
-        below it have label 0.
-      files: Paths of the images, relative to `root`, in their order.
-      classes: Names of the classes, in the order of their numbers.
-
-    Raises:
-      DataError: If there are no images, or none of a class.
+      masked: Names of the images so far that do not decode; None if all must.
     """
 
     root: Path
+    classes: list[str]
+    files: list[str]
+    labels: np.ndarray
     image_size: int
     margin: float = 0.0
-    keep_undecodable: bool = False
-    is_labelled: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.root.is_dir():
-            raise DataError(f"{self.root}: no such folder. {LAYOUT}")
-        self.classes = _class_folders(self.root) if self.is_labelled else [""]
-        images = [_images_in(self.root / name) for name in self.classes]
-        if not any(images):
-            where = "in folders of classes" if self.is_labelled else "here or below"
-            raise DataError(f"{self.root}: no images {where}. Add some.")
-        for name, paths in zip(self.classes, images, strict=True):
-            if not paths:
-                where = _shown(self.root / name)
-                raise DataError(
-                    f"{where}: no images of this class. Add some, or remove the folder."
-                )
-        self.files = [x.relative_to(self.root).as_posix() for paths in images for x in paths]
-        self.labels = np.repeat(np.arange(len(images), dtype=np.int32), [*map(len, images)])
-        self._masked: set[int] | None = set() if self.keep_undecodable else None
-
-    def keep_part(self, test_share: float, part: str) -> None:
-        """Keeps the images of a part, "train" or "test": a hash of its name decides for each.
-
-        Raises:
-          DataError: If there are none.
-        """
-        is_kept = [(_draw(name) < test_share) == (part == "test") for name in self.files]
-        self.files = [name for name, is_here in zip(self.files, is_kept, strict=True) if is_here]
-        self.labels = self.labels[is_kept]
-        if not self.files:
-            raise DataError(
-                f"{self.root}: test_share={test_share} leaves no image for {part}. Choose another "
-                "share."
-            )
+    masked: set[str] | None = None
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def take(self, indices: np.ndarray) -> NumpyBatch:
-        """uint8 "image" `(b, size, size, 3)`, int32 "label", and "mask" if some may be missing.
+    def column(self, name: str) -> np.ndarray | None:
+        """The labels, which are at hand."""
+        return self.labels if name == "label" else None
 
-        Raises:
-          DataError: If an image cannot be read, or does not decode and none may be missing.
-        """
-        images = decode_images(self.decode, indices, self.image_size, masked=self._masked)
-        return images | {"label": self.labels[indices]}
+    def _rows_at(self, indices: list[int]) -> list[NumpyBatch]:
+        rows = []
+        for index in indices:
+            path = self.root / self.files[index]
+            where = _shown(path)
+            with refusing_damage(where, "image"):
+                file = path.read_bytes()
+            row = image_or_mask(file, self.image_size, self.margin, where=where, masked=self.masked)
+            rows.append(row | {"label": self.labels[index]})
+        return rows
 
-    def decode(self, index: int) -> np.ndarray:
-        """One image, uint8 `(size, size, 3)`.
+    def subset(self, indices: np.ndarray) -> "FolderExamples":
+        """Some of these images."""
+        files = [self.files[index] for index in indices]
+        return replace(self, files=files, labels=self.labels[indices])
 
-        Raises:
-          DataError: If it cannot be read or does not decode.
-        """
-        path = self.root / self.files[index]
-        where = _shown(path)
-        with refusing_damage(where, "image"):
-            return decode_image(path.read_bytes(), self.image_size, margin=self.margin, where=where)
+    def draws(self) -> np.ndarray:
+        """A number from 0 to 1 for each image, by the hash of its name."""
+        names = (name.encode(errors="surrogateescape") for name in self.files)
+        return np.array([int.from_bytes(sha256(x).digest()[:8]) / 2**64 for x in names])
 
     def fingerprint(self) -> str:
         """A hash of names and sizes of all files."""
@@ -298,9 +265,19 @@ class FolderExamples:
         return sha256("".join(sizes).encode(errors="surrogateescape")).hexdigest()
 
 
-def _draw(name: str) -> float:
-    """A number from 0 to 1 by the hash of a name."""
-    return int.from_bytes(sha256(name.encode(errors="surrogateescape")).digest()[:8]) / 2**64
+def _classified(root: Path, image_size: int, masked: set[str] | None) -> FolderExamples:
+    """The images in the folders of classes in a folder."""
+    classes = _class_folders(root) if root.is_dir() else []
+    if not classes:
+        raise DataError(f"{root}: no folders of classes. {LAYOUT}")
+    images = [_images_in(root / name) for name in classes]
+    for name, paths in zip(classes, images, strict=True):
+        if not paths:
+            where = _shown(root / name)
+            raise DataError(f"{where}: no images of this class. Add some, or remove the folder.")
+    labels = np.repeat(np.arange(len(images), dtype=np.int32), [*map(len, images)])
+    files = [path.relative_to(root).as_posix() for paths in images for path in paths]
+    return FolderExamples(root, classes, files, labels, image_size, masked=masked)
 
 
 def _images_in(folder: Path) -> list[Path]:
@@ -356,22 +333,17 @@ def image_folder(
       ConfigError: If an argument breaks its rule, or Pillow is not installed.
     """
     check_image_arguments(mean, std, undecodable, needed_by="image_folder")
-    if test_share is not None:
-        check_share(test_share)
     masks = undecodable == "mask"
-    scaling = normalize(mean, std)
-
-    def examples(part: str, margin: float) -> FolderExamples:
-        root = directory / part if test_share is None else directory
-        images = FolderExamples(root, image_size, margin, keep_undecodable=masks)
-        if test_share is not None:
-            images.keep_part(test_share, part)
-        return images
 
     def load() -> DataSet:
         if test_share is not None and {"train", "test"} <= {*_class_folders(directory)}:
             raise DataError(f"{directory} has folders train and test. Leave test_share out.")
-        train, test = examples("train", 0.0), examples("test", TEST_MARGIN)
+        train, test = selected_parts(
+            lambda part: _classified(directory / part, image_size, set() if masks else None),
+            test_share,
+            FolderExamples.subset,
+            FolderExamples.draws,
+        )
         if odd := sorted({*train.classes} ^ {*test.classes}):
             part, other = ("train", "test") if odd[0] in train.classes else ("test", "train")
             raise DataError(
@@ -383,6 +355,7 @@ def image_folder(
                 f"{directory} has {len(train.classes)} classes, but num_classes is {num_classes}. "
                 "Leave it out, or give the number of folders."
             )
+        test, scaling = replace(test, margin=TEST_MARGIN), normalize(mean, std)
         return make_data_set(
             f"image_folder {directory}",
             Transformed(train, scaling),
@@ -417,5 +390,7 @@ def images_in(
       std: Divisor after that.
       **others: Arguments of `image_folder` that concern labels, or images that do not decode.
     """
-    images = FolderExamples(directory, image_size, TEST_MARGIN, is_labelled=False)
+    files = [path.relative_to(directory).as_posix() for path in _images_in(directory)]
+    labels = np.zeros(len(files), np.int32)
+    images = FolderExamples(directory, [], files, labels, image_size, TEST_MARGIN)
     return Transformed(images, normalize(mean, std))

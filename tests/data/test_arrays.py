@@ -1,0 +1,319 @@
+"""Arrays: your own, in files, and Fashion-MNIST; read as they were written, or refused."""
+
+import gzip
+import os
+import pickle
+import shutil
+import zipfile
+from hashlib import sha256
+
+import grain
+import make_fashion_mnist as script
+import numpy as np
+import pytest
+from data_files import rows_of
+from states import equal
+
+from jddp.data import ArrayExamples, RowExamples, eval_batches, make_data_set, make_source
+from jddp.data.source import rows_for_testing, spec_of
+from jddp.data.sources import SOURCES, arrays
+from jddp.data.sources.arrays import image_examples, map_npy, map_npz, parse_idx
+from jddp.ground.errors import ConfigError, DataError
+
+X = np.arange(24, dtype=np.float32).reshape(8, 3)
+Y = np.arange(8) % 4
+ROWS = {"x": X, "y": Y.astype(np.int32)}
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_of_any_names_come_from_npz_files_also_of_the_home_directory(
+    tmp_path, monkeypatch, save
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for part in ("train", "test"):
+        save(tmp_path / f"{part}.npz", x=X, y=Y)
+    source = make_source("npz", directory="~")
+    equal(rows_of(source.load().train), ROWS)
+    assert source.spec == {"x": ((3,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
+
+
+def test_mapped_arrays_are_checked_where_they_are_read(tmp_path):
+    for part in ("train", "test"):
+        np.savez(tmp_path / f"{part}.npz", x=np.where(np.arange(3000) == 100, np.nan, 0.0))
+    examples = make_source("npz", directory=str(tmp_path)).load().train
+    assert len(pickle.dumps(examples)) < 1000  # for a worker, which opens the file again
+    with pytest.raises(DataError, match="'x' holds NaN or infinity, first in row 100"):
+        examples.take(np.array([0, 100]))
+
+
+@pytest.mark.parametrize("array", [X, np.asfortranarray(X), X[:0], np.float32(3)], ids=np.shape)
+def test_mapped_arrays_are_those_that_were_saved(tmp_path, array):
+    np.save(tmp_path / "a.npy", array)
+    np.savez(tmp_path / "a.npz", other=Y, a=array)
+    for found in (map_npy(tmp_path / "a.npy"), map_npz(tmp_path / "a.npz")["a"]):
+        np.testing.assert_array_equal(found, array, strict=True)
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(found)), array)
+        if found.ndim:
+            np.testing.assert_array_equal(pickle.loads(pickle.dumps(found[3:5])), array[3:5])
+
+
+def test_a_damaged_file_of_arrays_is_named_with_the_place_or_the_member(tmp_path):
+    npy, npz, text = (tmp_path / name for name in ("a.npy", "a.npz", "text.npz"))
+    np.save(npy, X)
+    np.savez_compressed(npz, a=np.random.default_rng(0).random(1000))
+    with zipfile.ZipFile(text, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    sound, flipped = npy.read_bytes(), bytearray(npz.read_bytes())
+    flipped[2000] ^= 255
+    for read, path, damaged, message in (
+        (map_npy, npy, sound[:-7], "cut off at byte 217 of 224"),
+        (map_npy, npy, b"x" + sound[1:], "not a whole"),
+        (map_npy, npy, sound[:9], "not a whole"),
+        (map_npy, npy, sound.replace(b"}", b" "), "not a whole"),
+        (map_npz, npz, flipped, r"a\.npy: not a whole array"),
+        (map_npz, npz, b"nothing", "not a whole"),
+        (map_npz, npz, text.read_bytes(), r"readme\.txt: not a whole"),
+        (map_npz, npz, None, "no such file"),
+    ):
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{path.name}: {message}"):
+            read(path)
+
+
+def test_no_format_loads_pickles(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return exec, ("raise SystemExit('a pickle was loaded')",)
+
+    array = np.array([Trap()], object)
+    np.save(tmp_path / "a.npy", array)
+    np.savez(tmp_path / "a.npz", a=array)
+    np.savez_compressed(tmp_path / "b.npz", a=array)
+    for read, name in ((map_npy, "a.npy"), (map_npz, "a.npz"), (map_npz, "b.npz")):
+        with pytest.raises(DataError, match="Python objects|not a whole array"):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "pipe", "kwargs"),
+    [
+        ("npz", "train.npz", {}),
+        ("npy", "train_images.npy", {"image_size": 8, "num_classes": 2}),
+        ("tokens", "train.npy", {"sequence_length": 4}),
+        ("parquet", "train.parquet", {}),
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_is_named(tmp_path, name, pipe, kwargs):
+    os.mkfifo(tmp_path / pipe)
+    with pytest.raises(DataError, match="a named pipe"):
+        make_source(name, directory=str(tmp_path), kwargs=kwargs).load()
+
+
+BAD_DATA = (
+    ({}, "no arrays"),
+    ({"x": np.zeros(3), "y": np.zeros(2)}, "different lengths: x 3, y 2"),
+    ({"x": np.zeros((0, 2))}, "0 examples"),
+    ({"x": np.array([[0.0, 1.0], [np.nan, 0.0]])}, "NaN or infinity, first in row 1"),
+    ({"x": np.array(["a"])}, "rows of numbers"),
+    ({"x": np.array([2**31])}, "2147483648, which needs 64 bits"),
+    ({"x": np.array([5, -(2**31) - 1])}, "-2147483649, which needs 64 bits, first in row 1"),
+    ({"x": np.array([0, 1e300])}, r"1e\+300, which needs 64 bits, first in row 1"),
+    ({"x": np.ma.masked_array(np.ones(4), mask=np.arange(4) > 2)}, "'x' is a masked array"),
+    ({1, 2}, "type set cannot be read"),
+    ([1, 2], "a row of the data is int"),
+    (np.zeros((2, 3)), "a row of the data is ndarray"),
+    ([(1, 2)], "is tuple, with names None"),
+    ([{"x": X[:1]}, {"x": X[:2]}], r"'x' of the data is .* of shapes \[\(1, 3\), \(2, 3\)\]"),
+    ([{"x": 0.0}, {"x": np.nan}], "NaN or infinity, first in row 1"),
+    ([{"x": 0}, {"x": 2**33 + 5}], "8589934597, which needs 64 bits, first in row 1"),
+    ([{"x": 0}, {"x": None}], "'x' of the data is int64, object"),
+    ([{"x": 0}, {"y": 0}], "'x' of the data is int64, object"),
+    ([{"x": x} for x in np.ma.masked_array(np.ones((2, 2)), mask=np.eye(2))], "masked array"),
+)
+
+
+@pytest.mark.parametrize(("data", "message"), BAD_DATA)
+def test_data_that_no_device_could_hold_are_refused(data, message):
+    with pytest.raises(DataError, match=message):
+        make_data_set("mine", data, {"x": np.zeros(1)})
+
+
+def test_own_arrays_become_a_data_set_in_32_bits():
+    x = np.linspace(0, 1, 12).reshape(6, 2)
+    data = make_data_set("mine", {"x": x, "y": np.arange(6)}, {"x": x[:2], "y": np.arange(2)})
+    spec = {"x": ((2,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
+    assert spec_of(data.train) == spec
+    assert data.description == "mine: 6 train / 2 test examples"
+    assert make_data_set("mine", data.train, data.test).sha256 == data.sha256
+    assert make_data_set("mine", data.test, data.train).sha256 != data.sha256
+    whole = np.ma.masked_array([1, 2])
+    for array, narrow in (
+        *((np.array([1, 2], x), y) for x, y in ((">f4", "f4"), (">i8", "i4"), ("u8", "u4"))),
+        (whole, "int32"),
+    ):
+        (row,) = ArrayExamples({"x": array}).take(np.array([1])).values()
+        assert (row.tolist(), row.dtype) == ([2], np.dtype(narrow))
+
+
+def test_rows_are_dicts_of_a_list_or_of_grain_or_tuples_with_names():
+    named = [{"x": X[i], "y": int(Y[i])} for i in range(8)]
+    for rows in (
+        RowExamples(list(zip(X, Y, strict=True)), names=("x", "y")),
+        RowExamples(named),
+        RowExamples(grain.MapDataset.source(named)),
+    ):
+        equal(rows_of(rows), ROWS)
+    share = [*eval_batches(named, global_batch_size=6, process_index=1, num_processes=2)]
+    assert [rows["x"].shape for rows in share] == [(3, 3), (0, 3)]  # of a last batch of two
+
+
+def test_one_share_of_the_rows_is_for_testing_and_stays_there_when_rows_are_added():
+    is_test = rows_for_testing(10_000, 0.2)
+    assert abs(is_test.mean() - 0.2) < 0.02
+    np.testing.assert_array_equal(rows_for_testing(500, 0.2), is_test[:500])
+
+
+def npy_source(folder, *, num_train=6, labels=None, dtype=np.uint8, **kwargs):
+    for part, n in (("train", num_train), ("test", 4)):
+        np.save(folder / f"{part}_images.npy", np.full((n, 8, 8, 3), 255, dtype))
+        np.save(folder / f"{part}_labels.npy", np.arange(n) if labels is None else labels[:n])
+    kwargs = {"image_size": 8, "num_classes": 10} | kwargs
+    return make_source("npy", directory=str(folder), kwargs=kwargs)
+
+
+def test_npy_directory_is_normalised_per_channel(tmp_path):
+    source = npy_source(tmp_path, mean=[0.0, 0.5, 1.0], std=[1.0, 0.5, 0.25])
+    data = source.load()
+    assert spec_of(data.train) == source.spec
+    np.testing.assert_allclose(rows_of(data.train)["image"][2, 0, 0], [1, 1, 0], 1e-6)
+    assert data.sha256 != npy_source(tmp_path).load().sha256
+    part = npy_source(tmp_path, test_share=0.4).load().test
+    np.testing.assert_array_equal(rows_of(part)["label"], np.arange(6)[rows_for_testing(6, 0.4)])
+    images = np.zeros((4, 2, 2, 1), np.float32)
+    images[3, 0, 0] = np.nan
+    with pytest.raises(DataError, match="NaN or infinity, first in row 3"):  # when it is read
+        image_examples(images, np.zeros(4, int)).take(np.array([1, 3]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"image_size": 9}, r"images of shape \(8, 8, 3\), .* ask for \(9, 9, 3\)"),
+        ({"labels": np.arange(6) + 5}, "range from 0 to 10. With num_classes 10"),
+        ({"labels": np.arange(6) - 1}, "range from -1 to 4"),
+        ({"labels": np.zeros(6)}, "Each image needs one whole number"),
+        ({"dtype": np.int64}, "need uint8 or floating point"),
+        ({"num_train": 0}, "n > 0"),
+        ({"mean": [0.5, 0.5]}, "mean has 2 numbers, but images have 3 channels"),
+        ({"std": [[0.5]]}, "std has 1 numbers"),
+    ],
+)
+def test_bad_images_in_an_npy_directory_are_refused(tmp_path, damage, message):
+    with pytest.raises(DataError, match=message):
+        npy_source(tmp_path, **damage).load()
+
+
+def test_embedded_fashion_mnist_is_balanced_and_held_out_examples_are_not_trained_on():
+    def as_bytes(rows):
+        return {image.tobytes() for image in rows["image"]}
+
+    data = make_source("fashion_mnist").load()
+    tuning = make_source("fashion_mnist", kwargs={"num_held_out": 2500}).load()
+    parts = (data.train, data.test, tuning.train, tuning.test)
+    train, test, fewer, held_out = map(rows_of, parts)
+    for rows, per_class in ((train, 1500), (test, 1000), (fewer, 1250), (held_out, 250)):
+        assert np.bincount(rows["label"]).tolist() == [per_class] * 10
+    assert abs(train["image"].mean()) < 0.01
+    assert abs(train["image"].std() - 1) < 0.01
+    assert "embedded: 15,000 train / 10,000 test" in data.description
+    assert as_bytes(fewer) | as_bytes(held_out) == as_bytes(train)
+    assert not as_bytes(fewer) & as_bytes(held_out)
+
+
+def test_sources_know_their_shapes_without_reading():
+    assert list(SOURCES) == sorted(SOURCES)
+    for name in ("fashion_mnist", "python_stdlib"):
+        source = make_source(name)
+        data, again = source.load(), source.load()
+        assert spec_of(data.train) == spec_of(data.test) == source.spec
+        assert data.sha256 == again.sha256
+        assert len(data.sha256) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("fashion_mnits", {}, "Did you mean 'fashion_mnist'"),
+        ("fashion_mnist", {"kwargs": {"held_out": 5}}, "Did you mean 'num_held_out'"),
+        ("fashion_mnist", {"kwargs": {"num_held_out": 5}}, "not a multiple of 10"),
+        ("fashion_mnist", {"kwargs": {"source": "half"}}, "'half'.*'embedded', 'full'"),
+        ("fashion_mnist", {"directory": "here"}, "not read with source 'embedded'"),
+        ("fashion_mnist", {"kwargs": {"directory": "here"}}, "data.dir"),
+        ("python_stdlib", {"directory": "here"}, "Leave out data.dir=here"),
+        ("python_stdlib", {"kwargs": {"sequence_length": 0}}, "sequence_length 0"),
+        ("python_stdlib", {"kwargs": {"documents": "wrap"}}, "'wrap'"),
+        ("tokens", {"kwargs": {"sequence_length": 4}}, "Give data.dir"),
+        ("tokens", {"directory": "here"}, "kwargs.sequence_length is missing"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_read(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        make_source(name, **arguments)
+
+
+FULL = {"source": "full"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [("absent", "absent: no such directory, .* dataset-fashion-mnist"), (".", "t10k-images-idx3")],
+)
+def test_originals_of_fashion_mnist_that_are_absent_are_named(tmp_path, folder, message):
+    with pytest.raises(DataError, match=message):
+        make_source("fashion_mnist", kwargs=FULL, directory=str(tmp_path / folder)).load()
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "altered"])
+def test_a_file_that_is_missing_truncated_or_altered_is_named(tmp_path, monkeypatch, damage):
+    for path in arrays.FOLDER.glob("*.gz"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(arrays, "FOLDER", tmp_path)
+    path = tmp_path / "t10k-labels-idx1-ubyte.gz"
+    sound = path.read_bytes()
+    altered = parse_idx(gzip.decompress(sound)) ^ 1
+    message = {"missing": "no such file", "cut": "not a whole gzip", "altered": "its sha256 is"}
+    path.write_bytes(script.pack(altered) if damage == "altered" else sound[:-1000])
+    if damage == "missing":
+        path.unlink()
+    with pytest.raises(DataError, match=rf"labels-idx1-ubyte\.gz: .*{message[damage]}"):
+        make_source("fashion_mnist").load()
+
+
+def test_script_keeps_as_many_of_each_class_and_the_whole_test_set(tmp_path, monkeypatch):
+    (made := tmp_path / "made").mkdir()
+    for names, per_class in ((script.TRAIN, 5), (script.TEST, 2)):  # like the original files
+        labels = np.arange(10 * per_class) % 10
+        pixels = np.random.default_rng(per_class).integers(0, 256, (len(labels), 28, 28))
+        for name, array in zip(names, (pixels, labels), strict=True):
+            (tmp_path / f"{name}.gz").write_bytes(script.pack(array))
+    monkeypatch.setattr(script, "NUM_PER_CLASS", 3)
+    script.main(tmp_path, made)
+    sums = {"embedded": made / "SHA256SUMS", "full": made / "SHA256SUMS.original"}
+    monkeypatch.setattr(arrays, "SUMS", sums)
+    monkeypatch.setattr(arrays, "FOLDER", made)
+    part = make_source("fashion_mnist").load()
+    full = make_source("fashion_mnist", kwargs=FULL, directory=str(tmp_path)).load()
+    assert part.description == "Fashion-MNIST embedded: 30 train / 20 test examples"
+    assert full.description == "Fashion-MNIST full: 50 train / 20 test examples"
+    assert part.sha256 != full.sha256
+    assert np.bincount(rows_of(part.train)["label"]).tolist() == [3] * 10
+    equal(rows_of(part.test)["image"], rows_of(full.test)["image"])
+
+
+def test_shipped_images_are_those_that_the_script_chooses():
+    """Of 6,000 images a class 1,500 are kept, by hash: the first byte of all is in the low part."""
+    files = (arrays.FOLDER / f"{name}.gz" for name in script.KEPT)
+    images, labels = (parse_idx(script.unpack(file)) for file in files)
+    first_bytes = [sha256(image.tobytes()).digest()[0] for image in images]
+    assert max(first_bytes) < 0.28 * 256
+    np.testing.assert_array_equal(np.bincount(labels), [script.NUM_PER_CLASS] * 10)

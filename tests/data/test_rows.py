@@ -1,0 +1,491 @@
+"""Rows that `datasets` reads: saved, by name, Parquet, tar files, streams. There is no network."""
+
+import itertools
+import json
+import os
+import pickle
+import random
+import shutil
+import sys
+
+import datasets
+import numpy as np
+import pyarrow.parquet
+import pytest
+from data_files import file_of, npy_of, rows_of, write_images, write_tar
+from states import equal
+
+from jddp.data import RowExamples, make_data_set, make_source
+from jddp.data.batches import Share
+from jddp.data.source import spec_of
+from jddp.ground.errors import ConfigError, DataError, Error, FileSystemError
+
+X = np.arange(30, dtype=np.float32).reshape(10, 3)
+Y = np.arange(10) % 4
+WHOLE = Share(0, 1)
+BOTH = ("train", "test")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """No network."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def splits():
+    parts = {"train": X, "test": X[:4], "validation": X[4:6]}
+    return datasets.DatasetDict({k: datasets.Dataset.from_dict({"x": x}) for k, x in parts.items()})
+
+
+@pytest.fixture
+def saved(tmp_path, splits):
+    splits.save_to_disk(str(tmp_path / "saved"))
+    return tmp_path / "saved"
+
+
+@pytest.fixture
+def named(tmp_path, splits):
+    for name, rows in splits.items():
+        rows.to_parquet(str(tmp_path / "named" / f"{name}.parquet"))
+    return str(tmp_path / "named")
+
+
+def source(directory=None, name="hugging_face", **kwargs):
+    return make_source(name, directory=directory and str(directory), kwargs=kwargs)
+
+
+def write(folder, made):
+    """A `Dataset` for training and testing, in the formats that read one."""
+    for part in BOTH:
+        made.save_to_disk(str(folder / part))
+        made.to_parquet(str(folder / f"{part}-0.parquet"))
+
+
+def test_a_saved_dictionary_of_data_sets_is_read_with_splits_of_any_names(saved):
+    data = source(saved, train_split="test", test_split="validation").load()
+    equal((rows_of(data.train)["x"], rows_of(data.test)["x"]), (X[:4], X[4:6]))
+    with pytest.raises(DataError, match=r"saved/valid: .*splits are: test, train, validation\."):
+        source(saved, test_split="valid")
+
+
+def test_a_data_set_is_found_by_its_name_with_splits_and_parts_of_them(named):
+    data = source(path=named, train_split="train[:80%]", test_split="train[80%:]").load()
+    equal((rows_of(data.train)["x"], rows_of(data.test)["x"]), (X[:8], X[8:]))
+    with pytest.raises(DataError, match="split dev: Unknown split.*'validation'.*test_sp"):
+        source(path=named, test_split="dev")
+    with pytest.raises(DataError, match=r"BuilderConfig 'en' not found.*data\.kwargs: path"):
+        source(path=named, config="en")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_are_chosen_and_one_that_is_missing_is_named(tmp_path, streaming):
+    write(tmp_path, datasets.Dataset.from_dict({"x": X, "name": ["a"] * len(X)}))
+
+    def batch(*columns):
+        found = source(tmp_path, columns=columns, streaming=streaming)
+        if streaming:
+            return next(iter(found.open_streams(2, 0, WHOLE).train))
+        return found.load().train.take(np.arange(2))
+
+    assert batch("x").keys() == {"x"}
+    with pytest.raises(DataError, match="train: .*'y'"):
+        batch("x", "y")
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_rows_of_memory_disk_and_parquet_are_read_without_progress_bars(tmp_path, capfd, is_shown):
+    made = datasets.Dataset.from_dict({"x": X, "y": Y, "name": ["a"] * len(X)})
+    want = {"x": X, "y": Y.astype(np.int32)}
+    equal(rows_of(make_data_set("mine", made.select_columns(["x", "y"]), {"x": X}).train), want)
+    with pytest.raises(DataError, match="'name' of the data is <U1"):
+        RowExamples(made).take(np.array([0]))
+    write(tmp_path, made)
+    (datasets.enable_progress_bars if is_shown else datasets.disable_progress_bars)()
+    capfd.readouterr()
+    try:
+        for name in ("hugging_face", "parquet"):
+            found = source(tmp_path, name, columns=["x", "y"])
+            equal(rows_of(found.load().train), want)
+            kinds = {name: dtype.name for name, (_, dtype) in found.spec.items()}
+            assert kinds == {"x": "float32", "y": "int32"}
+            assert found.spec == spec_of(found.load().test)
+        assert capfd.readouterr() == ("", "")
+        assert datasets.are_progress_bars_disabled() is not is_shown  # as the user set it
+    finally:
+        datasets.enable_progress_bars()
+    with pytest.raises(DataError, match=r"no files train\*\.parquet"):
+        source(tmp_path / "train", "parquet")
+
+
+def test_a_library_that_is_missing_or_cannot_write_its_cache_is_named_with_the_way_out(
+    named, monkeypatch
+):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/dev/null/cache")
+    with pytest.raises(FileSystemError, match="Set HF_HOME"):
+        source(named, "parquet")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"needs datasets, .*jddp\[data\]"):
+        source(named, "parquet")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "call"),
+    [
+        ({"path": "ylecun/mnist", "revision": "main"}, "ylecun/mnist, split train"),
+        ({"path": "nyu-mll/glue", "config": "sst2"}, "nyu-mll/glue, split train"),
+    ],
+)
+def test_without_a_network_one_line_says_how_to_get_the_data(kwargs, call):
+    with pytest.raises(DataError, match=rf"{call}: Couldn't reach .*load_dataset") as raised:
+        source(**kwargs)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_script_of_a_data_set_is_not_run(tmp_path):
+    script = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    write_images(tmp_path / "scripted", {"scripted.py": script.encode()})
+    with pytest.raises(DataError, match="scripts are no longer supported"):
+        source(path=str(tmp_path / "scripted"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, r"data\.dir, or .*data\.kwargs\.path"),
+        ({"directory": "here", "path": "ylecun/mnist"}, "Give one of the two"),
+        ({"directory": "here", "revision": "main"}, "revision"),
+        ({"directory": "here", "streaming": True, "test_share": 0.5}, "test_share=0.5"),
+        ({"directory": "here", "streaming": True, "shuffle_buffer": 0}, "shuffle_buffer=0"),
+        ({"directory": "here", "shuffle_buffer": 10}, "shuffle_buffer=10 .*streaming=true"),
+    ],
+)
+def test_arguments_that_do_not_belong_together_are_refused(kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        source(**kwargs)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+PIXELS = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
+
+
+def images_in_columns(*files):
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int32")})
+    rows = {"image": [{"bytes": x} for x in files], "label": [*range(len(files))]}
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+def test_an_image_that_is_a_program_of_another_format_starts_nothing(tmp_path, monkeypatch):
+    """Ghostscript would leave a file, where a program of that name is on the path."""
+    write_images(tmp_path, {"gs": f"#!/bin/sh\ntouch {tmp_path}/started\nexit 1\n".encode()})
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    write(tmp_path, images_in_columns(EPS))
+    for part in BOTH:
+        write_images(tmp_path / part, {"cat/b.png": EPS})
+    for name in ("parquet", "hugging_face"):
+        with pytest.raises(DataError, match="'image': does not decode"):
+            source(tmp_path, name)
+    with pytest.raises(DataError, match=r"b\.png: does not decode"):
+        rows_of(source(tmp_path, "image_folder", image_size=8).load().train)
+    assert not (tmp_path / "started").exists()
+
+
+def column_of_kind(kind, **stored):
+    """A column of numbers and one of another kind, which has this one value."""
+    plain = datasets.Features({"bytes": datasets.Value("binary"), "path": datasets.Value("string")})
+    features = datasets.Features({"x": datasets.Value("float32"), "other": plain})
+    made = datasets.Dataset.from_dict({"x": [1.0], "other": [stored]}, features=features)
+    return made.cast_column("other", kind).data.table
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "message"),
+    [
+        (datasets.Image(), {"bytes": None, "path": "http://127.0.0.1:9/cat.png"}, "only a path"),
+        (datasets.Audio(), {"bytes": b"RIFF", "path": None}, "'other' is Audio.*columns"),
+    ],
+    ids=["address", "sound"],
+)
+def test_a_column_that_would_be_fetched_or_decoded_by_others_is_refused_or_left_out(
+    tmp_path, kind, stored, message
+):
+    for part in BOTH:
+        table = column_of_kind(kind, **stored)
+        pyarrow.parquet.write_table(table, tmp_path / f"{part}.parquet")
+    with pytest.raises(DataError, match=message):
+        source(tmp_path, "parquet")
+    examples = source(tmp_path, "parquet", columns=["x"]).load().train
+    assert rows_of(examples)["x"].tolist() == [1.0]
+
+
+def damaged(data, rng):
+    """The bytes of a file, cut or with others in the place of some that are not zero."""
+    data = bytearray(data)
+    places = [place for place, byte in enumerate(data) if byte]
+    if rng.random() < 0.3:
+        return data[: rng.choice(places)]
+    for _ in range(rng.choice([3, 20])):
+        data[rng.choice(places)] = rng.randrange(256)
+    return data
+
+
+def error_of(name, folder, **kwargs):
+    """The error that names the damage, if there is one to be seen."""
+    try:
+        rows_of(source(folder, name, **kwargs).load().train)
+    except Error as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", ["parquet", "hugging_face", "webdataset"])
+def test_damaged_files_are_refused_in_one_line(tmp_path, name, capfd):
+    (sound := tmp_path / "sound").mkdir()
+    made = datasets.Dataset.from_dict({"x": np.ones((50, 3), np.float32), "y": [1] * 50})
+    for part in BOTH:
+        if name == "hugging_face":
+            made.save_to_disk(str(sound / part))
+        elif name == "parquet":
+            made.to_parquet(str(sound / f"{part}.parquet"))
+        else:
+            write_tar(sound / f"{part}.tar", {f"{i}.npy": npy_of(np.ones(3)) for i in range(20)})
+    kwargs = {"members": {"x": "npy"}} if name == "webdataset" else {}
+    errors = []
+    for seed in range(12):
+        rng, copy = random.Random(seed), tmp_path / f"copy-{seed}"
+        shutil.copytree(sound, copy)
+        file = rng.choice(sorted(x for x in copy.rglob("*") if x.is_file()))
+        file.write_bytes(damaged(file.read_bytes(), rng))
+        errors.append(error_of(name, copy, **kwargs))
+    refused = [error for error in errors if error is not None]
+    assert len(refused) > 3
+    assert {error.exit_code for error in refused} == {65}, refused
+    assert not [error for error in refused if "\n" in str(error)]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def streams(directory, size, seed=0, share=WHOLE, **kwargs):
+    found = source(directory, streaming=True, **kwargs)
+    return found.open_streams(size, seed, share)
+
+
+def first(num_batches, batches):
+    return [batch["x"] for batch in itertools.islice(batches, num_batches)]
+
+
+def after_text(batches):
+    """The state as a checkpoint has it."""
+    return json.loads(json.dumps(batches.state_dict()))
+
+
+def test_a_stream_is_endless_for_training_and_one_pass_for_testing(saved, named):
+    for place in ({"directory": saved}, {"directory": None, "path": named}):
+        both = streams(size=4, test_split="validation", **place)
+        equal(np.concatenate(first(7, both.train)), np.concatenate([X, X, X])[:28])
+        for _ in range(2):
+            equal(np.concatenate(first(9, both.test)), X[4:6])
+
+
+def test_each_epoch_of_a_stream_has_its_files_in_their_order_and_resumes_anywhere(tmp_path):
+    """Of three files, whose order `datasets` would change from the third epoch on."""
+    for i, x in enumerate((X[:3], X[3:6], X[6:])):
+        datasets.Dataset.from_dict({"x": x}).to_parquet(str(tmp_path / "files" / f"{i}.parquet"))
+    files = {"directory": None, "path": str(tmp_path / "files"), "size": 4, "test_split": "train"}
+    whole = np.concatenate([X] * 6)
+    for num_before in (0, 1, 2, 3, 4, 5, 9):
+        before, after = (streams(**files).train for _ in range(2))
+        first(num_before, before)
+        after.load_state_dict(after_text(before))
+        equal(np.concatenate(first(15 - num_before, after)), whole[4 * num_before :])
+
+
+def test_processes_read_parts_of_the_same_global_batches_and_resume_from_one_position(saved):
+    whole = streams(saved, 4)
+    parts = [streams(saved, 4, share=Share(i, 2)) for i in range(2)]
+    both = zip(*(first(6, part.train) for part in parts), strict=True)
+    equal([np.concatenate(x) for x in both], first(6, whole.train))
+    assert parts[0].train.state_dict() == parts[1].train.state_dict()
+    tests = [streams(saved, 4, test_split="train", share=Share(i, 2)).test for i in range(2)]
+    rows = [first(9, test) for test in tests]
+    assert [[len(x) for x in part] for part in rows] == [[2, 2, 2], [2, 2, 0]]
+    equal(np.concatenate([np.concatenate(pair) for pair in zip(*rows, strict=True)]), X)
+    with pytest.raises(ConfigError, match="=5 does not divide over 2 processes"):
+        streams(saved, 5, share=Share(0, 2))
+
+
+def test_a_shuffled_stream_follows_its_seed_and_warns_that_it_does_not_resume_exactly(
+    saved, caplog
+):
+    def epochs(seed, **kwargs):
+        made = streams(saved, 5, seed=seed, shuffle_buffer=10, **kwargs).train
+        found = np.concatenate(first(4, made))[:, 0]
+        return made, found[:10], found[10:]
+
+    made, one, two = epochs(3)
+    assert caplog.text.count("does not resume exactly") == 1
+    assert sorted(one) == sorted(two) == sorted(X[:, 0])
+    assert not np.array_equal(one, two)
+    np.testing.assert_array_equal(one, epochs(3)[1])
+    assert not np.array_equal(one, epochs(4)[1])
+    made.load_state_dict(made.state_dict())
+    assert len(first(1, made)) == 1
+    shares = [streams(saved, 2, shuffle_buffer=4, share=Share(i, 2)).train for i in range(2)]
+    halves = np.concatenate([x for part in shares for x in first(5, part)])
+    assert sorted(halves[:, 0]) == sorted(X[:, 0])
+
+
+def test_a_shuffled_stream_begins_its_next_epoch_on_another_number_of_processes(saved, caplog):
+    one = streams(saved, 2, shuffle_buffer=4, share=Share(0, 2)).train
+    first(2, one)
+    alone, again = (streams(saved, 2, shuffle_buffer=4).train for _ in range(2))
+    alone.load_state_dict(after_text(one))
+    assert "another number of processes" in caplog.text
+    assert not alone.resumes_exactly
+    assert streams(saved, 2).train.resumes_exactly
+    rows = np.concatenate(first(5, alone))[:, 0]
+    assert sorted(rows) == sorted(X[:, 0])
+    again.load_state_dict({"epoch": 0, "rows": {}, "num_processes": 2})
+    np.testing.assert_array_equal(np.concatenate(first(5, again))[:, 0], rows)
+
+
+def test_images_of_a_stream_are_decoded_here(tmp_path):
+    write(tmp_path, images_in_columns(*[file_of(PIXELS)] * 4))
+    batch = next(iter(streams(tmp_path, 2).train))
+    want = {"image": np.stack([PIXELS] * 2), "label": np.array([0, 1], np.int32)}
+    equal(batch, want)
+
+
+PHOTO = np.arange(24 * 20 * 3, dtype=np.uint8).reshape(24, 20, 3)
+JPEG = file_of(PHOTO, "JPEG")
+
+
+def photos(numbers, num_classes=2):
+    """Images and classes, as samples of WebDataset."""
+    members = {}
+    for number in numbers:
+        label = number % num_classes
+        name = f"class{label}/{number:03}"
+        members[f"{name}.jpg"] = file_of(np.roll(PHOTO, number, axis=0), "JPEG")
+        members[f"{name}.cls"] = str(label).encode()
+    return members
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three shards of ten images."""
+    (tmp_path / "tars").mkdir()
+    for name, numbers in (("train-0", range(10)), ("train-1", range(10, 20)), ("test", range(10))):
+        write_tar(tmp_path / "tars" / f"{name}.tar", photos(numbers))
+    return tmp_path / "tars"
+
+
+def tars(folder, **kwargs):
+    return source(folder, "webdataset", **({"image_size": 8} | kwargs))
+
+
+def test_a_tar_file_has_the_rows_of_the_same_files_in_folders(tmp_path):
+    members = dict(sorted(photos(range(12)).items()))
+    for part in BOTH:
+        write_tar(tmp_path / f"{part}.tar", members)
+        write_images(tmp_path / part, {x: y for x, y in members.items() if x.endswith(".jpg")})
+    folder, found = source(tmp_path, "image_folder", image_size=8), tars(tmp_path)
+    assert (found.spec, found.sizes, found.augment) == (folder.spec, folder.sizes, folder.augment)
+    for part in BOTH:
+        one, other = getattr(found.load(), part), getattr(folder.load(), part)
+        equal(rows_of(one), rows_of(other))
+        np.testing.assert_array_equal(one.column("label"), other.column("label"))
+
+
+def test_samples_are_read_in_any_order_and_named_and_a_share_is_held_back(shards):
+    train = tars(shards).load().train
+    assert train.files[12] == "train-1.tar: class0/012"
+    order = np.array([19, 3, 3, 12])
+    sent = pickle.loads(pickle.dumps(train))  # to a worker
+    equal(sent.take(order), {name: x[order] for name, x in rows_of(train).items()})
+    assert train.take(np.zeros(0, int))["image"].shape == (0, 8, 8, 3)
+    shared = tars(shards, test_share=0.25).load()
+    names = {*shared.train.files}, {*shared.test.files}
+    assert len(names[0] | names[1]) == 30
+    assert not names[0] & names[1]
+    assert 2 <= len(names[1]) <= 15
+
+
+def test_arrays_and_numbers_are_read_by_the_endings_of_their_members(tmp_path):
+    x = np.arange(12, dtype=np.float64).reshape(4, 3)
+    members = {}
+    for row in range(4):
+        about = json.dumps({"age": row, "box": [0, row], "name": "cat"}).encode()
+        members |= {f"{row}.left.npy": npy_of(x[row]), f"{row}.json": about, f"{row}.txt": b"cat"}
+    for part in BOTH:
+        write_tar(tmp_path / f"{part}.tar", members)
+    named = {"x": "left.npy", "y": "json:box", "label": "json:age"}
+    found = tars(tmp_path, image_size=None, members=named)
+    assert (found.sizes, found.augment) == ({"num_classes": 4}, ())
+    boxes = np.array([[0, 0], [0, 1], [0, 2], [0, 3]], np.int32)
+    want = {"x": x.astype(np.float32), "y": boxes, "label": np.arange(4, dtype=np.int32)}
+    equal(rows_of(found.load().train), want)
+    for member, message in (("size", "left.npy, json.age, .*json:size"), ("name", "'x' .* <U3")):
+        with pytest.raises(DataError, match=message):
+            tars(tmp_path, image_size=None, members={"x": f"json:{member}"})
+
+
+def test_names_of_members_follow_the_format(tmp_path):
+    long = "a" * 200  # in headers of their own
+    members = {f"{long}/b.c/1.JPG": JPEG, f"{long}/b.c/1.cls": b" 1\n"}
+    for part in BOTH:
+        write_tar(tmp_path / f"{part}.tar", {".hidden.jpg": b"", "no_ending": b"", **members})
+    data = tars(tmp_path).load()
+    assert data.train.files == [f"train.tar: {long}/b.c/1"]
+    assert rows_of(data.train)["label"].tolist() == [1]
+
+
+def test_an_image_of_a_sample_that_does_not_decode_is_named_or_masked_out(shards, caplog):
+    write_tar(shards / "train-1.tar", {"cat/1.jpg": b"no image", "cat/1.cls": b"0"})
+    with pytest.raises(DataError, match=r"train-1\.tar: cat/1: .*undecodable=mask"):
+        rows_of(tars(shards).load().train)
+    found = tars(shards, undecodable="mask")
+    assert rows_of(found.load().train)["mask"].tolist() == [1] * 10 + [0]
+    assert found.spec["mask"] == ((), np.dtype("float32"))
+    assert "cat/1: does not decode" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "kwargs"),
+    [
+        (ConfigError, "members", {"members": "jpg"}),
+        (ConfigError, "image_size=None", {"image_size": None}),
+        (ConfigError, "undecodable 'skip'", {"undecodable": "skip"}),
+        (ConfigError, "test_share: 2", {"test_share": 2}),
+        (DataError, "mean has 2 numbers", {"mean": [0.5, 0.5]}),
+        (DataError, "cls is no image", {"members": {"image": "cls"}}),
+        (DataError, "'image' is to be one of png", {"members": {"image": "png"}}),
+    ],
+)
+def test_wrong_arguments_of_tar_files_are_refused(shards, error, message, kwargs):
+    with pytest.raises(error, match=message):
+        tars(shards, **kwargs).load()
+
+
+LAST_HAS_NONE = {f"{i}.{end}": x for i in range(7) for end, x in (("jpg", JPEG), ("cls", b"1"))}
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"1.jpg": JPEG, "1.png": JPEG, "1.cls": b"1"}, "'image' is to be one of bmp;gif"),
+        ({"1.jpg": JPEG, "1.cls": b"cat"}, "invalid literal"),
+        ({"1.jpg": JPEG, "1.cls": str(2**40).encode()}, "which needs 64 bits"),
+        ({"22.05.jpg": JPEG, "22.05.cls": b"1"}, "05.jpg, 05.cls.*ends at its first dot"),
+        ({"1.txt": b""}, "members txt, and 'image' is to be"),
+        (LAST_HAS_NONE | {"7.jpg": JPEG}, r"train\.tar: 7 has no member cls"),
+        ({"1.npy": npy_of(np.array([{}]))}, "allow_pickle"),
+    ],
+)
+def test_bad_samples_are_refused(tmp_path, members, message):
+    for part in BOTH:
+        write_tar(tmp_path / f"{part}.tar", members)
+    with pytest.raises(DataError, match=message):
+        tars(tmp_path)

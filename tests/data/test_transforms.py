@@ -1,0 +1,260 @@
+"""Transforms of rows: the images by hand, and the same numbers on the host and on devices."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from states import equal
+
+from jddp.data import ArrayExamples, Mix, MixtureOrder, Order, TrainBatches, eval_batches
+from jddp.data.examples import Concatenated, Subset
+from jddp.data.sources.arrays import image_examples
+from jddp.data.transforms import (
+    Chain,
+    CropAndFlip,
+    FlipAndShift,
+    Normalize,
+    as_stored,
+    normalize,
+)
+from jddp.ground.errors import ConfigError, DataError
+from jddp.ground.typing import TRANSFORM
+
+SIZE = 12
+
+
+def stored_images(num=64):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (num, SIZE, SIZE, 3), dtype=np.uint8)
+    return image_examples(images, np.arange(num), mean=[0.4, 0.5, 0.6], std=0.25)
+
+
+def batches_of(*, on_device, **options):
+    return TrainBatches(
+        stored_images(), global_batch_size=32, seed=3, on_device=on_device, **options
+    )
+
+
+def on_devices(batch):
+    """The batch as a compiled step transforms it."""
+    batch = dict(batch)
+    return jax.jit(batch.pop(TRANSFORM))(batch)
+
+
+def test_flips_and_shifts_move_whole_images_and_repeat_the_edge():
+    image = np.arange(9, dtype=np.float32).reshape(1, 3, 3, 1)
+    batch = {"image": np.repeat(image, 4, axis=0), "label": np.arange(4)}
+    # Thirds of the range move by -1, 0 and 1 pixels, down and right; its lower half mirrors.
+    uniform = np.array([[0.5, 0.5, 0.1], [0.9, 0.5, 0.9], [0.5, 0.1, 0.9], [0.5, 0.9, 0.1]])
+    moved = FlipAndShift(1)(batch, uniform)
+    mirrored, down = [[2, 1, 0], [5, 4, 3], [8, 7, 6]], [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
+    right, both = [[1, 2, 2], [4, 5, 5], [7, 8, 8]], [[2, 2, 1], [5, 5, 4], [8, 8, 7]]
+    assert moved["image"][..., 0].tolist() == [mirrored, down, right, both]
+    equal((moved["label"], batch["image"]), (batch["label"], np.repeat(image, 4, axis=0)))
+
+
+def test_a_crop_enlarges_a_part_and_mirrors_it():
+    ramp = np.arange(8, dtype=np.float32)
+    image = np.broadcast_to(ramp[:, None, None] * 10 + ramp[:, None], (8, 8, 1))
+    batch = {"image": np.stack([image] * 3), "label": np.arange(3)}
+    # All of it; mirrored; a quarter, from the lower left.
+    uniform = np.array([[1, 0.5, 0, 0, 0.9], [1, 0.5, 0, 0, 0.1], [0, 0.5, 1, 0, 0.9]])
+    whole, mirrored, part = CropAndFlip(smallest=0.25)(batch, uniform)["image"]
+    np.testing.assert_allclose(whole, image, atol=1e-5)
+    np.testing.assert_allclose(mirrored, image[:, ::-1], atol=1e-5)
+    places = (np.arange(8) + 0.5) / 2 - 0.5
+    want = np.clip(places + 4, 0, 7)[:, None] * 10 + np.clip(places, 0, 7)
+    np.testing.assert_allclose(part[:, :, 0], want, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_a_crop_of_whole_numbers_is_that_of_the_same_numbers_rounded(dtype):
+    images = np.random.default_rng(0).integers(0, 256, (64, SIZE, SIZE, 3)).astype(dtype)
+    draws = np.random.default_rng(1).random((64, 5), np.float32)
+    want = CropAndFlip()({"image": images.astype(np.float64)}, draws)["image"]
+    here = CropAndFlip()({"image": images}, draws)["image"]
+    there = jax.jit(CropAndFlip())({"image": images}, draws)["image"]
+    assert here.dtype == there.dtype == dtype
+    for found in (here, there):
+        # A float32 between two whole numbers up to 255 may lie on the other side of their middle.
+        assert np.abs(found - want).max() <= 0.5 + 1e-4
+    assert np.mean(here != there) < 1e-3
+
+
+def test_images_are_normalized_by_the_range_of_their_dtype_or_refused():
+    values = np.linspace(0, 1, 12).reshape(1, 2, 2, 3)
+    for dtype in (np.uint8, np.uint16):
+        images = np.rint(values * np.iinfo(dtype).max).astype(dtype)
+        want = (images / np.iinfo(dtype).max - 0.5) / 0.25
+        for normalized in (Normalize(0.5, 0.25), jax.jit(Normalize(0.5, 0.25))):
+            found = normalized({"image": images}, np.zeros((1, 0), np.float32))["image"]
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, want, atol=1e-6)  # some roundings of float32
+    for dtype in (np.int32, np.uint32, np.int8, bool, np.float32):
+        with pytest.raises(DataError, match=f"image.* {np.dtype(dtype)}.*uint8 or uint16"):
+            Normalize()({"image": values.astype(dtype)}, np.zeros((1, 0), np.float32))
+    for std in (0, -0.5, float("nan"), [0.2, 0.0, 0.2]):
+        with pytest.raises(ConfigError, match="normalize: std"):
+            normalize(0.5, std)
+
+
+CASES = {
+    "normalized alone": {},
+    "shifted": {"transforms": [FlipAndShift(2)]},
+    "cropped": {"transforms": [CropAndFlip()]},
+    "both, then mixed": {"transforms": [CropAndFlip(), FlipAndShift(1)], "mix": Mix(mixup=0.3)},
+    "boxes": {"mix": Mix(cutmix=1.0)},
+    "mixed or boxes": {"transforms": [FlipAndShift(2)], "mix": Mix(mixup=0.2, cutmix=0.7)},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_rows_transformed_on_devices_are_the_rows_of_the_host(options):
+    here, there = batches_of(on_device=False, **options), batches_of(on_device=True, **options)
+    for _ in range(3):
+        want, given = next(here), next(there)
+        assert given["image"].dtype == np.uint8
+        got = on_devices(given)
+        assert got.keys() == want.keys()
+        for name, x in want.items():
+            # Places of pixels are float32 numbers up to 12, so an interpolation between pixels
+            # that differ by 4 is exact to 4 x 12 x 2^-24, and some operations more.
+            np.testing.assert_allclose(got[name], x, atol=2e-5, err_msg=name)
+        assert here.get_state() == there.get_state()
+
+
+def test_rows_for_devices_have_a_function_that_is_always_the_same():
+    there = batches_of(on_device=True)
+    assert next(there)[TRANSFORM] == batches_of(on_device=True).example[TRANSFORM]
+    no_transform = TrainBatches({"x": np.arange(8)}, global_batch_size=4, seed=0, on_device=True)
+    assert next(no_transform).keys() == {"x"}
+
+
+def test_evaluation_normalizes_and_draws_nothing():
+    examples = stored_images()
+    options = {"global_batch_size": 64, "transforms": [CropAndFlip()]}
+    (plain,) = eval_batches(examples, **options)
+    (given,) = eval_batches(examples, on_device=True, **options)
+    assert given["image"].dtype == np.uint8
+    # A product and a difference, which XLA may fuse into one rounding.
+    np.testing.assert_allclose(on_devices(given)["image"], plain["image"], atol=1e-6)
+    equal(plain, examples.take(np.arange(64)))
+
+
+def test_examples_are_read_as_they_are_stored_below_any_choice_of_them():
+    examples = stored_images()
+    part = Subset(examples, np.array([5, 2]))
+    both = Concatenated([examples, part], ["one", "two"])
+    for chosen, rows in ((examples, [3, 6]), (part, [0, 1]), (both, [3, 65])):
+        stored, chain = as_stored(chosen)
+        assert stored.take(np.array(rows))["image"].dtype == np.uint8
+        equal(chain(stored.take(np.array(rows))), chosen.take(np.array(rows)))
+    other = image_examples(np.zeros((2, SIZE, SIZE, 3), np.uint8), np.arange(2))  # of other scale
+    assert as_stored(Concatenated([examples, other], ["one", "two"]))[1] == Chain()
+    plain = ArrayExamples({"x": np.arange(3)})
+    assert as_stored(plain) == (plain, Chain())
+
+
+@pytest.mark.parametrize("options", [{}, {"num_epochs": 0.8}, {"multiple_of": 7}], ids=str)
+def test_the_example_has_the_form_of_all_batches(options):
+    batches = batches_of(on_device=True, mix=Mix(0.2), **options)
+    forms = [
+        {name: (x.dtype, x.shape[1:]) for name, x in batch.items() if name != TRANSFORM}
+        for batch in (next(batches), batches.example)
+    ]
+    assert forms[0] == forms[1]
+
+
+def of_labels(num, mask=None, **options):
+    """The first batch of grey images whose pixels are their labels, mixed."""
+    labels = np.arange(num)
+    images = np.broadcast_to(labels[:, None, None].astype(np.float32), (num, 3, 3))
+    data = {"image": images, "label": labels} | ({} if mask is None else {"mask": mask})
+    return next(TrainBatches(data, global_batch_size=num, mix=Mix(0.4), **{"seed": 0} | options))
+
+
+def test_mixup_lays_another_image_over_each_and_keeps_both_labels():
+    batch = of_labels(10)
+    share = batch["share"]
+    mixed = share * batch["label"] + (1 - share) * batch["other_label"]
+    np.testing.assert_allclose(batch["image"][:, 1, 1], mixed, rtol=1e-5)
+    assert 0 <= share.min() < share.max() <= 1
+    parts = [of_labels(10, process_index=i, num_processes=2) for i in range(2)]
+    equal({name: np.concatenate([p[name] for p in parts]) for name in batch}, batch)
+    many = [of_labels(10, seed=seed)["share"] for seed in range(200)]
+    # Beta(a, a): mean 1/2, variance 1/(8a + 4); five standard deviations of 2000 draws.
+    assert abs(np.mean(many) - 0.5) < 5 * math.sqrt(1 / 7.2 / 2000)
+    assert np.var(many) == pytest.approx(1 / 7.2, rel=0.1)
+    with pytest.raises(ConfigError, match="mix images with labels, but the data has x"):
+        next(TrainBatches({"x": np.arange(4)}, global_batch_size=4, seed=0, mix=Mix(0.4)))
+
+
+def test_an_example_of_mask_0_is_not_mixed_into_another():
+    batch = of_labels(10, mask=(np.arange(10) < 5).astype(np.float32))
+    mixed = batch["share"] * batch["label"] + (1 - batch["share"]) * batch["other_label"]
+    np.testing.assert_allclose(batch["image"][:, 1, 1], mixed, rtol=1e-5)
+    np.testing.assert_array_equal(batch["mask"], batch["label"] < 5)
+    is_alone = batch["other_label"] >= 5
+    assert is_alone.any()
+    np.testing.assert_array_equal(batch["share"][is_alone], 1)
+    assert (batch["share"][~is_alone] < 1).any()
+
+
+ORDERS = {
+    "sample weights": Order(40, 0, weights=np.r_[np.zeros(20), np.full(10, 0.3), np.full(10, 4.0)]),
+    "a mixture": MixtureOrder((20, 20), (0.9, 0.1), 0),
+    "no shuffling": Order(40, 0, shuffle=False),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("mix", [Mix(mixup=0.4), Mix(cutmix=1.0)], ids=["mixup", "cutmix"])
+def test_images_are_mixed_with_images_of_their_epoch_alone(order, mix):
+    labels = np.arange(40)
+    examples = image_examples(np.zeros((40, 4, 4, 1), np.float32), labels)
+    given = {"examples": examples, "global_batch_size": 20, "order": order, "mix": mix}
+    batches = TrainBatches(**given)
+    drawn = []
+    for epoch in range(20):
+        rows = [next(batches) for _ in range(2)]
+        own, other = (np.concatenate([x[n] for x in rows]) for n in ("label", "other_label"))
+        np.testing.assert_array_equal(own, order.examples_at(np.arange(40) + 40 * epoch))
+        assert {*other} <= {*own}
+        drawn.append([(own >= 20).mean(), (other >= 20).mean()])
+    share, of_others = np.mean(drawn, 0)
+    # Five standard deviations of 800 draws.
+    assert of_others == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / 800))
+    later = TrainBatches(**given, process_index=1, num_processes=2)
+    later.set_state({"position": 40 * 19 + 20})
+    equal(next(later), {name: x[10:] for name, x in rows[1].items()})
+
+
+def test_a_box_covers_the_share_that_the_loss_is_told_of():
+    images = np.repeat(np.array([0, 255], np.uint8), 200)[:, None, None, None]
+    examples = image_examples(np.tile(images, (1, 10, 10, 1)), np.repeat([0, 1], 200))
+    order = Order(400, 0, shuffle=False)
+    batch = next(TrainBatches(examples, global_batch_size=400, order=order, mix=Mix(cutmix=1.0)))
+    own = np.abs(batch["image"] - (1 - batch["label"])[:, None, None, None]).mean((1, 2, 3))
+    differs = batch["label"] != batch["other_label"]
+    np.testing.assert_allclose(own[differs], batch["share"][differs], atol=1e-6)
+    assert set(np.unique(batch["image"])) == {0.0, 1.0}
+    assert batch["share"].min() < 0.2 < 0.9 < batch["share"].max()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("change", [CropAndFlip(), FlipAndShift(2), Mix(0.3), Mix(cutmix=1.0)])
+def test_grey_images_may_come_without_a_dim_for_their_channel(change, on_device):
+    grey = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, SIZE), dtype=np.uint8)
+    options = {"mix": change} if isinstance(change, Mix) else {"transforms": [change]}
+
+    def first(images):
+        data = {"image": images, "label": np.arange(SIZE)}
+        options.update(global_batch_size=SIZE, seed=0, on_device=on_device)
+        batch = next(TrainBatches(data, **options))
+        return on_devices(batch) if on_device else batch
+
+    found, want = first(grey), first(grey[..., None])
+    np.testing.assert_array_equal(found["image"], want["image"][..., 0])
+    assert found.keys() == want.keys()
+    np.testing.assert_array_equal(found.get("share"), want.get("share"))
