@@ -218,7 +218,6 @@ class Reporter:
         """Takes the work of a step, after the first one, which is compiled: time begins here."""
         self.work = work
         self.course.unit = work.unit
-        self.processes.begin(work.devices)
         self.clock = Clock(self.run.step)
 
     def next(self, sent: Sent | None = None) -> None:
@@ -284,8 +283,7 @@ class Reporter:
         if (spent := self.clock.spent(step)) is not None:
             record |= {"step_seconds": spent.step, "data_wait_seconds": spent.data}
             record |= {"host_seconds": spent.host} | self.work.rates(record, num_rows)
-            with self.clock.measure("devices"):
-                record |= self.processes.compare(spent, self.run.state.step)
+            record |= self.processes.compare(spent)
         record |= self.profile.take_fields()
         metrics = copy.deepcopy(record)  # a callback may change it
         self.run.progress = dataclasses.replace(self.run.progress, metrics=metrics)

@@ -9,14 +9,13 @@ the others spend the time waiting for it. At each record every process publishes
 through the coordination service, and process 0 reads the times of an earlier record: no
 device and no process waits for this.
 
-    find_slowest([own, of, each, process])      # Slowest(process=2, phase="data", ratio=1.4)
+    find_slowest(spent_by_each_process)         # Slowest(process=2, phase="data", ratio=1.4)
 
 A process that others wait for waits for none. So the least time on devices, of all processes, is
-near to the time that the slowest devices need. Inside a step devices wait for each other, so a
-product of matrices, in which no other process takes part, shows which devices these are.
+near to the time that the slowest devices need. Which devices these are is not measured: inside a
+step they wait for each other (`jddp doctor` compares them).
 """
 
-import collections
 import contextlib
 import itertools
 import json
@@ -29,7 +28,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 import jddp.distributed.coordination as job
 from jddp.engine.state import TrainState
@@ -44,13 +42,8 @@ NUM_RECORDS = 3  # in a row, before a process is reported
 RECORDS_BEHIND = 2  # from the times that process 0 reads to its own: by then all have published
 WAYS_OUT = {
     "data": "look at its disk and its network, or read in more processes (data.num_workers)",
-    "compute": "look at temperature, clocks and other programs of its devices",
     "host": "look at callbacks, at the disk of the run directory and at other programs",
 }
-PROBE_SECONDS = 10.0  # between products: devices finish their steps before, and idle for a moment
-NUM_PROBES = 5  # Whatever else runs for a moment makes a product slow, and none fast.
-DIM = {"cpu": 256}  # of the matrices: a millisecond or less, and on GPUs 8 MiB with the product
-DIM_OF_OTHERS = 1024
 log = logging.getLogger("jddp")
 _numbers = itertools.count()
 
@@ -169,26 +162,12 @@ class Profile:
             log.warning("train.profile_steps: nothing is recorded: %s", error)
 
 
-class Own(NamedTuple):
-    """Times of a process by itself.
-
-    Attributes:
-      host: Name of its machine.
-      probe: Seconds of a product on its devices.
-      spent: Seconds per step.
-    """
-
-    host: str
-    probe: float
-    spent: Spent
-
-
 class Slowest(NamedTuple):
     """The process for which the others wait.
 
     Attributes:
       process: Number of the process.
-      phase: "data", "compute" or "host": where it takes longer than the others.
+      phase: "data" or "host": where it takes longer than the others.
       ratio: Time of the process over the others' time, without their waiting for it.
     """
 
@@ -197,74 +176,24 @@ class Slowest(NamedTuple):
     ratio: float
 
 
-def find_slowest(of_all: Sequence[Own]) -> Slowest:
+def find_slowest(of_all: Sequence[Spent]) -> Slowest:
     """Returns the process that takes the longest by itself.
 
     Args:
       of_all: Times of each process, two or more, in their order.
     """
-    slowest_probe = max(own.probe for own in of_all)
-    devices = min(own.spent.devices for own in of_all)
-    phases = [
-        {
-            "data": own.spent.data,
-            "compute": devices * own.probe / slowest_probe,
-            "host": own.spent.host,
-        }
-        for own in of_all
-    ]
+    devices = min(spent.devices for spent in of_all)
+    phases = [{"data": spent.data, "host": spent.host} for spent in of_all]
     process = max(range(len(phases)), key=lambda number: sum(phases[number].values()))
     mine = phases.pop(process)
     usual = {name: statistics.median(x[name] for x in phases) for name in mine}
     phase = max(mine, key=lambda name: mine[name] - usual[name])
-    return Slowest(process, phase, sum(mine.values()) / sum(usual.values()))
-
-
-@jax.jit
-def _product(x: jax.Array) -> jax.Array:
-    return x @ x
-
-
-class Probe:
-    """A product of matrices on each device, repeated every few seconds.
-
-    Args:
-      devices: Devices of this process.
-
-    Attributes:
-      seconds: Time of the fastest of the last products, each as slow as the slowest device.
-    """
-
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
-        dim = DIM.get(devices[0].platform, DIM_OF_OTHERS)
-        matrix = np.ones((dim, dim), np.float32)
-        self._matrices = [jax.device_put(matrix, device) for device in devices]
-        self._times = collections.deque[float](maxlen=NUM_PROBES)
-        self._measure()  # compiles
-        self._times.clear()
-        self._measure()
-
-    def renew(self, newest: jax.Array) -> None:
-        """Repeats the product, unless the last one was moments ago.
-
-        Args:
-          newest: Array that is ready when the devices have finished.
-        """
-        if time.monotonic() >= self._due_at:
-            jax.block_until_ready(newest)
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no memory is left for it
-                self._measure()
-
-    def _measure(self) -> None:
-        since = time.perf_counter()
-        jax.block_until_ready([_product(x) for x in self._matrices])
-        self._times.append(time.perf_counter() - since)
-        self.seconds = min(self._times)
-        self._due_at = time.monotonic() + PROBE_SECONDS
+    ratio = (devices + sum(mine.values())) / (devices + sum(usual.values()))
+    return Slowest(process, phase, ratio)
 
 
 class Processes:
-    """The comparison of the processes of a job; a process alone compares and measures nothing.
+    """The comparison of the processes of a job; a process alone compares nothing.
 
     Args:
       note: Function that prints a sentence.
@@ -275,36 +204,22 @@ class Processes:
         self._key = f"jddp/spent/{next(_numbers)}"
         self._slow: tuple[int, str] | None = None
         self._num_slow = self._num_records = 0
-        self._probe: Probe | None = None
 
-    def begin(self, devices: Sequence[jax.Device]) -> None:
-        """Measures the devices of this process for the first time."""
-        if job.num_processes() > 1:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no memory is left for it
-                self._probe = Probe(devices)
-
-    def compare(self, spent: Spent, newest: jax.Array) -> JsonObject:
-        """Publishes the times of this process; on process 0 returns fields about all.
-
-        Args:
-          spent: Time of this process since the last record.
-          newest: Array that is ready when the devices have finished.
-        """
-        if self._probe is None:
+    def compare(self, spent: Spent) -> JsonObject:
+        """Publishes the time of this process since the last record; process 0 returns fields."""
+        if job.num_processes() == 1:
             return {}
-        self._probe.renew(newest)
         self._num_records += 1
         name = f"{self._key}/{self._num_records}/{job.process_index()}"
-        job.try_publish(name, json.dumps([socket.gethostname(), self._probe.seconds, spent]))
+        job.try_publish(name, json.dumps([socket.gethostname(), spent]))
         earlier = f"{self._key}/{self._num_records - RECORDS_BEHIND}"
         texts = job.published(earlier) if job.process_index() == 0 else {}
         if len(texts) < job.num_processes():
             return {}
         job.unpublish(earlier)
-        rows = (json.loads(texts[process]) for process in sorted(texts))
-        of_all = [Own(host, probe, Spent(*spent)) for host, probe, spent in rows]
-        slowest = find_slowest(of_all)
-        host = of_all[slowest.process].host
+        hosts, times = zip(*(json.loads(texts[process]) for process in sorted(texts)), strict=True)
+        slowest = find_slowest([Spent(*x) for x in times])
+        host = hosts[slowest.process]
         self._watch(slowest, host)
         fields = {f"slowest_{name}": x for name, x in slowest._asdict().items()}
         return {**fields, "slowest_host": host}

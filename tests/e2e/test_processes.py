@@ -143,7 +143,7 @@ def test_a_process_that_is_slow_is_named_with_its_phase_and_not_the_one_that_wai
     address = f"127.0.0.1:{free_port()}"
     jobs = [dict(zip(VARIABLES, (address, "2", str(x)), strict=True)) for x in range(2)]
     (said, _), _ = run_module("workers.slow", tmp_path, jobs, SECONDS)
-    for phase in ("data", "host", "compute"):
+    for phase in ("data", "host"):
         lines = (tmp_path / phase / "metrics.jsonl").read_text().splitlines()
         found = [json.loads(line) for line in lines if "slowest_process" in line]
         assert len(found) >= 6

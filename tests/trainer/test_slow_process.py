@@ -1,26 +1,21 @@
 """Of processes that wait for each other, the one is found for which the others wait."""
 
 import json
-from types import SimpleNamespace
 
-import jax
 import pytest
 
 import jddp.distributed.coordination as job
-from jddp.trainer import timing
-from jddp.trainer.timing import Clock, Own, Probe, Processes, Spent, find_slowest
+from jddp.trainer.timing import Clock, Processes, Spent, find_slowest
 
 
-def own(data=0.01, devices=1.0, host=0.02, probe=1.0):
-    return Own("node3", probe, Spent(data + devices, data, devices, host))
+def own(data=0.01, devices=1.0, host=0.02):
+    return Spent(data + devices, data, devices, host)
 
 
+# Process 1 takes 0.5 s longer; the others have this as time on devices.
 SLOW = {
-    # Process 1 takes 0.5 s longer; the others have this as time on devices.
     "data": [own(devices=1.5), own(data=0.51), own(devices=1.5)],
     "host": [own(devices=1.5), own(host=0.52), own(devices=1.5)],
-    # All are on devices for as long as those of process 1 need.
-    "compute": [own(devices=1.5), own(devices=1.5, probe=1.5), own(devices=1.5)],
 }
 
 
@@ -29,17 +24,13 @@ def test_the_process_that_is_slow_is_found_and_not_those_that_wait_for_it(phase)
     found = find_slowest(SLOW[phase])
     assert (found.process, found.phase) == (1, phase)
     assert found.ratio == pytest.approx(1.53 / 1.03)
-
-
-def test_processes_that_are_alike_have_a_ratio_of_one():
     assert find_slowest([own(), own()]).ratio == 1
-    assert find_slowest([own(devices=0.0), own(data=0.02, devices=0.0)]).ratio > 1
 
 
-@pytest.fixture
-def of_three(monkeypatch):
-    """What is published in a job of three, of which this is process 0."""
-    store = {}
+def test_a_process_is_reported_once_it_is_slow_in_three_records_in_a_row(monkeypatch):
+    store, notes, fields = {}, [], []
+    processes = Processes(notes.append)
+    assert processes.compare(own()) == {}  # alone
     monkeypatch.setattr(job, "num_processes", lambda: 3)
     monkeypatch.setattr(job, "try_publish", store.__setitem__)
     monkeypatch.setattr(job, "unpublish", lambda name: [store.pop(f"{name}/{i}") for i in range(3)])
@@ -48,47 +39,18 @@ def of_three(monkeypatch):
         "published",
         lambda name: {int(key[-1]): x for key, x in store.items() if key[:-2] == name},
     )
-    probe = SimpleNamespace(seconds=1.0, renew=lambda newest: None)
-    monkeypatch.setattr(timing, "Probe", lambda devices: probe)
-    return store
-
-
-def test_a_process_is_reported_once_it_is_slow_in_three_records_in_a_row(of_three):
-    notes, fields = [], []
-    processes = Processes(notes.append)
-    processes.begin(jax.devices()[:1])
     slow, alike = SLOW["data"], [own(), own(), own()]
     for of_all in [slow, slow, alike, slow, slow, slow, slow, SLOW["host"], alike, alike]:
-        fields.append(processes.compare(of_all[0].spent, None))  # waits for nothing
-        name = max(of_three, key=lambda key: int(key.split("/")[-2])).rpartition("/")[0]
+        fields.append(processes.compare(of_all[0]))  # waits for nothing
+        name = max(store, key=lambda key: int(key.split("/")[-2])).rpartition("/")[0]
         for number, x in enumerate(of_all):
-            of_three[f"{name}/{number}"] = json.dumps(x)
+            store[f"{name}/{number}"] = json.dumps(["node3", x])
         assert len(notes) == (len(fields) > 7)  # two records behind the third in a row
     assert fields[:2] == [{}, {}]
     assert fields[2].keys() == {f"slowest_{x}" for x in ("process", "host", "phase", "ratio")}
     assert [x["slowest_phase"] for x in fields[5:9]] == ["data"] * 4
     assert notes[0].startswith("process 1 on node3 is 1.5 times slower than the others, in data")
-    assert len(of_three) == 6  # earlier ones are removed
-
-
-def test_a_process_alone_compares_and_measures_nothing():
-    processes = Processes(pytest.fail)
-    processes.begin(jax.devices())
-    assert processes.compare(own().spent, None) == {}
-
-
-def test_devices_are_measured_again_after_some_time_when_their_steps_are_finished(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    probe = Probe(jax.devices()[:2])
-    first = probe.seconds
-    assert first > 0
-    probe.renew(jax.numpy.zeros(()))
-    assert probe.seconds == first
-    now[0] = 11.0
-    monkeypatch.setattr("time.perf_counter", iter([5.0, 5.0]).__next__)
-    probe.renew(jax.numpy.zeros(()))
-    assert probe.seconds == 0.0
+    assert len(store) == 6  # earlier ones are removed
 
 
 def test_a_clock_tells_waiting_from_the_host_and_from_pauses(monkeypatch):

@@ -8,13 +8,11 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
 import optax
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp import distributed
-from jddp.trainer import timing
 
 NUM_STEPS = 10
 SECONDS = 0.2
@@ -23,7 +21,6 @@ SECONDS = 0.2
 def wait():
     if jax.process_index() == 1:
         time.sleep(SECONDS)
-    return np.float32(0)
 
 
 def batches(*, is_slow):
@@ -33,18 +30,13 @@ def batches(*, is_slow):
         yield make_batch(8, seed=2 * step + jax.process_index())
 
 
-def slow_loss(model, batch, train):
-    losses, metrics = loss_fn(model, batch, train)
-    return losses + jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.float32)), metrics
-
-
 class Writes(jddp.Callback):
     def on_step(self, run, metrics):
         wait()
 
 
-def train(run_dir, loss=loss_fn, *, is_slow=False, callbacks=()):
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
+def train(run_dir, *, is_slow=False, callbacks=()):
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
     plan = {"num_steps": NUM_STEPS, "log_every_steps": 1, "run_dir": run_dir}
     jddp.fit(ddp, batches(is_slow=is_slow), callbacks=callbacks, **plan)
 
@@ -54,6 +46,3 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     train(folder / "data", is_slow=True)
     train(folder / "host", callbacks=[Writes()])
-    if jax.process_index() == 1:
-        timing.DIM["cpu"] *= 4  # 64 times the work stands for slow devices
-    train(folder / "compute", slow_loss)
