@@ -27,7 +27,7 @@ from jddp.engine.state import TrainState
 from jddp.ground.errors import UsageError
 from jddp.ground.typing import Batch
 from jddp.trainer.arguments import refuse_same_rows
-from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent, Spikes
+from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
 from jddp.trainer.progress import Progress
@@ -94,14 +94,14 @@ class Loop:
             manifest=options.manifest,
         )
         self.saving = Saving(ddp, files, options)
-        checks = options.checks
-        self._spikes = Spikes(checks.on_spike, rows=_rows_command(options, files))
-        folder = None if files is None else files.folder
-        numerics = Numerics(ddp, source, folder, checks.max_consecutive_skips, self._spikes)
-        self.replica_check = ReplicaCheck(checks.replicas_every_steps)
+        folder, rows = None if files is None else files.folder, ""
+        if files is not None and options.config is not None:  # A run of `fit` has no config.
+            rows = f"jddp data rows {files.where} --step"
+        self.numerics = Numerics(ddp, source, folder, options.checks, rows)
+        self.replica_check = ReplicaCheck(options.checks.replicas_every_steps)
         profiles = None if files is None else files.profile(jax.process_index())
         self.profile = Profile(options.profile_steps, profiles)
-        self.reporter = Reporter(self.run, options, files, numerics, self.profile, source)
+        self.reporter = Reporter(self.run, options, files, self.numerics, self.profile, source)
         self.run.give = self.reporter.give
         self.run.show = self.reporter.note
         self.requests = Requests()
@@ -182,8 +182,8 @@ class Loop:
                 break
             batch = self._next_batch()
             with self.profile.step(run.step + 1, run.state), self.reporter.clock.measure("devices"):
-                limit = self._spikes.limits(run.progress.losses, run.step + 1)
-                run.state, metrics = self.ddp.step(run.state, batch, **limit)
+                limits = self.numerics.limits(run.progress)
+                run.state, metrics = self.ddp.step(run.state, batch, **limits)
             position = self.source.position
             run.progress = replace(
                 run.progress, step=run.step + 1, before=self.reached, position=position
@@ -313,10 +313,3 @@ class Loop:
         with self.reporter.saves.measured():
             self.saving.save(where, run.state, kept)
         call_each(callbacks, lambda callback: callback.on_save(run))
-
-
-def _rows_command(options: Options, files: RunDirectory | None) -> str:
-    """The command that prints the examples of a step, without its number; "" for a run of `fit`."""
-    if files is None or options.config is None:
-        return ""
-    return f"jddp data rows {files.where} --step"

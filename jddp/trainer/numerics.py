@@ -43,17 +43,42 @@ from jddp.ground.files import SameFolder, make_folder, opener, replace_file
 from jddp.ground.names import few
 from jddp.ground.typing import Batch, JsonObject, Leaf, Metrics, Settings
 from jddp.inspection.layers import Layers, diagnose, num_outputs
+from jddp.trainer.options import Checks
 from jddp.trainer.prefetch import Source
 from jddp.trainer.progress import Losses, Progress, Skips
 
+WINDOW = 100  # finite losses that a loss is compared with
+LEAST_LOSSES = 50  # without which nothing is a spike: a run begins with few
+NUM_MADS = 20.0  # from the median, above which a loss is a spike
+LEAST_MAD = 0.005  # of the median: a constant loss has no MAD
 LAG = 2  # steps from the last loss that a limit depends on, to the step that it is for
-
 
 WAY_OUT = "Lower the learning rate, clip with max_grad_norm, or look at the data"
 NOT_FINITE = "loss, gradients or other state are not finite"
 LABELS = ("label", "labels", "target", "targets", "y", "tokens")
 SECONDS = 600.0  # for other processes to check their rows
 log = logging.getLogger("jddp")
+
+
+def level(losses: Sequence[float]) -> tuple[float, float]:
+    """The median of losses, and their MAD, which is at least a fraction of the median."""
+    median = statistics.median(losses)
+    mad = statistics.median(abs(x - median) for x in losses)
+    return median, max(mad, LEAST_MAD * abs(median))
+
+
+def limit_after(losses: Sequence[float]) -> float:
+    """The largest loss after these that is no spike, a number of float32; or infinity."""
+    if len(losses) < LEAST_LOSSES:
+        return math.inf
+    median, mad = level(losses)
+    # In float32, as the devices have the loss: both compare the same numbers.
+    return float(np.float32(median + NUM_MADS * mad)) if mad > 0 else math.inf
+
+
+def window_at(losses: Losses, step: int) -> list[float]:
+    """The losses with which the loss of a step is compared."""
+    return [loss for number, loss in losses if number <= step - LAG][-WINDOW:]
 
 
 class Spike(NamedTuple):
@@ -73,103 +98,16 @@ class Spike(NamedTuple):
     num_mads: float
     is_first: bool
 
-    def __str__(self) -> str:
-        """A sentence with its numbers."""
-        above = f"{self.num_mads:.0f} MADs above the median of the losses before, {self.median:.4g}"
-        return f"step {self.step}: the loss jumps to {self.loss:.4g}, {above}"
 
-
-@dataclass(frozen=True)
-class SpikeRule:
-    """The rule by which a loss is a spike.
-
-    Attributes:
-      window: Number of finite losses that it is compared with.
-      least: Number of losses without which nothing is a spike: a run begins with few.
-      num_mads: Distance from the median, in MADs, above which a loss is a spike.
-      floor: Least MAD as a fraction of the median: a constant loss has none.
-    """
-
-    window: int = 100
-    least: int = 50
-    num_mads: float = 20.0
-    floor: float = 0.005
-
-    def level(self, losses: Sequence[float]) -> tuple[float, float]:
-        """The median of losses, and their MAD, which is at least the floor."""
-        median = statistics.median(losses)
-        mad = statistics.median(abs(x - median) for x in losses)
-        return median, max(mad, self.floor * abs(median))
-
-    def limit(self, losses: Sequence[float]) -> float:
-        """The largest loss after these that is no spike, a number of float32; or infinity."""
-        if len(losses) < self.least:
-            return math.inf
-        median, mad = self.level(losses)
-        # In float32, as the devices have the loss: both compare the same numbers.
-        return float(np.float32(median + self.num_mads * mad)) if mad > 0 else math.inf
-
-    def window_at(self, losses: Losses, step: int) -> list[float]:
-        """The losses with which the loss of a step is compared."""
-        return [loss for number, loss in losses if number <= step - LAG][-self.window :]
-
-    def limit_at(self, losses: Losses, step: int) -> float:
-        """The limit of the loss of a step."""
-        return self.limit(self.window_at(losses, step))
-
-
-RULE = SpikeRule()
-
-
-@dataclass(frozen=True)
-class Spikes:
-    """The spikes of a run, each found by the losses before it.
-
-    Attributes:
-      action: "warn", or "skip" to leave out their updates; None looks for none.
-      rule: The rule by which a loss is one.
-      rows: Command that prints the examples of a step, without its number; "" for none.
-    """
-
-    action: str | None
-    rule: SpikeRule = RULE
-    rows: str = ""
-
-    @property
-    def skips(self) -> bool:
-        """Whether the updates of spikes are left out."""
-        return self.action == "skip"
-
-    def limits(self, losses: Losses, step: int) -> dict[str, float]:
-        """Options of a step that leave out its update if its loss is a spike."""
-        return {"loss_limit": self.rule.limit_at(losses, step)} if self.skips else {}
-
-    def note(self, spike: Spike) -> str:
-        """A sentence about the first of a row of spikes; "" about later ones."""
-        if not spike.is_first:
-            return ""
-        action = "; its update is left out" if self.skips else ""
-        rows = f"; its examples: {self.rows} {spike.step}" if self.rows else ""
-        return f"{spike}{action}{rows}"
-
-    def look(self, losses: Losses, step: int, loss: float) -> tuple[Losses, Spike | None]:
-        """Adds the loss of the next step to the last losses; returns it too if it is a spike.
-
-        Args:
-          losses: The losses that the last call returned.
-          step: Number of the step, from 1.
-          loss: Loss of the step, which may be no number: then it is not added.
-        """
-        if self.action is None or not math.isfinite(loss):
-            return losses, None
-        rule = self.rule
-        after = (*losses, (step, loss))[-rule.window - LAG :]
-        if loss <= rule.limit_at(losses, step):
-            return after, None
-        last_step, last = losses[-1]
-        is_first = last_step != step - 1 or last <= rule.limit_at(losses, last_step)
-        median, mad = rule.level(rule.window_at(losses, step))
-        return after, Spike(step, loss, median, (loss - median) / mad, is_first)
+def find_spike(losses: Losses, step: int, loss: float) -> Spike | None:
+    """Returns the spike that the loss of a step is, judged by the losses before; or None."""
+    window = window_at(losses, step)
+    if loss <= limit_after(window):
+        return None
+    last_step, last = losses[-1]
+    is_first = last_step != step - 1 or last <= limit_after(window_at(losses, last_step))
+    median, mad = level(window)
+    return Spike(step, loss, median, (loss - median) / mad, is_first)
 
 
 class ReplicaCheck:
@@ -223,50 +161,43 @@ class Sent(NamedTuple):
     updates: Leaf | None = None
 
 
-class Seen(NamedTuple):
-    """Findings about a step.
-
-    Attributes:
-      note: A sentence to print, or "".
-      fields: Fields for its record: "spike", in MADs, if its loss is one.
-    """
-
-    note: str
-    fields: dict[str, float]
-
-
+@dataclass(frozen=True, eq=False)
 class Numerics:
     """The check of every step for NaN, infinity and spikes.
 
-    Args:
+    Attributes:
       ddp: A `jddp.DataParallel`, which takes the steps.
       source: The training batches.
       run_dir: Folder of the run, for the diagnostics; None keeps none.
-      most: Number of skipped steps in a row that ends the run.
-      spikes: The rule by which losses are spikes, and what is done about them.
+      checks: What is done about spikes, and the number of skipped steps that ends the run.
+      rows: Command that prints the examples of a step, without its number; "" for none.
     """
 
-    def __init__(
-        self,
-        ddp: Trainable,
-        source: Source,
-        run_dir: SameFolder | None,
-        most: int,
-        spikes: Spikes,
-    ) -> None:
-        self._ddp = ddp
-        self._source = source
-        self._run_dir = run_dir
-        self._most = most
-        self._spikes = spikes
+    ddp: Trainable
+    source: Source
+    run_dir: SameFolder | None
+    checks: Checks
+    rows: str = ""
 
-    def look(self, progress: Progress, sent: Sent, state: TrainState) -> tuple[Progress, Seen]:
-        """Waits for a step, and returns the progress with its loss, and the findings about it.
+    def limits(self, progress: Progress) -> dict[str, float]:
+        """Options of the next step that leave out its update if its loss is a spike."""
+        if self.checks.on_spike != "skip":
+            return {}
+        return {"loss_limit": limit_after(window_at(progress.losses, progress.step + 1))}
+
+    def look(
+        self, progress: Progress, sent: Sent, state: TrainState
+    ) -> tuple[Progress, str, dict[str, float]]:
+        """Waits for a step.
 
         Args:
           progress: The progress, with the losses and the skipped steps before.
           sent: The step.
           state: The newest state, after this step or the next one.
+
+        Returns:
+          The progress with its loss; a sentence to print, or ""; and fields for its record:
+          "spike", in MADs, if its loss is one.
 
         Raises:
           NumericsError: If too many were skipped, or the loss is not finite and is not skipped.
@@ -274,19 +205,23 @@ class Numerics:
         metrics = {"skipped": 0, "loss_scale": LEAST, **sent.metrics}
         values = [metrics[name] for name in ("loss", "skipped", "loss_scale")]
         loss, num_skipped, scale = map(float, jax.device_get(values))
-        losses, spike = self._spikes.look(progress.losses, sent.step, loss)
+        losses, spike = progress.losses, None
+        if self.checks.on_spike is not None and math.isfinite(loss):
+            spike = find_spike(losses, sent.step, loss)
+            losses = (*losses, (sent.step, loss))[-WINDOW - LAG :]
         before = progress.skipped
         was_skipped = num_skipped > before.total
         # One that leaves out steps by itself shows the last update; its schedule begins with 0.
         own = None if sent.updates is None else max(int(sent.updates) - 1, 0)
         updates = sent.step - 1 - before.total if own is None else own
-        left_out = spike if self._spikes.skips else None
+        left_out = spike if self.checks.on_spike == "skip" else None
         # The loss scale is coming down; the forward pass was finite. A step that is skipped because
         # of other state leaves the loss scale as it was.
         is_good = math.isfinite(loss) and left_out is None
         is_scaled = was_skipped and is_good and scale > LEAST and scale != before.loss_scale
         in_a_row = before.in_a_row + (not is_scaled) if was_skipped else 0
-        if not is_scaled and (in_a_row >= self._most or not (was_skipped or math.isfinite(loss))):
+        is_over = in_a_row >= self.checks.max_consecutive_skips
+        if not is_scaled and (is_over or not (was_skipped or math.isfinite(loss))):
             why = NOT_FINITE
             if left_out is not None:
                 why = f"loss is far above the losses before, {left_out.median:.4g} in the median"
@@ -294,24 +229,29 @@ class Numerics:
         skipped = Skips(int(num_skipped), in_a_row, scale if was_skipped else None)
         progress = replace(progress, losses=losses, skipped=skipped, updates=updates)
         if spike is not None:
-            return progress, Seen(self._spikes.note(spike), {"spike": spike.num_mads})
+            note = self._note(spike) if spike.is_first else ""
+            return progress, note, {"spike": spike.num_mads}
         is_first = in_a_row == 1 and not is_scaled
-        note = f"step {sent.step} is skipped: its {NOT_FINITE}" if is_first else ""
-        return progress, Seen(note, {})
+        return progress, f"step {sent.step} is skipped: its {NOT_FINITE}" if is_first else "", {}
+
+    def _note(self, spike: Spike) -> str:
+        action = "; its update is left out" if self.checks.on_spike == "skip" else ""
+        rows = f"; its examples: {self.rows} {spike.step}" if self.rows else ""
+        above = f"{spike.num_mads:.0f} MADs above the median of the losses before"
+        jump = f"step {spike.step}: the loss jumps to {spike.loss:.4g}"
+        return f"{jump}, {above}, {spike.median:.4g}{action}{rows}"
 
     def _describe(self, sent: Sent, state: TrainState, loss: float, why: str, in_a_row: int) -> str:
         found = f"The loss is {loss} at step {sent.step}"
         if in_a_row:
             found += f", the last of {in_a_row} in a row that were skipped: the {why}"
-        kept = (
-            "" if self._run_dir is None else self._keep(self._run_dir, sent, state, loss, in_a_row)
-        )
+        kept = "" if self.run_dir is None else self._keep(self.run_dir, sent, state, loss, in_a_row)
         way_out = self._labels_beyond(sent.batch) or WAY_OUT
         return f"{found}.{kept} {way_out}; the last checkpoint is from before."
 
     def _labels_beyond(self, batch: Batch) -> str:
         """A sentence about labels or tokens for which the model has no output, or ""."""
-        outputs = num_outputs(self._ddp, batch) or 1
+        outputs = num_outputs(self.ddp, batch) or 1
         for name in LABELS if outputs > 1 and isinstance(batch, Mapping) else ():
             x = batch.get(name, np.zeros(1))
             lowest, highest = x.min(), x.max()
@@ -327,8 +267,14 @@ class Numerics:
     ) -> str:
         """Writes the diagnostics of the step; returns sentences on their place and contents."""
         rows = {name: own_rows(x) for name, x in by_path(sent.batch).items()}
-        layers = self._layers(sent, state)
-        examples = self._source.examples_before(sent.position)
+        # Norms of the step, with the same random numbers.
+        first = state.replace(step=state.step - (int(state.step) - sent.step + 1))
+        layers: Layers = {}
+        try:
+            layers = diagnose(self.ddp, first, sent.batch)
+        except jax.errors.JaxRuntimeError as error:  # must not hide the first error
+            log.warning("The norms of the layers cannot be computed: %s", error)
+        examples = self.source.examples_before(sent.position)
         broken = _broken_rows(rows)
         if examples is not None:  # without padding
             broken = [examples[row] for row in broken if row < len(examples)]
@@ -353,16 +299,6 @@ class Numerics:
             found.append(f"gradients of {few(wrong)}")
         not_finite = f" Not finite: {'; '.join(found)}." if found else ""
         return f" {folder} has its rows and norms.{not_finite}"
-
-    def _layers(self, sent: Sent, state: TrainState) -> Layers:
-        """Norms of the step, with the same random numbers, if its state is still there."""
-        steps_ahead = int(state.step) - sent.step + 1
-        before = state.replace(step=state.step - steps_ahead)
-        try:
-            return diagnose(self._ddp, before, sent.batch)
-        except jax.errors.JaxRuntimeError as error:  # must not hide the first error
-            log.warning("The norms of the layers cannot be computed: %s", error)
-            return {}
 
 
 def _broken_rows(rows: Mapping[str, np.ndarray]) -> list[int]:

@@ -260,17 +260,17 @@ class Reporter:
     def _record(self, sent: Sent) -> dict[str, float]:
         """Waits for a step, and records its metrics if due; returns them if they were read."""
         with self.clock.measure("devices"):  # at each step: no later state may be saved
-            progress, seen = self.numerics.look(self.run.progress, sent, self.run.state)
-        self.run.progress = progress
-        if seen.note:
-            self.note(seen.note, "spike" if seen.fields else "skipped", step=sent.step)
+            looked = self.numerics.look(self.run.progress, sent, self.run.state)
+        self.run.progress, note, spike = looked
+        if note:
+            self.note(note, "spike" if spike else "skipped", step=sent.step)
         now = self._reached_by(sent)
         is_due = self._log_every.ended(self.reached, now) or sent.step == self.course.num_steps
-        is_logged = is_due or "spike" in seen.fields
+        is_logged = is_due or bool(spike)
         if not (is_logged or self.options.callbacks):
             return {}
         values = {name: float(x) for name, x in jax.device_get(dict(sent.metrics)).items()}
-        values |= seen.fields
+        values |= spike
         if is_logged:
             self._log(now, values, count_rows(sent.batch))
         return values

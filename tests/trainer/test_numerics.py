@@ -19,7 +19,7 @@ import jddp
 from jddp.data import ArrayExamples, TrainBatches
 from jddp.ground.errors import NumericsError
 from jddp.ground.files import SameFolder
-from jddp.trainer.numerics import Numerics, Sent, Spikes, write_evidence
+from jddp.trainer.numerics import Numerics, Sent, write_evidence
 from jddp.trainer.progress import Progress
 from jddp.zoo.losses import cross_entropy
 
@@ -361,9 +361,9 @@ def test_the_recorded_learning_rate_is_the_one_that_was_applied(
 
 def test_a_row_of_skips_is_counted_by_what_a_checkpoint_keeps():
     """Skipped because of other state: the loss is finite, and the loss scale stays."""
-    numerics, progress = Numerics(None, None, None, 10, Spikes(None)), Progress()
+    numerics, progress = Numerics(None, None, None, jddp.Checks(on_spike=None)), Progress()
     for step in range(1, 7):
         metrics = {"loss": 1.0, "skipped": float(step), "loss_scale": 8.0}
-        progress, _ = numerics.look(progress, Sent(step, metrics, {}, {}), None)
+        progress, *_ = numerics.look(progress, Sent(step, metrics, {}, {}), None)
         progress = Progress.from_json(step, json.loads(json.dumps(progress.to_json())))
         assert progress.skipped == (step, step - 1, 8.0)
