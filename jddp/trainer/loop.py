@@ -77,12 +77,11 @@ class Loop:
             ddp,
             state,
             run_dir=None if files is None else files.path,
-            save=self._ask_to_save,
             evaluation=self._evaluation,
             eval_params=options.evaluation.params,
             config=copy.deepcopy(options.config),
         )
-        self.run.ask_to_stop = lambda reason: self._ask(Request("stop", reason))
+        self.run.ask = self._ask
         step = 0 if state.step.is_deleted() else int(state.step)  # which the step refuses
         self.reached = source.reached(step, source.position)
         self.run.progress = Progress(
@@ -272,12 +271,10 @@ class Loop:
                 raise Interrupted
             yield batch
 
-    def _ask_to_save(self, where: str) -> None:
-        self.saving.require_directory()
-        self._ask(Request("save", where))
-
     def _ask(self, request: Request) -> None:
         """Requests a stop or save of all processes at a common step; one alone acts at once."""
+        if request.kind == "save":
+            self.saving.require_directory()
         if num_processes() > 1 and self.requests.is_open:
             self.requests.ask(request)
         else:

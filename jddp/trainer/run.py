@@ -10,9 +10,8 @@ and no process waits for another one forever.
 
 import dataclasses
 import logging
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from jddp.checkpoint.folders import finished
 from jddp.data import eval_batches
+from jddp.distributed.requests import Request
 from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState
 from jddp.ground.errors import ConfigError, UsageError
@@ -32,7 +32,6 @@ from jddp.ground.typing import (
     Record,
     Settings,
     Shown,
-    TextTable,
 )
 from jddp.modules.inputs import outputs
 from jddp.trainer.progress import Progress
@@ -64,8 +63,7 @@ class Run(Shown):
         ddp: Trainable,
         state: TrainState,
         *,
-        run_dir: Path | None,
-        save: Callable[[str], None],
+        run_dir: Path | None = None,
         evaluation: Batches | None = None,
         eval_params: str = "params",
         config: Settings | None = None,
@@ -79,10 +77,10 @@ class Run(Shown):
         self.config = config
         self.interrupted: str | None = None
         self._ddp = ddp
-        self._save = save
-        self.ask_to_stop: Callable[[str], None] | None = None  # of the processes of a job
-        self.give: Callable[[JsonObject], None] | None = None  # to the sinks
-        self.show: Callable[[str], None] | None = None  # in the terminal
+        # The loop of a run in progress: its requests, its sinks, its terminal.
+        self.ask: Callable[[Request], None] | None = None
+        self.give: Callable[[JsonObject], None] = lambda record: None
+        self.show: Callable[[str], None] = lambda text: None
         self._evaluation = evaluation
         self._eval_params = eval_params
 
@@ -145,10 +143,10 @@ class Run(Shown):
         In a job of several processes one or all may call it. They stop after the same step, which
         is the current one if all call it there. `run.stopped` is set then.
         """
-        if self.ask_to_stop is None:
+        if self.ask is None:
             self.progress = dataclasses.replace(self.progress, stopped=self.stopped or reason)
         else:
-            self.ask_to_stop(reason)
+            self.ask(Request("stop", reason))
 
     def log(self, values: Mapping[str, object]) -> None:
         """Gives values to the sinks of a run in progress, such as samples of a model's output.
@@ -158,14 +156,12 @@ class Run(Shown):
             which TensorBoard and Weights & Biases show as histograms; images, which are uint8:
             `(h, w)`, `(h, w, 3)` or `(n, h, w, 3)`.
         """
-        if self.give is not None:
-            taken = {name: _taken(value) for name, value in values.items()}
-            self.give({"step": self.step, "split": "callback", **taken})
+        taken = {name: _taken(value) for name, value in values.items()}
+        self.give({"step": self.step, "split": "callback", **taken})
 
     def note(self, text: str) -> None:
         """Prints a sentence above the progress of a run in progress, on process 0, and logs it."""
-        if self.show is not None:
-            self.show(text)
+        self.show(text)
 
     def save(self, where: str = "checkpoints") -> None:
         """Writes a checkpoint of the most recent state into a folder of the run directory.
@@ -175,18 +171,18 @@ class Run(Shown):
 
         Raises:
           ConfigError: If `where` is not a plain name, or is the name of a file of the run itself.
+          UsageError: If the run was opened.
         """
-        if not _NAME.fullmatch(where):
-            raise ConfigError(
-                f"run.save({where!r}): not a plain name for a folder of the run directory. Use "
-                "letters, digits, '_' and '-'."
+        if self.ask is None:
+            raise UsageError(
+                "An opened run is read-only. To resume it, call fit with the same run_dir."
             )
-        if where.lower() in OWN_NAMES:  # also on a disk that ignores case
+        if not _NAME.fullmatch(where) or where.lower() in OWN_NAMES:  # on any disk
             raise ConfigError(
-                f"run.save({where!r}): the run directory uses this name for its own files. Choose "
-                "another name, such as 'kept'."
+                f"run.save({where!r}): not a plain name for a folder of the run directory, or the "
+                "name of its own files. Use letters, digits, '_' and '-', as in 'kept'."
             )
-        self._save(where)
+        self.ask(Request("save", where))
 
     def evaluate(self, batches: Batches | None = None) -> Metrics:
         """Evaluates the most recent state, as `jddp.DataParallel.evaluate` does.
@@ -228,46 +224,23 @@ class Run(Shown):
         """
         return plot(self.history)
 
-    def _tables(self) -> Iterator[TextTable]:
-        """Results, and the facts of the run."""
-        lowest: JsonObject = min(self.evaluations, key=_loss, default={})
-        records = {"train": self.metrics, "eval": self.eval_metrics, "lowest eval loss": lowest}
-        shown = {split: _shown(record) for split, record in records.items() if record}
-        names = dict.fromkeys(name for metrics in shown.values() for name in metrics)
-        rows = [
-            (split, f"{records[split]['step']:,}", *(metrics.get(name, "") for name in names))
-            for split, metrics in shown.items()
-        ]
-        yield TextTable(f"Run at step {self.step:,}", rows, ("", "step", *names), self._facts())
-
-    def _facts(self) -> list[str]:
-        """How the run has ended, and where it is."""
-        ends = {"stopped:": self.stopped, "interrupted by": self.interrupted}
-        found = [f"{name} {text}" for name, text in ends.items() if text is not None]
-        return [*found, f"in {self.run_dir or 'no directory'}"]
-
     def __repr__(self) -> str:
-        """The step, the newest metrics and the directory, one line each."""
-        *ends, place = self._facts()
-        lines = [f"Run at step {self.step:,}", *(f"  {text}" for text in ends)]
+        """The step, the end, the newest metrics and the directory, one line each."""
+        ends = {"stopped:": self.stopped, "interrupted by": self.interrupted}
+        lines = [f"{name} {text}" for name, text in ends.items() if text is not None]
         for split, record in (("train", self.metrics), ("eval", self.eval_metrics)):
             if shown := _shown(record):
-                text = ", ".join(f"{name} {x}" for name, x in shown.items())
-                lines.append(f"  {split:<6} {text}")
-        return "\n".join([*lines, f"  {place}"])
+                lines.append(f"{split:<6} {shown}")
+        lines.append(f"in {self.run_dir or 'no directory'}")
+        return "\n  ".join([f"Run at step {self.step:,}", *lines])
 
 
-def _shown(record: Record) -> dict[str, str]:
+def _shown(record: Record) -> str:
     """The metrics of a record, then the shapes of those that are arrays."""
-    numbers = {name: f"{x:.4g}" for name, x in record.items() if is_metric(name, x)}
+    numbers = [f"{name} {x:.4g}" for name, x in record.items() if is_metric(name, x)]
     arrays = {name: np.shape(x) for name, x in record.items() if isinstance(x, list)}
-    return numbers | {name: " x ".join(map(str, shape)) for name, shape in arrays.items()}
-
-
-def _loss(record: Record) -> float:
-    """The loss; infinity where it is not a number, which is None in a record that was read."""
-    loss = record.get("loss")
-    return math.inf if loss is None or math.isnan(loss) else loss
+    shapes = [f"{name} {' x '.join(map(str, shape))}" for name, shape in arrays.items()]
+    return ", ".join(numbers + shapes)
 
 
 def _taken(value: object) -> object:

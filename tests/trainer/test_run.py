@@ -84,7 +84,7 @@ def test_a_run_remembers_its_records_and_draws_a_panel_for_the_loss_and_for_each
     assert lines == {"train": [1, 2, 3, 4], "eval": [2, 4]}
     ddp = wrapped()
     with pytest.raises(UsageError, match="no record yet"):
-        jddp.Run(ddp, ddp.init(0, make_batch()), run_dir=None, save=print).plot()
+        jddp.Run(ddp, ddp.init(0, make_batch())).plot()
 
 
 @pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])

@@ -198,9 +198,7 @@ def test_a_checkpoint_s_run_data_do_not_grow_with_the_run(ddp, tmp_path):
 
 @pytest.mark.parametrize("name", ["logs", "LOGS", "lock", "nonfinite", "wandb"])
 def test_a_checkpoint_is_not_kept_in_a_folder_of_the_run_itself(ddp, tmp_path, name):
-    with pytest.raises(
-        ConfigError, match=rf"^run\.save\('{name}'\): the run directory uses this name"
-    ):
+    with pytest.raises(ConfigError, match=rf"^run\.save\('{name}'\)"):
         fit(ddp, tmp_path, callbacks=[At(2, lambda run: run.save(name))])
     assert not (tmp_path / name.lower() / "2").exists()
 

@@ -754,7 +754,7 @@ def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(
 
 
 def test_early_stopping_waits_for_as_many_evaluations_as_it_has_patience(plain):
-    run = jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=lambda where: None)
+    run = jddp.Run(plain, plain.init(0, make_batch(8)))
     stopping, stopped = jddp.EarlyStopping("accuracy", patience=2), []
     for accuracy in (0.1, 0.3, 0.2, 0.4, 0.4, 0.1):
         run.evaluations.append({"accuracy": accuracy})
@@ -766,7 +766,7 @@ def test_early_stopping_waits_for_as_many_evaluations_as_it_has_patience(plain):
 def test_the_best_of_a_metric_that_rises_is_the_highest(plain):
     """As it was reported: the lowest was kept, and a run that rose was stopped."""
     callbacks = [jddp.KeepBest("accuracy"), jddp.EarlyStopping("accuracy", patience=2)]
-    run = jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=lambda where: None)
+    run = jddp.Run(plain, plain.init(0, make_batch(8)))
     for step, accuracy in enumerate((0.30, 0.32, 0.45, 0.42), start=1):
         run.evaluations.append({"step": step, "accuracy": accuracy})
         for callback in callbacks:
@@ -832,7 +832,7 @@ def test_an_evaluation_that_is_not_finite_is_reported_and_costs_nothing(plain, t
 
 
 def test_an_array_has_no_best_value(plain):
-    run = jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=lambda where: None)
+    run = jddp.Run(plain, plain.init(0, make_batch(8)))
     run.evaluations.append({"step": 1, "recall": [0.5, 1.0]})
     with pytest.raises(ConfigError, match="watches 'recall', which is an array"):
         jddp.EarlyStopping("recall").on_eval(run, run.eval_metrics)
@@ -864,7 +864,8 @@ def test_a_metric_that_no_evaluation_returns_is_refused_before_the_first_step(
 @pytest.mark.parametrize("unknown", [np.nan, None], ids=["now", "read from metrics.jsonl"])
 def test_an_evaluation_that_is_not_a_number_is_the_worst_one(plain, unknown):
     saved, stopping, best = [], jddp.EarlyStopping(patience=3), jddp.KeepBest()
-    run = jddp.Run(plain, plain.init(0, make_batch(8)), run_dir=None, save=saved.append)
+    run = jddp.Run(plain, plain.init(0, make_batch(8)))
+    run.save = saved.append
     for number, loss in enumerate((unknown, 2.0, unknown, 1.0, unknown, unknown, 3.0), start=1):
         evaluations = [*run.evaluations, {"step": number, "loss": loss}]
         run.progress = dataclasses.replace(run.progress, step=number, evaluations=evaluations)

@@ -114,9 +114,6 @@ def open_run(
         ddp,
         state,
         run_dir=run_dir,
-        save=_refusing(
-            UsageError("An opened run is read-only. To resume it, call fit with the same run_dir.")
-        ),
         evaluation=None if config is None else OwnBatches(config, trusted, run_dir),
         eval_params=params or saved.evaluated,
         config=config.model_dump() if config else saved.beside.get("config"),
