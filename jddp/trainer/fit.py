@@ -189,9 +189,9 @@ def start(ddp: Trainable, batches: Batches, options: Options, state: FirstState 
         with Watchdog(options.checks.limits, None) as watchdog:
             return _train(ddp, batches, options, state, None, watchdog)
     files = RunDirectory(options.run_dir, is_writer=jax.process_index() == 0)
-    files.prepare(options.config, options.manifest)
     stacks = files.stacks(jax.process_index())
-    with files.held(options.config), Watchdog(options.checks.limits, stacks) as watchdog:
+    held = files.held(options.config, options.manifest)
+    with held, Watchdog(options.checks.limits, stacks) as watchdog:
         files.check_seen()
         return _train(ddp, batches, options, state, files, watchdog)
 

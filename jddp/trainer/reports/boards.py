@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from jddp.config.files import dump_values, flatten
+from jddp.config.files import dump_values
 from jddp.ground.errors import ConfigError
 from jddp.ground.files import make_folder, replace_file
 from jddp.ground.typing import Record, Settings
 from jddp.trainer.reports.lines import array_lines
 
 COLUMNS = 240  # of a page
-PLAIN = bool | int | float | str
-RESULTS = ("loss/train", "loss/eval")  # shown with hyperparameters
 _GROUPS = {
     "optimizer": ("learning_rate", "grad_norm", "loss_scale", "skipped", "spike"),
     "time": ("epoch", "step_seconds", "data_wait_seconds", "host_seconds", "exposed_communication"),
@@ -57,7 +55,8 @@ def by_kind(record: Record) -> Iterator[tuple[str, str, Any]]:
         elif isinstance(value, str) and record["split"] == "callback":
             yield "text", chart, value
         elif isinstance(value, np.ndarray) and value.dtype == np.uint8:
-            yield "images", chart, _as_images(value)
+            by_channel = value[..., None] if value.ndim == 2 else value
+            yield "images", chart, by_channel[None] if by_channel.ndim == 3 else by_channel
         elif isinstance(value, np.ndarray):
             yield "numbers", chart, value[np.isfinite(value)]
 
@@ -67,17 +66,11 @@ def _finite(values: Sequence[object]) -> list[float]:
     return [x for x in values if isinstance(x, int | float) and math.isfinite(x)]
 
 
-def _as_images(x: np.ndarray) -> np.ndarray:
-    """An image of one channel, or one with a dim for channels, or several, as several."""
-    by_channel = x[..., None] if x.ndim == 2 else x
-    return by_channel[None] if by_channel.ndim == 3 else by_channel
-
-
 class TensorBoard:
     """A sink that writes event files, which `tensorboard --logdir RUNS` shows.
 
-    They also have the config, as text and as hyperparameters. If a run resumes, TensorBoard hides
-    the earlier values of steps that are taken again.
+    They also have the config, as text. If a run resumes, TensorBoard hides the earlier values of
+    steps that are taken again.
 
     Args:
       run_dir: Run directory.
@@ -85,14 +78,14 @@ class TensorBoard:
       step: Number of finished steps.
     """
 
-    def __init__(self, run_dir: Path, config: Settings, step: int) -> None:
+    def __init__(self, run_dir: Path | None, config: Settings, step: int) -> None:
         from tensorboardX import SummaryWriter  # which changes loggers and warnings
 
         resumed = {"purge_step": step + 1} if step else {}
         suffix = f".{step}"  # A start within the same second has a file of its own.
         self._writer = SummaryWriter(str(run_dir), filename_suffix=suffix, **resumed)
         if config:
-            self._add_config(config)
+            self._writer.add_text("config", _as_typed(dump_values(config).splitlines()))
         self._writer.flush()
 
     def log(self, record: Record) -> None:
@@ -126,15 +119,6 @@ class TensorBoard:
         except ValueError as error:  # None is finite, or all are beyond 1e20.
             self._writer.add_text(chart, f"no histogram: {error}", step)
 
-    def _add_config(self, config: Settings) -> None:
-        from tensorboardX.summary import hparams
-
-        self._writer.add_text("config", _as_typed(dump_values(config).splitlines()))
-        plain = {k: x if isinstance(x, PLAIN) else str(x) for k, x in flatten(config).items()}
-        experiment, session, _ = hparams(plain, dict.fromkeys(RESULTS, 0))
-        for summary in (experiment, session):
-            self._writer.file_writer.add_summary(summary)
-
 
 def _as_typed(lines: Iterable[str]) -> str:
     """Markdown that shows lines as they are."""
@@ -156,8 +140,10 @@ class WeightsAndBiases:
       ConfigError: If there are no credentials.
     """
 
-    def __init__(self, run_dir: Path, config: Settings, step: int) -> None:
+    def __init__(self, run_dir: Path | None, config: Settings, step: int) -> None:
         import wandb
+
+        assert run_dir is not None  # as `Options` requires
 
         # Checked here, because `wandb.init` would ask for a key in the middle of the progress.
         is_online = wandb.setup().settings.mode == "online"

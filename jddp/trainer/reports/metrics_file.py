@@ -6,7 +6,6 @@ Other lines, such as notes, are kept and are no records.
 """
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -20,9 +19,6 @@ from jddp.ground.files import SameFolder, write_all
 from jddp.ground.typing import JsonObject, Record
 
 log = logging.getLogger("jddp")
-
-# Errors of a write that a file system may report only when the file is synced.
-_REPORTED_LATE = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 
 
 class MetricsFile:
@@ -62,20 +58,22 @@ class MetricsFile:
             log.error("%s Lines are kept in memory until it can.", what)
 
     def close(self) -> None:
-        """Writes the lines that were kept, and syncs the file."""
+        """Writes the lines that were kept."""
         if self._waiting:
             self._write()
         if self._failure is not None:
-            self.lost = self._unwritten(self._failure)
-        elif self._is_writer:
-            self._sync()
+            steps = sorted({step for step, _ in self._waiting})
+            which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+            self.lost = FileSystemError(
+                f"{self.path}: cannot be written: {words_of(self._failure)}. The records of "
+                f"{which} are lost (lines: {len(self._waiting)}); checkpoints are not."
+            )
 
-    def read(self, size: int | None = None, *, split: str | None = None) -> list[JsonObject]:
+    def read(self, size: int | None = None) -> list[JsonObject]:
         """Returns the complete records, in order; none if there is no file yet.
 
         Args:
           size: Number of bytes to read; None for all.
-          split: The split of the records; None for all of them.
 
         Raises:
           FileSystemError: If the file cannot be read.
@@ -86,7 +84,7 @@ class MetricsFile:
             seen += len(line)
             if size is not None and seen > size:
                 break
-            if record is not None and split in (None, record.get("split")):
+            if record is not None:
                 records.append(record)
         return records
 
@@ -112,15 +110,6 @@ class MetricsFile:
                 self._folder.replace(self.path.name, lines)
         return size, evaluations
 
-    def _unwritten(self, failure: OSError) -> FileSystemError:
-        steps = sorted({step for step, _ in self._waiting})
-        which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-        what = f"{self.path}: cannot be written: {words_of(failure)}."
-        return FileSystemError(
-            f"{what} The records of {which} are lost (lines: {len(self._waiting)}); checkpoints "
-            "are not."
-        )
-
     def _write(self) -> None:
         try:
             with self._folder.open(self.path.name, "a+b") as file:
@@ -130,16 +119,6 @@ class MetricsFile:
         else:
             self._failure = None
             self._waiting.clear()
-
-    def _sync(self) -> None:
-        try:
-            with self._folder.open(self.path.name, "rb") as file:
-                os.fsync(file.fileno())
-        except OSError as error:
-            if error.errno in _REPORTED_LATE:
-                what = f"{self.path}: cannot be synced to the disk: {words_of(error)}."
-                rest = "The last records may be lost; checkpoints are not."
-                self.lost = FileSystemError(f"{what} {rest}")
 
     def _lines(self) -> Iterator[tuple[bytes, JsonObject | None]]:
         """Every line, with its record if it is one."""

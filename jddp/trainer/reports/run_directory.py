@@ -67,41 +67,52 @@ class RunDirectory:
         self._is_writer = is_writer
         self._holder = ""
 
-    def prepare(self, config: Settings | None, manifest: Settings) -> None:
-        """Makes the directory, or checks that an existing one belongs to the same run.
+    @contextlib.contextmanager
+    def held(self, config: Settings | None, manifest: Settings) -> Iterator[None]:
+        """While open, the directory is this run's: made or found to be so, and locked.
+
+        A run that ended before its first step leaves nothing to resume from: another run takes over
+        its directory, and reports it. The lock ends with the process, however that ends. Where a
+        file system has no locks there is none, nor at a URL, where the last metrics and logs are
+        copied to.
 
         Args:
           config: The resolved config; None if the run was started from objects.
           manifest: Versions, data and topology. `manifest["data"]["sha256"]`, if present, must
             equal the hash of an earlier start, unless `checkpoint.allow_changed` lists "data".
 
-        A run that ended before its first step leaves nothing to resume from: another run takes over
-        its directory, and reports it.
-
         Raises:
-          ConfigError: If the directory holds another run, with the keys that differ.
+          ConfigError: If the directory holds another run, with the keys that differ, or a process
+            writes there.
           DataError: If the data have changed since the run was started.
           FileSystemError: If it cannot be read or written.
         """
         self.check_usable()
         self.storage.fetch()
-        with self._explained():
-            starts, known = self._read_starts()
+        with contextlib.ExitStack() as stack:
+            with self._explained():
+                starts = self._checked_starts(config, manifest)
+                if self._is_writer:
+                    self.storage.claim()
+                    make_folder(self.path, mode=0o700)
+                    try:
+                        self._holder = stack.enter_context(lock.held(self.path / "lock"))
+                    except lock.InUse as holder:
+                        raise ConfigError(
+                            f"run.dir {self.where} is in use by {holder}. "
+                            "Wait until it ends, or choose another run.dir."
+                        ) from None
+                    self._write(config, starts, manifest)
+                if self.path.exists():
+                    self.folder.pin()
+            self.storage.upload()  # finds now whether it can be written
             try:
-                self._refuse_another_run(config)
-                if "data" not in (flatten(config or {}).get("checkpoint.allow_changed") or ()):
-                    self._refuse_other_data(known, manifest)
-            except (ConfigError, DataError):
-                if self._has_begun():
-                    raise
-                starts = []
-                self._forget()
-            if self._is_writer:
-                self.storage.claim()
-                self._write(config, starts, manifest)
-            if self.path.exists():
-                self.folder.pin()
-        self.storage.upload()  # finds now whether it can be written
+                yield
+            finally:
+                try:
+                    self.storage.upload()
+                except FileSystemError as error:
+                    log.warning("Metrics and logs: %s", error)
 
     def check_usable(self) -> None:
         """Checks that the directory can be made or written, without doing it.
@@ -129,28 +140,6 @@ class RunDirectory:
             text = f"run.dir {self.where}: {reason}{file}. Choose a folder that can be written."
             raise FileSystemError(text) from error
 
-    @contextlib.contextmanager
-    def held(self, config: Settings | None = None) -> Iterator[None]:
-        """While open, the directory is locked: another run that would write there is refused.
-
-        The lock ends with the process, however that ends. Where a file system has no locks there
-        is none, nor at a URL, where the last metrics and logs are copied to.
-
-        Args:
-          config: Config of the run that begins, which is kept where keys differ that are free.
-
-        Raises:
-          ConfigError: If another run holds it.
-        """
-        with self._locked(config) if self._is_writer else contextlib.nullcontext():
-            try:
-                yield
-            finally:
-                try:
-                    self.storage.upload()
-                except FileSystemError as error:
-                    log.warning("Metrics and logs: %s", error)
-
     def finish(self) -> FileSystemError | None:
         """Writes the remaining records and logs; returns an error if some are lost."""
         self.metrics.close()
@@ -176,22 +165,6 @@ class RunDirectory:
             wait_until_seen(self.path / "lock", holder)
             self.folder.pin()
 
-    @contextlib.contextmanager
-    def _locked(self, config: Settings | None) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            with self._explained():
-                try:
-                    self._holder = stack.enter_context(lock.held(self.path / "lock"))
-                except lock.InUse as holder:
-                    raise ConfigError(
-                        f"run.dir {self.where} is in use by {holder}. "
-                        "Wait until it ends, or choose another run.dir."
-                    ) from None
-                self.folder.pin()
-                if config is not None and compare_keys(read_yaml(self._config), config)[1]:
-                    self._write_config(config)
-            yield
-
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
         """While open, the lines of this process go into its log file.
 
@@ -211,6 +184,37 @@ class RunDirectory:
     def profile(self, process_index: int) -> Path:
         """The folder for the traces of a process."""
         return self.path / "profile" / f"process_{process_index}"
+
+    def _checked_starts(self, config: Settings | None, manifest: Settings) -> list[Settings]:
+        """The manifests of all starts; none if the directory is taken over.
+
+        Raises:
+          ConfigError: If it holds another run.
+          DataError: If the data have changed.
+        """
+        try:
+            first = json.loads(self._manifest.read_bytes()) if self._manifest.exists() else {}
+            starts = [*filter(None, [first, *first.pop("later_starts", [])])]
+            known = [m["data"]["sha256"] for m in starts if m.get("data", {}).get("sha256")]
+        except (ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
+            raise FileSystemError(
+                f"{self._manifest} is damaged: {error!r}. Restore it, or choose another run.dir."
+            ) from error
+        data = manifest.get("data", {}).get("sha256")
+        is_allowed = "data" in (flatten(config or {}).get("checkpoint.allow_changed") or ())
+        try:
+            self._refuse_another_run(config)
+            if known and data and data not in known and not is_allowed:
+                raise DataError(
+                    f"run.dir {self.where} was started with other data (sha256 {known[-1][:12]}, "
+                    f"now {data[:12]}). Restore the data, choose another run.dir, or set "
+                    "checkpoint.allow_changed=[data]."
+                )
+        except (ConfigError, DataError):
+            if self._has_begun():
+                raise
+            return []
+        return starts
 
     def _refuse_another_run(self, config: Settings | None) -> None:
         before = read_yaml(self._config) if self._config.exists() else None
@@ -235,59 +239,28 @@ class RunDirectory:
         """Whether the directory holds results of a finished step, or files that are not jddp's."""
         if not (self._config.exists() or self._manifest.exists()):
             return True
-        folders = [path for path in self.path.iterdir() if path.is_dir()]
-        folders = [path for path in folders if path.name not in ("logs", "wandb")]
-        return any(map(os.listdir, folders)) or any(True for _ in self.metrics.read())
-
-    def _forget(self) -> None:
-        """Removes the settings of a run that never took a step, if it has ended."""
-        if not self._is_writer:
-            return
-        with self._locked(None):
-            self._config.unlink(missing_ok=True)
-            self._manifest.unlink(missing_ok=True)
-        log.warning(
-            "run.dir %s is taken over from a run that ended before its first step.", self.where
-        )
-
-    def _read_starts(self) -> tuple[list[Settings], list[str]]:
-        """The manifests of all starts, and the hashes of their data."""
-        try:
-            first = json.loads(self._manifest.read_bytes()) if self._manifest.exists() else {}
-            starts = [first, *first.pop("later_starts", [])]
-            data = [m["data"]["sha256"] for m in starts if m.get("data", {}).get("sha256")]
-            return [*filter(None, starts)], [sha256.strip() for sha256 in data]
-        except (ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
-            reason = error if isinstance(error, ValueError) else "it has another form"
-            raise FileSystemError(
-                f"{self._manifest} is damaged: {reason}. Restore it, or choose another run.dir."
-            ) from error
-
-    def _refuse_other_data(self, known: list[str], manifest: Settings) -> None:
-        now = manifest.get("data", {}).get("sha256")
-        if known and now and now not in known:
-            raise DataError(
-                f"run.dir {self.where} was started with other data (sha256 {known[-1][:12]}, now "
-                f"{now[:12]}). Restore the data, choose another run.dir, or set "
-                "checkpoint.allow_changed=[data]."
-            )
+        folders = [x for x in self.path.iterdir() if x.is_dir() and x.name not in ("logs", "wandb")]
+        return any(map(os.listdir, folders)) or bool(self.metrics.read())
 
     def _write(self, config: Settings | None, starts: list[Settings], manifest: Settings) -> None:
-        make_folder(self.path, mode=0o700)
+        if not starts and self._manifest.exists():
+            log.warning(
+                "run.dir %s is taken over from a run that ended before its first step.", self.where
+            )
+            self._config.unlink(missing_ok=True)
         if config is not None:
-            if not self._config.exists():
-                self._write_config(config)
+            before = read_yaml(self._config) if self._config.exists() else None
+            changed = [] if before is None else compare_keys(before, config)[1]
+            if before is None or changed:
+                self.folder.replace(self._config.name, [dump_values(config).encode()])
             if flatten(config).get("checkpoint.allow_changed"):
-                manifest = {**manifest, "changed": compare_keys(read_yaml(self._config), config)[1]}
+                manifest = {**manifest, "changed": changed}
         manifest = json.loads(json.dumps(manifest))  # Tuples become lists, as in the stored one.
         if manifest not in starts:
             first, *later = *starts, manifest
             values = {**first, "later_starts": later} if later else first
             text = f"{json.dumps(values, indent=2)}\n"
             self.folder.replace(self._manifest.name, [text.encode()])
-
-    def _write_config(self, config: Settings) -> None:
-        self.folder.replace(self._config.name, [dump_values(config).encode()])
 
 
 def compare_keys(before: Settings, now: Settings) -> tuple[list[str], list[str]]:

@@ -25,11 +25,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import did_you_mean, name_of_callable, resolve_target
 from jddp.ground.typing import Record, Settings
+from jddp.trainer.reports.boards import TensorBoard, WeightsAndBiases
 
-MOST_WAITING = 1000  # records
-SECONDS_TO_CLOSE = 30.0
-# By word: the package that it needs, and the class in `boards`.
-WORDS = {"tensorboard": ("tensorboardX", "TensorBoard"), "wandb": ("wandb", "WeightsAndBiases")}
+MOST_WAITING = 1000  # records; more are lost
+SECONDS_TO_CLOSE = 30.0  # to take the waiting records too
 log = logging.getLogger("jddp")
 
 
@@ -69,6 +68,13 @@ class Start(NamedTuple):
 GivenSink = str | Sink | Callable[[Start], Sink]
 
 
+# By word: the package that it needs, and the sink.
+WORDS: dict[str, tuple[str, Callable[[Start], Sink]]] = {
+    "tensorboard": ("tensorboardX", lambda start: TensorBoard(*start)),
+    "wandb": ("wandb", lambda start: WeightsAndBiases(*start)),
+}
+
+
 class ChosenSink(NamedTuple):
     """A sink that a run will make.
 
@@ -101,22 +107,15 @@ def _choose(given: object, key: str) -> ChosenSink:
         return _of_object(name_of_callable(given), given, key)
     if ":" in given:
         return _of_object(given, resolve_target(given, key=key), key)
-    return _of_word(given, key)
-
-
-def _of_word(word: str, key: str) -> ChosenSink:
-    if word not in WORDS:
+    if given not in WORDS:
         known = f"Known: {', '.join(WORDS)}; your own is package.module:Name."
-        raise ConfigError(f"{key}: no sink {word!r}.{did_you_mean(word, WORDS.keys())} {known}")
-    package, name = WORDS[word]
+        raise ConfigError(f"{key}: no sink {given!r}.{did_you_mean(given, WORDS.keys())} {known}")
+    package, make = WORDS[given]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            f"{key}: {word} needs {package}, which is not installed: pip install 'jddp[{word}]'."
+            f"{key}: {given} needs {package}, which is not installed: pip install 'jddp[{given}]'."
         )
-    from jddp.trainer.reports import boards  # TensorBoard and Weights & Biases alone need it.
-
-    make = getattr(boards, name)
-    return ChosenSink(word, lambda start: make(*start))
+    return ChosenSink(given, make)
 
 
 def _of_object(name: str, found: Any, key: str) -> ChosenSink:
@@ -138,20 +137,10 @@ class GuardedSink:
     Args:
       name: Name of the other sink, for its failures.
       make: Function that makes it.
-      most_waiting: Number of records that may wait for it; more are lost.
-      seconds_to_close: Time in which it takes the waiting records, and closes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[Start], Sink],
-        *,
-        most_waiting: int = MOST_WAITING,
-        seconds_to_close: float = SECONDS_TO_CLOSE,
-    ) -> None:
+    def __init__(self, name: str, make: Callable[[Start], Sink]) -> None:
         self._name, self._make = name, make
-        self._most_waiting, self._seconds_to_close = most_waiting, seconds_to_close
         self._waiting: queue.SimpleQueue[Record | None] = queue.SimpleQueue()  # None is the end
         self._num_given = self._num_taken = 0
         self._is_reported = False
@@ -165,34 +154,31 @@ class GuardedSink:
     def log(self, record: Record) -> None:
         """Passes a record on, unless too many wait already."""
         self._num_given += 1
-        if self._waiting.qsize() < self._most_waiting:
+        if self._waiting.qsize() < MOST_WAITING:
             self._waiting.put(record)
         else:
-            self._report(f"takes no record, and {self._most_waiting:,} wait")
+            self._report(f"takes no record, and {MOST_WAITING:,} wait")
 
     def close(self) -> None:
         """Waits for the sink to close, for a limited time; reports the records that are lost."""
         if self._thread is None:
             return
         self._waiting.put(None)
-        self._thread.join(self._seconds_to_close)
+        self._thread.join(SECONDS_TO_CLOSE)
         if self._thread.is_alive():
-            self._report(f"has not closed within {self._seconds_to_close:g} s")
+            self._report(f"has not closed within {SECONDS_TO_CLOSE:g} s")
         if num_lost := self._num_given - self._num_taken:
             log.warning("sink %s: %d of %d records lost", self._name, num_lost, self._num_given)
 
     def _take_records(self, start: Start) -> None:
         with self._reporting("begin"):
             sink = self._make(start)
+            while (record := self._waiting.get()) is not None:
+                with self._reporting(f"take the record of step {record['step']}"):
+                    sink.log(copy.deepcopy(record))  # which it may change
+                    self._num_taken += 1
             with self._reporting("close"):
-                self._pass_on(sink)
-
-    def _pass_on(self, sink: Sink) -> None:
-        while (record := self._waiting.get()) is not None:
-            with self._reporting(f"take the record of step {record['step']}"):
-                sink.log(copy.deepcopy(record))  # which it may change
-                self._num_taken += 1
-        sink.close()
+                sink.close()
 
     @contextlib.contextmanager
     def _reporting(self, what: str) -> Iterator[None]:

@@ -126,7 +126,7 @@ def open_run(
         metrics=kept.get("metrics", {}),
         stopped=kept.get("stopped"),
         # The last evaluation came after the checkpoint of its step.
-        evaluations=[x for x in records.read(split="eval") if x["step"] <= step],
+        evaluations=[x for x in records.read() if x.get("split") == "eval" and x["step"] <= step],
     )
     return run
 
