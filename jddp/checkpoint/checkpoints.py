@@ -42,9 +42,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jddp.checkpoint import folders
-from jddp.checkpoint.arrays import Layouts, describe_arrays, in_file
 from jddp.checkpoint.folders import SUMS, seal
-from jddp.checkpoint.reader import find_newest, keep_quiet
+from jddp.checkpoint.reader import Layouts, describe_arrays, find_newest, in_file, keep_quiet
 from jddp.checkpoint.restore import Damaged, Restored, layouts_of, restore
 from jddp.checkpoint.storage import Storage
 from jddp.distributed.coordination import computing, from_first, gather
@@ -99,6 +98,7 @@ class CheckpointFolder:
     ) -> None:
         keep_quiet()
         self._directory = Path(directory).absolute()
+        self._is_link = self._directory.is_symlink()
         self._storage = storage or Storage(self._directory.parent)
         self._surplus: folders.Surplus = functools.partial(
             folders.surplus, keep=keep, keep_every=keep_every
@@ -164,6 +164,8 @@ class CheckpointFolder:
             arrays = _replicated(arrays)
         try:
             self._storage.pinned.check()  # A run directory that was moved is not made again.
+            if self._directory.is_symlink() != self._is_link:
+                raise OSError(f"{self._directory} is another directory than at the start")
             self._directory.mkdir(mode=0o700, exist_ok=True)
             folder = self._folder(step) / "state"
             make_folder(folder, mode=0o700)

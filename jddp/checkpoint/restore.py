@@ -20,9 +20,15 @@ from etils import epath
 from jax.sharding import NamedSharding
 from jax.stages import Wrapped
 
-from jddp.checkpoint.arrays import Described, Layouts, find_altered, layouts_in
 from jddp.checkpoint.folders import first_line
-from jddp.checkpoint.reader import read_described, read_object
+from jddp.checkpoint.reader import (
+    Described,
+    Layouts,
+    find_altered,
+    layouts_in,
+    read_described,
+    read_object,
+)
 from jddp.engine.evaluation import UNAVERAGED
 from jddp.engine.mesh import in_a_row, replicated, sharded
 from jddp.engine.state import Layout, PerReplica, Replicated, TrainState, by_path, merged

@@ -27,10 +27,12 @@ import safetensors.numpy
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from jddp.checkpoint.arrays import KEY_IMPLS, in_file, layouts_in
 from jddp.checkpoint.folders import directory_of, first_line
 from jddp.checkpoint.reader import (
+    KEY_IMPLS,
+    in_file,
     keep_quiet,
+    layouts_in,
     read_arrays,
     read_described,
     read_newest,

@@ -13,9 +13,8 @@ from jddp.config.cli import Parser, add_run_arguments, share_gpus
 from jddp.distributed.command import run_command
 from jddp.ground.errors import printable, report, show
 from jddp.ground.typing import Record
-from jddp.trainer.reports.display import columns_of
-from jddp.trainer.reports.lines import not_finite_values, tables_in
-from jddp.trainer.reports.metrics_file import as_json
+from jddp.trainer.reports.files import as_json
+from jddp.trainer.reports.lines import columns_of, not_finite_values, tables_in
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -87,8 +87,8 @@ def _start(arguments: argparse.Namespace) -> int:
 def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int:
     from jddp.commands.summary import closing, opening, preview
     from jddp.trainer.job.build import build
-    from jddp.trainer.reports.display import columns_of
-    from jddp.trainer.reports.metrics_file import as_json
+    from jddp.trainer.reports.files import as_json
+    from jddp.trainer.reports.lines import columns_of
 
     job = build(config, needs_data=not is_dry_run)
     columns = columns_of(sys.stdout)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jddp.checkpoint.plain import from_plain, to_plain
 from jddp.data.periods import Reached
 from jddp.ground.typing import JsonObject, Metrics, Settings
-from jddp.trainer.reports.metrics_file import as_json
+from jddp.trainer.reports.files import as_json
 
 Losses = tuple[tuple[int, float], ...]  # of the last steps, each with its step
 

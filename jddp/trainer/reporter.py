@@ -31,8 +31,7 @@ from jddp.modules.rows import count_rows
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
-from jddp.trainer.reports.display import Display
-from jddp.trainer.reports.lines import EXPOSED_SHARE, Course, Pause, summary
+from jddp.trainer.reports.lines import EXPOSED_SHARE, Course, Display, Pause, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
 from jddp.trainer.run import Callback, Run, call_each

@@ -35,8 +35,7 @@ from jddp.ground.typing import (
 )
 from jddp.modules.inputs import outputs
 from jddp.trainer.progress import Progress
-from jddp.trainer.reports.curves import plot
-from jddp.trainer.reports.lines import is_metric
+from jddp.trainer.reports.lines import is_metric, plot
 from jddp.trainer.reports.run_directory import OWN_NAMES
 
 log = logging.getLogger("jddp")

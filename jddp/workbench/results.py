@@ -17,7 +17,7 @@ from jddp.config.files import flatten, read_yaml
 from jddp.ground.errors import UsageError
 from jddp.ground.names import few
 from jddp.ground.typing import JsonObject, Record
-from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.files import MetricsFile
 from jddp.trainer.runs.saved import kept_of_data
 
 METRICS = ("accuracy", "loss")  # the first that has been recorded, if none is chosen

@@ -11,14 +11,14 @@ import sys
 import pytest
 from runs import environment
 
-from jddp.checkpoint import lock
 from jddp.ground.errors import ConfigError
+from jddp.trainer.reports import run_directory as lock
 from jddp.trainer.reports.run_directory import RunDirectory
 
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from jddp.checkpoint import lock
+from jddp.trainer.reports import run_directory as lock
 with lock.held(Path(sys.argv[1])):
     if sys.argv[2:] and os.fork():
         time.sleep(1000)  # the child reports, and outlives it
@@ -30,7 +30,7 @@ with lock.held(Path(sys.argv[1])):
 ASKS = """
 import sys
 from pathlib import Path
-from jddp.checkpoint import lock
+from jddp.trainer.reports import run_directory as lock
 try:
     with lock.held(Path(sys.argv[1])):
         print("free")
@@ -90,7 +90,7 @@ def test_the_lock_ends_with_its_process_however_that_ends(tmp_path, child):
 LEAVES = """
 import os, sys
 from pathlib import Path
-from jddp.checkpoint import lock
+from jddp.trainer.reports import run_directory as lock
 path = Path(sys.argv[1])
 with lock.held(path) as name:
     child = os.fork()
@@ -126,13 +126,12 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
 
 def test_a_second_run_of_a_process_is_refused_while_the_first_copies_its_directory(tmp_path):
     first, second = (RunDirectory(tmp_path / "run", is_writer=True) for _ in range(2))
-    first.prepare(None, {})
-    with first.held():
+    with first.held(None, {}):
         shutil.copytree(first.path, tmp_path / "copy")
         message = rf"^run\.dir {first.path} is in use by another run of this process\. Wait"
-        with pytest.raises(ConfigError, match=message), second.held():
+        with pytest.raises(ConfigError, match=message), second.held(None, {}):
             pass
-    with second.held():
+    with second.held(None, {}):
         pass
 
 

@@ -155,13 +155,15 @@ def test_a_run_writes_nothing_where_another_has_started_since(url):
 
 
 def test_a_run_of_another_config_is_refused_at_a_url_before_the_first_is_ended(url):
-    first, second = (RunDirectory(url, is_writer=True) for _ in range(2))
-    first.prepare({"a": 1}, {})
-    put(first.storage, 10)
-    with pytest.raises(ConfigError, match="a run of another config"):
-        second.prepare({"a": 2}, {})
+    first, second, third = (RunDirectory(url, is_writer=True) for _ in range(3))
+    with first.held({"a": 1}, {}):
+        put(first.storage, 10)
+    refused = pytest.raises(ConfigError, match="a run of another config")
+    with refused, second.held({"a": 2}, {}):
+        pass
     put(first.storage, 20)
-    RunDirectory(url, is_writer=True).prepare({"a": 1}, {})
+    with third.held({"a": 1}, {}):
+        pass
     with pytest.raises(FileSystemError, match="has started a run there since"):
         put(first.storage, 30)
     assert complete(url) == [10, 20]

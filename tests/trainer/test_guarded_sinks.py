@@ -8,11 +8,10 @@ import threading
 import pytest
 
 from jddp.ground.errors import ConfigError
-from jddp.trainer.reports.boards import chart_of
-from jddp.trainer.reports.display import Display
-from jddp.trainer.reports.lines import Course
-from jddp.trainer.reports.metrics_file import MetricsFile
-from jddp.trainer.reports.sinks import GuardedSink, Sink, Start, choose_sinks
+from jddp.trainer.reports import sinks
+from jddp.trainer.reports.files import MetricsFile
+from jddp.trainer.reports.lines import Course, Display
+from jddp.trainer.reports.sinks import GuardedSink, Sink, Start, chart_of, choose_sinks
 
 START = Start(None, {"seed": 3}, 0)
 RECORDS = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 11)]
@@ -32,9 +31,9 @@ class Kept:
         self.is_closed = True
 
 
-def passed(make, **options):
+def passed(make):
     """Passes all records on to a sink."""
-    guarded = GuardedSink("mine", make, **options)
+    guarded = GuardedSink("mine", make)
     guarded.begin(START)
     for record in RECORDS:
         guarded.log(record)
@@ -90,15 +89,17 @@ def test_a_sink_that_cannot_be_made_or_closed_is_reported_in_a_line(caplog):
     ]
 
 
-def test_a_sink_that_blocks_for_ever_holds_nothing_up(caplog):
+def test_a_sink_that_blocks_for_ever_holds_nothing_up(caplog, monkeypatch):
     never = threading.Event()
-    passed(lambda start: never.wait(), most_waiting=4, seconds_to_close=0.01)
-    passed(lambda start: Kept(act=lambda _: never.wait()), seconds_to_close=0.01)
+    monkeypatch.setattr(sinks, "SECONDS_TO_CLOSE", 0.01)
+    passed(lambda start: Kept(act=lambda _: never.wait()))
+    monkeypatch.setattr(sinks, "MOST_WAITING", 4)
+    passed(lambda start: never.wait())
     never.set()
     assert caplog.messages == [
-        "sink mine takes no record, and 4 wait. The training continues.",
-        "sink mine: 10 of 10 records lost",
         "sink mine has not closed within 0.01 s. The training continues.",
+        "sink mine: 10 of 10 records lost",
+        "sink mine takes no record, and 4 wait. The training continues.",
         "sink mine: 10 of 10 records lost",
     ]
 

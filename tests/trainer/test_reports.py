@@ -17,10 +17,8 @@ from runs import contents
 from jddp.checkpoint import checkpoints
 from jddp.distributed import coordination
 from jddp.ground.errors import ConfigError, DataError, FileSystemError
-from jddp.trainer.reports.display import Display
-from jddp.trainer.reports.lines import Course, train_line
-from jddp.trainer.reports.log_file import logging_to, say
-from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.files import MetricsFile, logging_to, say
+from jddp.trainer.reports.lines import Course, Display, train_line
 from jddp.trainer.reports.run_directory import RunDirectory
 
 CONFIG = {"seed": 1, "run": {"dir": "a"}, "optimizer": {"learning_rate": 1e-3, "kwargs": {}}}
@@ -29,8 +27,8 @@ MANIFEST = {"versions": {"jax": "0.10.2"}, "data": {"sha256": "f" * 64}, "world"
 
 def prepared(path, config=CONFIG, manifest=MANIFEST, is_writer=True):
     directory = RunDirectory(path, is_writer=is_writer)
-    directory.prepare(config, manifest)
-    return directory
+    with directory.held(config, manifest):
+        return directory
 
 
 def begun(path, config=CONFIG, manifest=MANIFEST):
@@ -117,7 +115,7 @@ def test_a_directory_with_anything_of_a_step_or_in_use_is_not_taken_over(tmp_pat
     used = prepared(tmp_path / "used")
     before = contents(used.path)
     in_use = pytest.raises(ConfigError, match="in use by another run of this process")
-    with used.held(CONFIG), in_use:
+    with used.held(CONFIG, MANIFEST), in_use:
         prepared(used.path, {**CONFIG, "seed": 2})
     assert contents(used.path) == {**before, Path("lock"): b""}
 
@@ -326,27 +324,6 @@ def test_half_a_line_that_a_full_disk_left_is_not_continued(tmp_path, monkeypatc
     assert metrics.lost is None
 
 
-LATE = {
-    errno.EIO: "cannot be synced to the disk: Input/output error. The last",
-    errno.EINVAL: "None",
-}
-
-
-@pytest.mark.parametrize("number, reported", LATE.items())
-def test_records_that_a_disk_loses_behind_the_write_are_reported(
-    tmp_path, monkeypatch, number, reported
-):
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.log({"step": 1, "split": "train"})
-
-    def fail(descriptor):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    metrics.close()
-    assert reported in str(metrics.lost)
-
-
 MANIFESTS = ["", "\0", '{"versions": ', "[]", "3", '"x"', "null", "[" * 9999]
 MANIFESTS += ['{"later_starts": 5}', '{"later_starts": [3]}', '{"data": "x"}']
 MANIFESTS += ['{"data": {"sha256": 7}}', '{"data": {"description": "caf\udce9"}}']
@@ -364,8 +341,7 @@ def test_a_manifest_of_another_form_is_a_file_system_error(tmp_path, damage):
 @pytest.mark.parametrize("name", ["manifest.json", "lock", "metrics.jsonl", "logs"])
 def test_something_else_in_the_place_of_a_file_of_the_run_is_a_file_system_error(tmp_path, name):
     def start():
-        prepared(tmp_path)
-        with directory.held(), directory.logging(0):
+        with directory.held(CONFIG, MANIFEST), directory.logging(0):
             directory.metrics.resume_at(1)
 
     directory, path = prepared(tmp_path), tmp_path / name
@@ -442,7 +418,7 @@ def test_a_process_that_does_not_see_the_directory_of_process_0_says_so(tmp_path
     for path in paths:
         path.mkdir()
     (paths[1] / "lock").write_text("process 1 on another host\n")  # which was killed here
-    with RunDirectory(paths[0], is_writer=True).held():
+    with RunDirectory(paths[0], is_writer=True).held(None, {}):
         holder = (paths[0] / "lock").read_text()
         monkeypatch.setattr(coordination, "from_first", lambda *_, **how: holder)
         first, other = (RunDirectory(path, is_writer=False) for path in paths)

@@ -17,7 +17,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.ground.errors import ConfigError, FileSystemError, NumericsError
-from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.files import MetricsFile
 
 NUM_STEPS = 6
 
@@ -217,6 +217,8 @@ def test_others_write_no_file_of_a_run_whatever_the_umask(ddp, tmp_path):
         saved.wait()
     finally:
         os.umask(before)
-    files = [*tmp_path.rglob("*")]
-    assert {"logs", "nonfinite", "SHA256SUMS", "lock", "report.json"} <= {x.name for x in files}
-    assert not [x for x in files if stat.S_IMODE(x.lstat().st_mode) & 0o022]
+    modes = {x: stat.S_IMODE(x.lstat().st_mode) for x in tmp_path.rglob("*")}
+    assert {"logs", "nonfinite", "SHA256SUMS", "lock", "report.json"} <= {x.name for x in modes}
+    closed = [tmp_path / "runs" / "one" / "checkpoints", tmp_path / "own" / "two"]
+    assert {modes[x] for x in closed} == {0o700}  # as is the run directory
+    assert not [x for x in modes if modes[x] & 0o022 and not {*closed} & {*x.parents}]

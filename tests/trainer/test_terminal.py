@@ -13,8 +13,15 @@ import pytest
 from runs import environment
 
 from jddp.data import Epochs
-from jddp.trainer.reports.display import Display
-from jddp.trainer.reports.lines import Course, Pause, live_lines, train_line, unbroken, wrap
+from jddp.trainer.reports.lines import (
+    Course,
+    Display,
+    Pause,
+    live_lines,
+    train_line,
+    unbroken,
+    wrap,
+)
 
 RECORD = {"step": 400, "epoch": 3.413, "split": "train", "loss": 0.23841, "accuracy": 0.91234}
 RECORD |= {"learning_rate": 1.6e-3, "examples_per_second": 10812.0, "step_seconds": 0.02}
@@ -22,7 +29,7 @@ COURSE = Course(1170, steps_per_epoch=117.2, unit="images", best="best accuracy 
 EVALUATED = "eval 400  loss 0.361  accuracy 0.869  examples 10000"
 SHOW = f"""
 from jddp.trainer.reports.lines import Course
-from jddp.trainer.reports.display import Display
+from jddp.trainer.reports.lines import Display
 
 course = Course(1170, "images", 117.2, best={COURSE.best!r})
 progress = Display(course, is_writer=True)

@@ -29,7 +29,7 @@ from jddp.distributed.signals import stop_signals
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, NumericsError, UsageError
 from jddp.ground.errors import ReplicaMismatchError as Mismatch
 from jddp.ground.typing import RESERVED
-from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.files import MetricsFile
 from jddp.trainer.resume import differences
 
 NUM_STEPS = 6

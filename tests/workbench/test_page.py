@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from jddp.checkpoint.lock import held, holder_of
 from jddp.config.files import dump_values, load_config
 from jddp.ground.errors import ExitCode
+from jddp.trainer.reports.run_directory import held, holder_of
 from jddp.workbench.page import records as reading
 from jddp.workbench.page.facts import read_facts
 from jddp.workbench.page.page import SECTIONS, draw_run

@@ -1,4 +1,4 @@
-"""Records in words: arrays, and lines that fit, without the fields that matter least.
+"""The progress of a run: live on a terminal and in a notebook, plain lines elsewhere.
 
     step 400/1170  loss 0.2384  accuracy 0.9123  10.8k images/s  MFU 41.2 %  ETA 0:18
 
@@ -15,29 +15,55 @@ Metrics that are arrays, such as a confusion matrix, are printed below the line 
      [ 4. 88.  8.]
      [ 0.  1. 99.]]
 
+Text is as wide as the terminal, from 40 to 100 columns, and 80 in a file or a pipe. All lines go
+into the process's log file. A notebook shows a bar and the newest lines in one element of static
+HTML, which it keeps, also where it is saved, run without a browser, or exported.
+
 The remaining time (ETA) is computed from the `step_seconds` of the newest record, which excludes
 compilation, and from the newest evaluation and save.
 """
 
 import contextlib
 import dataclasses
+import io
+import logging
 import math
+import os
+import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from html import escape
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
 from jddp.data.periods import Period
-from jddp.ground.errors import printable
+from jddp.ground.errors import UsageError, printable, printable_lines
 from jddp.ground.typing import RESERVED, Record
+from jddp.trainer.reports.files import say
+
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
+    from rich.console import Console
+
 
 COLUMNS = 80  # of a file or a pipe
 BESIDE_METRICS = ("grad_norm", "skipped", "loss_scale")  # shown in their line
 EXPOSED_SHARE = "exposed_communication"
 NOTICED_WAIT = 0.05  # share of a step
 MOST_NUMBERS = 1000  # of an array: of a larger one only the corners are shown
+SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_UPDATES, NOTEBOOK_COLUMNS = 1.0, 120
+NARROWEST, WIDEST = 40, 100
+BAR_COLUMNS = 10
+NARROWEST_WITH_BAR = 60
+WAY_OUT = (
+    "Look for examples with NaN, a mask without a valid entry, and batch statistics; the run "
+    "continues."
+)
+log = logging.getLogger("jddp")
 
 Field = tuple[int, str]  # a rank, from 0 for the most important fields, and a text
 
@@ -254,3 +280,215 @@ def array_lines(values: Sequence[Any], columns: int) -> list[str]:
     array = np.array(values, float)
     text = np.array2string(array, max_line_width=columns, precision=4, threshold=MOST_NUMBERS)
     return text.splitlines()
+
+
+class Display:
+    """A sink that shows records; if not `is_writer`, it shows nothing.
+
+    Args:
+      course: Facts of the run that its records do not have; they may change.
+      is_writer: Whether this process shows anything.
+
+    Attributes:
+      course: These facts.
+    """
+
+    def __init__(self, course: Course, *, is_writer: bool) -> None:
+        self.course = course
+        self._output = _output(course.num_steps) if is_writer else None
+
+    def log(self, record: Record) -> None:
+        """Shows a record of training, or of an evaluation with a table for each of its arrays."""
+        if record["split"] == "eval":
+            self._log_evaluation(record)
+            return
+        step, num_steps = record["step"], self.course.num_steps
+        say(train_line(record, self.course), "step", step=step, num_steps=num_steps)
+        if self._output:
+            self._output.update(record, self.course)
+
+    def _log_evaluation(self, record: Record) -> None:
+        fields = [f"eval {record['step']}", *metrics_of(record)]
+        fields.append(f"examples {record['examples']:.0f}")
+        columns = columns_of(sys.stdout)
+        say("  ".join(fields), "eval", step=record["step"])
+        self._print("\n".join(wrap("  ".join(map(unbroken, fields)), columns)))
+        if odd := not_finite_values(record):
+            self.note(f"eval {record['step']} is not finite: {odd}. {WAY_OUT}")
+        for line in tables_in(record, columns):
+            say(line)
+            self._print(line)
+
+    def note(self, text: str, kind: str = "", **facts: object) -> None:
+        """Shows a sentence, and records the event that it reports, as `log_file.say` does."""
+        say(text, kind, **facts)
+        self._print("\n".join(wrap(text, columns_of(sys.stdout))))
+
+    def close(self) -> None:
+        """Restores the terminal; called also when training fails."""
+        if self._output:
+            self._output.close()
+
+    def _print(self, text: str) -> None:
+        if self._output:
+            self._output.print(printable_lines(text))
+
+
+class _Lines:
+    """A line every few seconds and at the end, in a file or a pipe."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+        self._updated_at = -math.inf
+
+    def update(self, record: Record, course: Course) -> None:
+        if self._is_due(SECONDS_BETWEEN_LINES) or record["step"] >= course.num_steps:
+            self.print(train_line(record, course, columns_of(self._stream)))
+
+    def print(self, text: str) -> None:
+        # A run continues without its terminal or pipe.
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+    def _is_due(self, seconds: float) -> bool:
+        now = time.monotonic()
+        if is_due := now >= self._updated_at + seconds:
+            self._updated_at = now
+        return is_due
+
+
+class _Terminal(_Lines):
+    """A bar and lines at the bottom of a terminal that can move its cursor."""
+
+    def __init__(self, num_steps: int, console: "Console") -> None:
+        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+
+        super().__init__()
+        has_room = columns_of(self._stream) >= NARROWEST_WITH_BAR
+        bar: list[ProgressColumn] = [BarColumn(BAR_COLUMNS)] if has_room else []
+        text = TextColumn("{task.description}", markup=False)
+        self._live = Progress(*bar, text, console=console, refresh_per_second=2)
+        self._task = self._live.add_task("compiling", total=num_steps)
+        self._live.start()
+
+    def update(self, record: Record, course: Course) -> None:
+        columns = columns_of(self._stream)
+        columns -= BAR_COLUMNS + 1 if columns >= NARROWEST_WITH_BAR else 0
+        text = live_lines(record, course, columns)
+        done = {"total": course.num_steps, "completed": record["step"]}
+        self._live.update(self._task, description=text, **done)
+
+    def print(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._live.console.print(text, markup=False, soft_wrap=True)  # above the bar
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class _Notebook(_Lines):
+    """A bar and lines in an element of a notebook; a failure of the front end is logged, once."""
+
+    def __init__(self, element: "DisplayHandle") -> None:
+        super().__init__()
+        self._element: DisplayHandle | None = element
+        self._newest = {"text/plain": "compiling"}
+
+    def update(self, record: Record, course: Course) -> None:
+        text = "\n".join(filter(None, [train_line(record, course, NOTEBOOK_COLUMNS), course.best]))
+        bar = f'<progress value="{record["step"]}" max="{course.num_steps}"></progress>'
+        self._newest = {"text/html": f"{bar}<pre>{escape(text)}</pre>", "text/plain": text}
+        if self._is_due(SECONDS_BETWEEN_UPDATES):
+            self.close()
+
+    def close(self) -> None:
+        try:
+            if self._element is not None:
+                self._element.update(self._newest, raw=True)
+        except Exception as error:  # The front end is gone, or cannot show it.
+            self._element = None
+            log.warning("The notebook cannot show progress: %r", error)
+
+
+def _output(num_steps: int) -> _Lines:
+    """The output for the place in which the process runs."""
+    ipython = sys.modules.get("IPython")  # The kernel of Jupyter, VS Code or Colab has imported it.
+    if getattr(ipython and ipython.get_ipython(), "kernel", None) is not None:
+        from IPython.display import display
+
+        return _Notebook(display({"text/plain": "compiling"}, raw=True, display_id=True))
+    if is_watched(sys.stdout):
+        from rich.console import Console  # Only a terminal needs it, and it costs 0.1 s.
+
+        console = Console(file=sys.stdout, highlight=False)
+        if not console.is_dumb_terminal:
+            return _Terminal(num_steps, console)
+    return _Lines()
+
+
+def is_watched(stream: TextIO) -> bool:
+    """Whether this is the terminal that the process runs in.
+
+    Open MPI gives every process a pseudo-terminal, whose output goes into a pipe. There one live
+    line would become thousands.
+    """
+    try:
+        return bool(stream.isatty() and os.tcgetpgrp(stream.fileno()))
+    except (OSError, ValueError, AttributeError):  # of no session, of another one, or closed
+        return False
+
+
+def columns_of(stream: TextIO) -> int:
+    """The width for text: the width of the terminal now, from 40 to 100; 80 of a file or a pipe."""
+    if not is_watched(stream):
+        return COLUMNS
+    return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
+
+
+def plot(history: Sequence[Record]) -> Any:
+    """Draws a panel for the loss and one for each metric: a line for training, dots for evaluation.
+
+    Args:
+      history: Records, as in `metrics.jsonl`.
+
+    Returns:
+      A `matplotlib.figure.Figure`, which a notebook shows.
+
+    Raises:
+      UsageError: If matplotlib is not installed, or there is no record.
+    """
+    plotted = [record for record in history if record.get("split") in ("train", "eval")]
+    found = (name for record in plotted for name in record if is_metric(name, record[name]))
+    names = list(dict.fromkeys(("loss", *found)))
+    if not history:
+        raise UsageError("There is nothing to plot: the run has no record yet.")
+    figure = _figure_class()(figsize=(4.5 * len(names), 3.2), layout="constrained")
+    for name, panel in zip(names, figure.subplots(1, len(names), squeeze=False)[0], strict=True):
+        for split, style in (("train", "-"), ("eval", "o--")):
+            shown = [x for x in history if x.get("split") == split and x.get(name) is not None]
+            if shown:
+                panel.plot([x["step"] for x in shown], [x[name] for x in shown], style, label=split)
+        panel.set(xlabel="step", title=name)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    return figure
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("plot needs matplotlib: pip install 'jddp[notebook]'.") from error
+
+    class Curves(Figure):
+        """A figure that a notebook shows without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            picture = io.BytesIO()
+            self.savefig(picture, format="png")
+            return picture.getvalue()
+
+    return Curves

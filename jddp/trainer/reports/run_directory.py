@@ -13,26 +13,34 @@
 
 A directory belongs to the config that it was first used with: a rerun with the same one resumes,
 a run with another config is refused before a byte is written.
+
+The lock is an `flock`, which belongs to an open file and not to the process, as a lock of POSIX
+does: such a lock would end as soon as the process closes any descriptor of the file, as a copy or
+an upload of the directory does, and two threads of one process would share it. Network file systems
+of Linux hold it on all hosts. If a file system has no locks, there is none, with a warning. A
+forked child does not keep it.
 """
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
-from jddp.checkpoint import lock
 from jddp.checkpoint.storage import storage_at
 from jddp.config.files import dump_values, flatten, read_yaml
 from jddp.config.permissions import refuse_foreign
 from jddp.config.schema import default_of, effect_of
+from jddp.distributed.signals import in_forked_children
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
-from jddp.ground.files import make_folder
+from jddp.ground.files import make_folder, opener
 from jddp.ground.typing import JsonObject, Settings
-from jddp.trainer.reports.log_file import logging_to
-from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.files import MetricsFile, logging_to
 
 # Keys of one start, not of the run: their changes are not reported.
 KEYS_OF_A_START = {"run.dir", "data.dir", "checkpoint.resume", "checkpoint.allow_changed"}
@@ -96,8 +104,8 @@ class RunDirectory:
                     self.storage.claim()
                     make_folder(self.path, mode=0o700)
                     try:
-                        self._holder = stack.enter_context(lock.held(self.path / "lock"))
-                    except lock.InUse as holder:
+                        self._holder = stack.enter_context(held(self.path / "lock"))
+                    except InUse as holder:
                         raise ConfigError(
                             f"run.dir {self.where} is in use by {holder}. "
                             "Wait until it ends, or choose another run.dir."
@@ -195,7 +203,7 @@ class RunDirectory:
         try:
             first = json.loads(self._manifest.read_bytes()) if self._manifest.exists() else {}
             starts = [*filter(None, [first, *first.pop("later_starts", [])])]
-            known = [m["data"]["sha256"] for m in starts if m.get("data", {}).get("sha256")]
+            known = [m["data"]["sha256"].strip() for m in starts if m.get("data", {}).get("sha256")]
         except (ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
             raise FileSystemError(
                 f"{self._manifest} is damaged: {error!r}. Restore it, or choose another run.dir."
@@ -309,3 +317,76 @@ def _show(value: object) -> str:
     if value is MISSING:
         return "absent"
     return "null" if value is None else str(value)
+
+
+class InUse(Exception):
+    """Another holder has the file; the text is its name."""
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[str]:
+    """While open, this process holds a file, which is made if it is missing.
+
+    Yields:
+      The holder's name, which is in the file; empty if it could not be written.
+
+    Raises:
+      InUse: If another holder has it.
+      OSError: If it cannot be opened, or is a link.
+    """
+    # A child shares the descriptor, and would keep the lock after the end of its parent.
+    with _opened(path) as file, in_forked_children(file.close):
+        if not _is_locked(file):
+            raise InUse(_name_of_holder(file))
+        try:
+            yield _write_name(file)
+        finally:
+            if not file.closed:  # as it is in a forked child
+                with contextlib.suppress(OSError):
+                    file.truncate(0)
+
+
+def holder_of(path: Path) -> str:
+    """The name of the process that holds a file, which is only read; "" if it is free or missing.
+
+    Raises:
+      OSError: If it cannot be read.
+    """
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
+        return "" if _is_locked(file, fcntl.LOCK_SH) else _name_of_holder(file)
+    return ""
+
+
+def _opened(path: Path) -> IO[bytes]:
+    # The target of a link would be emptied.
+    return open(path, "a+b", buffering=0, opener=lambda p, flags: opener(p, flags | os.O_NOFOLLOW))
+
+
+def _is_locked(file: IO[bytes], kind: int = fcntl.LOCK_EX) -> bool:
+    """Locks an open file; returns False if another holder has it."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.warning("%s cannot be locked: %s.", file.name, words_of(error))
+    return True
+
+
+def _write_name(file: IO[bytes]) -> str:
+    name = f"{_own_name()}\n"
+    with contextlib.suppress(OSError):  # A full disk has locks, and no room for a name.
+        file.truncate(0)
+        file.write(name.encode())
+        return name
+    return ""
+
+
+def _name_of_holder(file: IO[bytes]) -> str:
+    file.seek(0)
+    name = file.read(1000).decode(errors="replace").strip()
+    return "another run of this process" if name == _own_name() else name or "another process"
+
+
+def _own_name() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"

@@ -31,11 +31,18 @@ from jddp.trainer.job.build import join
 from jddp.trainer.job.data import open_data
 from jddp.trainer.job.job import test_batches
 from jddp.trainer.job.parts import find_eval_fn, find_loss, find_source
-from jddp.trainer.job.trust import is_trusted, refusal
 from jddp.trainer.progress import Progress
-from jddp.trainer.reports.metrics_file import MetricsFile
+from jddp.trainer.reports.files import MetricsFile
 from jddp.trainer.run import Run
-from jddp.trainer.runs.saved import Saved, config_in, kept_of_data, model_in, read_saved
+from jddp.trainer.runs.saved import (
+    Saved,
+    config_in,
+    is_trusted,
+    kept_of_data,
+    model_in,
+    read_saved,
+    refusal,
+)
 from jddp.zoo.models import Module
 from jddp.zoo.optimizers import make_optimizer
 

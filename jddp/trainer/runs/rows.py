@@ -16,8 +16,7 @@ from jddp.data.examples import Concatenated, Examples
 from jddp.ground.errors import ConfigError, DataError, UsageError, printable
 from jddp.trainer.job.job import batches_in_order
 from jddp.trainer.job.parts import find_source
-from jddp.trainer.job.trust import check_trust, is_trusted, refusal
-from jddp.trainer.runs.saved import config_in, kept_of_data
+from jddp.trainer.runs.saved import check_trust, config_in, is_trusted, kept_of_data, refusal
 
 
 @dataclass(frozen=True)

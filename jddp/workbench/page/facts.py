@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from jddp.checkpoint.folders import finished
-from jddp.checkpoint.lock import holder_of
 from jddp.config.files import flatten, read_yaml
 from jddp.distributed.failure_file import headline, read_failure
 from jddp.ground.errors import Error, words_of
 from jddp.ground.names import direction_of
 from jddp.ground.typing import JsonObject
+from jddp.trainer.reports.run_directory import holder_of
 from jddp.workbench.charts import At
 from jddp.workbench.page.examples import TestAnswers
 from jddp.workbench.page.records import History, Records, read_history, read_records

@@ -33,7 +33,7 @@ esac
 """
 SHOW = """
 from jddp.trainer.reports.lines import Course
-from jddp.trainer.reports.display import Display
+from jddp.trainer.reports.lines import Display
 
 progress = Display(Course(100), is_writer=True)
 for step in range(1, 101):
