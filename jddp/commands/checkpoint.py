@@ -1,4 +1,4 @@
-"""`jddp checkpoint list | verify | export | push | pull`: manages checkpoints."""
+"""`jddp checkpoint list | verify | export`: manages checkpoints."""
 
 import argparse
 import os
@@ -34,30 +34,20 @@ def _commands() -> Parser:
     def command(name: str, run: Callable[..., None], text: str) -> Callable[..., object]:
         added = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         added.set_defaults(command=run)
+        run_dir = "a run directory, its URL, or a folder of checkpoints"
+        added.add_argument("run", type=local_copy, help=run_dir)
         return added.add_argument
 
-    def command_of_run(name: str, run: Callable[..., None], text: str) -> Callable[..., object]:
-        add = command(name, run, text)
-        add("run", type=local_copy, help="a run directory, its URL, or a folder of checkpoints")
-        return add
-
-    command_of_run("list", _list, "list the checkpoints of a run")
-    command_of_run("verify", _verify, "compare every file and every array with its digest")
-    export = "write the values of a model into one file, or into a folder"
-    export_add = command_of_run("export", _export, export)
+    command("list", _list, "list the checkpoints of a run")
+    command("verify", _verify, "compare every file and every array with its digest")
+    text = "write the values of a model into one file, or into a folder"
+    add = command("export", _export, text)
     file = "a new file, *.safetensors; or a new folder, as on the Hugging Face Hub"
-    export_add("file", type=expand, help=file)
-    push_add = command_of_run("push", _push, "upload the values of a model to the Hugging Face Hub")
-    push_add("repository", help="USER/NAME on the Hugging Face Hub; a new one is private")
-    for add in (export_add, push_add):
-        add("--step", type=int, help="step of the checkpoint (the newest that is valid)")
-        names = "name the arrays as torchvision or huggingface does, for PyTorch"
-        add("--names", metavar="LIBRARY", help=names)
-    export_add("--all", action="store_true", help="the whole state, not only the model's values")
-    pull_add = command("pull", _pull, "download weights from the Hugging Face Hub")
-    pull_add("repository", help="USER/NAME on the Hugging Face Hub")
-    pull_add("folder", type=expand, help="a new folder, which model.init_from takes")
-    pull_add("--revision", help="branch, tag or commit")
+    add("file", type=expand, help=file)
+    add("--step", type=int, help="step of the checkpoint (the newest that is valid)")
+    names = "name the arrays as torchvision or huggingface does, for PyTorch"
+    add("--names", metavar="LIBRARY", help=names)
+    add("--all", action="store_true", help="the whole state, not only the model's values")
     return parser
 
 
@@ -85,45 +75,12 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from jddp.checkpoint import folders, reader
     from jddp.checkpoint.weights import EVALUATED, export
 
     file, names = arguments.file, arguments.names
     if arguments.all and (names or not file.suffix):
         raise UsageError("--all exports into a file, and without --names.")
-
-    def write(folder: Path) -> str:
-        if not file.suffix:
-            tool("export-folder", "a folder of the Hub")(folder, file, names)
-        elif names:
-            tool("names")(folder, file, names)
-        else:
-            export(folder, file, None if arguments.all else EVALUATED)
-        return folder.name
-
-    step = _with_checkpoint(arguments, write)
-    sizes = [x.stat().st_size for x in ([file] if file.is_file() else file.iterdir())]
-    show(f"step {step} is in {file}, {sum(sizes) / 2**20:.2g} MiB")
-
-
-def _push(arguments: argparse.Namespace) -> None:
-    push = tool("push", "jddp checkpoint push")
-
-    def write(folder: Path) -> str:
-        return f"step {folder.name} is in {push(folder, arguments.repository, arguments.names)}"
-
-    show(_with_checkpoint(arguments, write))
-
-
-def _pull(arguments: argparse.Namespace) -> None:
-    pull = tool("pull", "jddp checkpoint pull")
-    pull(arguments.repository, arguments.folder, revision=arguments.revision)
-    show(f"{arguments.repository} is in {arguments.folder}; model.init_from takes this folder")
-
-
-def _with_checkpoint(arguments: argparse.Namespace, write: Callable[[Path], str]) -> str:
-    """Calls a function with the folder of the chosen checkpoint, which no run removes meanwhile."""
-    from jddp.checkpoint import folders, reader
-
     directory = folders.directory_of(arguments.run)
 
     def find() -> Path:
@@ -134,4 +91,15 @@ def _with_checkpoint(arguments: argparse.Namespace, write: Callable[[Path], str]
             )
         return directory / str(step)
 
-    return reader.read_standing(find, write)
+    def write(folder: Path) -> str:
+        if not file.suffix:
+            tool("export-folder", "a folder of the Hub")(folder, file, names)
+        elif names:
+            tool("names")(folder, file, names)
+        else:
+            export(folder, file, None if arguments.all else EVALUATED)
+        return folder.name
+
+    step = reader.read_standing(find, write)  # which a run that goes on does not remove meanwhile
+    sizes = [x.stat().st_size for x in ([file] if file.is_file() else file.iterdir())]
+    show(f"step {step} is in {file}, {sum(sizes) / 2**20:.2g} MiB")

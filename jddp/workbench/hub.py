@@ -1,32 +1,19 @@
-"""A run's weights as a folder of the Hugging Face Hub, which is uploaded and downloaded.
+"""A run's weights as a folder of the Hugging Face Hub.
 
     config.json          from which transformers make the model, or the section `model` of the run
     model.safetensors
     README.md
 
-`model.init_from` takes such a folder. Uploads and downloads are huggingface_hub's, with its tokens.
+`model.init_from` takes such a folder. Its uploads and downloads are `hf upload` and `hf download`.
 """
 
-import contextlib
-import importlib
 import json
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
-from jddp.checkpoint.folders import first_line
 from jddp.checkpoint.reader import read_object
-from jddp.checkpoint.weights import (
-    EVALUATED,
-    WHOLE,
-    export,
-    export_arrays,
-    is_hub_folder,
-    read_weights,
-)
-from jddp.ground.errors import ConfigError, DataError, FileSystemError, file_errors, report
+from jddp.checkpoint.weights import EVALUATED, WHOLE, export, export_arrays
+from jddp.ground.errors import file_errors, report
 from jddp.ground.typing import JsonObject
 from jddp.trainer.runs.saved import Saved, config_in, model_in
 from jddp.workbench.state_dicts import scheme_of, to_state_dict, unlike
@@ -101,85 +88,3 @@ def _describe(checkpoint: Path, folder: Path, made: JsonObject) -> None:
     card = CARD.format(library="transformers" if made else "jddp", step=checkpoint.name)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "README.md").write_text(card)
-
-
-def push(checkpoint: Path, repository: str, library: str | None) -> str:
-    """Uploads weights into a repository of the Hub; a new one is private.
-
-    Its README.md stays as it is, if there is one.
-
-    Args:
-      checkpoint: Folder of the checkpoint, in the run's directory.
-      repository: Name of the repository, such as "user/name".
-      library: The library by whose names it has the arrays; None for their paths.
-
-    Returns:
-      The URL of the commit.
-
-    Raises:
-      ConfigError: If huggingface_hub is not installed.
-      FileSystemError: If the Hub refuses it, or cannot be reached.
-      Error: As `export_folder`.
-    """
-    hub = _hub()
-    with tempfile.TemporaryDirectory() as above:
-        folder = Path(above) / "weights"
-        export_folder(checkpoint, folder, library)
-        with _hub_errors(repository):
-            hub.create_repo(repository, private=True, exist_ok=True)
-            is_described = hub.file_exists(repository, "README.md")
-            done = hub.upload_folder(
-                repo_id=repository,
-                folder_path=folder,
-                commit_message=f"Step {checkpoint.name} of a run by jddp",
-                ignore_patterns=["README.md"] if is_described else None,
-            )
-    return str(done.commit_url)
-
-
-def pull(repository: str, folder: Path, *, revision: str | None = None) -> None:
-    """Downloads weights from a repository of the Hub, and checks that all are there.
-
-    Args:
-      repository: Name of the repository, such as "user/name".
-      folder: New or empty folder.
-      revision: Branch, tag or commit; None for the main branch.
-
-    Raises:
-      ConfigError: If huggingface_hub is not installed.
-      FileSystemError: If the folder is in use, the Hub refuses it, or cannot be reached.
-      DataError: If the repository holds no safetensors, or lacks a part of them.
-    """
-    hub = _hub()
-    with file_errors(f"{folder} cannot be written"):
-        folder.mkdir(exist_ok=True)
-        if any(folder.iterdir()):
-            raise FileSystemError(f"{folder} is not empty. Name a new folder.")
-    wanted = ["model*.safetensors", "*.json", "README.md"]
-    with _hub_errors(repository):
-        hub.snapshot_download(
-            repository, revision=revision, local_dir=folder, allow_patterns=wanted
-        )
-    if not is_hub_folder(folder):
-        raise DataError(f"{repository} holds no model.safetensors. Choose another repository.")
-    read_weights(folder)
-
-
-def _hub() -> ModuleType:
-    try:
-        return importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise ConfigError(
-            "push and pull need huggingface_hub, which is not installed: pip install 'jddp[hub]'."
-        ) from error
-
-
-@contextlib.contextmanager
-def _hub_errors(repository: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # of huggingface_hub, of its network client, or of the file system
-        reason = first_line(error).rstrip(".")
-        raise FileSystemError(
-            f"{repository}: {reason}. Check its name, the network, and your token (hf auth login)."
-        ) from error

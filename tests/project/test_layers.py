@@ -115,7 +115,6 @@ PACKAGES |= {
     "IPython": "ipykernel",
     "absl": "grain",
     "pyarrow": "datasets",
-    "huggingface_hub": "huggingface-hub",
 }
 
 
