@@ -143,7 +143,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--print-config", action="store_true", help="print the resolved config")
     sweep = "train each combination of values, and compare the runs"
     add("--sweep", nargs="+", metavar="key.path=a,b", help=sweep)
-    add("--yes", action="store_true", help="begin a sweep of many runs without a question")
     add("--help-keys", action="store_true", help="print every key, its default and its meaning")
     return parser.parse_intermixed_args(argv)
 

@@ -13,33 +13,171 @@ import itertools
 import math
 import statistics
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 from json import dumps
 from pathlib import Path
 
 from jddp.config.cli import Parser
+from jddp.config.files import flatten, read_yaml
 from jddp.config.permissions import expand
 from jddp.config.schema import effect_of
 from jddp.distributed.command import run_command
-from jddp.ground.errors import file_errors, show
-from jddp.ground.names import MODES, choose_mode
+from jddp.ground.errors import UsageError, show
+from jddp.ground.names import MODES, choose_mode, few
 from jddp.ground.typing import JsonObject, Record
 from jddp.trainer.reports.lines import COLUMNS
-from jddp.workbench.charts import SCRIPT, STYLE, Thinned, curves, series_of
-from jddp.workbench.pages import make_page, table
-from jddp.workbench.results import (
-    RecordedRun,
-    RunResult,
-    choose_metric,
-    find_runs,
-    read_runs,
-    result_of,
-)
+from jddp.trainer.reports.files import MetricsFile
+from jddp.trainer.runs.saved import kept_of_data
 
+METRICS = ("accuracy", "loss")  # the first that has been recorded, if none is chosen
+NO_METRICS = {"step", "examples"}  # numbers of an evaluation that are no results
 NO_SETTINGS = {"seed", "run.dir"}
 MOST_KEYS = 3  # in the sentence
 CLEAR = 2.0  # standard errors beyond which a difference is no chance
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedRun:
+    """The records and settings of a run, read from its directory.
+
+    Attributes:
+      name: The directory, without the folders that all runs have in common.
+      path: The whole directory.
+      settings: The config by dotted keys, and the beginning of the digest of the data, if it is
+        known; {} for a run of `jddp.fit`.
+      records: The records of training and evaluation, in order.
+    """
+
+    name: str
+    path: str
+    settings: JsonObject
+    records: tuple[Record, ...]
+
+    @property
+    def evaluations(self) -> list[Record]:
+        """The records of evaluations."""
+        return [x for x in self.records if x.get("split") == "eval"]
+
+    @property
+    def metrics(self) -> set[str]:
+        """Names of the metrics that have been a number in an evaluation."""
+        items = itertools.chain.from_iterable(x.items() for x in self.evaluations)
+        return {name for name, x in items if isinstance(x, int | float)} - NO_METRICS
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """The result of one run.
+
+    Attributes:
+      name: The directory, without the folders that all runs have in common.
+      path: The whole directory.
+      settings: The config by dotted keys; {} for a run of `jddp.fit`.
+      best: The best value of the metric in an evaluation; None without a number.
+      step: The step of that evaluation.
+      last: The last evaluation's value; None without a number.
+      step_seconds: Median time of a step; None if no record has one.
+    """
+
+    name: str
+    path: str
+    settings: JsonObject
+    best: float | None
+    step: int | None
+    last: float | None
+    step_seconds: float | None
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run directories among paths; of another folder those in it.
+
+    Raises:
+      UsageError: If a path holds no run.
+    """
+    found = list[Path]()
+    for path in paths:
+        inside = [path] if is_run(path) else sorted(filter(is_run, path.glob("*")))
+        if not inside:
+            raise UsageError(f"{path} holds no metrics.jsonl, and no run. Give a run.dir.")
+        found += inside
+    return found
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run has left records in a directory."""
+    return (path / "metrics.jsonl").is_file()
+
+
+def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
+    """Reads the configs and the records of runs.
+
+    Raises:
+      ConfigError: If a config cannot be read.
+      FileSystemError: If records cannot be read.
+    """
+    names = _short_names(paths)
+    return [_read_run(name, path) for name, path in zip(names, paths, strict=True)]
+
+
+def _read_run(name: str, path: Path) -> RecordedRun:
+    records = MetricsFile(path / "metrics.jsonl", is_writer=False).read()
+    config = path / "config.yaml"
+    settings = flatten(read_yaml(config)) if config.exists() else {}
+    if settings and (digest := kept_of_data(path).get("sha256")):
+        settings["data.sha256"] = digest[:12]
+    return RecordedRun(name, str(path), settings, tuple(records))
+
+
+def _short_names(paths: Sequence[Path]) -> list[str]:
+    """The paths without the folders above all of them; as they are, if there is only one."""
+    above = [path.parents for path in paths]
+    shared = [folder for folder in above[0] if all(folder in x for x in above)] if above else []
+    if len(paths) == 1 or not shared:
+        return [*map(str, paths)]
+    return [str(path.relative_to(shared[0])) for path in paths]
+
+
+def choose_metric(runs: Sequence[RecordedRun], metric: str | None = None) -> str:
+    """The metric by which runs are compared: the given one, or their `checkpoint.best_metric`.
+
+    Without either it is accuracy or loss, of language models loss: one that all runs have that have
+    evaluations.
+
+    Raises:
+      UsageError: If there is none.
+    """
+    known = [run for run in runs if run.metrics]
+    names = set[str]().union(*(run.metrics for run in known))
+    if not names or (metric and metric not in names):
+        raise UsageError(
+            f"No evaluation of these runs has the metric {metric!r}. They have "
+            f"{', '.join(sorted(names)) or 'no evaluations'}."
+        )
+    common = names.intersection(*(run.metrics for run in known))
+    first = METRICS[::-1] if "perplexity" in common else METRICS  # of language models
+    preferred = [runs[0].settings.get("checkpoint.best_metric"), *first]
+    chosen = metric or next((name for name in preferred if name in common), None)
+    if chosen is None:
+        each = few([f"{run.name} ({', '.join(sorted(run.metrics))})" for run in known])
+        raise UsageError(f"These runs have no accuracy or loss in common: {each}. Give --metric.")
+    return str(chosen)
+
+
+def result_of(run: RecordedRun, metric: str, mode: str) -> RunResult:
+    """The result of a run by its best evaluation; `mode` "max" or "min" is better."""
+    sign = 1 if mode == "max" else -1
+    found = [x for x in run.evaluations if isinstance(x.get(metric), int | float)]
+    best = max(found, key=lambda x: sign * x[metric], default=None)
+    seconds = [x["step_seconds"] for x in run.records if x.get("step_seconds") is not None]
+    return RunResult(
+        name=run.name,
+        path=run.path,
+        settings=run.settings,
+        best=None if best is None else best[metric],
+        step=None if best is None else best["step"],
+        last=found[-1][metric] if found else None,
+        step_seconds=statistics.median(seconds) if seconds else None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,78 +382,6 @@ def cell(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
 
 
-GRID = """
-.charts { display: grid; gap: 1.5em;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)) }
-"""
-MOST_CURVES = 8  # over each other, each with a color of its own
-
-
-def comparison_page(compared: ComparedRuns, runs: Sequence[RecordedRun]) -> str:
-    """Returns a page, which loads nothing.
-
-    Args:
-      compared: The comparison.
-      runs: The runs that were compared.
-    """
-    of_path = {run.path: run for run in runs}
-    drawn = [of_path[x.path] for x in compared.results][:MOST_CURVES]
-    note = ""
-    if len(drawn) < len(runs):
-        note = f'<p class="note">Curves of the best {len(drawn)} of {len(runs):,} runs.</p>'
-    body = [
-        f"<h1>{escape(compared.verdict)}</h1>",
-        f'<div class="wide">{_table(compared)}</div>',
-        "<h2>Curves</h2>",
-        note,
-        f'<div class="charts">{"".join(_charts(compared.metric, drawn))}</div>',
-    ]
-    return make_page("Comparison of runs", "\n".join(body), style=STYLE + GRID, script=SCRIPT)
-
-
-def _table(compared: ComparedRuns) -> str:
-    keys = ["seed", *differing(compared.results)]
-    head = [compared.metric, "run", "step", "last", "seconds a step", *keys]
-    rows = [row for group in compared.groups for row in _cells(group, keys)]
-    return table([*map(escape, head)], rows, numbers=(0, 2, 3, 4))
-
-
-def _cells(group: Seeds, keys: Sequence[str]) -> Iterator[list[str]]:
-    for x in group.results:
-        yield [*map(escape, [*_cells_of(x), *(str(x.settings.get(key, "")) for key in keys)])]
-    if group.variance is not None:
-        mean = with_error(group.mean, group.variance)
-        yield [f"<b>{mean}</b>", f"mean of {len(group.values)} seeds", *[""] * (3 + len(keys))]
-
-
-def _cells_of(result: RunResult) -> list[str]:
-    step = "-" if result.step is None else f"{result.step:,}"
-    last, seconds = cell(result.last), cell(result.step_seconds, digits=3)
-    return [cell(result.best), result.name, step, last, seconds]
-
-
-def _charts(metric: str, runs: Sequence[RecordedRun]) -> Iterator[str]:
-    """A chart for the metric, for each other one of the evaluations, and for the training loss."""
-    others = set[str]().union(*(run.metrics for run in runs)) - {metric}
-    for name in [metric, *sorted(others)]:
-        evaluations = [(run.name, _curve(run.evaluations, name)) for run in runs]
-        yield curves([series_of(*x, is_dotted=True) for x in evaluations], name, "evaluations")
-    training = [
-        (run.name, _curve((x for x in run.records if x.get("split") == "train"), "loss"))
-        for run in runs
-    ]
-    yield curves([series_of(*x, is_smoothed=True) for x in training], "loss", "training")
-
-
-def _curve(records: Iterable[Record], metric: str) -> Thinned:
-    curve = Thinned()
-    for record in records:
-        if metric in record:
-            curve.add(record["step"], record[metric])
-    curve.finish()
-    return curve
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     description = "Compare runs by their best evaluations. Seeds of one config are one group."
@@ -325,16 +391,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--metric", help="metric of the evaluations; by default checkpoint.best_metric")
     add("--mode", choices=MODES, default="auto", help="what is better; auto: by the name")
     add("--json", action="store_true", help="print one line of JSON instead")
-    add("--html", type=expand, metavar="FILE", help="write a page with curves, too")
     return run_command(lambda: _compare(**vars(parser.parse_args(argv))))
 
 
-def _compare(
-    *, runs: list[Path], metric: str | None, mode: str, json: bool, html: Path | None
-) -> None:
-    recorded = read_runs(find_runs(runs))
-    found = compare_runs(recorded, metric, mode)
-    if html is not None:
-        with file_errors(f"--html {html} cannot be written"):
-            html.write_text(comparison_page(found, recorded), encoding="utf-8")
+def _compare(*, runs: list[Path], metric: str | None, mode: str, json: bool) -> None:
+    found = compare_runs(read_runs(find_runs(runs)), metric, mode)
     show(dumps(found.as_json()) if json else str(found))

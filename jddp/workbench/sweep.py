@@ -28,11 +28,9 @@ from jddp.distributed.identity import resolve_identity
 from jddp.distributed.signals import Hearing
 from jddp.ground.errors import ConfigError, Error, ExitCode, UsageError, report, show
 from jddp.ground.names import few
-from jddp.workbench.compare import compare_runs
-from jddp.workbench.results import is_run, read_runs
+from jddp.workbench.compare import compare_runs, is_run, read_runs
 
 LONGEST = 40  # characters of a value in a name
-MOST = 100  # runs that are begun without a question
 # Exit codes of a run that a signal has stopped, which stops the sweep, too.
 STOPPED = {ExitCode.PREEMPTED, ExitCode.INTERRUPTED}
 
@@ -141,7 +139,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
     Raises:
       ConfigError: If a key or a value is wrong, before the first run.
-      UsageError: If this is one of several processes, or nobody agrees to very many runs.
+      UsageError: If this is one of several processes.
     """
     if arguments.find_rate:
         raise UsageError("--sweep and --find-rate exclude each other. Find the rate first.")
@@ -164,8 +162,6 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         for _, words in commands:
             show(shlex.join(["jddp", "train", *words]))
         return ExitCode.DONE
-    if not arguments.yes:
-        _ask(sweep.num_points, folder)
     for _ in samples:
         pass  # Each has been checked.
     codes = _train(commands, sweep.num_points)
@@ -198,16 +194,6 @@ def _refuse_job() -> None:
             f"--sweep starts each run itself, and this is one of {num} processes. --sweep ... "
             "--dry-run lists the commands: launch one after the other, then jddp compare RUN.DIR."
         )
-
-
-def _ask(num_runs: int, folder: Path) -> None:
-    if num_runs <= MOST:
-        return
-    about = f"--sweep: {num_runs:,} runs, one after the other, in {folder}"
-    if not sys.stdin.isatty():
-        raise UsageError(f"{about}. Add --yes to train them.")
-    if input(f"jddp: {about}. Train them? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise UsageError(f"{about}: nothing was trained.")
 
 
 def _compare(runs: Sequence[Path]) -> None:

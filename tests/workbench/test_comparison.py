@@ -5,8 +5,7 @@ import json
 import pytest
 
 from jddp.ground.errors import ConfigError, UsageError
-from jddp.workbench.compare import compare_runs, comparison_page, main
-from jddp.workbench.results import find_runs, read_runs
+from jddp.workbench.compare import compare_runs, find_runs, main, read_runs
 
 
 def compare(paths, *options):
@@ -198,30 +197,3 @@ def test_the_command_prints_a_table_of_a_folder_of_runs_or_json(make, tmp_path, 
 def test_seeds_are_named_by_what_their_names_have_in_common(make):
     runs = [make(f"seed={seed},x=1", [0.9], seed=seed, rate=0.1) for seed in (8, 9, 10)]
     assert compare(runs).groups[0].name == "seed=*,x=1 (3 seeds)"
-
-
-def test_the_page_has_the_verdict_a_table_and_the_curves_over_each_other(make, tmp_path, capsys):
-    of_seeds(make, "a", [0.92, 0.9])
-    make("<b>", [0.5, 0.8])
-    html = tmp_path / "page.html"
-    assert main([str(tmp_path), "--html", str(html)]) == 0
-    text = html.read_text()
-    assert "<h1>a* (2 seeds) is better than &lt;b&gt;" in text
-    assert "<b>0.91 +- 0.01</b>" in text
-    assert text.count('<figure class="chart curves">') == 2  # accuracy, and the training loss
-    assert '"name": "a1"' in text or "a1" in text.partition("<figure")[2]
-    assert "http" not in text.replace("http://www.w3.org", "")
-    assert main([str(tmp_path), "--html", str(tmp_path / "none" / "page.html")]) == 74
-
-
-def test_the_page_draws_the_curves_of_a_few_of_many_runs(make):
-    runs = read_runs([make(f"run{i:02}", [i / 100]) for i in range(20)])
-    text = comparison_page(compare_runs(runs), runs)
-    assert "Curves of the best 8 of 20 runs." in text
-    assert text.count("run19") > 1
-    assert text.count("run00") == 1
-
-
-def test_values_that_are_not_finite_are_left_out_of_the_curves(make):
-    runs = read_runs([make("a", [0.5, None, 0.7]), make("broken", [])])
-    assert "0.7" in comparison_page(compare_runs(runs), runs)

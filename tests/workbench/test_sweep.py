@@ -12,7 +12,6 @@ from runs import wait_until
 
 from jddp.commands.training import run
 from jddp.ground.errors import ConfigError, ExitCode
-from jddp.workbench import sweep as sweeping
 from jddp.workbench.sweep import InTurn, Sweep
 
 RATES = "optimizer.learning_rate=0.001,0.003"
@@ -108,23 +107,6 @@ def test_the_folder_of_a_run_is_none_for_a_sweep(trained, sweep, tmp_path, capsy
     assert "runs holds a run. Give the runs of a sweep a folder of their own" in (
         capsys.readouterr().err
     )
-
-
-def test_very_many_runs_are_asked_for_first(trained, sweep, capsys, monkeypatch):
-    many = "seed=" + ",".join(map(str, range(10_000)))
-    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
-    assert sweep(many) == ExitCode.USAGE
-    assert "--sweep: 10,000 runs, one after the other, in" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    for answer in ("", "no"):
-        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
-        assert sweep(many) == ExitCode.USAGE
-        assert "nothing was trained" in capsys.readouterr().err
-    assert not trained.commands
-    monkeypatch.setattr(sweeping, "MOST", 1)
-    monkeypatch.setattr("builtins.input", lambda question: "y")
-    assert sweep("seed=0,1") == 0
-    assert sweep("seed=2,3", "--yes") == 0
 
 
 def test_one_of_several_processes_starts_no_sweep_and_a_dry_run_lists_the_commands(
