@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from jddp.trainer.watching import EarlyStopping as EarlyStopping
     from jddp.trainer.watching import KeepBest as KeepBest
     from jddp.workbench.logical_replicas import LogicalReplicas as LogicalReplicas
-    from jddp.workbench.objective import objective as objective
 
 __version__ = "0.1.0"
 
@@ -88,7 +87,6 @@ _HOMES = {
     "fit": "trainer.fit",
     "launch": "commands.launch",
     "memory": "inspection.memory",
-    "objective": "workbench.objective",
     "open_run": "trainer.runs.opened",
     "powersgd": "reduce.powersgd",
     "register_batch_norm": "modules.batch_norm",

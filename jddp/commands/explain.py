@@ -3,7 +3,7 @@
 Takes a job as `jddp.train` does, compiles its step for the devices of its mesh, and prints the plan
 next to the collectives of the compiled program, as `jddp.explain` does for objects. With `--target`
 the step is compiled for GPUs that need not be there, and its time and memory are modelled. Nothing
-runs, nothing but the picture is written, and the data may be absent.
+runs or is written, and the data may be absent.
 
 `jddp explain --trace RUN_DIR` prints how the time of traced steps was spent; with
 `--target` too, next to the modelled times for the config of that run.
@@ -23,7 +23,7 @@ from jddp.config.cli import (
     share_gpus,
 )
 from jddp.distributed.command import run_command
-from jddp.ground.errors import ExitCode, UsageError, show
+from jddp.ground.errors import ExitCode, show
 from jddp.ground.names.plugins import tool
 
 
@@ -39,8 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--scaling", action="store_true", help=scaling)
     traced = "print the times of a trace instead; with --target beside those of its modelled step"
     add("--trace", type=Path, metavar="RUN_DIR", help=traced)
-    picture = "write a picture of the modelled or traced step"
-    add("--html", type=Path, metavar="FILE", help=picture)
     return run_command(lambda: _explain(parser.parse_intermixed_args(argv)))
 
 
@@ -51,8 +49,6 @@ def _explain(arguments: argparse.Namespace) -> int:
             # With GPUs of its own JAX, which is not imported yet, would compile for those alone.
             os.environ["JAX_PLATFORMS"] = "cpu"
         return int(tool("explain", "--target or --trace")(arguments))
-    if arguments.html is not None:
-        raise UsageError("--html needs --target or --trace: it draws a modelled or a traced step.")
     from jddp.config.files import load_config
 
     config, _ = load_config(arguments.config, arguments.overrides)

@@ -18,7 +18,6 @@ import jax
 from jddp.engine.compiled import CompiledSteps, Trainable
 from jddp.engine.mesh import platform
 from jddp.engine.step import Synchronization
-from jddp.ground.errors import UsageError
 from jddp.ground.names.plugins import tool
 from jddp.ground.typing import Batch, JsonObject, Shown, TextTable
 from jddp.inspection.collectives import GRADIENTS, PARAMETERS, Collective, collectives, purpose_of
@@ -100,16 +99,6 @@ class Explanation(Shown):
             "prediction": self.prediction and self.prediction.as_json(),
         }
 
-    def as_html(self) -> str:
-        """One page of HTML with a picture of the modelled step; it loads nothing from elsewhere.
-
-        Raises:
-          UsageError: If there is no prediction.
-        """
-        if self.prediction is None:
-            raise UsageError('There is no modelled step to draw. Give explain target="h100".')
-        return str(self.prediction.as_html())
-
     def _runs(self, collective: Collective) -> float:
         every, purpose = self.sync.every, purpose_of(collective)
         if every is not None and purpose in SENT:
@@ -133,7 +122,7 @@ class Explanation(Shown):
 
     def _tables(self) -> Iterator[TextTable]:
         if self.prediction is not None:
-            return  # A modelled step is text, and a page (`as_html`).
+            return  # A modelled step is text.
         yield TextTable(self.verdict)
         yield from self.plan._tables()
         head = ("number", "MiB", "dtype", "collective", "async", "for")

@@ -25,8 +25,8 @@ from jddp.distributed.command import run_command
 from jddp.ground.errors import UsageError, show
 from jddp.ground.names import MODES, choose_mode, few
 from jddp.ground.typing import JsonObject, Record
-from jddp.trainer.reports.lines import COLUMNS
 from jddp.trainer.reports.files import MetricsFile
+from jddp.trainer.reports.lines import COLUMNS
 from jddp.trainer.runs.saved import kept_of_data
 
 METRICS = ("accuracy", "loss")  # the first that has been recorded, if none is chosen

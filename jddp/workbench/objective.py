@@ -1,10 +1,10 @@
-"""`jddp.objective`: a config as an objective of Optuna, with one trial for all processes of a job.
+"""A config as an objective of Optuna, with one trial for all processes of a job.
 
     def suggest(trial):
         return {"optimizer.learning_rate": trial.suggest_float("rate", 1e-4, 1e-1, log=True)}
 
     study = optuna.create_study(direction="maximize")
-    study.optimize(jddp.objective("a.yaml", suggest, metric="accuracy"), n_trials=20)
+    study.optimize(objective("a.yaml", suggest, metric="accuracy"), n_trials=20)
 
 In a job of several processes the study of process 0 suggests values and decides about pruning. All
 train with the same values, and stop at the same evaluation.
@@ -195,7 +195,7 @@ class _Reports(Watching):
     All processes stop it at the evaluation that decided: the run ends as one of a single process.
     """
 
-    called = "jddp.objective(metric=)"
+    called = "objective(metric=)"
 
     def __init__(self, metric: str, mode: str, trial: "Trial | None") -> None:
         super().__init__(metric, mode)

@@ -3,6 +3,8 @@
     print(read_trace("runs/one"))               # of all processes that left a trace there
     read_trace(folder).devices["GPU:0"].exposed
 
+`jddp explain --trace` prints it, with `--target` next to modelled times of the run's config.
+
 Definitions follow Holistic Trace Analysis. A device communicates while a collective runs, which
 includes its wait for other devices. It computes while any other kernel but a copy runs.
 Communication is exposed while the device does not compute, and the rest of its time is idle.
@@ -13,8 +15,8 @@ kernels; other lines repeat them by layer and module. The kernels of all CPU dev
 plane "/host:CPU", each with the number of its device.
 """
 
-import functools
-import itertools
+import argparse
+import json
 import re
 import statistics
 import textwrap
@@ -25,11 +27,17 @@ from typing import NamedTuple
 
 from jax.profiler import ProfileData, ProfileEvent, ProfilePlane
 
-from jddp.ground.errors import DataError
+from jddp.config.files import load_config
+from jddp.ground.errors import DataError, ExitCode, UsageError, show
 from jddp.ground.typing import JsonObject, Shown
+from jddp.inspection.explain import Explanation, explain
+from jddp.trainer.job.build import build
 from jddp.trainer.timing import DATA, STEP
-from jddp.workbench.step_times import COMPUTING, EXPOSED, MEASURED, Band, Lanes, StepTimes, in_ms
+from jddp.workbench.modelled.described import Target
 
+MODELLED, MEASURED = "modelled", "measured"
+_COLUMN = 21
+_UNKNOWN = "not known"
 Span = tuple[int, int]  # nanoseconds
 _COLLECTIVE = re.compile(
     r"nccl|(all[-_](reduce|gather|to[-_]all)|reduce[-_]scatter|psum|pmax|pmin|ppermute"
@@ -67,62 +75,23 @@ class DeviceTime(NamedTuple):
         return 1 - self.exposed / self.communication if self.communication else 0.0
 
 
-class Kernels(NamedTuple):
-    """The kernels of a device.
-
-    Attributes:
-      start: Nanosecond at which the first begins.
-      end: Nanosecond at which the last ends.
-      computed: Time in which one computes, as spans in order that do not overlap.
-      sent: The same of each collective, by its name, in the order of their first runs.
-    """
-
-    start: int
-    end: int
-    computed: Sequence[Span]
-    sent: dict[str, Sequence[Span]]
-
-    @property
-    def communicated(self) -> Sequence[Span]:
-        """Time in which a collective runs."""
-        return _merge(itertools.chain(*self.sent.values()))
-
-    def exposed(self, sent: Sequence[Span]) -> Sequence[Span]:
-        """The part of some spans in which nothing is computed."""
-        edges = sorted([*_edges(sent, 0), *_edges(self.computed, 1)])
-        running, found = [0, 0], list[Span]()
-        for (time, kind, change), (following, *_) in itertools.pairwise(edges):
-            running[kind] += change
-            if running[0] and not running[1]:
-                found.append((time, following))
-        return _merge(found)
-
-    @property
-    def time(self) -> DeviceTime:
-        """The time of the device."""
-        sent = self.communicated
-        parts = map(_length, (self.computed, sent, self.exposed(sent)))
-        return DeviceTime(*(x / 1e9 for x in (self.end - self.start, *parts)))
-
-
-def kernels_of(planes: Iterable[ProfilePlane]) -> dict[str, Kernels]:
-    """The kernels of each device in the planes of a trace, by its name, such as "GPU:0"."""
-    found: dict[str, list[tuple[str, Span]]] = {}
+def device_times(planes: Iterable[ProfilePlane]) -> dict[str, DeviceTime]:
+    """The time of each device in the planes of a trace, by its name, such as "GPU:0"."""
+    kernels: dict[str, list[tuple[str, Span]]] = {}
     for device, name, span in _kernels(planes):
-        found.setdefault(device, []).append((name, span))
-    return {device: _sorted(each) for device, each in sorted(found.items())}
+        kernels.setdefault(device, []).append((name, span))
+    return {device: _time_of(each) for device, each in sorted(kernels.items())}
 
 
-def _sorted(kernels: Sequence[tuple[str, Span]]) -> Kernels:
-    computed, sent = list[Span](), dict[str, list[Span]]()
-    for name, span in sorted(kernels, key=lambda x: x[1]):
-        if _COLLECTIVE.match(name):
-            sent.setdefault(name, []).append(span)
-        elif not _COPY.search(name):
-            computed.append(span)
-    start = min(span[0] for _, span in kernels)
-    end = max(span[1] for _, span in kernels)
-    return Kernels(start, end, _merge(computed), {name: _merge(x) for name, x in sent.items()})
+def _time_of(kernels: Sequence[tuple[str, Span]]) -> DeviceTime:
+    sent = _merge(span for name, span in kernels if _COLLECTIVE.match(name))
+    others = [x for x in kernels if not _COLLECTIVE.match(x[0])]
+    computed = _merge(span for name, span in others if not _COPY.search(name))
+    # What is busy and does not compute sends, and nothing hides it.
+    busy = _length(_merge([*sent, *computed]))
+    span = max(end for _, (_, end) in kernels) - min(start for _, (start, _) in kernels)
+    parts = span, _length(computed), _length(sent), busy - _length(computed)
+    return DeviceTime(*(x / 1e9 for x in parts))
 
 
 def _kernels(planes: Iterable[ProfilePlane]) -> Iterator[tuple[str, str, Span]]:
@@ -136,14 +105,7 @@ def _kernels(planes: Iterable[ProfilePlane]) -> Iterator[tuple[str, str, Span]]:
                 device = gpu[1] if gpu else _cpu(event)
                 if device is not None:
                     start = round(event.start_ns)
-                    yield device, _name(event), (start, start + round(event.duration_ns))
-
-
-def _name(event: ProfileEvent) -> str:
-    """The name of a kernel; NCCL runs the same one for many instructions, which are named too."""
-    if event.name.startswith("nccl") and "hlo_op" in (stats := dict(event.stats)):
-        return f"{event.name} of {stats['hlo_op']}"
-    return event.name
+                    yield device, event.name, (start, start + round(event.duration_ns))
 
 
 def _cpu(event: ProfileEvent) -> str | None:
@@ -152,13 +114,6 @@ def _cpu(event: ProfileEvent) -> str | None:
         return None
     stats = dict(event.stats)
     return f"CPU:{stats['device_ordinal']}" if "hlo_op" in stats else None
-
-
-def _edges(spans: Iterable[Span], kind: int) -> Iterator[tuple[int, int, int]]:
-    """When each span of a kind begins and ends."""
-    for start, end in spans:
-        yield start, kind, 1
-        yield end, kind, -1
 
 
 def _length(spans: Sequence[Span]) -> int:
@@ -176,6 +131,50 @@ def _merge(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
+def in_ms(seconds: float) -> str:
+    """A time in milliseconds, with their unit."""
+    return f"{1e3 * seconds:,.2f} ms"
+
+
+class StepTimes(NamedTuple):
+    """Where the time of a step goes, in seconds, on average over devices.
+
+    Attributes:
+      kind: `MODELLED` or `MEASURED`.
+      step: Time of the step.
+      compute: Part in which a device computes.
+      exposed: Part in which it communicates and does not compute.
+      idle: Part in which it does neither; None if that is not known.
+      data_wait: Time in which the host waits for a batch; None if that is not known.
+    """
+
+    kind: str
+    step: float
+    compute: float
+    exposed: float
+    idle: float | None = None
+    data_wait: float | None = None
+
+    def cells(self) -> Iterator[str]:
+        """A cell for each row of `ROWS`."""
+        yield in_ms(self.step)
+        for part in (self.compute, self.exposed, self.idle, self.data_wait):
+            yield _UNKNOWN if part is None else f"{in_ms(part)} {part / self.step:7.2%}"
+
+
+ROWS = ("time", "computing", "waiting for communication", "idle", "host waiting for its batch")
+
+
+def times_as_text(times: Sequence[StepTimes]) -> str:
+    """A table with a column for each, of those rows that one of them knows."""
+    head = ["", *(x.kind for x in times)]
+    rows = zip(ROWS, *(x.cells() for x in times), strict=True)
+    known = [row for row in rows if {*row[1:]} != {_UNKNOWN}]
+    return "\n".join(
+        f"{name:<27}" + "".join(f"{x:>{_COLUMN}}" for x in cells) for name, *cells in (head, *known)
+    )
+
+
 _ROW = "{:<18}{:>11}{:>11}{:>16}{:>11}{:>11}"
 
 
@@ -185,19 +184,14 @@ class Trace(Shown):
 
     Attributes:
       steps: Numbers of the steps, in order; empty if the trace was not made by a run of jddp.
-      kernels: The kernels of each device in all steps together, by its name, such as "GPU:0"; of
+      devices: The time of each device in all steps together, by its name, such as "GPU:0"; of
         several processes "process_1 GPU:0".
       data_wait: Seconds in which a process waits for batches, on average over processes.
     """
 
     steps: tuple[int, ...]
-    kernels: dict[str, Kernels]
+    devices: dict[str, DeviceTime]
     data_wait: float
-
-    @functools.cached_property
-    def devices(self) -> dict[str, DeviceTime]:
-        """The time of each device in all steps together."""
-        return {name: x.time for name, x in self.kernels.items()}
 
     @property
     def num_steps(self) -> int:
@@ -234,11 +228,6 @@ class Trace(Shown):
         if not self.steps:
             return "The trace has no steps of a run of jddp: times are of all of it"
         return f"steps {self.steps[0]} to {self.steps[-1]}, of which times are means"
-
-    def lanes(self) -> list[Lanes]:
-        """The lanes of the devices that wait least and most."""
-        waits = sorted(self.devices, key=lambda name: self.devices[name].exposed)
-        return [_lanes(name, self.kernels[name]) for name in dict.fromkeys((waits[0], waits[-1]))]
 
     def as_json(self) -> JsonObject:
         """The same as values of JSON; times are in seconds for each step."""
@@ -279,17 +268,17 @@ def read_trace(folder: str | Path) -> Trace:
             f"{folder} holds no trace of jax.profiler (*.xplane.pb). A run records one with "
             "train.profile_steps=[10,13]."
         )
-    steps, waits, kernels = set[int](), list[float](), dict[str, Kernels]()
+    steps, waits, devices = set[int](), list[float](), dict[str, DeviceTime]()
     for process, file in files.items():
         planes = _planes(file)
         notes = list(_annotations(planes))
         steps |= {number for name, number, _ in notes if name == STEP}
         waits.append(sum(seconds for name, _, seconds in notes if name == DATA))
         prefix = f"{process} " if len(files) > 1 else ""
-        kernels |= {f"{prefix}{name}": x for name, x in kernels_of(planes).items()}
-    if not kernels:
+        devices |= {f"{prefix}{name}": x for name, x in device_times(planes).items()}
+    if not devices:
         raise DataError(f"{folder}: the trace holds no kernel of a device.")
-    return Trace(tuple(sorted(steps)), kernels, statistics.fmean(waits))
+    return Trace(tuple(sorted(steps)), devices, statistics.fmean(waits))
 
 
 def _planes(file: Path) -> list[ProfilePlane]:
@@ -323,18 +312,42 @@ def _fields(time: DeviceTime, num_steps: int) -> JsonObject:
     return {f"{name}_seconds": x / num_steps for name, x in seconds.items()}
 
 
-def _lanes(name: str, kernels: Kernels) -> Lanes:
-    time, exposed = kernels.time, kernels.exposed(kernels.communicated)
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Prints what `jddp explain` asks for; returns its exit code."""
+    trace = None if arguments.trace is None else read_trace(arguments.trace)
+    step = None if arguments.target is None else _modelled(arguments)
+    text = _as_text(trace, step)
+    show(json.dumps(_as_json(trace, step)) if arguments.json else text)
+    return ExitCode.DONE
 
-    def seconds(spans: Sequence[Span]) -> list[tuple[float, float]]:
-        return [((a - kernels.start) / 1e9, (b - kernels.start) / 1e9) for a, b in spans]
 
-    computing = [
-        Band(COMPUTING, f"computing: {in_ms(time.compute)} in all", seconds(kernels.computed)),
-        Band(EXPOSED, f"waits for communication: {in_ms(time.exposed)} in all", seconds(exposed)),
-    ]
-    sent = [
-        Band("sent", f"{each}: {in_ms(_length(runs) / 1e9)} in {len(runs)} runs", seconds(runs))
-        for each, runs in kernels.sent.items()
-    ]
-    return Lanes(MEASURED, name, time.span, computing, sent)
+def _modelled(arguments: argparse.Namespace) -> Explanation:
+    config, _ = load_config(_configs(arguments), arguments.overrides)
+    gpu, topology, links = arguments.target, arguments.topology or "1x8", arguments.link
+    job = build(config, needs_data=False, mesh=Target.named(gpu, topology, links).mesh())
+    options = {"topology": topology, "links": links, "scaling": arguments.scaling}
+    return explain(job.ddp, job.batch_spec, target=gpu, **options)
+
+
+def _configs(arguments: argparse.Namespace) -> list[str]:
+    """The configs that are named, or else the config of the traced run."""
+    if arguments.config or arguments.trace is None:
+        return list(arguments.config)
+    own = arguments.trace / "config.yaml"
+    if not own.is_file():
+        raise UsageError(f"{own} is not there. Name the config of the traced step by --config.")
+    return [str(own)]
+
+
+def _as_json(trace: Trace | None, step: Explanation | None) -> JsonObject:
+    if step is None:
+        assert trace is not None  # One of them is there.
+        return trace.as_json()
+    return step.as_json() | ({} if trace is None else {"measured": trace.as_json()})
+
+
+def _as_text(trace: Trace | None, step: Explanation | None) -> str:
+    parts = [str(x) for x in (trace, step) if x is not None]
+    if trace is not None and step is not None:
+        parts.insert(1, times_as_text([trace.times, step.prediction.times]))
+    return "\n\n".join(parts)

@@ -11,7 +11,7 @@ from tiny import MLP, NUM_CLASSES, ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp.commands.explain import main
-from jddp.ground.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError
 from jddp.workbench.modelled.described import Target
 
 KIB = 1 / 1024
@@ -91,7 +91,6 @@ def test_a_target_is_refused_in_one_line_where_it_is_unknown_or_missing(capsys):
         (["--target", "h100", "--topology", "8"], "Did you mean '1x8'?"),
         (["--target", "h100", "--link", "nv=1GB/s,1us"], "Did you mean 'nvlink'?"),
         (["--topology", "1x8"], "--topology needs --target, such as --target h100."),
-        (["--html", "step.html"], "--html needs --target"),
     ):
         assert main(["model.name=mlp", *arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -106,11 +105,6 @@ def test_without_the_plugin_a_target_says_how_to_get_it(monkeypatch, capsys):
     assert main(["model.name=mlp", "--target", "h100"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "pip install 'jddp[aot]'" in line
-
-
-def test_there_is_no_picture_without_a_target():
-    with pytest.raises(UsageError, match='Give explain target="h100"'):
-        jddp.explain(wrapped(), make_batch()).as_html()
 
 
 def test_a_step_that_the_compiler_refuses_for_a_target_is_one_error_with_its_words(monkeypatch):

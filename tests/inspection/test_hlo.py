@@ -285,26 +285,6 @@ def test_a_loop_that_communicates_is_walked_as_often_as_it_runs():
     assert (timeline.compute_seconds, timeline.step_seconds) == (11.0, 21.0)
 
 
-def test_a_loop_over_micro_batches_has_the_passes_of_each_and_one_over_layers_is_one_stretch():
-    def named(product, scope):
-        return f'{PRODUCT.format(product)}, metadata={{op_name="jit(step)/while/body/{scope}/dot"}}'
-
-    forward, backward = "jvp(loss)", "transpose(jvp(loss))"
-    passes = named("a", forward), named("b", backward), named("c", backward)
-    timeline = walked(LOOP, parts=with_part("%looping", *passes))
-    assert [x.phase for x in timeline.spans] == ["forward", "backward"] * 5
-    took = {"forward": 0.0, "backward": 0.0}
-    for x in timeline.spans:
-        took[x.phase] += x.end - x.start
-    assert took == {"forward": 5.0, "backward": 10.0}
-    inner = with_part("%looping", named("a", forward))
-    scanned = LOOP + f', metadata={{op_name="jit(step)/while/body/{forward}/while"}}'
-    body = scanned, named("b", backward)
-    outer = LOOP.replace("looping", "outer")
-    timeline = walked(outer, parts=with_part("%outer", *body, parts=inner))
-    assert [x.end - x.start for x in timeline.spans] == [5.0, 1.0] * 5
-
-
 def test_small_transfers_are_counted_apart():
     small = "%s = f32[4]{0} all-reduce(%g), to_apply=%sum"
     timeline = walked("%g = f32[4]{0} constant(0)", small)

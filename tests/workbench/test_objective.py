@@ -13,18 +13,19 @@ from workers.start import run_module
 import jddp
 from jddp.distributed.identity import VARIABLES
 from jddp.ground.errors import ConfigError, UsageError
+from jddp.workbench.objective import objective
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-def objective(folder, **options):
-    return jddp.objective(config(folder), suggest, metric="loss", **options)
+def of_loss(folder, **options):
+    return objective(config(folder), suggest, metric="loss", **options)
 
 
 def test_a_trial_trains_with_suggested_values_and_has_the_value_of_its_best_evaluation(tmp_path):
     study = optuna.create_study(study_name="a b")
-    study.optimize(objective(tmp_path), n_trials=2)
+    study.optimize(of_loss(tmp_path), n_trials=2)
     for number, trial in enumerate(study.trials):
         folder = tmp_path / "a_b" / f"trial-{number}"
         assert trial.user_attrs == {"run_dir": str(folder)}
@@ -50,7 +51,7 @@ def test_a_trial_whose_numbers_go_wrong_fails_and_the_study_continues(tmp_path):
     def wide(trial):
         return {"optimizer.learning_rate": trial.suggest_float("rate", 1e-3, 1e30)}
 
-    study.optimize(jddp.objective(config(tmp_path), wide, metric="loss"), n_trials=2)
+    study.optimize(objective(config(tmp_path), wide, metric="loss"), n_trials=2)
     assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
 
 
@@ -59,9 +60,7 @@ def test_other_keys_are_those_of_all_trials_and_a_config_without_a_directory_lea
 ):
     monkeypatch.chdir(tmp_path)
     study = optuna.create_study()
-    one = jddp.objective(
-        config("x"), suggest, metric="loss", **{"train.num_steps": 2, "run.dir": None}
-    )
+    one = objective(config("x"), suggest, metric="loss", **{"train.num_steps": 2, "run.dir": None})
     study.optimize(one, n_trials=1)
     assert [*study.trials[0].intermediate_values] == [2]
     assert not [*tmp_path.iterdir()]
@@ -72,7 +71,7 @@ def test_the_folder_of_a_trial_with_other_values_is_refused(tmp_path):
         study = optuna.create_study(study_name="anew")  # in memory, so its trials begin at 0
         study.enqueue_trial({"rate": 0.1})
         options = {"train.num_steps": num_steps, **others}
-        study.optimize(objective(tmp_path, **options), n_trials=1)
+        study.optimize(of_loss(tmp_path, **options), n_trials=1)
         return study.trials[0]
 
     first = search(4)
@@ -86,23 +85,23 @@ def test_the_folder_of_a_trial_with_other_values_is_refused(tmp_path):
 
 def test_mistakes_are_reported_before_a_step(tmp_path):
     with pytest.raises(ConfigError, match="unknown key 'seeed'. Did you mean 'seed'"):
-        objective(tmp_path, seeed=1)
+        of_loss(tmp_path, seeed=1)
     study = optuna.create_study(direction="maximize")
     with pytest.raises(UsageError, match="maximizes 'loss'.*direction='minimize'"):
-        study.optimize(objective(tmp_path), n_trials=1)
+        study.optimize(of_loss(tmp_path), n_trials=1)
     with pytest.raises(UsageError, match="The study has 2 directions"):
-        optuna.create_study(directions=["minimize"] * 2).optimize(objective(tmp_path), n_trials=1)
+        optuna.create_study(directions=["minimize"] * 2).optimize(of_loss(tmp_path), n_trials=1)
     with pytest.raises(ConfigError, match=r"objective\(metric=\) watches 'los', .*mean 'loss'"):
         optuna.create_study().optimize(
-            jddp.objective(config(tmp_path), suggest, metric="los"), n_trials=1
+            objective(config(tmp_path), suggest, metric="los"), n_trials=1
         )
 
 
-def test_each_of_several_processes_is_to_optimize_by_the_objective(tmp_path, monkeypatch):
+def test_each_of_several_processes_is_to_optimize_by_the_of_loss(tmp_path, monkeypatch):
     for name, value in zip(VARIABLES, ("127.0.0.1:1", "2", "0"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"call objective.optimize\(study, n_trials=...\) on each"):
-        optuna.create_study().optimize(objective(tmp_path), n_trials=1)
+        optuna.create_study().optimize(of_loss(tmp_path), n_trials=1)
 
 
 @pytest.mark.processes

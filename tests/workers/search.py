@@ -13,6 +13,7 @@ import optuna
 from flax import linen as nn
 
 import jddp
+from jddp.workbench.objective import objective
 
 CONFIG = {
     "seed": 0,
@@ -64,7 +65,7 @@ def search(folder, process_index):
         sampler=optuna.samplers.RandomSampler(seed=process_index),
         pruner=WorstHalf(),
     )
-    jddp.objective(config(folder), suggest, metric="loss").optimize(study, n_trials=4)
+    objective(config(folder), suggest, metric="loss").optimize(study, n_trials=4)
     return [
         {"state": x.state.name, "value": x.value, "rate": x.params["rate"], **x.user_attrs}
         for x in study.trials

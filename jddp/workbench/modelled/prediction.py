@@ -27,9 +27,9 @@ from jddp.modules.rows import count_rows
 from jddp.reduce.plan import BucketPlan
 from jddp.workbench.modelled.described import CompiledFor, Target, compile_for, rows_of_host
 from jddp.workbench.modelled.links import START_SECONDS
-from jddp.workbench.modelled.schedule import BACKWARD, FORWARD, UPDATE, Timeline, walk
+from jddp.workbench.modelled.schedule import Timeline, walk
 from jddp.workbench.modelled.transfer_groups import TransferGroup, group_transfers
-from jddp.workbench.step_times import EXPOSED, MODELLED, Band, Lanes, StepTimes, draw_page, in_ms
+from jddp.workbench.trace import MODELLED, StepTimes, in_ms
 
 NUM_HOSTS = (1, 8, 32, 128)
 COMPILED = (1, 8)
@@ -218,25 +218,6 @@ class Prediction(Shown):
         )
         return f"Does not fit: a step needs {needs:.1f} GB of a GPU, which has {has:.1f} GB. {way}"
 
-    def lanes(self) -> Lanes:
-        """The computing and the communication of a GPU, over time."""
-        time = self.timeline
-        computing = list[Band]()
-        for phase in (FORWARD, BACKWARD, UPDATE):
-            spans = [(x.start, x.end) for x in time.spans if x.phase == phase]
-            took = in_ms(sum(end - start for start, end in spans))
-            computing.append(Band(phase, f"{phase}: {took}", spans))
-        for x in time.transfers:
-            if x.waited_seconds > 0:
-                title = f"waits {in_ms(x.waited_seconds)} for {x.name}"
-                computing.append(Band(EXPOSED, title, [(x.done_at - x.waited_seconds, x.done_at)]))
-        sent = [_band(group) for group in self.groups]
-        return Lanes(MODELLED, str(self.target), time.step_seconds, computing, sent)
-
-    def as_html(self) -> str:
-        """One page of HTML with a picture of the step; it loads nothing from elsewhere."""
-        return draw_page(str(self), [self.lanes()])
-
     def as_json(self) -> JsonObject:
         """The same as numbers and words, in bytes and seconds."""
         fabric = self.target.fabric
@@ -374,18 +355,6 @@ def predict(target: Target, own: CompiledFor) -> Prediction:
         accumulate_steps=split.accumulate_steps,
         every=own.steps.spec.sync.every,
     )
-
-
-def _band(group: TransferGroup) -> Band:
-    times = [(x.ended_at - x.needed_seconds, x.ended_at) for x in group.transfers]
-    named = f"{group.label}: {group.name}" if group.label else group.name
-    named += f" ({len(group.paths)} parameters)" if group.paths else ""
-    title = (
-        f"{named}\n{group.bytes / MEGABYTE:,.2f} MB of {group.dtype}, {group.op} x "
-        f"{len(group.transfers)}, {group.choice.algorithm}\n"
-        f"takes {in_ms(group.needed_seconds)}, waits {in_ms(group.waited_seconds)}"
-    )
-    return Band("other" if group.number is None else "sent", title, times)
 
 
 def _group_as_json(group: TransferGroup) -> JsonObject:
