@@ -12,9 +12,13 @@ import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from runs import ROOT, compiling_as_here
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
 
 FOLDERS = ("*.md", "docs/**/*.md", "tests/**/*.md")
 PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(folder))
@@ -55,6 +59,36 @@ def test_tables_name_tests_that_are_there():
             names = " ".join(re.findall(r"def (test_\w+)", file.read_text()))
             wrong += [f"{path}: {x}" for x in re.split(" or | and ", words) if x not in names]
     assert not wrong
+
+
+def files_entered(call):
+    """The files of jddp whose functions a call runs, in the order in which it first enters them."""
+    found, package = {}, f"{ROOT}/jddp/"
+
+    def note(frame, event, _):
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(package):
+            found[file.removeprefix(f"{ROOT}/")] = True
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return [*found]
+
+
+def test_a_step_enters_the_files_that_the_page_on_architecture_lists_and_no_other():
+    ddp, batch = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn), make_batch(16)
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("## The way of a batch through a step")[2].partition("\n## ")[0]
+    listed = {path for path, *_ in ANCHOR.findall(section.partition("\nRead these")[0])}
+    # For a new form of rows alone, and on the devices.
+    listed -= {"jddp/reduce/plan.py", "jddp/engine/step.py"}
+    entered = files_entered(lambda: ddp.step(state, batch))
+    assert {*entered} == listed
+    assert len(entered) <= 8
 
 
 def parts_of(page):
