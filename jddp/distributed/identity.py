@@ -216,7 +216,7 @@ def choose_local_devices(environ: Environ, names: Names) -> tuple[int, ...] | No
 
 
 Resolver = Callable[[Environ], Identity | None]
-_POD, _JOB, _PODS = "JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"
+_POD = "JOB_COMPLETION_INDEX"
 _MASTER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _LOCAL = ("LOCAL_WORLD_SIZE", "LOCAL_RANK")
 TORCHRUN = Names("WORLD_SIZE", "RANK", *_LOCAL, _MASTER, "MASTER_ADDR:MASTER_PORT")
@@ -256,12 +256,6 @@ def resolve_identity(
             continue
         if identity is None:
             continue
-        for name, number in ((COUNT, identity.num_processes), (ID, identity.process_id)):
-            if environ.get(name, "") not in ("", str(number)):
-                raise ConfigError(
-                    f"{name}={environ[name]}, but {identity.source} has set {number}. Unset "
-                    f"{name}, or start that many processes."
-                )
         return identity
     if half_set is not None:
         raise half_set
@@ -270,37 +264,9 @@ def resolve_identity(
 
 
 def jax_variables(environ: Environ) -> Identity | None:
-    """The three variables that jddp's launcher sets, also on Ray, and Kubeflow's JAX runtime.
-
-    jddp's launcher has split the devices, whatever scheduler is around it.
-    """
-    launcher = environ.get(LAUNCHED)
+    """The three variables that jddp's launcher sets, also on Ray, and Kubeflow's JAX runtime."""
     names = Names(COUNT, ID, needed=VARIABLES)
-    found = identify(environ, names, lambda: None, launcher or COUNT)
-    if found is not None and not launcher:
-        for source in (torchrun, *SCHEDULERS):
-            _refuse_other_numbers(found, source, environ)
-    return found
-
-
-def _refuse_other_numbers(found: Identity, source: Resolver, environ: Environ) -> None:
-    """Refuses numbers in JAX's variables that contradict the numbers of the scheduler.
-
-    A job may have more processes than its scheduler has tasks, if each task starts several. It
-    cannot have fewer. If it has as many, both numbers of a process must be equal.
-    """
-    other = None
-    with contextlib.suppress(ConfigError):
-        other = source({name: x for name, x in environ.items() if name not in (COUNT, ID)})
-    if other is None or other.num_processes == 1:
-        return
-    is_other = other.num_processes == found.num_processes and other.process_id != found.process_id
-    if is_other or other.num_processes > found.num_processes:
-        raise ConfigError(
-            f"{COUNT}={found.num_processes} and {ID}={found.process_id}, but {other.source} has "
-            f"started process {other.process_id} of {other.num_processes}. Unset {COUNT} and {ID}, "
-            "or give each process its own number."
-        )
+    return identify(environ, names, lambda: None, environ.get(LAUNCHED) or COUNT)
 
 
 def torchrun(environ: Environ) -> Identity | None:
@@ -364,50 +330,27 @@ def slurm(environ: Environ) -> Identity | None:
 def kubernetes(environ: Environ) -> Identity | None:
     """A pod of an Indexed Job, which knows its index; the manifest must set the number of pods.
 
-    The first pod has this one's name with index 0: `job-0.a.b` for `job-3.a.b`. A JobSet may have
-    several Jobs, each with pods from 0: JOB_INDEX is the number of the Job, PROCESSES_IN_JOB the
-    number of pods of each. Its pods are named `name-job-pod`.
+    The first pod has this one's name with index 0: `job-0.a.b` for `job-3.a.b`.
     """
-    index, job, pods = (environ.get(name, "") for name in (_POD, _JOB, _PODS))
+    index = environ.get(_POD, "")
     if not (index and environ.get(COUNT)):
         return None  # an array of jobs with one process each
-    names = Names(COUNT, _POD)
-    if job not in ("", "0"):
-        names = Names(COUNT, f"{_JOB} * {_PODS} + {_POD}")
-        are_numbers = all(map(is_number, (job, pods, index)))
-        if not (are_numbers and int(index) < int(pods)):
-            raise ConfigError(
-                f"{_JOB}={job[:20]} and {_PODS}={shown(pods)} for pod {index[:20]} of one of "
-                f"several Jobs, each of which counts from 0: set {_PODS} to the number of pods of "
-                f"each Job, and {COUNT} to the number of all pods."
-            )
-        environ = {**environ, names.process_id: str(int(job) * int(pods) + int(index))}
 
     def address() -> str | None:
         host, _, domain = socket.getfqdn().partition(".")
-        mine = f"-{job}-{index}" if job else f"-{index}"
-        first = f"{host.removesuffix(mine)}{re.sub('[0-9]+', '0', mine)}.{domain}"
-        return f"{first}:{KUBERNETES_PORT}" if domain and host.endswith(mine) else None
+        first = f"{host.removesuffix(index)}0.{domain}"
+        return f"{first}:{KUBERNETES_PORT}" if domain and host.endswith(f"-{index}") else None
 
-    return identify(environ, names, address, "an Indexed Job")
+    return identify(environ, Names(COUNT, _POD), address, "an Indexed Job")
 
 
 # A host of a list: characters, and ranges of numbers in brackets.
 _HOST = re.compile(r"(?:[^,\[\]]|\[[\d,-]+\])+")
-_HOSTS = re.compile(rf"{_HOST.pattern}(?:,{_HOST.pattern})*")
 SCHEDULERS: tuple[Resolver, ...] = (open_mpi, mpich, slurm, kubernetes)
 
 
 def list_hosts(nodes: str) -> list[str]:
-    """Expands a list of hosts of Slurm: `n[9-10],m1` is `n9`, `n10`, `m1`.
-
-    Raises:
-      ConfigError: If it is not such a list.
-    """
-    if not _HOSTS.fullmatch(nodes):
-        raise ConfigError(
-            f"{shown(nodes)} is not a list of hosts as Slurm sets it, such as n[1-2],m1."
-        )
+    """Expands a list of hosts of Slurm: `n[9-10],m1` is `n9`, `n10`, `m1`."""
     hosts = list[str]()
     for name in _HOST.findall(nodes):
         before, bracket, rest = name.partition("[")
@@ -422,7 +365,7 @@ def list_hosts(nodes: str) -> list[str]:
 
 def _first_of_slurm(environ: Environ) -> str | None:
     """Address of mpirun's first process; the step of its daemons may leave out that host."""
-    nodes = environ.get("SLURM_JOB_NODELIST_HET_GROUP_0") or environ.get("SLURM_JOB_NODELIST")
+    nodes = environ.get("SLURM_JOB_NODELIST")
     job = environ.get("SLURM_JOB_ID")
     return f"{list_hosts(nodes)[0]}:{port_of(f'{job}.')}" if nodes and job else None
 
@@ -430,30 +373,17 @@ def _first_of_slurm(environ: Environ) -> str | None:
 def _of_step(environ: Environ, hosts: list[str]) -> str:
     """Host of the first task of a step, and a port for each step.
 
-    Slurm sorts the hosts of a step. Tasks are numbered in that order, except for the components of
-    a heterogeneous job (HET; PACK is set only by srun), which keep their order.
+    Slurm sorts the hosts of a step, and numbers tasks in that order, except in a heterogeneous job.
     """
-    size = environ.get("SLURM_HET_SIZE") or "0"
-    step = environ.get("SLURM_STEP_ID", "")
-    if not step:
-        raise ConfigError(
-            "SLURM_STEP_NODELIST is set but SLURM_STEP_ID not: start the tasks with srun, or set "
-            f"{ADDRESS}."
-        )
-    components = [
-        environ.get(f"SLURM_JOB_NODELIST_{kind}_GROUP_{i}", "")
-        for i in range(int(size))
-        for kind in ("HET", "PACK")
-    ]
-    in_order = [host for nodes in filter(None, components) for host in list_hosts(nodes)]
-    first = next((host for host in in_order if host in hosts), hosts[0])
+    first = hosts[0]
     mine = environ.get("SLURMD_NODENAME", first)
     if environ[SLURM.process_id] == "0" and mine != first:
         raise ConfigError(
             f"process 0 is on {mine}, but Slurm's variables name {first} for the others: set "
             f"{ADDRESS} to {mine}:port, for all processes."
         )
-    return f"{first}:{port_of('.'.join((environ['SLURM_JOB_ID'], step)))}"
+    step = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
+    return f"{first}:{port_of(step)}"
 
 
 def _num_sharing(environ: Environ, hosts: list[str]) -> str:

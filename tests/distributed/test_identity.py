@@ -3,18 +3,24 @@
 import errno
 import socket
 
+import optax
 import pytest
+from tiny import MLP, loss_fn, make_batch
 
+import jddp
 from jddp.distributed.identity import (
     FIRST_PORT,
     NUM_PORTS,
     Identity,
+    explain_unjoined,
     list_hosts,
     loopback,
     port_of,
     resolve_identity,
+    started_job,
 )
-from jddp.ground.errors import ConfigError
+from jddp.ground.errors import ConfigError, UsageError
+from jddp.inspection.doctor import check_job
 
 
 def env(text):
@@ -46,7 +52,6 @@ OPEN_MPI_5 = OPEN_MPI | env(
 )
 MPICH = env("PMI_FD=8 PMI_SIZE=4 PMI_RANK=3 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1")
 INDEXED = env("JOB_COMPLETION_INDEX=3 JAX_NUM_PROCESSES=4")
-SECOND_JOB = env("JOB_COMPLETION_INDEX=1 JOB_INDEX=1 PROCESSES_IN_JOB=2")
 FIRST = env("OMPI_COMM_WORLD_RANK=0")
 SEVERAL = env("OMPI_COMM_WORLD_LOCAL_SIZE=4")
 ADDRESS = env("JAX_COORDINATOR_ADDRESS=z:9")
@@ -85,7 +90,6 @@ def pod(monkeypatch):
         (STEP | MASTER, f"n2:{port_of('7.0')}", "Slurm"),  # as scripts of torch set for all tasks
         (INDEXED, "job-0.pods.space.svc.cluster.local:8476", "an Indexed Job"),
         (INDEXED | ADDRESS, "z:9", "an Indexed Job"),
-        (INDEXED | SECOND_JOB | ADDRESS, "z:9", "an Indexed Job"),
     ],
 )
 def test_each_source_gives_number_and_coordinator(environ, coordinator, source):
@@ -201,89 +205,38 @@ def test_processes_of_a_host_share_its_devices(environ, ids):
     assert str(identity).endswith(f"; local devices {numbers}" if ids else "; every local device")
 
 
-# A step of both components: of the first on n3, and of the second on n1 (twice) and n2.
-HET = STEP | env(
-    "SLURM_HET_SIZE=2 SLURM_JOB_NODELIST_HET_GROUP_0=n3 SLURM_JOB_NODELIST_HET_GROUP_1=n[1-2] "
-    "SLURM_STEP_NODELIST=n[1-3] SLURM_STEP_TASKS_PER_NODE=2,1(x2) SLURMD_NODENAME=n2"
-)
-OF_SRUN = {name.replace("_HET_GROUP_", "_PACK_GROUP_"): value for name, value in HET.items()}
-WIDE = env("SLURM_JOB_NODELIST_HET_GROUP_0=n[3-4] SLURM_STEP_NODELIST=n[1,4]")
-
-
-@pytest.mark.parametrize(
-    "environ, host",
-    [
-        (HET, "n3"),
-        (OF_SRUN, "n3"),
-        (HET | {"SLURM_STEP_NODELIST": "n[1-2]"}, "n1"),  # of the second component alone
-        (HET | WIDE, "n4"),  # of a part of the first
-        (HET | {"SLURM_STEP_NODELIST": "n[3]", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n3"}, "n3"),
-    ],
-)
-def test_a_heterogeneous_job_connects_at_the_first_host_of_its_first_component(environ, host):
-    assert resolve(environ).coordinator == f"{host}:{port_of('7.0')}"
-
-
-@pytest.mark.parametrize("host, ids", [("n1", (2, 3)), ("n2", None), ("n3", None)])
-def test_hosts_of_a_heterogeneous_job_are_distinguished_by_name(host, ids):
-    assert resolve(HET | GPUS | {"SLURMD_NODENAME": host}).local_device_ids == ids
-
-
-FOUR_SHARE_TWO = env("CUDA_VISIBLE_DEVICES=0,1 SLURM_STEP_TASKS_PER_NODE=4(x2)")
-ON_AMD = env("ROCR_VISIBLE_DEVICES=0,1 SLURM_STEP_TASKS_PER_NODE=4(x2)")
-NUMBER_IN_ALL = r"JOB_INDEX \* PROCESSES_IN_JOB \+ JOB_COMPLETION_INDEX=3 must be below JAX_NUM"
+FOUR_SHARE_TWO = env("SLURM_STEP_TASKS_PER_NODE=4(x2)")
+ON_NVIDIA, ON_AMD = env("CUDA_VISIBLE_DEVICES=0,1"), env("ROCR_VISIBLE_DEVICES=0,1")
 GIVES_NOT = "does not give the address of process 0: set JAX_COORDINATOR_ADDRESS"
-OMPI_RANK = "OMPI_COMM_WORLD_RANK"
 MISTAKES = [
-    (JAX | env("JAX_COORDINATOR_ADDRESS="), "set but JAX_COORDINATOR_ADDRESS not"),
-    (JAX | env("JAX_NUM_PROCESSES="), "set but JAX_NUM_PROCESSES not"),
-    ({k: x for k, x in JAX.items() if k != "JAX_PROCESS_ID"}, "set but JAX_PROCESS_ID not"),
-    (JAX | env("JAX_PROCESS_ID=two"), "JAX_PROCESS_ID='two'.* must be numbers"),
-    (JAX | env("JAX_NUM_PROCESSES=1.5"), "JAX_NUM_PROCESSES='1.5'.* must be numbers"),
-    (JAX | env("JAX_PROCESS_ID=-1"), "JAX_PROCESS_ID='-1'.* must be numbers"),
+    *((JAX | env(f"{name}="), f"set but {name} not") for name in JAX),
+    ({name: JAX[name] for name in list(JAX)[:2]}, "set but JAX_PROCESS_ID not"),
+    *((JAX | env(f"JAX_PROCESS_ID={x}"), f"JAX_PROCESS_ID='{x}'") for x in ("two", "-1")),
+    (JAX | {"JAX_PROCESS_ID": "9" * 5000}, r"JAX_PROCESS_ID='9{57}\.\.\.'"),
+    *((JAX | env(f"JAX_NUM_PROCESSES={x}"), f"NUM_PROCESSES='{x}'") for x in ("1.5", 10**9)),
     (JAX | env("JAX_PROCESS_ID=4"), "4 must be below .*4"),
     (JAX | env("JAX_NUM_PROCESSES=0 JAX_PROCESS_ID=0"), "0 must be below .*0"),
     *(
         (JAX | env(f"JAX_COORDINATOR_ADDRESS={x}"), f"JAX_COORDINATOR_ADDRESS='{x}' must be host:")
         for x in ("node-0", ":1234", "node-0:", "node-0:http", "node-0:70000", "a..b:1")
     ),
-    (STEP | env("SLURM_PROCID=0"), "process 0 is on n3, .* name n2 for the others: set JAX_COORD"),
+    (STEP | env("SLURM_PROCID=0"), "process 0 is on n3, .* name n2"),
     (STEP | env("SLURM_PROCID=4"), "SLURM_PROCID=4 must be below SLURM_STEP_NUM_TASKS=4"),
-    (STEP | env("SLURM_PROCID=x"), "SLURM_PROCID='x' must be numbers"),
-    (STEP | env("SLURM_PROCID="), "SLURM_STEP_NUM_TASKS set but SLURM_PROCID not"),
-    (STEP | FOUR_SHARE_TWO, "PER_NODE=4 processes on this host, and CUDA_VISIBLE_DEVICES=0,1 for"),
-    (
-        STEP | env("ROCR_VISIBLE_DEVICES=0,1 SLURM_STEP_TASKS_PER_NODE=4(x2)"),
-        "ROCR_VISIBLE_DEV.*=0,1",
-    ),
+    (STEP | env("SLURM_PROCID=x"), "SLURM_PROCID='x'"),
+    (STEP | env("SLURM_PROCID="), "SLURM_PROCID not"),
+    (STEP | FOUR_SHARE_TWO | ON_NVIDIA, "PER_NODE=4 .*CUDA_VISIBLE_DEVICES=0,1"),
+    (STEP | FOUR_SHARE_TWO | ON_AMD, "ROCR_VISIBLE_DEVICES=0,1"),
     (TORCHRUN | env("RANK=7"), "RANK=7 must be below WORLD_SIZE=4"),
     (TORCHRUN | env("MASTER_PORT=http"), "MASTER_ADDR:MASTER_PORT='b:http' must be host:port"),
     (TORCHRUN | env("RANK="), "set but RANK not"),
     (env("RANK=1"), "RANK set but MASTER_ADDR, MASTER_PORT, WORLD_SIZE not"),
-    (OPEN_MPI_5 | {OMPI_RANK: ""}, f"OMPI_COMM_WORLD_SIZE set but {OMPI_RANK} not"),
+    (OPEN_MPI_5 | env("OMPI_COMM_WORLD_RANK="), "OMPI_COMM_WORLD_RANK not"),
     (OPEN_MPI, f"Open MPI {GIVES_NOT}"),
-    (OPEN_MPI_4 | FIRST, rf"give mpirun -x JAX_.*=n2:{port_of('1531576320')}, so that all"),
-    (OPEN_MPI_5 | FIRST, "mpirun and process 0 run on different hosts: give mpirun -x JAX_.*=n2:"),
+    (OPEN_MPI_4 | FIRST, rf"mpirun -x JAX_.*=n2:{port_of('1531576320')}"),
+    (OPEN_MPI_5 | FIRST, "mpirun -x JAX_.*=n2:"),
     (MPICH, f"MPICH {GIVES_NOT}"),
-    (MPICH | env("JAX_COORDINATOR_ADDRESS=z"), "JAX_COORDINATOR_ADDRESS='z' must be host:"),
+    (MPICH | env("JAX_COORDINATOR_ADDRESS=z"), "JAX_COORDINATOR_ADDRESS='z'"),
     (INDEXED | env("JAX_NUM_PROCESSES=3"), "JOB_COMPLETION_INDEX=3 must be below"),
-    (INDEXED | env("JOB_INDEX=1"), "JOB_INDEX=1 and PROCESSES_IN_JOB=''.* set PROCESSES_IN_JOB to"),
-    (INDEXED | env("JOB_INDEX=x"), "JOB_INDEX=x and PROCESSES_IN_JOB=''"),
-    (INDEXED | SECOND_JOB | env("PROCESSES_IN_JOB=1"), "PROCESSES_IN_JOB='1'"),
-    (INDEXED | SECOND_JOB | env("JAX_NUM_PROCESSES=2"), NUMBER_IN_ALL),
-    (STEP | env("JAX_NUM_PROCESSES=8"), "JAX_NUM_PROCESSES=8, but Slurm has set 4"),
-    (OPEN_MPI_4 | env("JAX_PROCESS_ID=0"), "JAX_PROCESS_ID=0, but Open MPI has set 3"),
-    (STEP | JAX | env("JAX_PROCESS_ID=0"), "=0, but Slurm has started process 3 of 4"),
-    (STEP | JAX | env("JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1"), "but Slurm has started process 3"),
-    (TORCHRUN | JAX | env("JAX_PROCESS_ID=0"), "=0, but torchrun has started process 3 of 4"),
-    (JAX | env("JAX_NUM_PROCESSES=1000000000"), "JAX_NUM_PROCESSES='1000000000'.*must be numbers"),
-    (JAX | {"JAX_PROCESS_ID": "9" * 5000}, r"JAX_PROCESS_ID='9{57}\.\.\.' must be numbers"),
-    *(
-        (STEP | {"SLURM_STEP_NODELIST": x}, "is not a list of hosts")
-        for x in ("[[[[", "n[1", "n]", ",")
-    ),
-    (STEP | env("SLURM_STEP_ID="), "SLURM_STEP_NODELIST is set but SLURM_STEP_ID not"),
-    (INDEXED | {"JOB_INDEX": "1" * 5000}, "of one of several Jobs"),
     (BATCH | env("JAX_NUM_PROCESSES=4"), "JAX_NUM_PROCESSES set but JAX_COORDINATOR_ADDRESS"),
 ]
 
@@ -296,21 +249,16 @@ def test_a_mistake_is_one_line_that_names_variables_and_values(environ, reported
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("name", ["job-3", "mine-others-0-1.mine"])
-def test_a_pod_without_a_name_or_of_another_job_asks_for_an_address(monkeypatch, name):
+@pytest.mark.parametrize("name", ["job-3", "job-2.pods"])
+def test_a_pod_without_a_name_or_with_another_s_asks_for_an_address(monkeypatch, name):
     monkeypatch.setattr(socket, "getfqdn", lambda: name)
-    with pytest.raises(ConfigError, match=f"an Indexed Job {GIVES_NOT}"):
-        resolve(INDEXED | (SECOND_JOB if "." in name else {}))
+    with pytest.raises(ConfigError, match=GIVES_NOT):
+        resolve(INDEXED)
 
 
-def test_pods_of_a_jobset_connect_at_the_first_of_all(monkeypatch):
-    for name, job, coordinator in (
-        ("mine-workers-0-3.mine.space.svc", {}, "mine-workers-0-0.mine.space.svc:8476"),
-        ("mine-workers-0-3.mine", {"JOB_INDEX": "0"}, "mine-workers-0-0.mine:8476"),
-        ("mine-workers-1-1.mine", SECOND_JOB, "mine-workers-0-0.mine:8476"),
-    ):
-        monkeypatch.setattr(socket, "getfqdn", lambda name=name: name)
-        assert resolve(INDEXED | job) == Identity(coordinator, 4, 3)
+def test_a_pod_of_a_jobset_finds_the_first(monkeypatch):
+    monkeypatch.setattr(socket, "getfqdn", lambda: "mine-workers-0-3.mine.space")
+    assert resolve(INDEXED) == Identity("mine-workers-0-0.mine.space:8476", 4, 3)
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
@@ -327,3 +275,77 @@ def test_the_host_s_own_address_is_of_ipv6_where_it_has_no_other(monkeypatch):
 
     monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"bind": bind}))
     assert loopback() == "[::1]"
+
+
+# A process that its launcher started as one of several is not to train by itself.
+
+ALONE = env("JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0")
+
+
+@pytest.mark.parametrize(
+    "environ, source, count_in",
+    [
+        (LAUNCHED, "jddp.launch", "JAX_NUM_PROCESSES"),
+        (JAX, "JAX_NUM_PROCESSES", "JAX_NUM_PROCESSES"),
+        (TORCHRUN, "torchrun", "WORLD_SIZE"),
+        (env("RANK=3 WORLD_SIZE=4"), "torchrun", "WORLD_SIZE"),
+        (OPEN_MPI, "Open MPI", "OMPI_COMM_WORLD_SIZE"),  # which gives no address
+        (MPICH, "MPICH", "PMI_SIZE"),
+        (STEP, "Slurm", "SLURM_STEP_NUM_TASKS"),
+        (INDEXED, "an Indexed Job", "JAX_NUM_PROCESSES"),
+        (env("RANK=0 WORLD_SIZE=1") | OPEN_MPI_5, "Open MPI", "OMPI_COMM_WORLD_SIZE"),
+    ],
+)
+def test_the_numbers_of_a_launcher_describe_its_job_with_or_without_an_address(
+    environ, source, count_in
+):
+    for given in (environ, environ | ADDRESS):
+        job = started_job(given)
+        assert (job.source, job.num_processes, job.process_id) == (source, 4, 3)
+        what, way_out = explain_unjoined(job)
+        assert what.startswith(f"{source} has started 4 processes, of which this is number 3, but")
+        assert "`distributed.initialize(distributed.resolve_identity())`" in way_out
+        assert way_out.endswith(f"To train by itself on purpose, unset {count_in}.")
+        assert started_job({name: x for name, x in given.items() if name != count_in}) is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        dict.fromkeys(JAX, ""),
+        env("RANK=0 WORLD_SIZE=1"),  # as containers leave them
+        env("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0"),
+        env("RANK=3"),
+        MASTER,
+        ALONE,
+        ADDRESS,
+        ALLOCATION,
+        BATCH,
+        STEP | env("SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0"),
+        STEP | env("SLURM_PTY_PORT=1 SLURM_PROCID=x"),
+        env("JAX_NUM_PROCESSES=4"),
+        env("JOB_COMPLETION_INDEX=3"),
+    ],
+)
+def test_a_job_of_one_and_variables_that_make_no_sense_describe_none(environ):
+    assert started_job(environ) is None
+
+
+def test_the_class_fit_and_the_doctor_refuse_one_process_of_several(monkeypatch, tmp_path):
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    jddp.fit(ddp, [make_batch(4)], num_steps=1)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    refused = "jddp.launch has started 4 processes, of which this is number 3, but"
+    with pytest.raises(UsageError, match=refused):
+        jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
+    with pytest.raises(UsageError, match=refused):
+        jddp.fit(ddp, [make_batch(4)], num_steps=1, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (finding,) = check_job(tmp_path)
+    assert finding.level == "bad"
+    assert finding.what.startswith(refused)
+    assert "from jddp import distributed" in finding.fix

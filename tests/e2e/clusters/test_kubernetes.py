@@ -210,7 +210,6 @@ def environ_of(container, pod, first):
     """The variables of a pod with this number, whose job has this name of its first pod."""
     notes = {"batch.kubernetes.io/job-completion-index": str(pod)}
     notes["jobset.sigs.k8s.io/coordinator"] = first
-    about = {"labels": {"jobset.sigs.k8s.io/job-global-index": "0"}, "annotations": notes}
     environ = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
     environ["JOB_COMPLETION_INDEX"] = str(pod)
     for entry in container["env"]:
@@ -218,8 +217,9 @@ def environ_of(container, pod, first):
             environ[entry["name"]] = expand(entry["value"], environ)
         else:
             path = entry["valueFrom"]["fieldRef"]["fieldPath"]
-            kind, key = re.fullmatch(r"metadata\.(\w+)\['(.+)'\]", path).groups()
-            environ[entry["name"]] = about[kind][key]
+            environ[entry["name"]] = notes[
+                re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)[1]
+            ]
     return environ
 
 

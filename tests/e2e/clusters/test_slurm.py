@@ -16,8 +16,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("slurm")]
 TEMPLATE = ROOT / "scripts" / "slurm.sbatch"
 FOUR = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"]
 TWO = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1"]
-# Two components, of which the first is on the last host, and another task of the second shares one.
-HETEROGENEOUS = ["--ntasks=1", "--nodelist=n3"], ["--ntasks=3", "--nodelist=n[1-2]"]
 OFTEN = ["mesh.num_devices=4", "train.num_steps=400", "checkpoint.every_steps=20"]
 ENDLESS = ["train.num_steps=1000000", "checkpoint.every_steps=1000000"]
 WHO = """
@@ -72,11 +70,6 @@ def assert_meet(found, num_processes, host):
     assert coordinator.partition(":")[0] == found[0][3] == host
 
 
-def two_components(*command):
-    first, second = HETEROGENEOUS
-    return [*first, *command, ":", *second, *command]
-
-
 PART = "salloc --nodes=4 --ntasks=4 srun --nodes=2 --ntasks=2 --relative=2"  # of an allocation
 
 
@@ -95,24 +88,15 @@ def test_tasks_of_a_step_know_where_the_first_one_is(slurm, folder, command, cou
     assert_meet(ask(slurm, folder, *command.split()), count, host)
 
 
-def test_components_of_a_heterogeneous_job_are_one(slurm, folder):
-    alone = slurm.run("srun", *two_components("python", "who.py"), cwd=folder)
-    assert_meet(answers(alone.stdout), 4, "n3")
-    allocation = ["salloc", *two_components()[:-2], *HETEROGENEOUS[1]]
-    for groups, count, host in (("0,1", 4, "n3"), ("1", 3, "n1")):
-        found = ask(slurm, folder, *allocation, "srun", f"--het-group={groups}")
-        assert_meet(found, count, host)
-
-
 def test_what_no_variable_tells_process_0_says(slurm, folder):
     (folder / "order").write_text("n3\nn1\nn2\nn2\n")
     order = ["srun", "--kill-on-bad-exit", "--ntasks=4", "--distribution=arbitrary"]
     in_order = {"SLURM_HOSTFILE": "order"}
-    components = two_components("python", "who.py")  # of one ordinary job
-    allocation = ["salloc", "--nodes=4", "--ntasks=8"]
+    who = ["python", "who.py"]
+    components = ["--ntasks=1", "--nodelist=n3", *who, ":", "--ntasks=3", "--nodelist=n[1-2]", *who]
     for done in (
-        slurm.run(*order, "python", "who.py", cwd=folder, **in_order),
-        slurm.run(*allocation, "srun", "--kill-on-bad-exit", *components, cwd=folder),
+        slurm.run(*order, *who, cwd=folder, **in_order),
+        slurm.run("srun", "--kill-on-bad-exit", *components, cwd=folder),
     ):
         assert done.returncode != 0
         assert "process 0 is on n3, but Slurm's variables name n1 for the others: " in done.stderr
@@ -179,15 +163,13 @@ def log(folder, run, job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["step", pytest.param("heterogeneous", marks=pytest.mark.long)])
-def test_tasks_of_a_step_train_as_one_process(slurm, folder, one, form):
-    command, how = training(folder, form, *FEW, "mesh.num_devices=4")
-    command = ["python", "-m", "jddp.train", *command]
-    step = ["--nodes=2", "--ntasks=4", *command]
-    done = slurm.run("srun", *(two_components(*command) if form != "step" else step), **how)
+def test_tasks_of_a_step_train_as_one_process(slurm, folder, one):
+    command, how = training(folder, "step", *FEW, "mesh.num_devices=4")
+    step = ["--nodes=2", "--ntasks=4", "python", "-m", "jddp.train", *command]
+    done = slurm.run("srun", *step, **how)
     assert done.returncode == 0, done.stderr
     assert "job      4 processes, set by Slurm; process 0; coordinator n" in done.stdout
-    assert_alike(result(folder, form)[0], one)
+    assert_alike(result(folder, "step")[0], one)
 
 
 @pytest.mark.long
