@@ -46,7 +46,8 @@ IS_LOST = re.compile("|".join(LOST), re.DOTALL)
 # Messages of JAX before it aborts: no heartbeat of these processes, or none of the coordinator. JAX
 # reports it in no other form.
 _SILENT = r"unhealthy \(stopped sending heartbeats\):(?:\s+\d+)+"
-_UNREACHABLE = r"(?:RPC:|while calling) /\S*CoordinationService/(?:Heartbeat|PollForError)"
+_CALLS = "Heartbeat|PollForError|RegisterTask"
+_UNREACHABLE = rf"(?:RPC:|while calling) /\S*CoordinationService/(?:{_CALLS})"
 ABORT = re.compile(f"{_SILENT}|{_UNREACHABLE}")
 _NAME = "failure.json"
 

@@ -2,7 +2,7 @@
 
 The identity is passed to `jax.distributed` explicitly; JAX's own detection is off. JAX would wait
 five minutes for missing processes, then abort and print a page about its own tasks. Here processes
-hold a rendezvous on the same port before JAX starts, and JAX's own connecting has a time limit.
+hold a rendezvous on the same port before JAX starts.
 """
 
 import contextlib
@@ -11,21 +11,19 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from typing import NoReturn
 
-from jddp.distributed.exits import exit_now, process
+from jddp.distributed.exits import process
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
 from jddp.distributed.gpus import Missing, may_use_gpus, plugin_errors, why_missing
 from jddp.distributed.identity import JOB, Identity, is_number, shown
 from jddp.distributed.rendezvous import Member, RendezvousClient, RendezvousServer, connect_to
-from jddp.ground.errors import ConfigError, DeviceError, ExitCode, report
+from jddp.ground.errors import ConfigError, DeviceError
 
 START, HEARTBEAT = "JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"
 _DEFAULTS = {START: "300", HEARTBEAT: "100"}
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 VIRTUAL_DEVICES = 8
 _PLATFORMS = "jax_platforms"  # JAX_PLATFORMS, unless a program has set it
-_LATER = 30  # seconds, after which JAX gives up too
 
 
 def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
@@ -43,7 +41,6 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
     import jax
 
     from jddp.distributed.agree import use_if_shared
-    from jddp.distributed.coordination import background
     from jddp.distributed.failure import keep_uncaught, watch_over_job
 
     if identity.coordinator is not None or environ.get(FAILURE_FILE):
@@ -61,18 +58,16 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
     rendezvous(identity, listens, environ)
     process.is_settled.clear()
     try:
-        # JAX's wait cannot be interrupted, and would end in an abort.
-        with background(lambda: _give_up(identity, seconds), pause_seconds=seconds):
-            jax.distributed.initialize(
-                coordinator_address=identity.coordinator,
-                num_processes=identity.num_processes,
-                process_id=identity.process_id,
-                local_device_ids=identity.local_device_ids,
-                cluster_detection_method="deactivate",
-                coordinator_bind_address=listens,
-                initialization_timeout=seconds + _LATER,
-                heartbeat_timeout_seconds=heartbeat,
-            )
+        jax.distributed.initialize(
+            coordinator_address=identity.coordinator,
+            num_processes=identity.num_processes,
+            process_id=identity.process_id,
+            local_device_ids=identity.local_device_ids,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=listens,
+            initialization_timeout=seconds,
+            heartbeat_timeout_seconds=heartbeat,
+        )
         watch_over_job()
     finally:
         process.is_settled.set()
@@ -236,11 +231,3 @@ def leads_to_itself(name: str) -> bool:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
-
-
-def _give_up(identity: Identity, seconds: float) -> NoReturn:
-    report(
-        f"process {identity.process_id} of {identity.num_processes} has waited {seconds:.0f} s for "
-        f"JAX to connect all of them, at {identity.coordinator}. One has connected and left."
-    )
-    exit_now(ExitCode.UNAVAILABLE)

@@ -45,7 +45,7 @@ def test_a_process_joins_the_job_of_its_environment_and_nothing_is_detected(join
     initialize(resolve_identity())
     want = {"coordinator_address": "node-0:1234", "num_processes": 4, "process_id": 3}
     want |= {"local_device_ids": None, "cluster_detection_method": "deactivate"}
-    want |= {"initialization_timeout": 330, "heartbeat_timeout_seconds": 100}
+    want |= {"initialization_timeout": 300, "heartbeat_timeout_seconds": 100}
     want |= {"coordinator_bind_address": None}  # which is the first process's affair
     assert joined == [want]
 
@@ -64,7 +64,7 @@ def test_a_time_limit_that_is_no_number_is_refused_and_others_are_those_given(jo
         with pytest.raises(ConfigError, match=f"{name}='{seconds}' must be a positive"):
             initialize(Identity("127.0.0.1:1", 2, 1), {name: seconds})
     initialize(Identity("127.0.0.1:1234", 2, 1), dict.fromkeys((START, HEARTBEAT), "7"))
-    assert (joined[0]["initialization_timeout"], joined[0]["heartbeat_timeout_seconds"]) == (37, 7)
+    assert (joined[0]["initialization_timeout"], joined[0]["heartbeat_timeout_seconds"]) == (7, 7)
 
 
 @pytest.fixture
@@ -395,25 +395,14 @@ def test_the_first_process_waits_for_its_own_name_to_be_known(address, monkeypat
     assert list(names) == []
 
 
-JAX_WAITS = """
-from jddp.distributed import join
-join.rendezvous = lambda *_: None  # one has connected, and left
-join.initialize(join.Identity("127.0.0.1:{}", 2, 0), {{"JDDP_START_SECONDS": "1"}})
-"""
-
-
 @pytest.mark.processes
 def test_a_first_process_that_waits_in_vain_reports_it_in_one_line(address):
     environ = dict(zip(VARIABLES, (address, "2", "0"), strict=True)) | {START: "1"}
-    for arguments, reported in (
-        (["-m", "jddp.train"], f"process 1 of 2 did not connect to {address}"),
-        (["-c", JAX_WAITS.format(free_port())], "process 0 of 2 has waited 1 s for JAX to "),
-    ):
-        command = [sys.executable, *arguments]
-        done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True)
-        assert done.returncode == 69, done.stderr
-        assert done.stderr.startswith(f"jddp: {reported}")
-        assert done.stderr.count("\n") == 1
+    command = [sys.executable, "-m", "jddp.train"]
+    done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True)
+    assert done.returncode == 69, done.stderr
+    assert done.stderr.startswith(f"jddp: process 1 of 2 did not connect to {address}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_port_that_cannot_be_used_is_an_error_with_the_reason(monkeypatch):
