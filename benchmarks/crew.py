@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jddp.distributed.gpus import huge_pages
+from jddp.distributed.group import HUGE_PAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 Turn = Callable[[int], float]  # Takes that many steps; returns the seconds of all.
@@ -83,7 +83,7 @@ def free_port() -> int:
 def jddp_crew(num_processes: int, num_devices: int) -> Crew:
     """Starts processes of jddp with so many virtual devices in all, as `jddp.launch` does."""
     environ = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices // num_processes)}
-    environ |= huge_pages(environ)
+    environ |= HUGE_PAGES
     if num_processes == 1:
         return Crew("crew_jddp.py", [environ])
     environ |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
@@ -97,6 +97,6 @@ def torch_crew(num_processes: int, num_threads: int, *, has_huge_pages: bool = F
     """Starts processes of PyTorch with so many threads each."""
     environ = {"OMP_NUM_THREADS": str(num_threads), "WORLD_SIZE": str(num_processes)}
     if has_huge_pages:
-        environ |= huge_pages({"JAX_PLATFORMS": "cpu"})
+        environ |= HUGE_PAGES
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return Crew("crew_torch.py", [environ | {"RANK": str(i)} for i in range(num_processes)])

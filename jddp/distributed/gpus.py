@@ -4,7 +4,6 @@
     why_missing(reasons)              # if JAX has none: the missing part, and the way out
     list_gpus()                       # as `nvidia-smi` reports them
     add_flag(os.environ)              # for atomic adds, before JAX is started
-    environ |= huge_pages(environ)    # of a process that is to be started
 
 If its plugin for GPUs fails, JAX computes on CPUs. If one process of a job has no GPU and others
 have one, the others wait for it in the first exchange of their devices.
@@ -15,7 +14,6 @@ a second, or several if a driver has to start first.
 
 import contextlib
 import logging
-import os
 import pkgutil
 import re
 import shutil
@@ -43,10 +41,6 @@ _CONTAINER = (
 _NAME = "xla_backend_extra_options"
 FLAG = f"--{_NAME}=-nvptx-allow-ftz-atomics"
 _FIRST_SLOW, _LAST_SLOW = (0, 10, 2), (0, 11, 0)
-# glibc reads its tunables when a process starts.
-_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
-_OLDEST_GLIBC = (2, 35)  # that has the tunable
-_KERNEL = Path("sys/kernel/mm/transparent_hugepage/enabled")
 _SECONDS = 60  # for nvidia-smi
 
 
@@ -251,24 +245,3 @@ def add_flag(environ: MutableMapping[str, str]) -> None:
     """Adds the flag where there are GPUs that need it, before JAX is started."""
     if num_nvidia() and may_use_gpus(environ.get("JAX_PLATFORMS")) and lacks_atomics(environ):
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {FLAG}".lstrip()
-
-
-def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that gives a new process huge pages; {} where they are set or would not help.
-
-    Where the kernel gives huge pages to programs that ask for them, and there is no GPU, a step
-    that is bound by memory has fewer page faults, and is faster (benchmarks/README.md).
-
-    Args:
-      environ: The other environment variables of the process.
-    """
-    before = environ.get(_TUNABLES, "")
-    names = getattr(os, "confstr_names", {})
-    library = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in names else None
-    glibc = re.fullmatch(r"glibc (\d+)\.(\d+)", library or "")
-    has_tunable = glibc is not None and (int(glibc[1]), int(glibc[2])) >= _OLDEST_GLIBC
-    kernel = ROOT / _KERNEL
-    are_offered = has_tunable and kernel.exists() and "[madvise]" in kernel.read_text()
-    if _HUGE_PAGES in before or has_gpu(environ) or not are_offered:
-        return {}
-    return {_TUNABLES: ":".join(filter(None, [before, f"{_HUGE_PAGES}=1"]))}
