@@ -10,10 +10,10 @@ Processes with different code, configs or data would hang, or compute nonsense w
 import contextlib
 import json
 import os
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import jax
 
@@ -65,7 +65,17 @@ def refuse_gpus(identity: Identity, environ: Mapping[str, str] = os.environ) -> 
         except ConfigError as error:
             mistake = str(error)
     texts = gather("gpus", json.dumps([own, mistake]), timeout_seconds=_SECONDS)
-    check(list(map(json.loads, texts)))
+    owners = dict[str, int]()
+    for process, (own, mistake) in enumerate(map(json.loads, texts)):
+        if mistake:
+            raise ConfigError(f"process {process}: {mistake}" if len(texts) > 1 else mistake)
+        for uuid in own:
+            if (other := owners.setdefault(uuid, process)) != process:
+                raise ConfigError(
+                    f"processes {other} and {process} have the same GPU, {uuid}, and NCCL cannot "
+                    "connect them: start one process for each GPU, or one for all GPUs, and leave "
+                    f"{CUDA} to the launcher."
+                )
 
 
 def choose(
@@ -99,28 +109,6 @@ def choose(
     return [visible[i] for i in local_ids]
 
 
-def check(of_processes: Sequence[tuple[list[str], str]]) -> None:
-    """Checks the GPUs of all processes.
-
-    Args:
-      of_processes: UUIDs of each process, and its mistake, if there is one.
-
-    Raises:
-      ConfigError: If there is a mistake, or two processes have one GPU.
-    """
-    owners = dict[str, int]()
-    for process, (own, mistake) in enumerate(of_processes):
-        if mistake:
-            raise ConfigError(f"process {process}: {mistake}" if len(of_processes) > 1 else mistake)
-        for uuid in own:
-            if (other := owners.setdefault(uuid, process)) != process:
-                raise ConfigError(
-                    f"processes {other} and {process} have the same GPU, {uuid}, and NCCL cannot "
-                    "connect them: start one process for each GPU, or one for all GPUs, and leave "
-                    f"{CUDA} to the launcher."
-                )
-
-
 def _find(name: str, text: str, uuids: Sequence[str]) -> str:
     """The UUID of a GPU by its number or the beginning of its UUID; a MIG instance as it is."""
     if not uuids or name.startswith("MIG-"):
@@ -146,16 +134,15 @@ def use_if_shared() -> None:
     """
     place = (getattr(jax.config, _FOLDER) or "") if getattr(jax.config, _IS_ON) else ""
     is_first = process_index() == 0
-    mark = Path(place, f".jddp-{secrets.token_hex(8)}")
-    if is_first and place and "://" not in place:
-        with contextlib.suppress(OSError):  # then no process sees it
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-    sent = from_first("cache/mark", json.dumps([place, mark.name]), timeout_seconds=_SECONDS)
-    seen = gather("cache/seen", _look_for(place, *json.loads(sent)), timeout_seconds=_SECONDS)
-    if is_first and place and "://" not in place:
-        with contextlib.suppress(OSError):
-            mark.unlink()
+    mark = ".jddp-not-written"
+    with contextlib.ExitStack() as written:
+        if is_first and place and "://" not in place:
+            with contextlib.suppress(OSError):  # then no process sees it
+                Path(place).mkdir(parents=True, exist_ok=True)
+                file = written.enter_context(NamedTemporaryFile(dir=place, prefix=".jddp-"))
+                mark = Path(file.name).name
+        sent = from_first("cache/mark", json.dumps([place, mark]), timeout_seconds=_SECONDS)
+        seen = gather("cache/seen", _look_for(place, *json.loads(sent)), timeout_seconds=_SECONDS)
     if set(seen) in ({_NO_CACHE}, {_SEEN}):
         return
     jax.config.update(_IS_ON, False)
@@ -173,10 +160,8 @@ def _look_for(place: str, first_place: str, name: str) -> str:
     """Whether this process, with a cache at `place`, sees the file of process 0."""
     if not place:
         return _NO_CACHE
-    if not first_place or "://" in first_place:
-        return _SEEN if place == first_place else _UNSEEN
     until = time.monotonic() + _LATE_SECONDS
-    while not Path(place, name).exists():
+    while not (place == first_place if "://" in place else Path(place, name).exists()):
         if time.monotonic() > until:
             return _UNSEEN
         time.sleep(0.05)
