@@ -46,9 +46,7 @@ from jddp.ground.typing import JsonObject
 
 _MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
 _SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal
-# Seconds from a failure to the restart, if all have ended by then. They double with each restart,
-# until an attempt lasts a minute.
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+_PAUSE = 1.0  # seconds from a failure to the restart, if all have ended by then
 # Failures that a restart with the same command repeats.
 DETERMINISTIC = {ExitCode.USAGE, ExitCode.DATA, ExitCode.OUT_OF_MEMORY}
 DETERMINISTIC |= {ExitCode.PROCESS_MISMATCH, ExitCode.NUMERICS}
@@ -280,7 +278,7 @@ class NodeRunner:
 
     def __init__(self, launch: Launch):
         self._launch = launch
-        self._num_restarts = self._num_hasty = 0  # the second: in a row, each after a short attempt
+        self._num_restarts = 0
 
     def run(self, signals: Signals) -> Failure | None:
         """Starts, watches and restarts the processes, for `supervise`.
@@ -319,8 +317,6 @@ class NodeRunner:
 
     def _restarts(self, failure: Failure, last: Failure | None) -> bool:
         """Whether all are restarted, after a pause without a signal; prints the decision."""
-        if failure.seconds > SOON:
-            self._num_hasty = 0
         if self._has_changed(failure):
             report("restarting with the machines that are connected")
             return True
@@ -337,11 +333,9 @@ class NodeRunner:
         if held := [reason for reason, holds in reasons.items() if holds]:
             report(f"not restarted: {held[0]}")
             return False
-        until = self._ended + min(_FIRST_PAUSE * 2**self._num_hasty, _LONGEST_PAUSE)
+        until = self._ended + _PAUSE
         self._num_restarts += 1
-        self._num_hasty += 1
-        seconds = round(max(0.0, until - time.monotonic()))
-        report(f"restart {self._num_restarts} of {most} {f'in {seconds} s' if seconds else 'now'}")
+        report(f"restart {self._num_restarts} of {most} now")
         while not self._signals.numbers and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
         return not self._signals.numbers
