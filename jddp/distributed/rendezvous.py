@@ -19,6 +19,7 @@ import math
 import os
 import resource
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -43,7 +44,7 @@ _SEND_SECONDS = 5.0
 _PROBES = 4  # unanswered probes, after which a connection is lost
 Infos = dict[int, JsonObject]  # by the numbers of the members
 PATIENCE_SECONDS = 30.0  # for further members, when there are enough
-_MESSAGE_SECONDS = 10.0  # for the first message of a connection, and for the rest of one
+_PLURALS = {"process": "processes", "node": "nodes"}
 _SHOWN = 8  # numbers of missing members in a message
 _SPARE_FILES = 256  # for libraries, and for connections of other programs
 _FILES_PER_MEMBER = 2  # for a connection to the process itself, and one to JAX's service
@@ -57,24 +58,20 @@ class Connection:
       silence_seconds: Time without a sign of life after which the connection breaks.
 
     Attributes:
-      begun: Time at which an incomplete message began, by `time.monotonic`, or the connection if
-        nothing has arrived on it; None after a message.
+      messages: The messages that have arrived, and that nobody has taken yet.
     """
 
     def __init__(self, stream: socket.socket, silence_seconds: int):
         self._socket = stream
         self.fileno = stream.fileno
-        self._received = b""
-        self.begun: float | None = time.monotonic()
+        self.close = stream.close
+        self.messages = list[JsonObject]()
+        self._rest = b""
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         between = max(1, silence_seconds // (_PROBES + 1))
         for name, value in (("KEEPIDLE", between), ("KEEPINTVL", between), ("KEEPCNT", _PROBES)):
             if option := getattr(socket, f"TCP_{name}", None):  # Linux, and macOS in part
                 stream.setsockopt(socket.IPPROTO_TCP, option, value)
-
-    def close(self) -> None:
-        """Closes it."""
-        self._socket.close()
 
     def send(self, message: JsonObject) -> None:
         """Sends a message, unless the connection is broken."""
@@ -82,53 +79,30 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self, seconds: float) -> JsonObject:
-        """The next message.
+    def read(self, seconds: float) -> None:
+        """Reads what arrives next, which may be several messages, or a part of one.
 
         Raises:
-          OSError: If it is not complete after this time, or the connection is broken or closed.
+          OSError: If nothing arrives in this time, or the connection is broken or closed.
           ValueError: If the other end is another program.
         """
-        until = time.monotonic() + seconds
-        while (message := self._next()) is None:
-            if (left := until - time.monotonic()) <= 0:
-                raise TimeoutError
-            self._read(left)
-        return message
-
-    def arrived(self) -> list[JsonObject]:
-        """The messages that are complete by now, if something has arrived on the connection.
-
-        Raises:
-          OSError: If the connection is broken or closed.
-          ValueError: If the other end is another program.
-        """
-        with contextlib.suppress(BlockingIOError):
-            self._read(0)
-        messages = []
-        while (message := self._next()) is not None:
-            messages.append(message)
-        return messages
-
-    def _read(self, seconds: float) -> None:
         self._socket.settimeout(seconds)
         if not (chunk := self._socket.recv(_CHUNK)):
             raise ConnectionError
-        self.begun = self.begun or time.monotonic()
-        self._received += chunk
-
-    def _next(self) -> JsonObject | None:
-        line, end, rest = self._received.partition(b"\n")
-        if not end:
-            if len(line) >= _LONGEST:
-                raise ValueError(f"a message of more than {_LONGEST} bytes")
-            return None
-        self._received = rest
-        self.begun = time.monotonic() if rest else None
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) >= _LONGEST:
+            raise ValueError(f"a message of more than {_LONGEST} bytes")
         try:
-            return dict(json.loads(line))
+            self.messages += [dict(json.loads(line)) for line in lines]
         except (TypeError, RecursionError):
             raise ValueError from None
+
+    def receive(self, seconds: float) -> JsonObject:
+        """The next message, within this time; raises as `read` does."""
+        until = time.monotonic() + seconds
+        while not self.messages:
+            self.read(max(0.0, until - time.monotonic()))
+        return self.messages.pop(0)
 
 
 class Notice:
@@ -161,6 +135,11 @@ class Member:
     same: dict[str, str] = field(default_factory=dict)
     info: JsonObject = field(default_factory=dict)
     where: str = field(default_factory=lambda: f"{socket.gethostname()}, pid {os.getpid()}")
+
+    @property
+    def host(self) -> str:
+        """The host of the member."""
+        return self.where.partition(",")[0]
 
     def __post_init__(self) -> None:
         """Refuses a message of another program."""
@@ -267,10 +246,8 @@ def connect_to(address: str, name: str, until: float) -> socket.socket:
     """
     host, _, port = address.rpartition(":")
     since = time.monotonic()
-    tries = 0
     notice = Notice()
     while True:
-        tries += 1
         try:
             return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
         except OSError as error:
@@ -279,9 +256,9 @@ def connect_to(address: str, name: str, until: float) -> socket.socket:
         notice.give(f"{name} is waiting for {kind} 0 at {address}: {reason}")
         if time.monotonic() > until:
             raise CoordinatorError(
-                f"{name} cannot reach {kind} 0 at {address}: {reason}, {tries} times in "
-                f"{time.monotonic() - since:.0f} s. Does {kind} 0 run there, is the port open, was "
-                f"every {kind} given this address?"
+                f"{name} cannot reach {kind} 0 at {address}: {reason}, for "
+                f"{time.monotonic() - since:.0f} s. Does {kind} 0 run there, is the port open, "
+                f"was every {kind} given this address?"
             )
         time.sleep(POLL_SECONDS)
 
@@ -365,8 +342,8 @@ class RendezvousServer:
         Raises:
           CoordinatorError: If members are missing, or more than the limit of open files. The other
             members raise it too.
-          ProcessMismatchError: If two have the same number, or one has a number out of range, or
-            different settings. The other members raise it too.
+          ProcessMismatchError: If two have the same number, or different settings. The other
+            members raise it too.
         """
         try:
             infos = self._wait_for_all(mine, seconds)
@@ -405,11 +382,17 @@ class RendezvousServer:
                 is_complete = None not in self._waiting.values() and not self._is_first_round
                 if is_complete or now > enough_since + PATIENCE_SECONDS:
                     return infos
+            missing = [str(number) for number in range(mine.count) if number not in infos]
+            which = ", ".join(missing[:_SHOWN])
+            which += f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            name = self.kind if len(missing) == 1 else _PLURALS[self.kind]
             if now > until:
-                raise self._missing(infos, mine.count, seconds)
-            missing = f"{mine.count - len(infos)} of {mine.count} {self._plural(mine.count)}"
-            which = _first_missing(infos, mine.count)
-            notice.give(f"waiting for {missing} at {self.address} ({self.kind} {which})")
+                raise CoordinatorError(
+                    f"{name} {which} of {mine.count} did not connect to {self.address} within "
+                    f"{seconds:.0f} s. Was each started, with its own number, and can it reach "
+                    "this address?"
+                )
+            notice.give(f"waiting at {self.address} for {name} {which} of {mine.count}")
             self._receive(POLL_SECONDS)
 
     def lost(self) -> list[int]:
@@ -429,56 +412,47 @@ class RendezvousServer:
         connection was lost. On another machine the newcomer is refused.
         """
         self._receive(0.0)
-        newcomers = [(x, member) for x, member in self._members().items() if x not in self._present]
-        for client, member in newcomers:
-            host = member.where.partition(",")[0]
-            for other, present in list(self._present.items()):
-                if present.number == member.number and present.where.partition(",")[0] == host:
-                    self._forget(other)
-            if member.number in (0, *(present.number for present in self._present.values())):
+        has_newcomer = False
+        for client, member in self._members().items():
+            if client in self._present:
+                continue
+            same = [x for x, other in self._present.items() if other.number == member.number]
+            if member.number == 0 or any(self._present[x].host != member.host for x in same):
                 taken = f"another has already connected as {self.kind} {member.number}."
                 _refuse(client, ProcessMismatchError(taken))
                 self._forget(client)
-        return any(client in self._waiting for client, _ in newcomers)
+                continue
+            for lost in same:
+                self._forget(lost)
+            has_newcomer = True
+        return has_newcomer
 
     def _receive(self, seconds: float) -> None:
+        """Takes the connections and messages that arrive next."""
         ends: list[Any] = [self._listening, *self._waiting]
         for ready in wait(ends, seconds):
             if isinstance(ready, Connection):
                 self._read(ready)
-            else:
-                self._accept()
-        late = time.monotonic() - _MESSAGE_SECONDS
-        for client in [x for x in self._waiting if x.begun is not None and x.begun < late]:
-            self._forget(client)
-
-    def _accept(self) -> None:
-        try:
-            stream = self._listening.accept()[0]
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise too_few(len(self._waiting) + 1) from error
-            return  # a client that has gone again
-        self._waiting[Connection(stream, self._silence_seconds)] = None
+                continue
+            with contextlib.suppress(ConnectionError, BlockingIOError):  # a client has gone again
+                stream = self._listening.accept()[0]
+                self._waiting[Connection(stream, self._silence_seconds)] = None
 
     def _read(self, client: Connection) -> None:
         try:
-            if not all(self._take(client, message) for message in client.arrived()):
-                self._forget(client)  # with a failure, or another program
+            client.read(0.0)
+            while client.messages:
+                match client.messages.pop(0):
+                    case {"failed": False}:
+                        self._present.pop(client, None)
+                    case {"failure": failure} if client in self._present:
+                        self.failure = dict(failure)
+                    case {"kind": self.kind, **about}:
+                        self._waiting[client] = Member(**about)
+                    case _:
+                        raise ConnectionError
         except (OSError, ValueError, TypeError):
-            self._forget(client)  # whose connection is lost, or another program
-
-    def _take(self, client: Connection, message: JsonObject) -> bool:
-        """Takes a message; returns whether the connection stays open."""
-        if message == {"failed": False}:
-            self._present.pop(client, None)
-        elif "failure" in message and client in self._present:
-            self.failure = dict(message["failure"])
-        elif message.pop("kind", None) == self.kind:
-            self._waiting[client] = Member(**message)
-        else:
-            return False
-        return True
+            self._forget(client)  # it is lost, has left with a failure, or is another program
 
     def _forget(self, client: Connection) -> None:
         del self._waiting[client]
@@ -486,37 +460,19 @@ class RendezvousServer:
             self._lost.append(self._present.pop(client).number)
         client.close()
 
-    def _missing(self, infos: Infos, count: int, seconds: float) -> CoordinatorError:
-        who = f"{self._plural(count - len(infos))} {_first_missing(infos, count)}"
-        return CoordinatorError(
-            f"{who} of {count} did not connect to {self.address} within {seconds:.0f} s. Was each "
-            "started, with its own number, and can it reach this address?"
-        )
-
     def _refuse_mismatch(self, members: Iterable[Member]) -> None:
         """Raises the first contradiction between members."""
-        kind = self.kind
         seen: dict[int, Member] = {}
-        for x in members:
-            if not 0 <= x.number < x.count:
+        for member in members:
+            if (other := seen.setdefault(member.number, member)) is not member:
                 raise ProcessMismatchError(
-                    f"{x.where} has connected as {kind} {x.number} of {x.count}: numbers are from "
-                    f"0 to {x.count - 1}. Give each its own."
-                )
-            if (other := seen.setdefault(x.number, x)) is not x:
-                raise ProcessMismatchError(
-                    f"two have connected as {kind} {x.number}: {other.where}, and {x.where}. "
-                    "Give each its own number."
+                    f"two have connected as {self.kind} {member.number}: {other.where}, and "
+                    f"{member.where}. Give each its own number."
                 )
         same = (
             (f"{x.number} ({x.where})", {"count": str(x.count)} | x.same) for x in seen.values()
         )
-        refuse_differences(kind, "job", same)
-
-    def _plural(self, num: int) -> str:
-        if num == 1:
-            return self.kind
-        return "processes" if self.kind == "process" else f"{self.kind}s"
+        refuse_differences(self.kind, "job", same)
 
 
 def listen(address: str) -> socket.socket:
@@ -543,13 +499,6 @@ def _refuse(client: Connection, error: Error) -> None:
     client.send({"error": str(error), "is_missing": isinstance(error, CoordinatorError)})
 
 
-def _first_missing(infos: Infos, count: int) -> str:
-    """The first numbers of members that are missing."""
-    numbers = [str(number) for number in range(count) if number not in infos]
-    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
-    return ", ".join(numbers[:_SHOWN]) + more
-
-
 def allow_connections(num: int) -> None:
     """Raises the soft limit of open files: 1,024 in many shells, and 256 on macOS.
 
@@ -557,21 +506,14 @@ def allow_connections(num: int) -> None:
       CoordinatorError: If the hard limit is lower than this number of connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if x == resource.RLIM_INFINITY else x for x in (soft, hard))
     wanted = _FILES_PER_MEMBER * num + _SPARE_FILES
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    if soft < wanted:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < num:
-        raise too_few(num)
-
-
-def too_few(num: int) -> CoordinatorError:
-    """The error of a process that has fewer open files than connections."""
-    return CoordinatorError(
-        f"{num} connections need as many open files, but the limit here is "
-        f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}. Raise it: ulimit -n "
-        f"{_FILES_PER_MEMBER * num + _SPARE_FILES} (or the hard limit of the service that starts "
-        "the job)."
-    )
+            soft = min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if hard < num:
+        raise CoordinatorError(
+            f"{num} connections need as many open files, but the limit here is {hard}. Raise it: "
+            f"ulimit -n {wanted} (or the hard limit of the service that starts the job)."
+        )
