@@ -60,7 +60,6 @@ class Requests:
         self._asked = list[Request]()  # requests of this process that are not done yet
         self._at: int | None = None  # the call at which all act
         self._changed = threading.Condition()
-        self._hearing: Hearing | None = None
         self._open = contextlib.ExitStack()
 
     def ask(self, request: Request) -> None:
@@ -71,8 +70,6 @@ class Requests:
 
     def due(self) -> list[Request]:
         """The requests to do here, in the order of the processes; the same on all of them."""
-        if self._hearing is not None:
-            self._hearing.renew()
         with self._changed:
             if self._asked:
                 with awaiting(set(range(service.num_processes())) - {service.process_index()}):
@@ -105,7 +102,7 @@ class Requests:
         if service.num_processes() > 1:
             self._open.enter_context(service.background(self._listen))
         if threading.current_thread() is threading.main_thread():
-            self._hearing = self._open.enter_context(Hearing(self._hear))
+            self._open.enter_context(Hearing(self._hear))
         self.is_open = True
         return self
 

@@ -108,7 +108,7 @@ def stop_signals_go_to(handler: Handler) -> Iterator[tuple[signal.Signals, ...]]
 
     def restore() -> None:
         for number, previous in before.items():
-            if (now := signal.getsignal(number)) == handler or is_abandoned(now):
+            if signal.getsignal(number) == handler:
                 signal.signal(number, previous)
         before.clear()
 
@@ -117,16 +117,6 @@ def stop_signals_go_to(handler: Handler) -> Iterator[tuple[signal.Signals, ...]]
             yield tuple(before)
     finally:
         restore()
-
-
-def is_abandoned(handler: object) -> bool:
-    """Whether a library has left this handler behind, after it has handled a signal for a while.
-
-    A loop of asyncio sets Python's default when it is closed; a loop that is not closed leaves a
-    handler that does nothing.
-    """
-    is_default = handler in (signal.SIG_DFL, signal.default_int_handler)
-    return is_default or getattr(handler, "__module__", None) == "asyncio.unix_events"
 
 
 class Repeats:
@@ -214,16 +204,6 @@ class Hearing:
     def __exit__(self, *_: object) -> None:
         """Restores the earlier handlers; in a forked child there is nothing left to restore."""
         self._open.close()
-
-    def renew(self) -> None:
-        """Takes signals back that a library has handled for a while, and left without a handler.
-
-        Called in the main thread. Handlers and a wake-up descriptor that are in use stay.
-        """
-        for number in self._signals:
-            if is_abandoned(signal.getsignal(number)):
-                signal.signal(number, self._handle)
-        self._is_woken()
 
     def _is_woken(self) -> bool:
         """Whether C writes signals into the pipe; starts this if no other program is woken."""

@@ -451,26 +451,6 @@ def test_a_hangup_that_is_ignored_stays_so(plain):
     assert (run.interrupted, run.step) == (None, 50)
 
 
-@pytest.mark.parametrize("closes", [True, False])
-def test_a_signal_is_heard_after_a_callback_has_used_handlers_of_asyncio(plain, closes):
-    loops = []
-
-    def handle_for_a_while(run):
-        loops.append(asyncio.new_event_loop())
-        loops[0].add_signal_handler(signal.SIGTERM, print)
-        loops[0].run_until_complete(asyncio.sleep(0))
-        if closes:
-            loops[0].close()
-
-    late = At(6, lambda run: signal.raise_signal(signal.SIGTERM))
-    callbacks = [At(3, handle_for_a_while), late]
-    before = signal.getsignal(signal.SIGTERM)
-    run = jddp.fit(plain, endless(), num_steps=10_000, callbacks=callbacks)
-    assert run.interrupted == "SIGTERM"
-    assert signal.getsignal(signal.SIGTERM) == before
-    loops[0].close()
-
-
 def test_the_event_loop_of_a_notebook_keeps_its_handlers(plain):
     called = []
 
