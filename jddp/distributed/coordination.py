@@ -2,6 +2,7 @@
 
     votes = gather("save/100", "", timeout_seconds=600)      # from every process, in their order
     step = from_first("restore", "100", timeout_seconds=60)  # from process 0
+    agree("config or version", {"sha256": digest})           # the same in all, or an error
 
 Collectives would do for most messages, but not for messages about a device that hangs or a process
 that fails. In a job of one process each call returns its own value.
@@ -27,7 +28,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,10 @@ import jax
 from jax._src import distributed, xla_bridge
 from jaxlib import _jax
 
+from jddp.distributed.identity import refuse_differences
 from jddp.ground.typing import PyTree
+
+BUSY_SECONDS = 120.0  # for processes that have joined a job, and may still be busy
 
 _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
@@ -72,6 +76,22 @@ def from_first(key: str, value: str, *, timeout_seconds: float) -> str:
       TimeoutError: If process 0 has not answered in this time.
     """
     return _exchange(key, value, range(1), timeout_seconds)[0]
+
+
+def agree(subject: str, values: Mapping[str, str]) -> None:
+    """Compares all processes' values with the values of process 0, before their first collective.
+
+    Args:
+      subject: Common name of the values, for the error.
+      values: The values of this process, by name.
+
+    Raises:
+      ProcessMismatchError: On every process, if any differs.
+    """
+    mine = json.dumps(values)
+    texts = gather(f"agree/{subject}", mine, timeout_seconds=BUSY_SECONDS)
+    of_all = ((str(process), json.loads(text)) for process, text in enumerate(texts))
+    refuse_differences("process", subject, of_all)
 
 
 def collect(key: str, value: str, *, timeout_seconds: float) -> list[str]:

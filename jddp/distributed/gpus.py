@@ -1,7 +1,7 @@
 """The GPUs of this host as files, drivers and packages show them, before JAX looks for any.
 
     gpu_facts(os.environ)             # compared between the processes of a job
-    why_missing(reasons)              # if JAX has none: the missing part, and the way out
+    why_missing()                     # if JAX has none: the missing part, and the way out
     list_gpus()                       # as `nvidia-smi` reports them
     add_flag(os.environ)              # for atomic adds, before JAX is started
 
@@ -12,13 +12,11 @@ Without the program `nvidia-smi`, which a container may lack, its reports are em
 a second, or several if a driver has to start first.
 """
 
-import contextlib
-import logging
 import pkgutil
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,15 +63,6 @@ def num_nvidia() -> int:
     return len([*ROOT.glob("dev/nvidia[0-9]*")])
 
 
-def num_amd() -> int:
-    """Number of AMD GPUs of this host or container; 0 if JAX has no plugin for them.
-
-    Many laptop processors have one too, on which nobody computes.
-    """
-    is_for_jax = (ROOT / "dev/kfd").exists() and any(name.startswith("rocm") for name in plugins())
-    return len([*ROOT.glob("dev/dri/renderD*")]) if is_for_jax else 0
-
-
 def driver_version() -> int | None:
     """Version of NVIDIA's driver as the kernel reports it, also in a container without GPUs."""
     path = ROOT / "proc/driver/nvidia/version"
@@ -100,7 +89,7 @@ def may_use_gpus(platforms: str | None) -> bool:
 
 def has_gpu(environ: Mapping[str, str]) -> bool:
     """Whether there is a GPU here, and JAX_PLATFORMS permits it."""
-    return may_use_gpus(environ.get("JAX_PLATFORMS")) and num_nvidia() + num_amd() > 0
+    return may_use_gpus(environ.get("JAX_PLATFORMS")) and num_nvidia() > 0
 
 
 def gpu_facts(environ: Mapping[str, str]) -> dict[str, str]:
@@ -108,21 +97,16 @@ def gpu_facts(environ: Mapping[str, str]) -> dict[str, str]:
     return {"a GPU": "present" if has_gpu(environ) else "absent"}
 
 
-def why_missing(reasons: Sequence[str] = ()) -> Missing | None:
-    """Why JAX has no GPU here; None if neither a plugin nor a driver suggests that there is one.
-
-    Args:
-      reasons: Errors that JAX's plugins have raised.
-    """
+def why_missing() -> Missing | None:
+    """Why JAX has no GPU here; None if neither a plugin nor a driver suggests that there is one."""
     driver = driver_version()
     installed = plugins()
     cuda = next((name[4:] for name in installed if name.startswith("cuda")), "")
-    reason = "".join(f": {reason.rstrip('.?')}" for reason in reasons[:1])
     if driver is None:
-        lacks = f"finds no GPU{reason}" if num_amd() else "is installed, but no driver for it"
         fix = "Install the driver; or uninstall the plugin if there is no GPU."
         fix += f" {_CONTAINER}" if cuda else ""
-        return Missing(f"JAX's plugin {', '.join(installed)} {lacks}.", fix) if installed else None
+        what = f"JAX's plugin {', '.join(installed)} is installed, but no driver for it."
+        return Missing(what, fix) if installed else None
     if not num_nvidia():
         return Missing(f"NVIDIA's driver is {driver}, but there is no /dev/nvidia*.", _CONTAINER)
     if not cuda:
@@ -132,7 +116,7 @@ def why_missing(reasons: Sequence[str] = ()) -> Missing | None:
         what = f"NVIDIA's driver is {driver}, but CUDA {cuda} needs {oldest}."
         older = ", or jddp[cuda12]" if driver >= OLDEST_DRIVER["12"] else ""
         return Missing(what, f"Install a newer driver{older}.")
-    what = f"NVIDIA's driver is {driver}, but JAX's plugin cuda{cuda} finds no GPU{reason}."
+    what = f"NVIDIA's driver is {driver}, but JAX's plugin cuda{cuda} finds no GPU."
     return Missing(what, "LD_LIBRARY_PATH must name no CUDA or cuDNN but pip's.")
 
 
@@ -153,25 +137,6 @@ def small_shared_memory(num_gpus: int) -> Missing | None:
     holds = f"holds {size / 2**20:,.0f} MiB" if size else "does not exist"
     what = f"/dev/shm {holds}, but NCCL needs more for {num_gpus} GPUs."
     return Missing(what, "In a container, start it with --shm-size=16g or --ipc=host.")
-
-
-@contextlib.contextmanager
-def plugin_errors() -> Iterator[list[str]]:
-    """While open, errors of JAX's plugins are collected; JAX would log them with tracebacks."""
-    reasons = list[str]()
-
-    def collect(record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if error is not None:
-            reasons.append((str(error).splitlines() or [type(error).__name__])[0])
-        return error is None
-
-    logger = logging.getLogger("jax._src.xla_bridge")
-    logger.addFilter(collect)
-    try:
-        yield reasons
-    finally:
-        logger.removeFilter(collect)
 
 
 class Gpu(NamedTuple):

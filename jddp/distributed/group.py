@@ -35,8 +35,8 @@ from typing import Any
 
 from jddp.distributed.apart import kill_group, started_apart
 from jddp.distributed.failure_file import VARIABLE
-from jddp.distributed.gpus import has_gpu, num_amd, num_nvidia
-from jddp.distributed.identity import CUDA, JOB, LAUNCHED, ROCR, VARIABLES, visible_in
+from jddp.distributed.gpus import has_gpu, num_nvidia
+from jddp.distributed.identity import JOB, LAUNCHED, NVIDIA, VARIABLES, visible_in
 from jddp.ground.errors import ConfigError, file_errors, report, words_of
 
 POLL_SECONDS = 0.02
@@ -116,8 +116,8 @@ def environments(launch: Launch, place: Place, environ: Mapping[str, str]) -> li
     """The environment variables of each process on this machine."""
     defaults = {"PYTHONUNBUFFERED": "1"} | ({} if has_gpu(environ) else HUGE_PAGES)
     made = []
-    variable = visible_in(environ, CUDA if num_nvidia() or not num_amd() else ROCR)
-    gpus = split_gpus(launch, environ, num_nvidia() or num_amd())
+    variable = visible_in(environ)
+    gpus = split_gpus(launch, environ, num_nvidia())
     for process_id, share in enumerate(gpus, start=place.first):
         own: dict[str, Any] = {JOB: place.job, LAUNCHED: place.source}
         own |= zip(VARIABLES, (place.coordinator, place.num_processes, process_id), strict=True)
@@ -135,7 +135,8 @@ def split_gpus(launch: Launch, environ: Mapping[str, str], num_there: int) -> li
     """
     listed = environ.get(visible_in(environ), ",".join(map(str, range(num_there))))
     visible = [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
-    if not visible or environ.get("JAX_PLATFORMS") == "cpu" or num_there == 0:
+    is_there = num_there > 0 or visible_in(environ) != NVIDIA  # which may list GPUs that are not
+    if not visible or environ.get("JAX_PLATFORMS") == "cpu" or not is_there:
         return [None] * launch.num_processes
     share = launch.devices_per_process or len(visible) // launch.num_processes
     if share * launch.num_processes > len(visible) or share == 0:

@@ -18,19 +18,21 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jddp.distributed.exits import is_at_prompt
-from jddp.ground.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError, ProcessMismatchError, UsageError
+from jddp.ground.typing import Settings
 
 Environ = Mapping[str, str]
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ADDRESS, COUNT, ID = VARIABLES
 JOB = "JDDP_JOB"  # an identifier of the job, the same for all its processes
 # Of NVIDIA, and two of AMD: HIP chooses among those that ROCR leaves.
-CUDA, HIP, ROCR = (f"{runtime}_VISIBLE_DEVICES" for runtime in ("CUDA", "HIP", "ROCR"))
+NVIDIA = "CUDA_VISIBLE_DEVICES"
+VISIBLE = (NVIDIA, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 FIRST_PORT = 61440  # above the ports that Linux assigns by itself
 NUM_PORTS = 4096
 LAUNCHED = "JDDP_LAUNCHED"  # by jddp: JAX's variables count, whatever scheduler is around
@@ -178,9 +180,9 @@ def identify(
     return Identity(coordinator, int(count), int(number), devices, source, there)
 
 
-def visible_in(environ: Environ, default: str = CUDA) -> str:
-    """The variable that lists the visible GPUs; `default` if none is set."""
-    return next((name for name in (CUDA, HIP, ROCR) if name in environ), default)
+def visible_in(environ: Environ) -> str:
+    """The variable that lists the visible GPUs; NVIDIA's if none is set."""
+    return next((name for name in VISIBLE if name in environ), NVIDIA)
 
 
 def port_of(job: str) -> int:
@@ -397,6 +399,28 @@ def _num_sharing(environ: Environ, hosts: list[str]) -> str:
     for count, times in per_node:
         counts += [count] * int(times or 1)
     return dict(zip(hosts, counts, strict=False)).get(environ.get("SLURMD_NODENAME", ""), "")
+
+
+def refuse_differences(kind: str, subject: str, members: Iterable[tuple[str, Settings]]) -> None:
+    """Compares all members' values with the values of member 0, which comes first.
+
+    Args:
+      kind: Name of a member: "process" or "node".
+      subject: Common name of the values.
+      members: Number of each member, perhaps with its place, and its values by name.
+
+    Raises:
+      ProcessMismatchError: If a value differs.
+    """
+    (_, first), *others = members
+    for member, other in others:
+        if differ := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
+            there, here = (values.get(differ[0], "nothing") for values in (other, first))
+            more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
+            raise ProcessMismatchError(
+                f"{kind} {member} has another {subject} than {kind} 0: {differ[0]} is {there} "
+                f"there and {here} here{more}. Give every {kind} the same."
+            )
 
 
 def started_job(environ: Environ = os.environ) -> Identity | None:

@@ -7,22 +7,28 @@ hold a rendezvous on the same port before JAX starts.
 
 import contextlib
 import ipaddress
+import json
 import os
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from jddp.distributed.exits import process
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
-from jddp.distributed.gpus import Missing, may_use_gpus, plugin_errors, why_missing
+from jddp.distributed.gpus import Missing, may_use_gpus, why_missing
 from jddp.distributed.identity import JOB, Identity, is_number, shown
 from jddp.distributed.rendezvous import Member, RendezvousClient, RendezvousServer, connect_to
-from jddp.ground.errors import ConfigError, DeviceError
+from jddp.ground.errors import ConfigError, DeviceError, report
 
 START, HEARTBEAT = "JDDP_START_SECONDS", "JDDP_HEARTBEAT_SECONDS"
 _DEFAULTS = {START: "300", HEARTBEAT: "100"}
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 VIRTUAL_DEVICES = 8
+_IS_ON, _FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
+_LATE_SECONDS = 2.0  # in which a file system shows what another host has written
+_NO_CACHE, _SEEN, _UNSEEN = "no cache", "seen", "not seen"
 _PLATFORMS = "jax_platforms"  # JAX_PLATFORMS, unless a program has set it
 
 
@@ -40,7 +46,6 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
     """
     import jax
 
-    from jddp.distributed.agree import use_if_shared
     from jddp.distributed.failure import keep_uncaught, watch_over_job
 
     if identity.coordinator is not None or environ.get(FAILURE_FILE):
@@ -73,6 +78,56 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
         process.is_settled.set()
     settle_address(identity.coordinator)
     use_if_shared()
+
+
+def use_if_shared() -> None:
+    """Switches JAX's cache of programs off unless all processes see a file of process 0 there.
+
+    Every process of a job calls it, before it compiles anything. Every process reads the cache, and
+    only process 0 writes it. If the others do not see its folder, process 0 finds programs there at
+    the next start that the others have to compile. XLA's autotuner on GPUs divides its work over
+    all processes: they would wait, up to a day, for one that does not compile.
+    """
+    import jax
+
+    from jddp.distributed.coordination import BUSY_SECONDS, from_first, gather, process_index
+
+    place = (getattr(jax.config, _FOLDER) or "") if getattr(jax.config, _IS_ON) else ""
+    is_first = process_index() == 0
+    mark = ".jddp-not-written"
+    with contextlib.ExitStack() as written:
+        if is_first and place and "://" not in place:
+            with contextlib.suppress(OSError):  # then no process sees it
+                Path(place).mkdir(parents=True, exist_ok=True)
+                file = written.enter_context(NamedTemporaryFile(dir=place, prefix=".jddp-"))
+                mark = Path(file.name).name
+        mine = json.dumps([place, mark])
+        first = json.loads(from_first("cache/mark", mine, timeout_seconds=BUSY_SECONDS))
+        mine = _look_for(place, *first)
+        seen = gather("cache/seen", mine, timeout_seconds=BUSY_SECONDS)
+    if set(seen) in ({_NO_CACHE}, {_SEEN}):
+        return
+    jax.config.update(_IS_ON, False)
+    if is_first:
+        blind = len(seen) - seen.count(_SEEN)
+        where = place or "a cache that it does not have"
+        report(
+            f"the cache of compiled programs is off: {blind} of {len(seen)} processes do not see "
+            f"the files of process 0 in {where}, and would wait for programs that it does not "
+            "compile. Set XDG_CACHE_HOME to a directory that all of them share."
+        )
+
+
+def _look_for(place: str, first_place: str, name: str) -> str:
+    """Whether this process, with a cache at `place`, sees the file of process 0."""
+    if not place:
+        return _NO_CACHE
+    until = time.monotonic() + _LATE_SECONDS
+    while not (place == first_place if "://" in place else Path(place, name).exists()):
+        if time.monotonic() > until:
+            return _UNSEEN
+        time.sleep(0.05)
+    return _SEEN
 
 
 def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None:
@@ -116,20 +171,19 @@ def require_devices() -> Missing | None:
     import jax
 
     wanted = getattr(jax.config, _PLATFORMS)
-    with plugin_errors() as reasons:
-        try:
-            found = jax.local_devices()
-        except (RuntimeError, AssertionError) as error:
-            reason = next(iter([*str(error).splitlines(), *reasons, "no reason given"]))
-            missing = (may_use_gpus(wanted) and why_missing(reasons)) or (
-                "Does nvidia-smi show it here, and is jax[cuda12] installed?"
-            )
-            raise DeviceError(
-                f"JAX finds no device for JAX_PLATFORMS={wanted or '(not set)'}: "
-                f"{reason.rstrip('.?')}. {missing} JAX_PLATFORMS=cpu computes without one."
-            ) from error
+    try:
+        found = jax.local_devices()
+    except (RuntimeError, AssertionError) as error:
+        reason = next(iter(str(error).splitlines()), "no reason given")
+        missing = (may_use_gpus(wanted) and why_missing()) or (
+            "Does nvidia-smi show it here, and is jax[cuda12] installed?"
+        )
+        raise DeviceError(
+            f"JAX finds no device for JAX_PLATFORMS={wanted or '(not set)'}: "
+            f"{reason.rstrip('.?')}. {missing} JAX_PLATFORMS=cpu computes without one."
+        ) from error
     is_meant = found[0].platform != "cpu" or not may_use_gpus(wanted)
-    return None if is_meant else why_missing(reasons)
+    return None if is_meant else why_missing()
 
 
 def read_seconds(environ: Mapping[str, str], name: str) -> int:

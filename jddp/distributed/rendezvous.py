@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
+from jddp.distributed.identity import refuse_differences
 from jddp.ground.errors import (
     CoordinatorError,
     Error,
@@ -33,7 +34,7 @@ from jddp.ground.errors import (
     report,
     words_of,
 )
-from jddp.ground.typing import JsonObject, Settings
+from jddp.ground.typing import JsonObject
 
 POLL_SECONDS = 0.02
 _SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up
@@ -261,28 +262,6 @@ def connect_to(address: str, name: str, until: float) -> socket.socket:
                 f"was every {kind} given this address?"
             )
         time.sleep(POLL_SECONDS)
-
-
-def refuse_differences(kind: str, subject: str, members: Iterable[tuple[str, Settings]]) -> None:
-    """Compares all members' values with the values of member 0, which comes first.
-
-    Args:
-      kind: Name of a member: "process" or "node".
-      subject: Common name of the values.
-      members: Number of each member, perhaps with its place, and its values by name.
-
-    Raises:
-      ProcessMismatchError: If a value differs.
-    """
-    (_, first), *others = members
-    for member, other in others:
-        if differ := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
-            there, here = (values.get(differ[0], "nothing") for values in (other, first))
-            more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
-            raise ProcessMismatchError(
-                f"{kind} {member} has another {subject} than {kind} 0: {differ[0]} is {there} "
-                f"there and {here} here{more}. Give every {kind} the same."
-            )
 
 
 class RendezvousServer:

@@ -32,8 +32,7 @@ from jax.sharding import Mesh
 
 from jddp.config.versions import versions
 from jddp.distributed import coordination
-from jddp.distributed.agree import agree, refuse_gpus
-from jddp.distributed.coordination import gather, process_index
+from jddp.distributed.coordination import agree, gather, process_index
 from jddp.distributed.gpus import gpu_facts
 from jddp.distributed.identity import explain_unjoined, resolve_identity, unjoined_job
 from jddp.distributed.join import configure_devices, initialize, require_devices
@@ -69,7 +68,6 @@ def examine(directory: Path, *, num_devices: int) -> bool:
     try:
         initialize(identity)
         agree("devices", gpu_facts(os.environ))  # before they start: they would wait
-        refuse_gpus(identity)
         missing = require_devices()
     except Error:
         show("\n".join(map(str, findings)))  # one of them may be the reason

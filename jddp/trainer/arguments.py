@@ -19,8 +19,7 @@ import numpy as np
 
 from jddp.data import TrainBatches
 from jddp.data.batches import Share
-from jddp.distributed.agree import agree
-from jddp.distributed.coordination import gather
+from jddp.distributed.coordination import agree, gather
 from jddp.engine.compiled import Trainable
 from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, ProcessMismatchError

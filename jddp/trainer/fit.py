@@ -18,8 +18,7 @@ from jax.typing import ArrayLike
 
 from jddp.config.permissions import folder_or_url
 from jddp.data import Epochs, TrainBatches, eval_batches
-from jddp.distributed.agree import agree
-from jddp.distributed.coordination import take_sigterm_back
+from jddp.distributed.coordination import agree, take_sigterm_back
 from jddp.distributed.identity import refuse_unjoined
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.compiled import Trainable

@@ -1,6 +1,5 @@
 """What a host shows of GPUs: what is missing where JAX has none, and what they, or CPUs, need."""
 
-import logging
 import os
 import re
 import shutil
@@ -17,7 +16,6 @@ from jddp.distributed.gpus import (
     add_flag,
     gpu_facts,
     lacks_atomics,
-    plugin_errors,
     why_missing,
 )
 from jddp.ground.errors import DeviceError
@@ -31,9 +29,8 @@ def host(tmp_path, monkeypatch):
     """Makes a host: its driver, its numbers of GPUs, and the plugins that are installed."""
     monkeypatch.setattr(gpus, "ROOT", tmp_path)
 
-    def make(*, driver=None, nvidia=0, amd=0, plugins=()):
+    def make(*, driver=None, nvidia=0, plugins=()):
         names = [f"dev/nvidia{i}" for i in range(nvidia)] + ["dev/nvidiactl"] * (nvidia > 0)
-        names += [f"dev/dri/renderD{128 + i}" for i in range(amd)] + ["dev/kfd"] * (amd > 0)
         for name in names:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
@@ -49,8 +46,7 @@ def host(tmp_path, monkeypatch):
     "there, words",
     [
         ({}, None),
-        ({"amd": 1}, None),
-        ({"amd": 1, "plugins": ["rocm7"]}, ["plugin rocm7 finds no GPU: Outdated"]),
+        ({"plugins": ["rocm7"]}, ["rocm7 is installed, but no driver for it"]),
         ({"plugins": ["cuda12"]}, ["cuda12 is installed, but no driver for it", "--gpus all"]),
         (
             {"driver": 550, "plugins": ["cuda12"]},
@@ -68,13 +64,13 @@ def host(tmp_path, monkeypatch):
         ),
         (
             {"driver": 550, "nvidia": 1, "plugins": ["cuda12"]},
-            ["plugin cuda12 finds no GPU: Outdated cuDNN installation found. "],
+            ["plugin cuda12 finds no GPU."],
         ),
     ],
 )
 def test_what_is_missing_is_named_with_a_way_out(host, there, words):
     host(**there)
-    found = why_missing(["Outdated cuDNN installation found."])
+    found = why_missing()
     assert (found is None) == (words is None)
     assert all(word in str(found) for word in words or ())
     assert "\n" not in str(found)
@@ -89,39 +85,11 @@ def test_a_process_has_a_gpu_where_there_is_a_file_and_the_platforms_allow_it(ho
         assert gpu_facts({"JAX_PLATFORMS": platforms}) == {"a GPU": want}
 
 
-def test_amd_counts_where_its_driver_and_plugin_are(host):
-    host(amd=2, plugins=["rocm7"])
-    assert gpus.num_amd() == 2
-    assert gpu_facts({}) == {"a GPU": "present"}
-    (gpus.ROOT / "dev/kfd").unlink()  # the render nodes are those of a display
-    assert gpus.num_amd() == 0
-    host(amd=2)  # nobody computes on it
-    assert gpus.num_amd() == 0
-
-
-def fail_to_load():
-    try:
-        raise RuntimeError("Unable to load CUDA. Is it installed?\nmore")
-    except RuntimeError:
-        logging.getLogger("jax._src.xla_bridge").exception("Jax plugin configuration error")
-
-
-def test_errors_of_plugins_are_collected_without_their_tracebacks(caplog):
-    with plugin_errors() as reasons:
-        fail_to_load()
-        logging.getLogger("jax._src.xla_bridge").warning("another")
-    assert reasons == ["Unable to load CUDA. Is it installed?"]
-    assert [record.message for record in caplog.records] == ["another"]
-    fail_to_load()
-    assert len(caplog.records) == 2
-
-
 def test_a_platform_without_a_device_is_an_error_in_one_line_that_names_what_is_missing(
     host, monkeypatch
 ):
     def no_device():
-        fail_to_load()
-        raise AssertionError
+        raise RuntimeError("Unable to load CUDA. Is it installed?\nmore")
 
     host(driver=550, plugins=["cuda12"])
     monkeypatch.setattr(jax, "local_devices", no_device)

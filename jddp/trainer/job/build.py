@@ -26,8 +26,7 @@ from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet
 from jddp.data.source import Streams
-from jddp.distributed.agree import agree, refuse_gpus
-from jddp.distributed.coordination import from_first, process_index
+from jddp.distributed.coordination import agree, from_first, process_index
 from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_memory
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
@@ -167,7 +166,6 @@ def join(config: Config, num_devices: int | str) -> None:
         configure_devices(num_devices, num_processes=identity.num_processes)
     initialize(identity)
     agree("config or version", _facts(config))
-    refuse_gpus(identity)
     missing = require_devices()
     if process_index() == 0:
         _report_lacks(missing)

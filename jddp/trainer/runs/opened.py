@@ -20,7 +20,7 @@ from jddp.config.options import Precision
 from jddp.config.schema import Config
 from jddp.data import DataSet, DataSource
 from jddp.data.source import Streams
-from jddp.distributed.agree import agree
+from jddp.distributed.coordination import agree
 from jddp.engine.data_parallel import DataParallel
 from jddp.engine.initial_state import Misfit, fit_weights
 from jddp.engine.mesh import make_mesh, replicate
