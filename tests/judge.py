@@ -1,14 +1,12 @@
 """Trains through `jddp.DataParallel` and on one device side by side, and compares every step."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from oracle import on_one_device, whole_batch_step
+from oracle import vmapped_step, whole_batch_step, with_metrics
 
 import jddp
 from jddp.inspection.collectives import collectives
@@ -22,6 +20,14 @@ BUCKET_MB = 80 / 2**20  # Several buckets even of a tiny model.
 PLACES = {
     "leaf-end": {"reduction": jddp.Reduction(layout="leaf", overlap=False)},
     "flat-ready": {"reduction": jddp.Reduction(layout="flat", overlap=True)},
+}
+STRATEGIES = {
+    **PLACES,
+    "zero1": {"strategy": "zero1"},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp kept": {"strategy": jddp.FSDP(regather=False)},
+    "groups": {"strategy": jddp.FSDP(group_size=2)},
+    "logical": {"strategy": jddp.LogicalReplicas(8)},
 }
 in_both_places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
@@ -101,29 +107,60 @@ def start(ddp, batch):
     return ddp.init(0, batch, params=jax.tree.map(numbers, given))
 
 
-def beside_one_device(
-    model, loss=squares, *, alone=None, batches=None, rtol=1e-5, places=PLACES, **options
-):
-    """Steps one device through `batches`, then many in some places; returns the last of these.
-
-    `alone` is the loss on one device, if it is another one. 1e-5 of the largest entry: float32
-    sums of 16 rows in another order.
-    """
+def beside_one_device(model, loss=squares, *, places=PLACES, begin=start, batches=None, **options):
+    """Holds a model to one device in each of some places; returns the last wrapper and state."""
     batches = batches or [make_rows(), make_rows(seed=1)]
-    all_steps = None
     for place in places:
-        ddp = wrapped(model, loss, **joined(PLACES[place], options))
-        state = start(ddp, batches[0])
-        if all_steps is None:
-            optimizer = ddp.steps.spec.optimizer.tx
-            all_steps = steps_of_one_device(model, optimizer, alone or loss, state, batches)
-        first = on_one_device(state)
-        for batch, (want, want_metrics) in zip(batches, all_steps, strict=True):
-            state, metrics = ddp.step(state, batch)
-            assert_close_step(on_one_device(state), want, first, rtol=rtol, what=f"{place}: ")
-            np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=rtol)
+        placed = joined({"mesh": REPLICAS}, STRATEGIES[place], options)
+        ddp, state = hold(model, loss, batches, begin=begin, what=f"{place}: ", **placed)
+    return ddp, state
+
+
+def hold(model, loss, batches, *, begin=start, alone=None, rtol=1e-5, what="", **options):
+    """Steps many devices and one through `batches`, each time from the same state.
+
+    `alone` is the loss on one device, if it is another one; its judge of a model with random
+    numbers has the replicas side by side. 1e-5 of the largest entry: float32 sums of 16 rows in
+    another order.
+    """
+    ddp = wrapped(model, loss, **options)
+    state = begin(ddp, batches[0])
+    tx, strategy = ddp.steps.spec.optimizer.tx, options.pop("strategy", "ddp")
+    if ddp.steps.planned(batches[0]).uses_rng:
+        is_logical = isinstance(strategy, jddp.LogicalReplicas)
+        num = strategy.number if is_logical else options["mesh"]
+        step = vmapped_step(wrapped(model, loss, **{**options, "mesh": num}), num, batches[0])
+    else:
+        known = {name: options.get(name) for name in ("max_grad_norm", "ema_decay")}
+        step = whole_batch_step(model, tx, with_metrics(alone or loss), **known)
+    like = jax.eval_shape(tx.init, state.params)
+    for batch in batches:
+        before = on_one_device(state, like)
+        want, want_metrics = step(before, batch)
+        state, metrics = ddp.step(state, batch)
+        assert_close_step(on_one_device(state, like), want, before, rtol=rtol, what=what)
+        for name, value in want_metrics.items():
+            np.testing.assert_allclose(metrics[name], value, rtol=rtol, err_msg=what + name)
+    if strategy == "ddp":
         assert_same_on_all_devices(state)
     return ddp, state
+
+
+def on_one_device(state, like=None):
+    """A copy of all arrays, whole on a device; the optimizer's state has the form of `like`."""
+
+    def copied(x):
+        whole = x.is_fully_replicated
+        return jnp.copy(x.addressable_data(0) if whole else jax.device_put(x, jax.devices()[0]))
+
+    state = jax.tree.map(copied, state)
+    if like is None:
+        return state
+
+    def without_padding(x, like):
+        return x if x.shape == like.shape else x.ravel()[: like.size].reshape(like.shape)
+
+    return state.replace(opt_state=jax.tree.map(without_padding, state.opt_state, like))
 
 
 def assert_close_step(got, want, before, *, rtol, what=""):
@@ -132,16 +169,9 @@ def assert_close_step(got, want, before, *, rtol, what=""):
         old, new, judged = (host(getattr(state, name)) for state in (before, got, want))
         moved, want_moved = (jax.tree.map(np.subtract, x, old) for x in (new, judged))
         assert_close(moved, want_moved, rtol=rtol, what=what + name)
-    assert_close(got.opt_state, want.opt_state, rtol=rtol, what=f"{what}opt_state")
+    assert_close(host(got.opt_state), host(want.opt_state), rtol=rtol, what=f"{what}opt_state")
     kept = [{k: x for k, x in s.model_state.items() if k != "rngs"} for s in (got, want)]
     assert_close(*kept, rtol=rtol, what=f"{what}model_state")
-
-
-def steps_of_one_device(model, optimizer, loss, state, batches):
-    """The state and the metrics after each of the batches."""
-    step = whole_batch_step(model, optimizer, lambda m, b, train: (loss(m, b), {}))
-    first = on_one_device(state), {}
-    return list(itertools.accumulate(batches, lambda s, b: step(s[0], b), initial=first))[1:]
 
 
 def sent(ddp, batch=None):

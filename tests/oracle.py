@@ -28,8 +28,9 @@ def mean_over_valid(values, mask):
     return (values * weights).sum() / weights.sum()
 
 
-def whole_batch_step(model, optimizer, loss_fn):
+def whole_batch_step(model, optimizer, loss_fn, *, max_grad_norm=None, ema_decay=None):
     """A plain training step of the user's own model, unaware of replicas."""
+    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
 
     def linen(params, model_state, batch):
         (losses, metrics), written = nn.apply(
@@ -56,16 +57,27 @@ def whole_batch_step(model, optimizer, loss_fn):
             return mean_over_valid(losses, mask), (metrics, written)
 
         (value, (metrics, written)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        grads, _ = clip.update(grads, clip.init(grads))
+        updates, opt_state = update_with_loss(optimizer, grads, state, value)
         new = state.replace(
             step=state.step + 1,
             params=optax.apply_updates(state.params, updates),
             model_state=written,
             opt_state=opt_state,
         )
+        if ema_decay is not None:
+            average = optax.incremental_update(new.params, state.ema_params, 1 - ema_decay)
+            new = new.replace(ema_params=average)
         return new, {"loss": value, **{k: mean_over_valid(x, mask) for k, x in metrics.items()}}
 
     return step
+
+
+def update_with_loss(optimizer, grads, state, loss):
+    if optimizer.update.__qualname__.startswith("sam."):  # takes no loss, whatever its type says
+        return optimizer.update(grads, state.opt_state, state.params)
+    update = optax.with_extra_args_support(optimizer).update
+    return update(grads, state.opt_state, state.params, value=loss)
 
 
 def vmapped_step(ddp, num_replicas, batch):
@@ -82,13 +94,6 @@ def vmapped_step(ddp, num_replicas, batch):
     return step
 
 
-def one_device_step(ddp, model, loss_fn, batch):
-    """The judge of `ddp.step` for any model and any form of loss: one of the two above."""
-    if ddp.steps.planned(batch).uses_rng:
-        return vmapped_step(ddp, ddp.mesh.size, batch)
-    return whole_batch_step(model, ddp.steps.spec.optimizer.tx, with_metrics(loss_fn))
-
-
 def with_metrics(loss_fn):
     """The loss in one form: of three arguments, and with metrics, if only none."""
     takes_train = "train" in inspect.signature(loss_fn).parameters
@@ -98,7 +103,3 @@ def with_metrics(loss_fn):
         return outputs if isinstance(outputs, tuple) else (outputs, {})
 
     return adapted
-
-
-def on_one_device(tree):
-    return jax.tree.map(lambda x: jnp.copy(x.addressable_data(0)), tree)

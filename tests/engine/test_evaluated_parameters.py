@@ -17,6 +17,8 @@ from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.reader import read_arrays
 from jddp.checkpoint.weights import read_weights
 from jddp.commands.checkpoint import main
+from jddp.engine.evaluation import optimizer_params
+from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError
 from jddp.trainer.runs.saved import Saved
 from jddp.trainer.watching import KeepBest
@@ -239,6 +241,39 @@ def test_a_run_of_a_schedule_free_optimizer_is_the_same_when_it_is_opened_and_ex
     close(read_weights(tmp_path / "run")["params"], want, rtol=1e-4)
     raw = read_arrays(tmp_path / "run" / "checkpoints" / "4", ["params"])
     equal(raw["params/Dense_0/kernel"], run.state.params["Dense_0"]["kernel"])
+
+
+def test_sam_is_evaluated_with_the_parameters_before_its_adversarial_step():
+    uphill = optax.chain(optax.contrib.normalize(), optax.sgd(0.5))
+    tx = optax.chain(optax.contrib.sam(optax.sgd(0.25), uphill))
+    params = {"w": jnp.float32([3, 4])}
+    opt_state = tx.init(params)
+    for stepped, evaluated in (([3.3, 4.4], [3, 4]), ([2.175, 2.9], [2.175, 2.9])):
+        grads = params  # of half the squares; the second from the adversarial parameters
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params["w"], stepped, rtol=1e-6)
+        found = optimizer_params(params, by_path(opt_state))["w"]
+        np.testing.assert_allclose(found, evaluated, rtol=1e-6)
+
+
+def test_parameters_that_have_the_names_of_such_a_state_are_evaluated_as_they_are():
+    params = {name: jnp.ones(2) for name in ("z", "b1", "weight_sum", "cache", "steps_since_sync")}
+    found = optimizer_params(params, by_path(optax.adam(0.1).init(params)))
+    equal(found, params)
+
+
+def test_an_average_moves_with_the_updates_of_an_optimizer_that_accumulates():
+    """By hand: two updates in four steps, and not four decays."""
+    tx = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    one = Of(lambda m, x: m.param("w", nn.initializers.constant(8.0), ()) * x)
+    loss = lambda model, batch: model(batch["x"])  # noqa: E731
+    ddp = jddp.DataParallel(one, tx, loss, mesh=2, ema_decay=0.5)
+    batch = {"x": np.full(4, 4, np.float32)}
+    state = ddp.init(0, batch)
+    for want in (8, 6, 6, 3):  # of 8, 4, 4, 0
+        state, _ = ddp.step(state, batch)
+        assert state.ema_params["w"] == want
 
 
 def test_lookahead_is_refused_with_the_strategy_that_does_the_same_on_one_device(mesh):

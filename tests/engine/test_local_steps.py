@@ -1,5 +1,6 @@
 """Replicas that step alone and synchronize now and then: held to as many models on one device."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -124,6 +125,26 @@ def test_what_replicas_move_by_on_the_mean_is_that_of_plain_steps(begins):
         meet = step <= begins or (step - begins) % 2 == 0
         last = 1.5 if meet else np.arange(4)
         np.testing.assert_array_equal(-rows, 1.5 * (step - 1) + last)
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest:
+    """An outer step of a user's own."""
+
+    def init(self, params):
+        return {"params": params}
+
+    def __call__(self, reducer, params, outer):
+        largest = jax.tree.map(lambda x: jax.lax.pmax(x, reducer.axis), params)
+        return largest, {"params": largest}
+
+
+def test_an_outer_step_of_your_own_decides_what_replicas_agree_on():
+    batch = {"x": np.repeat(np.arange(4, dtype=np.float32), 2)}
+    options = {"optimizer": optax.sgd(1.0), **local(1, outer=Largest())}
+    ddp = wrapped(judge.Plane(), lambda model, batch: model(batch["x"]), **options)
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    assert (host(state.params["w"]) == 0).all()  # of replica 0, whose gradient is zero
 
 
 @pytest.mark.parametrize(

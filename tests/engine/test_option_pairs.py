@@ -29,6 +29,10 @@ VALUES = {
     "zero1": {"strategy": "zero1"},
     "logical replicas": {"strategy": jddp.LogicalReplicas(8)},
     "fsdp": {"strategy": "fsdp", "reduction": jddp.Reduction(layout="flat")},
+    "fsdp in groups": {
+        "strategy": jddp.FSDP(group_size=2),
+        "reduction": jddp.Reduction(layout="flat"),
+    },
     "local steps from the first": {"strategy": jddp.LocalSteps(2)},
     "max_grad_norm": {"max_grad_norm": 0.05},
     "ema_decay": {"ema_decay": 0.5},
@@ -47,6 +51,7 @@ COUNTS = {name for name, options in VALUES.items() if "state" in options}
 # Replicas run one after the other, or apart, cannot agree on what these have them agree on.
 APART = {"logical replicas", "local steps from the first"}
 TOGETHER = STATISTICS - {"local statistics"}
+KINDS = {"local steps from the first": "local steps", "fsdp in groups": "fsdp"}
 OF_NO_GROUP = {"local statistics", "broadcast statistics"}
 
 
@@ -68,13 +73,13 @@ def hold_options(options, *, norm="layer", form="tokens", mask="no", optimizer="
 
 def refused_by_table(pair):
     """The names in the table under which a pair is refused; None if it is not."""
-    names = {*pair, "local steps"} if "local steps from the first" in pair else {*pair}
+    names = {KINDS.get(name, name) for name in pair} | {*pair}
     return next((x for x in REFUSED if names.issuperset(x)), None)
 
 
 def is_refused(pair):
     is_apart = APART & set(pair) and TOGETHER & set(pair)
-    is_divided = "fsdp" in pair and OF_NO_GROUP & set(pair)
+    is_divided = {"fsdp", "fsdp in groups"} & set(pair) and OF_NO_GROUP & set(pair)
     return bool(refused_by_table(pair) or is_apart or is_divided)
 
 

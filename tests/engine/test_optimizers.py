@@ -1,0 +1,296 @@
+"""Every optimizer with each strategy that divides its state: one device's numbers, or refused."""
+
+import contextlib
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from judge import (
+    WIDTH,
+    Either,
+    Net,
+    assert_close,
+    hold,
+    host,
+    make_rows,
+    on_one_device,
+    squares,
+    start,
+    wrapped,
+)
+from sweeps import swept
+from tiny import Of, take_steps
+
+import jddp
+from jddp.checkpoint.checkpoints import CheckpointFolder
+from jddp.ground.errors import ConfigError
+from jddp.zoo.groups import ParameterGroup, by_group, decay_by_layer
+from jddp.zoo.optimizers import decay_mask
+
+ROOT = Path(__file__).resolve().parents[2]
+# Made of the namespace of optax: a new optimizer fails here until it has arguments there.
+OF_OPTAX = runpy.run_path(str(ROOT / "docs" / "optimizers.py"))
+NEEDS_MORE = "refused, with `ddp` too"
+# Adam and its kin divide by roots of what is small, and Newton-Schulz multiplies the small singular
+# values of a gradient by hundreds, and with them the rounding of sums in another order: of what
+# parameters move by, which is a tenth of them.
+ROUNDING = 1e-4
+LAYERS = 3  # which four replicas do not divide
+
+
+class Block(nn.Module):
+    """Two matrices and a bias."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(WIDTH, use_bias=False)(nn.tanh(nn.Dense(8)(x))), None
+
+
+class Deep(nn.Module):
+    """Layers one by one, or scanned."""
+
+    is_scanned: bool
+
+    @nn.compact
+    def __call__(self, x):
+        if self.is_scanned:
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            x, _ = nn.scan(Block, length=LAYERS, **axes)(name="layers")(x, None)
+        else:
+            for _ in range(LAYERS):
+                x, _ = Block()(x, None)
+        return nn.Dense(1, name="last")(x)[:, 0]
+
+
+def matrices(params):
+    """The last two dims of kernels: Adam updates all else."""
+    dims = optax.contrib.MuonDimensionNumbers(-2, -1)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: dims if "kernel" in jax.tree_util.keystr(path) else None, params
+    )
+
+
+def muon(**options):
+    return optax.contrib.muon(
+        0.05, weight_decay=0.1, muon_weight_dimension_numbers=matrices, eps=1e-3, **options
+    )
+
+
+def shampoo():
+    """Multiplies G by the sum of G Gᵀ, which it keeps: a square array for each matrix."""
+
+    def init(params):
+        return jax.tree.map(
+            lambda x: jnp.zeros((*x.shape[:-1], x.shape[max(x.ndim - 2, 0)])), params
+        )
+
+    def update(grads, kept, params=None):
+        def add(g, square):
+            return square + (g * g if g.ndim == 1 else g @ jnp.swapaxes(g, -1, -2))
+
+        def step(g, square):
+            if g.ndim == 1:
+                return -0.1 * square * g / (1 + square)
+            scale = 1 + jnp.trace(square, axis1=-2, axis2=-1)
+            return -0.1 * square @ g / scale[..., None, None]
+
+        kept = jax.tree.map(add, grads, kept)
+        return jax.tree.map(step, grads, kept), kept
+
+    return optax.GradientTransformation(init, update)
+
+
+def growing_with_size():
+    """Whose first state depends on how large an array is, and whose update does not."""
+    adam = optax.adam(1e-3)
+
+    def init(params):
+        fill = jax.tree.map(lambda x: jnp.full_like(x, x.size > 9), params)
+        return adam.init(params), fill
+
+    def update(grads, state, params=None):
+        updates, inner = adam.update(grads, state[0], params)
+        return jax.tree.map(jnp.multiply, updates, state[1]), (inner, state[1])
+
+    return optax.GradientTransformation(init, update)
+
+
+def by_number_of_elements():
+    """Whose steps are as long as there are elements of all parameters: of whole ones, not parts."""
+
+    def update(grads, params):
+        num = sum(x.size for x in jax.tree.leaves(grads))
+        return jax.tree.map(lambda x: -1e-3 * num * x / (jnp.abs(x).max() + 1), grads)
+
+    return optax.stateless(update)
+
+
+def is_large(params):
+    return jax.tree.map(lambda x: x.size > 9, params)
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def by_layer(params):
+    return {name: "kept" if name == "last" else "moved" for name in params}
+
+
+def kinds(params):
+    return jax.tree.map(lambda x: "a" if x.ndim > 1 else "b", params)
+
+
+LAST = {"head": ParameterGroup(["last/.*"], optax.sgd(0.1, momentum=0.9))}
+OWN = {
+    "adamw with a mask": optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask),
+    "adamw with a mask by size": optax.adamw(0.05, eps=1e-3, mask=is_large),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "a schedule": optax.adam(optax.cosine_decay_schedule(1e-2, 4), eps=1e-3),
+    "muon": muon(),
+    "two in one": optax.multi_transform({"a": optax.adam(1e-2), "b": optax.set_to_zero()}, kinds),
+    "hyperparameters in the state": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    "a plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
+    "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "steps of muon": optax.MultiSteps(muon(), 2),
+    "groups": decay_by_layer(by_group(LAST, optax.adam(1e-2)), ["layers/.*"], 0.5),
+    "muon and parameters that stay": optax.partition(
+        {"moved": muon(), "kept": optax.set_to_zero()}, by_layer
+    ),
+    "muon of another first step": muon(preconditioning="schatten"),
+    "muon with a rate in its state": optax.inject_hyperparams(
+        lambda learning_rate: optax.chain(muon(), optax.scale_by_learning_rate(learning_rate))
+    )(learning_rate=-0.5),
+    "shampoo": shampoo(),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)),
+    "by the number of elements": optax.masked(by_number_of_elements(), is_matrix),
+    "growing with size": growing_with_size(),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)),
+}
+OPTIMIZERS = OWN | OF_OPTAX["optimizers"]()
+CASES = [(name, strategy) for name in OPTIMIZERS for strategy in ("ddp", "zero1", "fsdp")]
+
+
+@pytest.mark.parametrize(("name", "strategy"), swept(CASES, every=25))
+def test_an_optimizer_is_that_of_one_device_or_refused(name, strategy):
+    tx, batches = OPTIMIZERS[name], [make_rows(24, seed=i) for i in range(4)]
+    options = {"optimizer": tx, "strategy": strategy, "mesh": 4}
+    model = Deep(True) if name in OWN else Net()
+    with jax.numpy_rank_promotion("allow"):
+        if name not in OWN and OF_OPTAX["outcome"](tx).startswith(NEEDS_MORE):
+            with pytest.raises(ConfigError, match="average_gradients|LocalSteps"):
+                start(wrapped(model, **options), batches[0])
+        else:
+            hold(model, squares, batches, rtol=ROUNDING, **options)
+
+
+def test_a_step_gives_no_loss_to_an_optimizer_that_does_not_take_it():
+    sam = OPTIMIZERS["contrib.sam"]
+    for tx in (sam, optax.chain(sam, optax.scale(0.5))):
+        assert OF_OPTAX["outcome"](tx) == "its shard of each parameter"
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "contrib.sophia", "contrib.dpsgd", "monitor"])
+def test_an_optimizer_that_needs_more_than_a_step_has_is_refused_in_one_line(name):
+    with pytest.raises(ConfigError, match=r"the loss: .*average_gradients") as error:
+        start(wrapped(Net(), optimizer=OPTIMIZERS[name], mesh=2), make_rows())
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("is_scanned", swept([True, False], every=2))
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", jddp.FSDP(group_size=2)], ids=str)
+def test_matrices_in_parts_are_updated_as_whole_ones(strategy, is_scanned):
+    """With micro-batches, clipping and an average; each group gathers its own."""
+    options = {"max_grad_norm": 0.1, "ema_decay": 0.5, "accumulate_steps": 2, "mesh": 4}
+    options |= {"optimizer": muon(), "strategy": strategy, "rtol": ROUNDING}
+    hold(Deep(is_scanned), squares, [make_rows(24, seed=i) for i in range(3)], **options)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+def test_matrices_and_momentum_without_a_gradient_stay_as_they_are(strategy):
+    def of_one_branch(model, batch):
+        if model.is_initializing():
+            model.b(batch["x"])
+        return (model.a(batch["x"]) - batch["y"]) ** 2
+
+    options = {"optimizer": muon(), "strategy": strategy, "unused_parameters": "skip"}
+    ddp = wrapped(Either(), of_one_branch, **options)
+    state = start(ddp, make_rows())
+    first = host(state.params["b"])
+    state, _ = take_steps(ddp, [make_rows(seed=seed) for seed in range(2)], state)
+    jax.tree.map(np.testing.assert_array_equal, host(state.params["b"]), first)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_replica_keeps_its_share_of_the_momentum_of_matrices(strategy):
+    ddp = wrapped(Deep(True), optimizer=muon(), strategy=strategy)
+    arrays = jax.tree.leaves(start(ddp, make_rows()).opt_state)
+    # All but counts, the three coefficients, and what a bias or its padding needs.
+    whole = sum(x.nbytes for x in arrays)
+    assert sum(x.addressable_shards[0].data.nbytes for x in arrays) <= whole / 4 + 100
+
+
+def test_the_program_of_a_run_has_one_digest_with_every_strategy_and_number_of_devices():
+    batch, found = make_rows(24), set()
+    for strategy, num in (("ddp", 1), ("zero1", 4), ("fsdp", 2)):
+        ddp = wrapped(Deep(True), optimizer=muon(ns_steps=1), strategy=strategy, mesh=num)
+        state = ddp.steps.abstract_state(batch)
+        found.add(ddp.steps.program(state, batch).digests["optimizer"])
+    assert len(found) == 1
+
+
+def of_all_shapes(m, x):
+    number = m.param("number", nn.initializers.ones, ())
+    m.param("empty", nn.initializers.ones, (0, 4))
+    odd, one = (m.param(str(n), nn.initializers.normal(1.0), (n,)) for n in (3, 1))
+    row = m.param("row", nn.initializers.normal(1.0), (1, 8))
+    return (nn.Dense(3)(x) * number + odd + one).sum(1) + (nn.Dense(8)(x) * row).sum(1)
+
+
+FOUR, TWO = jddp.FSDP(group_size=4), jddp.FSDP(group_size=2)
+ODD = Of(of_all_shapes)
+ALL_WAYS = [("zero1", 8), ("fsdp", 4), (FOUR, 8), ("ddp", 2), (TWO, 8), ("zero1", 3), ("fsdp", 3)]
+MOVES = {
+    "odd shapes": (ODD, optax.adam(1e-2, eps=1e-3), [("fsdp", 4), ("zero1", 4), ("fsdp", 4)]),
+    "adam": (ODD, optax.adam(1e-2, eps=1e-3), [*ALL_WAYS, (FOUR, 8), ("zero1", 2), (TWO, 4)]),
+    "muon": (Deep(True), muon(), ALL_WAYS),
+    "shampoo": (Deep(True), shampoo(), ALL_WAYS),
+}
+
+
+@pytest.mark.parametrize(
+    "model, tx, ways",
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != "odd shapes"))
+        for name, case in MOVES.items()
+    ],
+)
+def test_a_checkpoint_resumes_with_any_strategy_on_any_number_of_devices(tmp_path, model, tx, ways):
+    def made(strategy, num):
+        ddp = wrapped(model, optimizer=tx, mesh=num, strategy=strategy)
+        return ddp, start(ddp, make_rows(24))
+
+    with jax.numpy_rank_promotion("allow"):
+        alone, state = made("ddp", 1)
+        for step, (strategy, num) in enumerate(ways):
+            ddp, moving = made(strategy, num)
+            with contextlib.closing(CheckpointFolder(tmp_path, keep=2)) as checkpoints:
+                if step:
+                    shardings = [x.sharding for x in jax.tree.leaves(moving)]
+                    moving = checkpoints.restore(moving, ddp.steps.layouts(moving)).state
+                    assert [x.sharding for x in jax.tree.leaves(moving)] == shardings
+                moving, _ = ddp.step(moving, make_rows(24, seed=step))
+                state, _ = alone.step(state, make_rows(24, seed=step))
+                checkpoints.save(step + 1, moving, {}, ddp.steps.layouts(moving))
+            whole = on_one_device(moving, state.opt_state)
+            for got, want in ((whole.params, state.params), (whole.opt_state, state.opt_state)):
+                assert_close(host(got), host(want), rtol=ROUNDING)
+        other = wrapped(model, optimizer=optax.sgd(0.1, momentum=0.9), mesh=4)
+        like = start(other, make_rows(24))
+        with pytest.raises(ConfigError, match="optimizer"):
+            CheckpointFolder(tmp_path, keep=1).restore(like, other.steps.layouts(like))
