@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.metadata
 import platform
+import subprocess
 from pathlib import Path
 
 PACKAGES = ("jddp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -28,30 +29,11 @@ def _version(package: str) -> str:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of git's checkout that a folder is in; "" where there is none.
-
-    Files are read, and git is not run. Whether files have changed since is not known.
-    """
-    with contextlib.suppress(OSError, ValueError):  # a folder that was removed, or other files
-        here = folder.absolute()
-        found = (x / ".git" for x in (here, *here.parents) if (x / ".git").exists())
-        return _commit_in(next(found, here))
+    """The commit of git's checkout that a folder is in; "" where there is none, or no git."""
+    command = ["git", "-C", str(folder), "rev-parse", "--verify", "--quiet", "HEAD"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return ""
-
-
-def _commit_in(git: Path) -> str:
-    if git.is_file():  # of a worktree or a submodule
-        git = git.parent / git.read_text().removeprefix("gitdir: ").strip()
-    head = (git / "HEAD").read_text().strip()
-    if not head.startswith("ref: "):
-        return head
-    name = head.removeprefix("ref: ")
-    common = git / "commondir"
-    git = git / common.read_text().strip() if common.exists() else git
-    if (git / name).exists():
-        return (git / name).read_text().strip()
-    lines = (git / "packed-refs").read_text().splitlines()
-    return next((line.split()[0] for line in lines if line.endswith(f" {name}")), "")
 
 
 @functools.cache  # of the code as it was first asked for, which is nearest to the code that runs
