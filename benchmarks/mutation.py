@@ -64,7 +64,7 @@ TESTS = HEART | {
     ],
     "jddp/engine/digest.py": ["digest", "replica"],
     "jddp/engine/evaluation.py": ["data_parallel", "mean", "constants", "replica"],
-    "jddp/engine/executor.py": ["data_parallel", "constants", "explain", "run", "trainer"],
+    "jddp/engine/data_parallel.py": ["data_parallel", "constants", "explain", "run", "trainer"],
     "jddp/engine/guard.py": [
         *("guard", "loss_scale", "numerics", "moving_average", "local_steps", "shard_optimizer"),
     ],

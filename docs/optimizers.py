@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from jddp.engine.optimizer import mixes_elements, refuse_unusable
+from jddp.engine.optimizer import choose_optimizer, mixes_elements
+from jddp.engine.step import Placement
 from jddp.ground.errors import ConfigError
 from jddp.reduce.shards import Flat
 
@@ -139,7 +140,7 @@ def outcome(tx: optax.GradientTransformation) -> str:
         "bias": jax.ShapeDtypeStruct((8,), jnp.float32),
     }
     try:
-        refuse_unusable(tx, params, 1)
+        choose_optimizer(tx, "zero", 1, Placement(), 1).check(params)
     except ConfigError:
         return "refused, with `ddp` too: it makes no updates of gradients and the loss alone"
     is_whole = mixes_elements(tx, params, Flat("data", 2))

@@ -26,7 +26,6 @@ from jddp.reduce.shards import Groups
 
 Result = TypeVar("Result")
 _CHECKS = {"jax_debug_nans": jax.debug_nans, "jax_debug_infs": jax.debug_infs}
-_OF_CONSTRAINTS = ("is not found in mesh", "passed to with_sharding_constraint")
 
 
 def run_compiled(function: Callable[..., Result], *args: PyTree) -> Result:
@@ -59,15 +58,6 @@ def call(function: Callable[..., Result], *args: PyTree) -> Result:
     try:
         with _checked():
             return function(*args)
-    except ValueError as error:
-        # Of a constraint that was imported by name before the first model ran: `modules.base`.
-        if not any(words in str(error) for words in _OF_CONSTRAINTS):
-            raise
-        raise ConfigError(
-            f"The model or loss constrains an array to axes of a mesh ({error}), and here each "
-            "replica has its own rows whole. Call it as jax.lax.with_sharding_constraint, which is "
-            "then left out; or leave it out."
-        ) from error
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise

@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -191,8 +191,7 @@ class CompiledSteps:
         """Shapes, dtypes and shardings of a state, for inputs of this process or their shapes."""
         state = self._first(inputs)
         comm_state = functools.partial(self.comm_state, self.plan(state, inputs))
-        outer, comm_state = state.comm_state.outer, jax.eval_shape(comm_state)
-        state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
+        state = state.replace(comm_state=jax.eval_shape(comm_state, state.comm_state.outer))
 
         def place(x: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
             shape = (self.rows.num_replicas, *x.shape) if layout.is_per_replica else x.shape
@@ -202,8 +201,7 @@ class CompiledSteps:
 
     def _first(self, inputs: Inputs) -> TrainState:
         """Shapes of the first state of one replica, but for the state of a hook."""
-        state: TrainState = call(jax.eval_shape, self.init, *self._for_init(inputs))
-        return state
+        return cast(TrainState, call(jax.eval_shape, self.init, *self._for_init(inputs)))
 
     def _for_init(self, inputs: Inputs) -> tuple[PyTree, ...]:
         values = self.spec.model.values or (None, None)
@@ -236,8 +234,12 @@ class CompiledSteps:
 
         return jax.tree.map(share, batch)
 
-    def comm_state(self, planned: Planned) -> CommState:
+    def comm_state(self, planned: Planned, outer: PyTree) -> CommState:
         """The first state of the reducer, on one replica.
+
+        Args:
+          planned: Plan of the step.
+          outer: State of the outer steps.
 
         Raises:
           UsageError: If a hook has state, and its buckets were planned without rows.
@@ -257,6 +259,7 @@ class CompiledSteps:
             # with which a step returns it.
             hook=jax.tree.map(jax.numpy.asarray, memory),
             loss_scale=self.spec.guard.init(),
+            outer=outer,
         )
 
     def layouts(self, state: TrainState) -> TrainState:
@@ -320,9 +323,7 @@ class CompiledSteps:
             rows do not have.
         """
         limit = None if loss_limit is None else np.float32(loss_limit)
-        inputs = self.inputs(self.placed(batch), constants)._replace(loss_limit=limit)
-        self.check(state, latest, inputs)
-        return Call(*self._jitted_for(self._make_step, state, inputs), state, inputs)
+        return self._call(self._make_step, state, batch, constants, latest, limit)
 
     def gradients_for(
         self,
@@ -332,9 +333,20 @@ class CompiledSteps:
         latest: TrainState | None = None,
     ) -> Call:
         """The call of a step as far as its averaged gradients; arguments as of `step_for`."""
-        inputs = self.inputs(self.placed(batch), constants)
+        return self._call(make_gradients, state, batch, constants, latest)
+
+    def _call(
+        self,
+        make: Callable[..., Wrapped],
+        state: TrainState,
+        batch: Batch,
+        constants: PyTree,
+        latest: TrainState | None,
+        limit: PyTree = None,
+    ) -> Call:
+        inputs = self.inputs(self.placed(batch), constants)._replace(loss_limit=limit)
         self.check(state, latest, inputs)
-        return Call(*self._jitted_for(make_gradients, state, inputs), state, inputs)
+        return Call(*self._jitted_for(make, state, inputs), state, inputs)
 
     def check(
         self, state: TrainState, latest: TrainState | None, inputs: Inputs | None = None
@@ -374,25 +386,20 @@ class CompiledSteps:
         if form not in self._jitted:
             planned = self._plans.of(self._one(state), inputs)
             # Hook state is kept by bucket: with another plan it would be added to other gradients.
-            if jax.tree.leaves(state.comm_state.hook) and self._hook_plans not in (
-                [],
-                [planned.plan],
-            ):
+            has_state = jax.tree.leaves(state.comm_state.hook)
+            if has_state and self._hook_plans not in ([], [planned.plan]):
                 raise UsageError(
                     "These rows use other parameters than those that the hook was made for: "
                     "its state is of other buckets. Give init a batch that uses them too."
                 )
-            self._jitted[form] = (
-                planned,
-                make(self.spec, planned.plan, self.mesh, self.layouts(state)),
-            )
+            run = make(self.spec, planned.plan, self.mesh, self.layouts(state))
+            self._jitted[form] = planned, run
         return self._jitted[form]
 
     def _one(self, state: TrainState) -> TrainState:
         """Shapes of one replica's state, from the shapes of the global state."""
         layouts = self.layouts(state)
-        one: TrainState = jax.eval_shape(lambda state: enter(state, layouts), state)
-        return one
+        return cast(TrainState, jax.eval_shape(lambda state: enter(state, layouts), state))
 
     def lower(self, batch: Batch, accumulate_steps: int | None = None) -> jax.stages.Lowered:
         """Lowers the step for rows of this process, with nothing allocated or run.

@@ -5,15 +5,23 @@
     state, metrics = ddp.step(state, batch)      # batch: this process's rows
     metrics = ddp.evaluate(state, batches)       # exact over every example
 
-This room checks the user's options, and places batches. The step itself is defined in
+`Executor` sends steps. A step reuses the memory of the state that it is given: the executor keeps
+the newest state, names the call that took an old one, and delays Ctrl-C until the new one is kept.
+
+This module checks the user's options, and places batches. The step itself is defined in
 `engine.step`; `engine.compiled` plans and compiles it for rows of one form. Training, saving and
 reports are functions of their own rooms: `jddp.fit(ddp, ...)`, `jddp.Checkpoints`, `jddp.explain`.
 """
 
+import collections
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -29,7 +37,7 @@ from jddp.config.options import (
 )
 from jddp.distributed.identity import refuse_unjoined
 from jddp.engine.calls import run_compiled
-from jddp.engine.compiled import CompiledSteps
+from jddp.engine.compiled import Call, CompiledSteps
 from jddp.engine.evaluation import (
     evaluate_exactly,
     evaluated_values,
@@ -40,19 +48,15 @@ from jddp.engine.evaluation import (
     predict_rows,
     sums_of,
 )
-from jddp.engine.executor import Executor
 from jddp.engine.guard import Average, choose_guard
-from jddp.engine.initial_state import InitialState, Loaded, make_init
+from jddp.engine.initial_state import Loaded, make_first, make_init
 from jddp.engine.mesh import copy_off_mesh, make_mesh, platform
 from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.optimizer import choose_optimizer
+from jddp.engine.planned import Planned
 from jddp.engine.state import TrainState, Values
 from jddp.engine.step import Function, Step
-from jddp.engine.strategy import (
-    Strategy,
-    choose_reducer,
-    choose_strategy,
-)
+from jddp.engine.strategy import Strategy, choose_reducer, choose_strategy
 from jddp.engine.view import Clip
 from jddp.ground.names import refuses_unknown
 from jddp.ground.names.plugins import tool
@@ -191,7 +195,7 @@ class DataParallel(Shown):
             donate=donate,
             remake=lambda other: DataParallel(**options | {"mesh": other}).steps,
         )
-        self._first = InitialState(self.steps)
+        self._loaded: Loaded | None = None
         predict = functools.partial(make_predict, spec, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)
 
@@ -263,15 +267,15 @@ class DataParallel(Shown):
         is_path = isinstance(params, str | Path)
         read = tool("weights", "init(params=PATH)", "jddp.checkpoint") if is_path else None
         given = read(params) if read else params
-        first = self._first.make(seed, inputs, given, partial=partial, casts=is_path)
-        self._executor.latest = first.state
-        self._executor.planned = first.planned
+        first = make_first(self.steps, seed, inputs, given, partial=partial, casts=is_path)
+        self._executor.latest, self._executor.planned = first.state, first.planned
+        self._loaded = first.loaded or self._loaded
         return first.state
 
     @property
     def loaded(self) -> Loaded | None:
         """Report on the last `init(params=...)`, array by array; None before one."""
-        return self._first.loaded
+        return self._loaded
 
     def model(self, state: TrainState, params: str = "params") -> Any:
         """Returns copies: Linen variables, or an NNX module in eval mode.
@@ -453,3 +457,74 @@ class DataParallel(Shown):
         """Returns `run(rows, valid)`, which calls a compiled function with a state's values."""
         values, inputs = self._values(state, params), self.steps.inputs(None, constants)
         return numbered(compiled, state.key, values, inputs)
+
+
+Stepped = tuple[TrainState, Metrics]
+
+
+class Executor:
+    """Sends steps, and keeps the newest state.
+
+    Args:
+      donate: Whether a step takes the memory of the state that it is given.
+      platform: The hardware.
+
+    Attributes:
+      latest: The newest state that is whole; None before there is one.
+      planned: The plan of the rows that it was made with; None before there are some.
+    """
+
+    def __init__(self, *, donate: bool, platform: str) -> None:
+        self.latest: TrainState | None = None
+        self.planned: Planned | None = None
+        self._num_calls = 0
+        self._donate = donate
+        self._platform = platform
+        self._in_flight: collections.deque[Metrics] = collections.deque()
+
+    def send(self, step: Call) -> Stepped:
+        """Sends a step; returns its result, which need not be computed yet."""
+        self._num_calls += 1
+        self.planned = step.planned
+        with _interrupts_after(step.state):
+            result = run_compiled(step.run, step.state, step.inputs)
+            self.latest = result[0]
+        if self._donate:
+            object.__setattr__(step.state, "_taken_by", self._num_calls)
+        if self._platform == "cpu":
+            self._wait_for_room(result[1])
+        return result
+
+    def _wait_for_room(self, metrics: Metrics) -> None:
+        # XLA:CPU deadlocks in its rendezvous once some thirty programs of many devices are waiting
+        # (measured on jax 0.10.2), which an unbounded loop of steps reaches.
+        self._in_flight.append(metrics)
+        if len(self._in_flight) > 4:
+            jax.block_until_ready(self._in_flight.popleft())
+
+
+@contextlib.contextmanager
+def _interrupts_after(state: TrainState) -> Iterator[None]:
+    """Delays Ctrl-C from where a step has taken the state to where its result is kept.
+
+    While the step is traced and compiled nothing is lost, and it is delivered at once.
+    """
+    handle, waiting = signal.getsignal(signal.SIGINT), []
+    if not callable(handle) or threading.current_thread() is not threading.main_thread():
+        yield  # where it ends the process or nothing, or is not handled
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if state.step.is_deleted():
+            waiting.append((number, frame))
+        else:
+            handle(number, frame)
+
+    # A handler, and not a signal mask: a masked signal may be delivered to another thread.
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handle)
+        if waiting:
+            handle(*waiting[0])

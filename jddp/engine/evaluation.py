@@ -137,8 +137,8 @@ def evaluated_values(state: TrainState, name: str, merge: Callable[[Values], Val
     """
     check_choice("params", name, ("params", "ema"))
     if name == "params":
-        kept = {} if state.has_given_params else by_path(state.opt_state)
-        kept = {name: kept[name] for name in read_in_evaluation(kept)}
+        own = {} if state.has_given_params else by_path(state.opt_state)
+        kept = {name: own[name] for name in read_in_evaluation(own)}
         (params, kept), model_state = merge(((state.params, kept), state.model_state))
         return optimizer_params(params, kept), model_state
     if state.ema_params is None:

@@ -1,7 +1,6 @@
 """Makes the first state of training: by the model from a seed, or from given values.
 
-    first = InitialState(steps)
-    state = first.make(seed, inputs, params=None)       # the same on every device
+    state = make_first(steps, seed, inputs, params=None).state       # the same on every device
 
 All processes start with the same state: new values are made on every device from the same seed and
 rows, and given values are replicated.
@@ -55,101 +54,85 @@ from jddp.reduce.shards import Division
 
 
 class First(NamedTuple):
-    """A first state, and the plan of the step for the rows that it was made with."""
+    """A first state.
+
+    Attributes:
+      state: The state.
+      planned: Plan of the step for the rows that it was made with.
+      loaded: Report on the values that were given; None where none were compared.
+    """
 
     state: TrainState
     planned: Planned
+    loaded: "Loaded | None"
 
 
-class InitialState:
-    """Makes first states.
+def make_first(
+    steps: CompiledSteps,
+    seed: int,
+    inputs: Inputs,
+    params: Params = None,
+    *,
+    partial: bool = False,
+    casts: bool = False,
+) -> First:
+    """Makes a state and its plan.
 
     Args:
       steps: Steps that plan for the rows, on the mesh of the state.
-
-    Attributes:
-      loaded: Report on the values that were given last; None before the first.
+      seed: Seed of the base PRNG key.
+      inputs: Example rows of this process, and constants.
+      params: Values to start from, as `jddp.DataParallel.init` has them, but for a path.
+      partial: Whether the model keeps its own values where these do not fit.
+      casts: Whether floating values take the dtypes of the model, as values of files do.
     """
-
-    def __init__(self, steps: CompiledSteps) -> None:
-        self.loaded: Loaded | None = None
-        self._model = steps.spec.model
-        self._steps = steps
-        self._mesh = steps.mesh
-
-    def make(
-        self,
-        seed: int,
-        inputs: Inputs,
-        params: Params = None,
-        *,
-        partial: bool = False,
-        casts: bool = False,
-    ) -> First:
-        """Makes a state and its plan.
-
-        Args:
-          seed: Seed of the base PRNG key.
-          inputs: Example rows of this process, and constants.
-          params: Values to start from, as `jddp.DataParallel.init` has them, but for a path.
-          partial: Whether the model keeps its own values where these do not fit.
-          casts: Whether floating values take the dtypes of the model, as values of files do.
-        """
-        _check_seed(seed)
-        steps = self._steps
-        connect(self._mesh, steps.spec.placement.groups)
-        values = self._values(seed, inputs, params, partial=partial, casts=casts)
-        # The rows of process 0, so that all processes start with the same state.
-        example = inputs._replace(rows=from_process_zero(steps.example(inputs.rows, values)))
-        values = put_given(steps.spec, self._mesh, values)
-        state = call(steps.init, np.uint32(seed), example, *values)
-        self._model.check_kinds(state.model_state)
-        planned = steps.plan(state, inputs)
-        outer, comm_state = state.comm_state.outer, replicate(steps.comm_state(planned), self._mesh)
-        state = state.replace(comm_state=dataclasses.replace(comm_state, outer=outer))
-        layouts, num = steps.layouts(state), steps.rows.num_replicas
-        state = with_shardings(state, layouts, self._mesh)
-        return First(stack_rows(state, layouts, sharded(self._mesh), num), planned)
-
-    def _split(self, params: Params) -> Values:
-        return (self._model.values or (None, None)) if params is None else self._model.split(params)
-
-    def _values(
-        self, seed: int, inputs: Inputs, params: Params, *, partial: bool, casts: bool
-    ) -> Values:
-        """The given values, checked against the model's own if these are known."""
-        values, state = self._split(params)
-        is_unchecked = params is None or (self._model.values is None and inputs.rows is None)
-        if is_unchecked and partial:
-            raise UsageError("init(partial=True) needs params=, and for a Linen model batch=.")
-        if is_unchecked:
-            if params is not None and state is None:
-                self._model.refuse_bare(values)
-            return values, state
-        own_values, own_state = self._model.values or self._own(seed, inputs, with_values=partial)
-        values, self.loaded = fit_weights(values, own_values, partial=partial)
-        if state is not None:
-            state, loaded = fit_weights(state, own_state, partial=partial)
-            self.loaded += loaded
-        if partial:
-            logging.getLogger("jddp").warning("params=: %s", self.loaded)
-        return (jax.tree.map(_like, values, own_values) if casts else values), state
-
-    def _own(self, seed: int, inputs: Inputs, *, with_values: bool) -> Values:
-        """The model's own initial values, or their shapes."""
-        steps = self._steps
-        whole = steps.spec.model.whole
-        if with_values:
-            made = self.make(seed, inputs).state
-            return whole(*steps.merged((made.params, made.model_state)))
-        shapes = steps.shapes(inputs)
-        return whole(*jax.eval_shape(steps.merged, (shapes.params, shapes.model_state)))
-
-
-def _check_seed(seed: int) -> None:
     is_whole = hasattr(seed, "__index__") and not isinstance(seed, bool)
     if not (is_whole and 0 <= operator.index(seed) < 2**32):
         raise ConfigError(f"seed {seed!r} is no whole number from 0 to {2**32 - 1}. Give one.")
+    spec, mesh = steps.spec, steps.mesh
+    connect(mesh, spec.placement.groups)
+    values, loaded = _values(steps, seed, inputs, params, partial=partial, casts=casts)
+    # The rows of process 0, so that all processes start with the same state.
+    example = inputs._replace(rows=from_process_zero(steps.example(inputs.rows, values)))
+    state = call(steps.init, np.uint32(seed), example, *put_given(spec, mesh, values))
+    spec.model.check_kinds(state.model_state)
+    planned = steps.plan(state, inputs)
+    comm_state = steps.comm_state(planned, state.comm_state.outer)
+    state = state.replace(comm_state=replicate(comm_state, mesh))
+    layouts = steps.layouts(state)
+    state = with_shardings(state, layouts, mesh)
+    state = stack_rows(state, layouts, sharded(mesh), steps.rows.num_replicas)
+    return First(state, planned, loaded)
+
+
+def _values(
+    steps: CompiledSteps, seed: int, inputs: Inputs, params: Params, *, partial: bool, casts: bool
+) -> tuple[Values, "Loaded | None"]:
+    """The given values, checked against the model's own if these are known."""
+    model = steps.spec.model
+    values, state = (model.values or (None, None)) if params is None else model.split(params)
+    if params is None or (model.values is None and inputs.rows is None):
+        if partial:
+            raise UsageError("init(partial=True) needs params=, and for a Linen model batch=.")
+        if params is not None and state is None:
+            model.refuse_bare(values)
+        return (values, state), None
+    if model.values is not None:
+        own, own_state = model.values
+    elif partial:
+        made = make_first(steps, seed, inputs).state
+        own, own_state = model.whole(*steps.merged((made.params, made.model_state)))
+    else:  # Their shapes are enough.
+        made = steps.shapes(inputs)
+        merged = jax.eval_shape(steps.merged, (made.params, made.model_state))
+        own, own_state = model.whole(*merged)
+    values, loaded = fit_weights(values, own, partial=partial)
+    if state is not None:
+        state, others = fit_weights(state, own_state, partial=partial)
+        loaded += others
+    if partial:
+        logging.getLogger("jddp").warning("params=: %s", loaded)
+    return (jax.tree.map(_like, values, own) if casts else values, state), loaded
 
 
 def _like(x: Leaf, wanted: Leaf) -> Leaf:

@@ -88,7 +88,22 @@ class PlacedOptimizer:
         Raises:
           ConfigError: If it is one.
         """
-        refuse_unusable(self.tx, params, self.num_micro_batches)
+        # Only the state for the parameters themselves shows it: an optimizer may name them.
+        opt_state = jax.eval_shape(self.tx.init, params)
+        if self.num_micro_batches > 1 and parts_in(opt_state, optax.MultiStepsState):
+            raise ConfigError(
+                "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and "
+                "count steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all."
+            )
+        try:
+            jax.tree.map(lambda *_: None, opt_state, trace_whole(self.tx, params)[1][1])
+        except (TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                "optimizer cannot be used in a step, which has gradients, a state of one "
+                f"structure, parameters and value=, the loss: {str(error).splitlines()[0]} Choose "
+                "one without line search, functions of the loss or gradients of rows; or write the "
+                "loop, and average gradients with jddp.average_gradients."
+            ) from error
 
     def update(
         self, grads: Grads, state: TrainState, plan: BucketPlan, view: View, value: Array
@@ -222,38 +237,6 @@ def trace_whole(
 def own_copy(opt_state: OptState) -> OptState:
     """Copies a first state: it may keep the parameters, and each leaf needs its own buffer."""
     return jax.tree.map(jnp.copy, opt_state)
-
-
-def refuse_unusable(
-    tx: optax.GradientTransformation, params: Params, num_micro_batches: int
-) -> None:
-    """Refuses an optimizer that accumulates, or asks for more than a step has.
-
-    Raises:
-      ConfigError: If it is one.
-    """
-    # Only the state for the parameters themselves shows it: an optimizer may name them.
-    opt_state = jax.eval_shape(tx.init, params)
-    if parts_in(opt_state, optax.LookaheadState):
-        raise ConfigError(
-            "optax.lookahead updates pairs of fast and slow parameters, and a model has one of "
-            "each. Give its fast optimizer, with strategy=jddp.LocalSteps(sync_period, "
-            "optax.sgd(slow_step_size)), which is the same on one device; or ema_decay=."
-        )
-    if num_micro_batches > 1 and parts_in(opt_state, optax.MultiStepsState):
-        raise ConfigError(
-            "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and "
-            "count steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all."
-        )
-    try:
-        jax.tree.map(lambda *_: None, opt_state, trace_whole(tx, params)[1][1])
-    except (TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            "optimizer cannot be used in a step, which has gradients, a state of one structure, "
-            f"parameters and value=, the loss: {str(error).splitlines()[0]} Choose one without "
-            "line search, functions of the loss or gradients of rows; or write the loop, and "
-            "average gradients with jddp.average_gradients."
-        ) from error
 
 
 def choose_optimizer(

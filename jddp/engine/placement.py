@@ -10,7 +10,7 @@ References:
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -25,7 +25,7 @@ from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import equations
 from jddp.ground.typing import Grads, Leaf, Params, Path, PyTree
 from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, Origin, forget
-from jddp.reduce.plan import BucketPlan, GatheredUnit, in_mebibytes
+from jddp.reduce.plan import BucketPlan, in_mebibytes
 from jddp.reduce.shards import AlongDim, Groups, Shape, divided_dim
 from jddp.reduce.units import Part, list_units
 
@@ -70,8 +70,12 @@ class FullySharded(Placement):
         kept = [x for x in leaves if self.layout(x.shape) == Replicated()]
         divided = [x for x in leaves if self.layout(x.shape) != Replicated()]
         gathered, num = "once" if self.lazy.keeps else "twice", self.groups.size
-        plan = replace(plan, group_size=num).noted(
-            *self._of_groups(),
+        plan = replace(plan, group_size=num)
+        if self.groups.num > 1:
+            plan = plan.noted(
+                f"fsdp: {self.groups.num} groups of {num} replicas, each with all parameters"
+            )
+        plan = plan.noted(
             f"fsdp: divided over {num} replicas, in no bucket: {_size_of(divided)},",
             f"  all-gathered {gathered} and reduce-scattered once for each micro-batch",
             f"fsdp: whole, as {num} divides none of their dims: {_size_of(kept)}",
@@ -81,23 +85,7 @@ class FullySharded(Placement):
         parts = [self._part_of(path, x) for path, x in jax.tree_util.tree_leaves_with_path(params)]
         num_passes = 1 if self.lazy.keeps else 2
         units = [*list_units(program(), parts, self.lazy.unit_bytes, num_passes=num_passes)]
-        return replace(plan, units=tuple(units)).noted(*self._received(units, divided))
-
-    def _of_groups(self) -> Iterator[str]:
-        if self.groups.num > 1:
-            num, size = self.groups.num, self.groups.size
-            yield f"fsdp: {num} groups of {size} replicas, each with all parameters"
-
-    def _received(self, units: list[GatheredUnit], divided: list[Leaf]) -> Iterator[str]:
-        """The bytes that a device receives, in sentences."""
-        num, share = self.groups.num, (self.groups.size - 1) / self.groups.size
-        gathers = share * sum(x.bytes * x.num_passes for x in units)
-        whole = sum(x.size * x.dtype.itemsize for x in divided)
-        yield f"fsdp: a device receives {in_mebibytes(gathers)} MiB of parameters at most, and sums"
-        yield f"  {in_mebibytes(share * whole)} MiB of gradients, for each micro-batch"
-        if num > 1:
-            between = 2 * (num - 1) / num * whole / self.groups.size  # a ring of one of each group
-            yield f"fsdp: between groups it sums {in_mebibytes(between)} MiB of gradients, once"
+        return replace(plan, units=tuple(units))
 
     def _part_of(self, path: Path, x: Leaf) -> Part | None:
         layout = self.layout(x.shape)

@@ -28,6 +28,7 @@ import optax
 from jax import P
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, Mesh
+from jax.tree_util import tree_leaves_with_path
 
 from jddp.engine.calls import call
 from jddp.engine.mesh import RowSplit, over_replicas
@@ -100,18 +101,24 @@ def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inpu
     step.replicas.check(forward.jaxpr)
     # Both passes: a custom backward pass may use random numbers where the forward pass does not.
     draws = has_random_bits(forward.jaxpr) or has_random_bits(backward.traced.jaxpr)
-    is_parted = step.backward.num > 1
-    given = state, inputs
+    names = [name_of(path) for path, _ in tree_leaves_with_path((state, inputs))]
+    is_row = [name.startswith("1/rows") for name in names]
+    reached, _ = follow(forward.jaxpr, is_row, _find_constant_key)
+    has_statistics = any(
+        label and name_of(path[:1]) == "1" and step.model.is_statistic(path[1:])
+        for (path, _), label in zip(tree_leaves_with_path(results), reached, strict=True)
+    )
+    every = [True] * len(names)
     return Traced(
         ready=backward.ready,
         num_looped=backward.num_looped,
         sums=results[0],
         uses_rng=draws,
-        has_constant_key=draws and uses_constant_key(forward.jaxpr),
-        has_batch_statistics=is_parted and _reach_statistics(step, forward.jaxpr, given, results),
+        has_constant_key=draws and follow(forward.jaxpr, every, _find_constant_key)[1],
+        has_batch_statistics=step.backward.num > 1 and has_statistics,
         forward=forward,
         backward=backward.traced.jaxpr,
-        inputs=tuple(name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(given)),
+        inputs=tuple(names),
     )
 
 
@@ -138,24 +145,6 @@ def trace_loss(
 
     jax.eval_shape(over_replicas(replica, mesh, P(), P()), state, inputs)
     return traced[0].jaxpr
-
-
-def _reach_statistics(
-    step: Step, forward: Jaxpr, given: tuple[TrainState, Inputs], results: PyTree
-) -> bool:
-    """Whether rows reach statistics of a batch norm in the traced forward pass."""
-    _, after, _ = results
-    is_statistic = [
-        step.model.is_statistic(path) for path, _ in jax.tree_util.tree_leaves_with_path(after)
-    ]
-    state, inputs = given
-    rows = jax.tree.map(lambda _: True, inputs.rows)
-    constants = jax.tree.map(lambda _: False, inputs.constants)
-    labels = jax.tree.map(lambda _: False, state), Inputs(rows, constants)
-    reached = reached_by(forward, jax.tree.leaves(labels))
-    labels = jax.tree.unflatten(jax.tree.structure(results), reached)
-    of_state = jax.tree.leaves(labels[1])
-    return any(x and y for x, y in zip(of_state, is_statistic, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +197,8 @@ class Plans:
         """The plan for the state of one replica and inputs of this process, or their shapes.
 
         Raises:
-          ConfigError: If no gradient reaches a parameter, and unused_parameters is "error".
+          ConfigError: If no gradient reaches a parameter, and unused_parameters is "error"; or if
+            none reaches any.
         """
         spec = self._spec
         if inputs.rows is None:
@@ -220,10 +210,15 @@ class Plans:
         if form not in self._planned:
             traced = call(trace, spec, self._mesh, shapes_of(state), part)
             if not self._planned:
-                _warn_of_weights(inputs.rows, traced.sums)
-                _warn_of_constant_keys(traced)
-                _warn_of_micro_batches(traced, spec.backward.num)
-            _refuse_constant_loss(traced)
+                for warning in _warnings(inputs.rows, traced, spec.backward.num):
+                    logging.getLogger("jddp").warning(warning)
+            # Whatever `unused_parameters` is: that is about single ones.
+            if traced.ready and all(ready is None for ready in traced.ready):
+                raise ConfigError(
+                    "No gradient reaches any parameter: the loss does not depend on them. Return "
+                    "the loss as JAX computes it from the model's outputs, without stop_gradient, "
+                    "numpy or float()."
+                )
             plan = spec.reducer.plan(state.params, traced.ready)
             loss = functools.partial(call, trace_loss, spec.backward, self._mesh, state, part)
             plan = self._noted(plan, state, traced.num_looped, loss)
@@ -248,53 +243,25 @@ class Plans:
         return self._spec.sync.note(self._spec.backward.note(plan, num_looped))
 
 
-def _refuse_constant_loss(traced: Traced) -> None:
-    """Refuses a loss from which no parameter gets a gradient: nothing would be trained.
-
-    Raises:
-      ConfigError: If it is such a loss, whatever `unused_parameters` is: that is about single ones.
-    """
-    if traced.ready and all(ready is None for ready in traced.ready):
-        raise ConfigError(
-            "No gradient reaches any parameter: the loss does not depend on them. Return the loss "
-            "as JAX computes it from the model's outputs, without stop_gradient, numpy or float()."
-        )
-
-
-def _warn_of_weights(batch: Batch, sums: Sums) -> None:
-    if (names := weights_in(batch)) and sums["loss"].is_scalar:
-        logging.getLogger("jddp").warning(
+def _warnings(batch: Batch, traced: Traced, num_micro_batches: int) -> Iterator[str]:
+    if (names := weights_in(batch)) and traced.sums["loss"].is_scalar:
+        yield (
             f"The loss is a scalar, and the batch has {names[0]!r}: replicas are weighted equally, "
             "whatever the weights of their rows. If the loss is sum(l * w) / sum(w), return "
             "jddp.Mean(l * w, w) instead."
         )
-
-
-def _warn_of_constant_keys(traced: Traced) -> None:
     if traced.has_constant_key:
-        logging.getLogger("jddp").warning(
+        yield (
             "The loss uses random numbers of a key made from constants, such as "
             "jax.random.key(0) or nnx.Rngs(0): they are the same in every step and on every "
             "replica. Give loss_fn an argument `key`, which is another in each."
         )
-
-
-def _warn_of_micro_batches(traced: Traced, num: int) -> None:
     if traced.has_batch_statistics:
-        logging.getLogger("jddp").warning(
-            f"accumulate_steps={num}: batch norm takes the statistics of each micro-batch, and not "
-            "of the whole batch, so this is another step than that of the whole batch."
+        yield (
+            f"accumulate_steps={num_micro_batches}: batch norm takes the statistics of each "
+            "micro-batch, and not of the whole batch, so this is another step than that of the "
+            "whole batch."
         )
-
-
-def reached_by(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Returns which results of a program depend on the inputs that are true in `given`."""
-    return [bool(label) for label in follow(jaxpr, given, _find_constant_key)[0]]
-
-
-def uses_constant_key(jaxpr: Jaxpr) -> bool:
-    """Whether any random number of a program has a key that none of its inputs reaches."""
-    return follow(jaxpr, [True] * len(jaxpr.invars), _find_constant_key)[1]
 
 
 def _find_constant_key(eqn: JaxprEqn, given: list[int]) -> Followed | None:
@@ -325,7 +292,7 @@ class Form:
     @classmethod
     def of(cls, rows: Batch, num_replicas: int, num_micro_batches: int) -> "Form":
         """Returns the form of a micro-batch."""
-        leaves = jax.tree_util.tree_leaves_with_path(rows)
+        leaves = tree_leaves_with_path(rows)
         shapes = {name_of(path): [[*x.shape], str(x.dtype)] for path, x in leaves}
         return cls(shapes, num_replicas, num_micro_batches)
 

@@ -13,7 +13,7 @@ and every reader would see replica 0's.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -31,7 +31,6 @@ from jddp.ground.typing import (
     Path,
     PyTree,
     Shown,
-    TextTable,
 )
 from jddp.reduce.plan import in_mebibytes
 from jddp.reduce.shards import Shape
@@ -178,41 +177,16 @@ class TrainState(Shown):
     def __repr__(self) -> str:
         """Its contents, in numbers and bytes; waits for the devices."""
         # Printing a state after a step has taken it must not raise: it is what a debugger does.
-        if self._is_donated:
+        if getattr(self.step, "is_deleted", lambda: False)():
             return "TrainState (donated to a step; use ddp.latest)"
-        lines = [self._title]
-        for field, leaves in self._fields():
-            numbers = f"{_count(leaves):,} numbers in {len(leaves)} arrays"
-            lines.append(f"  {field:<12} {numbers}, {_size(leaves)} MiB")
-        return "\n".join(lines)
-
-    def _tables(self) -> Iterator[TextTable]:
-        """Its contents, and the parameters of each module."""
-        if self._is_donated:
-            return
-        rows = [(field, *_facts(leaves)) for field, leaves in self._fields()]
-        head = ("numbers", "arrays", "MiB", "dtype", "layout")
-        yield TextTable(self._title, rows, ("", *head))
-        modules: dict[str, list[Leaf]] = {}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
-            modules.setdefault(name_of(path[:-1]), []).append(leaf)
-        rows = [(module, *_facts(leaves)) for module, leaves in modules.items()]
-        yield TextTable("parameters", rows, ("module", *head))
-
-    @property
-    def _is_donated(self) -> bool:
-        return bool(getattr(self.step, "is_deleted", lambda: False)())
-
-    @property
-    def _title(self) -> str:
         is_there = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
-        return f"TrainState at step {self.step}" if is_there else "TrainState, its shapes"
-
-    def _fields(self) -> Iterator[tuple[str, list[Leaf]]]:
-        """The fields that hold arrays, and these."""
+        lines = [f"TrainState at step {self.step}" if is_there else "TrainState, its shapes"]
         for field in ARRAYS:
             if leaves := jax.tree.leaves(getattr(self, field)):
-                yield field, leaves
+                numbers = f"{sum(x.size for x in leaves):,} numbers in {len(leaves)} arrays"
+                size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
+                lines.append(f"  {field:<12} {numbers}, {size} MiB")
+        return "\n".join(lines)
 
     def replace(self, **changes: PyTree) -> "TrainState":
         """Returns a copy with some fields changed; given `params` are evaluated as they are."""
@@ -221,29 +195,6 @@ class TrainState(Shown):
         is_given = "opt_state" not in changes and (self.has_given_params or "params" in changes)
         object.__setattr__(state, "has_given_params", is_given)
         return state
-
-
-def _facts(leaves: Sequence[Leaf]) -> tuple[str, ...]:
-    """Lists the numbers, arrays and MiB of these leaves, their dtypes and their placement."""
-    dtypes = dict.fromkeys(str(x.dtype) for x in leaves)
-    layouts = dict.fromkeys(_layout(x) for x in leaves)
-    numbers = f"{_count(leaves):,}", f"{len(leaves)}", _size(leaves)
-    return *numbers, ", ".join(dtypes), ", ".join(layouts)
-
-
-def _layout(leaf: Leaf) -> str:
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        return "not placed"
-    return "replicated" if sharding.is_fully_replicated else f"{sharding.spec}"
-
-
-def _count(leaves: Sequence[Leaf]) -> int:
-    return sum(x.size for x in leaves)
-
-
-def _size(leaves: Sequence[Leaf]) -> str:
-    return in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
 
 
 def check_state(state: object) -> None:

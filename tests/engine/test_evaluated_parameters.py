@@ -19,7 +19,6 @@ from jddp.checkpoint.weights import read_weights
 from jddp.commands.checkpoint import main
 from jddp.engine.evaluation import optimizer_params
 from jddp.engine.state import by_path
-from jddp.ground.errors import ConfigError
 from jddp.trainer.runs.saved import Saved
 from jddp.trainer.watching import KeepBest
 
@@ -274,25 +273,3 @@ def test_an_average_moves_with_the_updates_of_an_optimizer_that_accumulates():
     for want in (8, 6, 6, 3):  # of 8, 4, 4, 0
         state, _ = ddp.step(state, batch)
         assert state.ema_params["w"] == want
-
-
-def test_lookahead_is_refused_with_the_strategy_that_does_the_same_on_one_device(mesh):
-    tx = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
-    for options in ({}, {"strategy": "zero1"}, {"accumulate_steps": 2}):
-        ddp = jddp.DataParallel(Of(net), optax.chain(tx), squares, mesh=mesh, **options)
-        with pytest.raises(ConfigError, match="lookahead.*LocalSteps"):
-            ddp.init(0, BATCHES[0])
-    strategy = jddp.LocalSteps(2, optax.sgd(0.5))
-    ddp = jddp.DataParallel(Of(net), optax.sgd(0.1), squares, mesh=1, strategy=strategy)
-    state = ddp.init(0, BATCHES[0])
-    pair = optax.LookaheadParams.init_synced(jax.tree.map(lambda x: x[0], host(state.params)))
-    opt_state, model = tx.init(pair), Of(net)
-    for batch in BATCHES:
-        state, _ = ddp.step(state, batch)
-        grads = jax.grad(
-            lambda p, b=batch: squares(lambda x: model.apply({"params": p}, x), b).mean()
-        )(pair.fast)
-        updates, opt_state = tx.update(grads, opt_state, pair)
-        pair = optax.apply_updates(pair, updates)
-        close(ddp.model(state)["params"], pair.fast)
-    close(ddp.model(state)["params"], pair.slow)

@@ -3,7 +3,7 @@
 import pytest
 
 from jddp.engine.compiled import Call
-from jddp.engine.executor import Executor
+from jddp.engine.data_parallel import Executor
 
 
 class Computed:

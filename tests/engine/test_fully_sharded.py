@@ -119,8 +119,6 @@ def test_the_plan_lists_units_with_their_loops_and_passes():
         assert sum(x.bytes for x in plan.units) == sum(4 * x.size for x in jax.tree.leaves(params))
         in_loops = [p for x in plan.units if x.num_slices == 3 for p in x.bucket.paths]
         assert sorted(in_loops) == [x for x in by_path(params) if "layers" in x]
-        received = sum(x.bytes * x.num_passes for x in plan.units) * 3 / 4 / 2**20
-        assert f"receives {received:.3g} MiB of parameters" in str(plan)
         assert re.search(rf"\n +0 .* float32   {num_passes} x 1 +\S*embedding", str(plan))
         assert max(map(len, str(plan).splitlines())) <= 80
 
@@ -285,7 +283,6 @@ def test_the_plan_and_the_explanation_tell_what_is_sent_between_groups():
     text, explained = str(ddp.plan), jddp.explain(ddp, make_rows())
     assert "fsdp: 2 groups of 4 replicas, each with all parameters\n" in text
     between = 2 / 2 * sum(4 * unit.bucket.size for unit in ddp.plan.units) / 4 / 2**20
-    assert f"fsdp: between groups it sums {between:.3g} MiB of gradients, once\n" in text
     assert max(map(len, str(explained).splitlines())) <= 80
     assert re.search(r"all-to-all .* gradients, in loops\n", str(explained))
     assert re.search(r"all-reduce .* gradients, between groups\n", str(explained))

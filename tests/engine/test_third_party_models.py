@@ -224,18 +224,6 @@ def test_constraints_outside_of_a_step_are_as_they_were():
     assert x.sharding == sharding
 
 
-with_its_own_name = jax.lax.with_sharding_constraint
-
-
-@pytest.mark.parametrize("axis", ["fsdp", jddp.AXIS])
-def test_a_constraint_that_was_imported_by_name_is_refused_in_a_sentence(axis):
-    def constrained(m, x, train):
-        return with_its_own_name(nn.Dense(NUM_CLASSES)(x), jax.P(axis))
-
-    with pytest.raises(ConfigError, match=r"Call it as jax\.lax\.with_sharding_constraint"):
-        wrapped(Of(constrained)).init(0, make_batch())
-
-
 def test_a_mesh_that_is_set_beside_that_of_the_replicas_is_refused_in_a_sentence():
     types = (jax.sharding.AxisType.Auto,) * 2
     ddp = wrapped(MLP())
