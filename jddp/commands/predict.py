@@ -1,7 +1,7 @@
 """`jddp predict RUN ...`: predictions of a run for rows, images, or a text.
 
-`--data FILE --out FILE` writes the outputs of the model for each row, in their order, as .npz, .csv
-or .jsonl; `--prompt TEXT` prints a continuation of a text.
+`--data FILE --out FILE` writes the outputs of the model for each row, in their order, as .npz or
+.csv; `--prompt TEXT` prints a continuation of a text.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--data", type=expand, metavar="FILE", help=data)
     add("--prompt", metavar="TEXT", help="a text that a language model continues")
     add = parser.add_argument
-    add("--out", type=expand, metavar="FILE", help="output file: *.npz, *.csv or *.jsonl")
+    add("--out", type=expand, metavar="FILE", help="output file: *.npz or *.csv")
     add("--num-tokens", type=int, default=100, metavar="N", help="tokens to add to a text (100)")
     add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (1.0)")
     add("--seed", type=int, default=0, help="seed for choosing tokens (0)")

@@ -13,7 +13,7 @@ import jddp
 from jddp.commands.summary import preview
 from jddp.config.files import load_config
 from jddp.trainer.job.build import build
-from jddp.trainer.job.optimizers import optimizer_of, optimizer_table
+from jddp.trainer.job.optimizers import optimizer_of
 from jddp.zoo.groups import ParameterGroup, by_group, decay_by_layer, scales_of
 
 OPTIONS = {
@@ -91,28 +91,14 @@ def test_a_dry_run_lists_how_each_parameter_is_trained():
     config, _ = load_config(["fashion_mnist_cnn"], {**GROUPS, "optimizer.learning_rate": 0.01})
     table = preview(build(config)).partition(" peak rate")[2].splitlines()[1:]
     rows = {row.split()[-1]: row.split()[:-1] for row in table[: table.index("")]}
-    assert rows["Conv_0/kernel"] == ["0.00125", "0", "sgd", "stem"]
-    assert rows["Conv_1/kernel"] == ["0.0025", "0.1", "adamw", "rest"]
-    assert rows["BatchNorm_1/bias"] == ["0.01", "0", "adamw", "rest"]
-    assert rows["Dense_0/kernel"] == ["0.02", "0.1", "adamw", "last"]
+    assert rows["Conv_0/kernel"] == ["0.00125", "sgd", "stem"]
+    assert rows["Conv_1/kernel"] == ["0.0025", "adamw", "rest"]
+    assert rows["BatchNorm_1/bias"] == ["0.01", "adamw", "rest"]
+    assert rows["Dense_0/kernel"] == ["0.02", "adamw", "last"]
     assert rows["Dense_0/bias"] == ["frozen"]
     job = build(config)
     names = jax.tree.leaves(job.ddp.steps.abstract_state(job.batch_spec).params)
     assert len(rows) == len(names) + 1
-
-
-@pytest.mark.parametrize("mask", [None, True])
-def test_the_table_of_a_dry_run_says_that_a_mask_of_yours_is_not_counted(mask):
-    """Yours replaces the default mask, which leaves norms and biases out; null is none."""
-    keys = {"optimizer.kwargs": {"weight_decay": 0.1, "mask": mask}, "optimizer.name": "adamw"}
-    keys["optimizer.groups.last.patterns"] = ["last/.*"]
-    config, _ = load_config([], {**keys, "optimizer.learning_rate": 0.01})
-    state = wrapped(Net()).steps.abstract_state(make_rows())
-    lines = [" ".join(line.split()) for line in optimizer_table(config, state)]
-    assert "0.01 0.1 adamw rest first/bias" in lines
-    keys = ["optimizer", "optimizer.groups.last"] * (mask is not None)
-    said = [f"{key}.kwargs.mask is not counted in the column decay" for key in keys]
-    assert sorted(line for line in lines if "mask" in line) == sorted(said)
 
 
 def test_the_groups_of_a_config_have_their_rates_and_arguments():

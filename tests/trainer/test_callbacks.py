@@ -58,11 +58,6 @@ def test_mistakes_are_named_by_their_key(listed, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_target_that_makes_something_else_is_refused():
-    with pytest.raises(ConfigError, match="returns dict. It must return a jddp.Callback"):
-        make_callbacks(config("[{target: 'builtins:dict'}]"))
-
-
 @pytest.mark.usefixtures("started_devices")
 def test_a_mistake_in_a_callback_shows_before_the_data_are_read(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -217,9 +217,9 @@ def test_rows_of_a_file_are_predicted_in_their_order(here, capsys):
     rows = dict(np.load("data/new.npz", allow_pickle=False))
     want = here.predict([rows])
     np.save("new.npy", rows["image"])
-    for data, out in (("data/new.npz", "a.npz"), ("new.npy", "a.csv"), ("data/new.npz", "a.jsonl")):
+    for data, out in (("data/new.npz", "a.npz"), ("new.npy", "a.csv")):
         assert main(["predict", "run", "--data", data, "--out", out]) == 0
-    assert "predictions for 13 rows are in a.jsonl" in capsys.readouterr().out
+    assert "predictions for 13 rows are in a.csv" in capsys.readouterr().out
     with open("a.csv") as file:
         head, *lines = csv.reader(file)
     labels = [line.pop(0) for line in lines]
@@ -228,16 +228,9 @@ def test_rows_of_a_file_are_predicted_in_their_order(here, capsys):
     assert head == ["label", *names, *(f"predictions.{i}" for i in range(10))]
     assert [int(x) for x in labels] == want.argmax(-1).tolist()
     arrays = dict(np.load("a.npz", allow_pickle=False))
-    rows = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
-    for got in (
-        np.array(probabilities, np.float32),
-        np.stack([arrays[name] for name in names], 1),
-        [[row[name] for name in names] for row in rows],
-    ):
+    for got in (np.array(probabilities, np.float32), np.stack([arrays[x] for x in names], 1)):
         np.testing.assert_allclose(got, jax.nn.softmax(want), rtol=1e-5)
-    read = [row["predictions"] for row in rows]
-    found = arrays["predictions"]
-    for got in (found, np.array(lines, np.float32), np.array(read, np.float32)):
+    for got in (arrays["predictions"], np.array(lines, np.float32)):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -286,7 +279,7 @@ def test_mistakes_of_predict_are_one_line_with_a_code(here, capsys):
         ("pixels.npz", "a.csv", 65, "images are bool"),
         ("none.npz", "a.csv", 65, "no such file"),
         ("mine.py", "a.csv", 2, "rows are read from .npz and .npy"),
-        ("data/new.npz", "a.txt", 2, "predictions are written to .npz, .csv, .jsonl"),
+        ("data/new.npz", "a.txt", 2, "predictions are written to .npz, .csv"),
         ("data/new.npz", "no/a.csv", 74, "does not exist"),
     ):
         assert main(["predict", "run", "--data", data, "--out", out]) == code

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jddp.config.files import flatten, load_config, with_overrides
@@ -27,18 +26,19 @@ from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet
 from jddp.data.source import Streams
 from jddp.distributed.coordination import agree, from_first, process_index
-from jddp.distributed.gpus import ON_PURPOSE, Missing, gpu_facts, small_shared_memory
+from jddp.distributed.gpus import ON_PURPOSE, gpu_facts, small_shared_memory
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.engine.data_parallel import DataParallel
 from jddp.engine.mesh import make_mesh
 from jddp.ground.errors import ConfigError, DataError, UsageError, file_errors, report
+from jddp.ground.typing import Settings
 from jddp.inspection.layers import num_outputs
 from jddp.trainer.job.data import (
     OfStream,
     check_first,
-    note_on_bytes,
     open_data,
+    warn_of_bytes,
 )
 from jddp.trainer.job.job import Job, order_of
 from jddp.trainer.job.optimizers import num_steps_of, optimizer_of
@@ -49,7 +49,20 @@ from jddp.trainer.run import Callback, Run
 
 # Options of JAX that change the results of a program.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
-NUM_STEPS, NUM_EVAL_BATCHES = 3, 2
+# Keys of a short trial.
+SHORT: Settings = {
+    "train.num_steps": 3,
+    "train.num_epochs": None,
+    "train.log_every_steps": 1,
+    "train.log_every_epochs": None,
+    "train.eval_every_steps": 2,
+    "train.eval_every_epochs": None,
+    "train.limit_eval_batches": 2,
+    "checkpoint.every_steps": None,
+    "checkpoint.every_epochs": None,
+    "checkpoint.resume": "auto",
+    "report.sinks": [],  # which may keep records elsewhere
+}
 SECONDS = 600.0  # for process 0 to make the folder
 
 
@@ -123,17 +136,14 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error, folder, stream)
     if config.loss.name in ("cross_entropy", "next_token"):
         _check_outputs(job, num_classes)
-    if job.is_writer and (note := note_on_bytes(config, _dtype_of_images(job))):
-        logging.getLogger("jddp").warning(note)
+    if job.is_writer:
+        dtype = parts.source.spec.get("image", (None, None))[1]
+        if stream is not None:  # before any listed transform
+            batch = job.batch_spec
+            has_images = isinstance(batch, Mapping) and "image" in batch
+            dtype = batch["image"].dtype if has_images else None
+        warn_of_bytes(config, dtype)
     return job
-
-
-def _dtype_of_images(job: Job) -> np.dtype | None:
-    """Dtype of the images before any listed transform; None if there are no images."""
-    if job.stream is None:
-        return job.parts.source.spec.get("image", (None, None))[1]
-    batch = job.batch_spec
-    return batch["image"].dtype if isinstance(batch, Mapping) and "image" in batch else None
 
 
 def _check_outputs(job: Job, num_classes: int) -> None:
@@ -167,12 +177,8 @@ def join(config: Config, num_devices: int | str) -> None:
     initialize(identity)
     agree("config or version", _facts(config))
     missing = require_devices()
-    if process_index() == 0:
-        _report_lacks(missing)
-
-
-def _report_lacks(missing: Missing | None) -> None:
-    """Reports a missing GPU, or too little shared memory for GPUs to communicate through."""
+    if process_index() != 0:
+        return
     if missing is not None:
         report(f"JAX runs on CPUs. {missing} {ON_PURPOSE}")
     elif jax.default_backend() == "gpu" and jax.device_count() > 1:
@@ -207,40 +213,18 @@ def fast_dev_run(config: Config) -> Iterator[Config]:
             "--fast-dev-run begins with a first step: leave out checkpoint.start_from, or read its "
             "parameters by model.init_from."
         )
-    made = _make_folder(config.run.dir or "") if process_index() == 0 else ""
+    made = ""
+    if process_index() == 0:
+        # Next to the run directory, in the nearest folder that exists.
+        run_dir = config.run.dir or ""
+        path = Path("run") if is_url(run_dir) else expand(run_dir)
+        beside = next(folder for folder in path.absolute().parents if folder.is_dir())
+        with file_errors(f"{beside} cannot be written"):
+            made = tempfile.mkdtemp(prefix=".fast-dev-run-", dir=beside)
     folder = from_first("fast-dev-run", made, timeout_seconds=SECONDS)
     try:
-        yield shortened(config, folder)
+        yield with_overrides(config, {**SHORT, "run.dir": folder})
     finally:
         if process_index() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             report("fast dev run: nothing of it was kept")
-
-
-def _make_folder(run_dir: str) -> str:
-    """A new folder next to the run directory, in the nearest folder that exists."""
-    path = Path("run") if is_url(run_dir) else expand(run_dir)
-    beside = next(folder for folder in path.absolute().parents if folder.is_dir())
-    with file_errors(f"{beside} cannot be written"):
-        return tempfile.mkdtemp(prefix=".fast-dev-run-", dir=beside)
-
-
-def shortened(config: Config, folder: str) -> Config:
-    """The config of the trial in a folder."""
-    return with_overrides(
-        config,
-        {
-            "run.dir": folder,
-            "train.num_steps": NUM_STEPS,
-            "train.num_epochs": None,
-            "train.log_every_steps": 1,
-            "train.log_every_epochs": None,
-            "train.eval_every_steps": 2,
-            "train.eval_every_epochs": None,
-            "train.limit_eval_batches": NUM_EVAL_BATCHES,
-            "checkpoint.every_steps": None,
-            "checkpoint.every_epochs": None,
-            "checkpoint.resume": "auto",
-            "report.sinks": [],  # which may keep records elsewhere
-        },
-    )

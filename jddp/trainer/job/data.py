@@ -11,6 +11,7 @@ examples is refused here.
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
@@ -20,7 +21,6 @@ from jddp.config.files import flatten
 from jddp.config.schema import Config
 from jddp.data import DataSet, DataSource
 from jddp.data.batches import Share
-from jddp.data.examples import Examples
 from jddp.data.source import Streams, source_of_streams
 from jddp.data.transforms import LARGEST, TRANSFORMS, Chain, Normalize, Transform
 from jddp.ground.errors import ConfigError, DataError
@@ -89,26 +89,20 @@ def _check_rows(name: str, dtypes: Mapping[str, np.dtype], listed: Sequence[Tran
         )
 
 
-def training_transforms(config: Config, source: DataSource) -> tuple[Transform, ...]:
-    """The transforms of training rows: the data set's, unless the config lists others."""
-    return source.augment if config.data.transforms is None else listed_transforms(config)
-
-
-def note_on_bytes(config: Config, dtype: np.dtype | None) -> str:
-    """A note that nothing scales the images that a model of jddp gets; empty if that is not so.
+def warn_of_bytes(config: Config, dtype: np.dtype | None) -> None:
+    """Warns that nothing scales the images that a model of jddp gets.
 
     Args:
       config: Config of the job.
       dtype: Dtype of the images, after the fixed transforms of the data set; None without images.
     """
     scales = any(isinstance(x, Normalize) for x in listed_transforms(config))
-    if config.model.name is None or dtype is None or dtype.name not in LARGEST or scales:
-        return ""
-    return (
-        f"data: the images are {dtype} from 0 to {LARGEST[dtype.name]:,}, and model.name="
-        f"{config.model.name} does not scale them. Set data.transforms=[{{name: normalize}}], with "
-        "mean and std in its kwargs."
-    )
+    if config.model.name and dtype is not None and dtype.name in LARGEST and not scales:
+        logging.getLogger("jddp").warning(
+            f"data: the images are {dtype} from 0 to {LARGEST[dtype.name]:,}, and model.name="
+            f"{config.model.name} does not scale them. Set data.transforms=[{{name: normalize}}], "
+            "with mean and std in its kwargs."
+        )
 
 
 class OfStream:
@@ -150,12 +144,6 @@ class _Made:
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._make())
-
-
-def is_stream(data: object) -> bool:
-    """Whether this is a stream of batches: it can be iterated, but has no numbered examples."""
-    has_numbers = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    return hasattr(data, "__iter__") and not has_numbers and not isinstance(data, Examples)
 
 
 def source_of_batches(name: str, train: Batches, test: object) -> DataSource:

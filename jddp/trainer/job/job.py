@@ -38,7 +38,6 @@ from jddp.reduce.shards import Shape
 from jddp.trainer.fit import start
 from jddp.trainer.job.data import (
     listed_transforms,
-    training_transforms,
 )
 from jddp.trainer.job.optimizers import Schedule, optimizer_of, period_of
 from jddp.trainer.job.parts import Parts, make_callbacks
@@ -242,12 +241,12 @@ class Job:
     def plain_batches(self) -> TrainBatches:
         """The batches, read by this process itself."""
         assert isinstance(self.data, DataSet), "build(config) has data unless needs_data=False"
-        data = self.config.data
+        data, listed = self.config.data, listed_transforms(self.config)
         return batches_in_order(
             self.config,
             self.data,
             self.folder,
-            transforms=training_transforms(self.config, self.parts.source),
+            transforms=self.parts.source.augment if data.transforms is None else listed,
             mix=Mix(data.mixup, data.cutmix) if data.is_mixed else None,
             on_device=True,
             multiple_of=self.ddp.steps.rows.num_micro_batches,

@@ -22,7 +22,7 @@ from jddp.data import count_steps
 from jddp.data.periods import Epochs
 from jddp.engine.state import TrainState
 from jddp.ground.errors import FileSystemError
-from jddp.ground.names import accepted_names, defaults_of, name_of_callable, named
+from jddp.ground.names import name_of_callable, named
 from jddp.modules.base import COLLECTION
 from jddp.zoo.groups import (
     REST,
@@ -34,9 +34,7 @@ from jddp.zoo.groups import (
     scales_of,
 )
 from jddp.zoo.optimizers import (
-    MASK_NAMES,
     Transformation,
-    decay_mask,
     factory_of,
     hold_peak,
     make_optimizer,
@@ -93,7 +91,7 @@ def optimizer_of(
 
 
 def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
-    """A line for each parameter: its peak rate, weight decay, optimizer and group.
+    """A line for each parameter: its peak rate, optimizer and group.
 
     Empty where all parameters are trained with the same settings.
     """
@@ -105,23 +103,13 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
     paths = paths_of(state.params)
     groups = groups_of({name: x.patterns for name, x in section.groups.items()}, paths)
     scales = scales_of(section.layer_decay.layers, section.layer_decay.factor, paths)
-    masks = dict(zip(paths, jax.tree.leaves(decay_mask(state.params)), strict=True))
-    yield f"{'peak rate':>10} {'decay':>8}  {'optimizer':12} {'group':12} parameter"
+    yield f"{'peak rate':>10}  {'optimizer':12} {'group':12} parameter"
     for path in paths:
         spec = specs[groups[path]]
         rate = scales[path] * spec.kwargs.get("learning_rate", spec.learning_rate)
-        arguments = defaults_of(spec.factory) | spec.kwargs
-        decay = arguments.get("weight_decay") or arguments.get("weight_decay_rate") or 0.0
-        filled = accepted_names(spec.factory, key=spec.key) & {*MASK_NAMES} - spec.kwargs.keys()
-        if filled and not masks[path]:
-            decay = 0.0
-        name = name_of_callable(spec.factory)
-        yield f"{rate:10.4g} {decay:8.4g}  {name:12} {groups[path]:12} {path}"
+        yield f"{rate:10.4g}  {name_of_callable(spec.factory):12} {groups[path]:12} {path}"
     for path in frozen:
-        yield f"{'frozen':>10} {'':35}{path}"
-    for _, _, kwargs, key in specs.values():
-        given = (name for name in MASK_NAMES if kwargs.get(name) is not None)
-        yield from (f"{key}.kwargs.{name} is not counted in the column decay" for name in given)
+        yield f"{'frozen':>10} {'':26}{path}"
 
 
 def _specs(config: Config) -> dict[str, OptimizerSpec]:

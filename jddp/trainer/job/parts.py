@@ -14,7 +14,6 @@ import numpy as np
 
 from jddp.config.files import with_overrides
 from jddp.config.options import (
-    BatchNormConfig,
     CommHookConfig,
     Kwargs,
     NamedSection,
@@ -23,7 +22,7 @@ from jddp.config.options import (
     StrategyConfig,
     SyncBatchNorm,
 )
-from jddp.config.schema import CallbackConfig, Config
+from jddp.config.schema import Config
 from jddp.data import DataSet, DataSource, make_source, source_of
 from jddp.data.examples import Examples, column_of
 from jddp.data.order import ExampleOrder
@@ -35,7 +34,7 @@ from jddp.ground.names.plugins import ADDED_CALLBACKS, added, tool
 from jddp.ground.typing import LossFn, Settings
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
-from jddp.trainer.job.data import check_listed, is_stream, source_of_batches, stream_arguments
+from jddp.trainer.job.data import check_listed, source_of_batches, stream_arguments
 from jddp.trainer.job.optimizers import optimizer_of
 from jddp.trainer.reports.sinks import ChosenSink, choose_sinks
 from jddp.trainer.run import Callback
@@ -95,7 +94,8 @@ def resolve_parts(config: Config) -> Parts:
     filled = attempt(functools.partial(_model, source=source))
     loss_fn = attempt(functools.partial(find_loss, source=source))
     eval_fn = attempt(find_eval_fn)
-    options, sinks = attempt(_ddp_options), attempt(_sinks)
+    options = attempt(_ddp_options)
+    sinks = attempt(lambda config: choose_sinks(config.report.sinks, key="report.sinks"))
     attempt(find_callbacks)  # which are made where the run begins
     attempt(functools.partial(check_listed, source=source))
     if mistakes:
@@ -120,14 +120,18 @@ def find_source(config: Config) -> DataSource:
     pair = found(**data.kwargs, **filled)
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise _wrong(data, "data", pair, "(train, test)")
-    if is_stream(pair[0]):
-        return source_of_batches(data.target, *pair)
+    train = pair[0]
+    has_numbers = hasattr(train, "__len__") and hasattr(train, "__getitem__")
+    if hasattr(train, "__iter__") and not has_numbers and not isinstance(train, Examples):
+        return source_of_batches(data.target, *pair)  # They can be iterated alone.
     return source_of(data.target, *pair)
 
 
 def _model(config: Config, source: DataSource | None) -> tuple[Config, Module]:
     """The model, and the config with the sizes of the model that the data determine."""
-    sizes: Settings = {} if source is None else _sizes_of(source)
+    sizes: Settings = {} if source is None else source.sizes
+    if source is not None and source.num_categories:
+        sizes = {**sizes, "num_categories": [*source.num_categories]}
     section = config.model
     factory = named(section, "model")
     defaults = defaults_of(MODELS.get(section.name or "", factory))
@@ -137,28 +141,20 @@ def _model(config: Config, source: DataSource | None) -> tuple[Config, Module]:
     return config, make_model(factory, kwargs=config.model.kwargs, seed=config.seed)
 
 
-def _sizes_of(source: DataSource) -> Settings:
-    """Arguments of models that follow from the data."""
-    num_categories = [*source.num_categories]
-    return {**source.sizes, **({"num_categories": num_categories} if num_categories else {})}
-
-
 def _ddp_options(config: Config) -> Kwargs:
     """Options of `DataParallel`, with the objects that the config names."""
     ddp = config.ddp
+    hook = _hook(ddp.reduction.hook)
+    norm: str | SyncBatchNorm = ddp.batch_norm.name
+    if norm == "sync":
+        norm = SyncBatchNorm(**ddp.batch_norm.model_dump())
     objects = {
         "strategy": _strategy(ddp.strategy),
-        "reduction": Reduction(
-            hook=_hook(ddp.reduction.hook), **ddp.reduction.model_dump(exclude={"hook"})
-        ),
-        "batch_norm": _batch_norm(ddp.batch_norm),
+        "reduction": Reduction(hook=hook, **ddp.reduction.model_dump(exclude={"hook"})),
+        "batch_norm": norm,
         "precision": Precision(**ddp.precision.model_dump()),
     }
     return ddp.model_dump(exclude={*objects}) | objects
-
-
-def _sinks(config: Config) -> list[ChosenSink]:
-    return choose_sinks(config.report.sinks, key="report.sinks")
 
 
 def _hook(section: CommHookConfig) -> CommHook | None:
@@ -239,30 +235,21 @@ def _with_arguments(function: LossFn, kwargs: Settings, key: str, kwargs_key: st
     return functools.partial(function, **kwargs) if kwargs else function
 
 
-def _batch_norm(section: BatchNormConfig) -> str | SyncBatchNorm:
-    if section.name == "sync":
-        return SyncBatchNorm(group_size=section.group_size, unbiased=section.unbiased)
-    return section.name
-
-
 def _strategy(section: StrategyConfig) -> str | Strategy:
     match section.name:
         case "local_steps":
-            return _local_steps(section)
+            outer, key = section.outer, "ddp.strategy.outer"
+            made = named(outer, key)
+            optimizer, _ = make_optimizer(
+                made, schedule=lambda step: 1.0, kwargs=outer.kwargs, key=key
+            )
+            return LocalSteps(section.every or 0, optimizer, section.start)
         case "fsdp":
             return FSDP(section.regather, section.group_size)
         case "logical_replicas":
             make: Callable[[int], Strategy] = tool("logical-replicas", "strategy: logical_replicas")
             return make(section.number or 0)
     return section.name
-
-
-def _local_steps(section: StrategyConfig) -> LocalSteps:
-    outer, key = section.outer, "ddp.strategy.outer"
-    optimizer, _ = make_optimizer(
-        named(outer, key), schedule=lambda step: 1.0, kwargs=outer.kwargs, key=key
-    )
-    return LocalSteps(section.every or 0, optimizer, section.start)
 
 
 CALLBACKS: dict[str, Callable[..., Callback]] = {
@@ -278,23 +265,13 @@ def find_callbacks(config: Config) -> list[Make]:
     Raises:
       ConfigError: If a name or a target is unknown, or an argument is.
     """
-    return [_find(f"callbacks[{i}]", section) for i, section in enumerate(config.callbacks)]
-
-
-def _find(key: str, section: CallbackConfig) -> Make:
-    make = named(section, key, CALLBACKS | dict(added(ADDED_CALLBACKS)), "callback")
-    check_arguments(make, section.kwargs, key=f"{key}.kwargs")
-    return functools.partial(_made, key, make, section)
-
-
-def _made(key: str, make: Callable[..., object], section: CallbackConfig) -> Callback:
-    made = make(**section.kwargs)
-    if not isinstance(made, Callback):
-        raise ConfigError(
-            f"{key}.target: {section.target} returns {type(made).__name__}. It must return a "
-            "jddp.Callback."
-        )
-    return made
+    found = list[Make]()
+    for i, section in enumerate(config.callbacks):
+        key = f"callbacks[{i}]"
+        make = named(section, key, CALLBACKS | dict(added(ADDED_CALLBACKS)), "callback")
+        check_arguments(make, section.kwargs, key=f"{key}.kwargs")
+        found.append(functools.partial(make, **section.kwargs))
+    return found
 
 
 def make_callbacks(config: Config) -> list[Callback]:
@@ -333,14 +310,13 @@ def counted_labels(
     mask = column_of(examples, "mask", reads=column_of(examples, "label") is None)
     if mask is not None:
         counts = counts * (mask > 0).reshape(len(mask), -1).any(1)
-    is_counted = counts > 0
-    if len(wrong := np.flatnonzero(is_counted & (labels < 0))):
+    labels, counts = labels[counts > 0].astype(np.int64), counts[counts > 0]
+    if num_wrong := int((labels < 0).sum()):
         raise DataError(
-            f"{part}: the label of example {wrong[0]} is {labels[wrong[0]]}, one of {len(wrong):,} "
-            "negative ones. Classes count from 0: leave such examples out, or give all a 'mask', "
-            "with 0 for these."
+            f"{part}: {num_wrong:,} labels are negative, such as {labels.min()}. Classes count "
+            "from 0: leave such examples out, or give all a 'mask', with 0 for these."
         )
-    return labels[is_counted].astype(np.int64), counts[is_counted]
+    return labels, counts
 
 
 def balanced_weights(

@@ -320,7 +320,7 @@ class Display:
             self._print(line)
 
     def note(self, text: str, kind: str = "", **facts: object) -> None:
-        """Shows a sentence, and records the event that it reports, as `log_file.say` does."""
+        """Shows a sentence, and records the event that it reports, as `files.say` does."""
         say(text, kind, **facts)
         self._print("\n".join(wrap(text, columns_of(sys.stdout))))
 

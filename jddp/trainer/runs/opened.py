@@ -18,7 +18,7 @@ from jddp.config.files import with_overrides
 from jddp.config.keys import ConfigMistakes
 from jddp.config.options import Precision
 from jddp.config.schema import Config
-from jddp.data import DataSet, DataSource
+from jddp.data import DataSet
 from jddp.data.source import Streams
 from jddp.distributed.coordination import agree
 from jddp.engine.data_parallel import DataParallel
@@ -26,7 +26,7 @@ from jddp.engine.initial_state import Misfit, fit_weights
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import TrainState
 from jddp.ground.errors import ConfigError, DataError, Error, UsageError
-from jddp.ground.typing import Batch, JsonObject, LossFn
+from jddp.ground.typing import Batch, LossFn
 from jddp.trainer.job.build import join
 from jddp.trainer.job.data import open_data
 from jddp.trainer.job.job import test_batches
@@ -193,17 +193,14 @@ class OwnBatches:
         if self._data is None:
             self._data = open_data(find_source(self._config), self._config)
             agree("data set", {"sha256": self._data.sha256})
-            _refuse_other_encoding(self._data, kept_of_data(self._run_dir).get("encoding", {}))
+            kept = kept_of_data(self._run_dir).get("encoding")
+            if kept and self._data.encoding != kept:  # of the columns of a table
+                raise DataError(
+                    f"{self._data.description}: its training part gives other means or categories "
+                    "than the run was trained with. Put the run's files train* beside the new "
+                    "files test*."
+                )
         return iter(test_batches(self._config, self._data))
-
-
-def _refuse_other_encoding(data: DataSet | Streams, kept: JsonObject) -> None:
-    """Refuses a table whose training part would number and scale columns in another way."""
-    if kept and data.encoding != kept:
-        raise DataError(
-            f"{data.description}: its training part gives other means or categories than the run "
-            "was trained with. Put the run's files train* beside the new files test*."
-        )
 
 
 def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
@@ -215,19 +212,13 @@ def _loss_in(config: Config | None, trusted: set[str]) -> LossFn:
         reason = "A run of jddp.fit does not save its loss. Give loss_fn= to open_run."
         return _refusing(UsageError(reason))
     if (key := _loss_key(config)) in trusted:
-        return find_eval_fn(config) or find_loss(config, _source_of_tokens(config))
+        source = None
+        # These sources know the bytes of their tokens, and read no example: others could download.
+        if config.loss.name == "next_token" and config.data.name in ("tokens", "python_stdlib"):
+            with contextlib.suppress(Error):  # A run can be opened without its data.
+                source = find_source(config)
+        return find_eval_fn(config) or find_loss(config, source)
     return _refusing(refusal(key, config, "loss_fn="))
-
-
-def _source_of_tokens(config: Config) -> DataSource | None:
-    """The source of a language model's data, if it may know the bytes of its tokens.
-
-    It reads no example. Other sources could download one.
-    """
-    if config.loss.name == "next_token" and config.data.name in ("tokens", "python_stdlib"):
-        with contextlib.suppress(Error):  # A run can be opened without its data.
-            return find_source(config)
-    return None
 
 
 def _loss_key(config: Config) -> str:

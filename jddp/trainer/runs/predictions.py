@@ -10,7 +10,6 @@ are encoded as the run's table was. Other arrays are used as they are.
 
 import csv
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -48,7 +47,7 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
       run_dir: A run directory, or its URL.
       data: A .npz file of arrays by name; a .npy file of the inputs; for a run of a table, a .csv
         or .parquet file with its columns; or a folder of images, whose names are written too.
-      out: A file to write: .npz, .csv or .jsonl.
+      out: A file to write: .npz or .csv.
       **chosen: Further arguments of `open_run`.
 
     Raises:
@@ -167,14 +166,4 @@ def _csv(arrays: Arrays) -> bytes:
     return text.getvalue().encode()
 
 
-def _jsonl(arrays: Arrays) -> bytes:
-    null = np.array(None)  # JSON has no NaN and no infinity.
-    lists = {
-        name: x if x.dtype.kind == "U" else np.where(np.isfinite(x), x.astype(object), null)
-        for name, x in arrays.items()
-    }
-    rows = zip(*(x.tolist() for x in lists.values()), strict=True)
-    return "".join(f"{json.dumps(dict(zip(lists, row, strict=True)))}\n" for row in rows).encode()
-
-
-WRITERS: dict[str, Callable[[Arrays], bytes]] = {".npz": _npz, ".csv": _csv, ".jsonl": _jsonl}
+WRITERS: dict[str, Callable[[Arrays], bytes]] = {".npz": _npz, ".csv": _csv}

@@ -7,16 +7,14 @@ rows.examples                    # their numbers in the training data, in the or
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.reader import read_object
 from jddp.checkpoint.storage import local_copy
-from jddp.data.examples import Concatenated, Examples
-from jddp.ground.errors import ConfigError, DataError, UsageError, printable
+from jddp.data.examples import Concatenated
+from jddp.ground.errors import ConfigError, DataError, UsageError, check_choice, printable
 from jddp.trainer.job.job import batches_in_order
 from jddp.trainer.job.parts import find_source
-from jddp.trainer.runs.saved import check_trust, config_in, is_trusted, kept_of_data, refusal
+from jddp.trainer.runs.saved import TRUST, config_in, is_trusted, kept_of_data, refusal
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def rows_of_step(run_dir: str | Path, step: int, *, trust: str | None = None) ->
             f"{run_dir} holds a run of jddp.fit, which saves no config: ask its batches, "
             "TrainBatches.examples_before."
         )
-    check_trust(trust)
+    check_choice("trust", trust, TRUST)
     if not is_trusted("data.target", config, trust, run_dir):
         raise refusal("data.target", config, "the data by data.name")
     data = find_source(config).load()
@@ -94,12 +92,8 @@ def rows_of_step(run_dir: str | Path, step: int, *, trust: str | None = None) ->
     if not (1 <= step <= num_steps and first >= 0):
         raise ConfigError(f"--step {step}: the steps of this run are 1 to {num_steps:,}.")
     examples = batches.examples_before({"position": end})
-    names = _names_of(data.train, examples)
-    return Rows(step, first / batches.num_examples, tuple(map(int, examples)), names)
-
-
-def _names_of(train: Examples, examples: np.ndarray) -> tuple[str, ...]:
-    if isinstance(train, Concatenated):
-        return tuple(train.places(examples))
-    files = getattr(train, "files", None)
-    return () if files is None else tuple(str(files[i]) for i in examples)
+    files = getattr(data.train, "files", None)
+    names = [] if files is None else [str(files[i]) for i in examples]
+    if isinstance(data.train, Concatenated):
+        names = list(data.train.places(examples))
+    return Rows(step, first / batches.num_examples, tuple(map(int, examples)), tuple(names))

@@ -139,7 +139,7 @@ def kept_of_data(run_dir: Path | None) -> JsonObject:
 
 def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Module:
     """The module that a config names, as far as `trust` permits."""
-    check_trust(trust)
+    check_choice("trust", trust, TRUST)
     if config is None:
         keeps_none = f"{run_dir} holds a run of jddp.fit, which saves no config."
         raise UsageError(
@@ -168,25 +168,25 @@ def resolve_model(config: Config, trust: str | None, run_dir: Path) -> object:
       UsageError: If it may not be imported, or is neither permitted nor a Flax module class.
     """
     target = str(config.model.target)
-    is_own = f"{target.partition(':')[0]}.".startswith(f"{OWN_MODELS}.")
-    is_here = trust == "here" and _lies_here(target, run_dir)
+    module = target.partition(":")[0]
+    is_own = f"{module}.".startswith(f"{OWN_MODELS}.")
+    is_here = trust == "here" and _is_here(module, run_dir)
     if not (is_own or is_here or trust in ("package", "config")):
+        what = f"model.target {target!r}, which the run directory names, is not imported."
         raise UsageError(
-            f"model.target {target!r}, which the run directory names, is not imported. Give "
-            "model=, the module itself; or trust='here', if its code lies in the current folder; "
-            "or trust='package', if you trust that package's code.",
-            in_shell=f"model.target {target!r}, which the run directory names, is not imported. "
-            "Add --trust here, if its code lies in this folder; or --trust package, if you trust "
-            "that package's code.",
+            f"{what} Give model=, the module itself; or trust='here', if its code lies in the "
+            "current folder; or trust='package', if you trust that package's code.",
+            in_shell=f"{what} Add --trust here, if its code lies in this folder; or --trust "
+            "package, if you trust that package's code.",
         )
     found = resolve_target(target, key="model.target")
-    is_permitted = trust == "config" or (is_here and _is_defined_here(found, run_dir))
+    is_permitted = trust == "config" or (is_here and _is_here(_module_of(found), run_dir))
     if not (is_permitted or is_module_class(found)):
+        what = f"model.target {target!r} is no Flax module class."
         raise UsageError(
-            f"model.target {target!r} is no Flax module class. Give model=; or trust='config', if "
-            "you trust all code that the config names.",
-            in_shell=f"model.target {target!r} is no Flax module class. Add --trust config, if you "
-            "trust all code that the config of the run names.",
+            f"{what} Give model=; or trust='config', if you trust all code that the config names.",
+            in_shell=f"{what} Add --trust config, if you trust all code that the config of the run "
+            "names.",
         )
     return found
 
@@ -196,9 +196,12 @@ def is_trusted(key: str, config: Config, trust: str | None, run_dir: Path) -> bo
     target = _target_at(key, config)
     if target is None or trust == "config":
         return True
-    if trust != "here" or not _lies_here(target, run_dir):
-        return False
-    return _is_defined_here(resolve_target(target, key=key), run_dir)
+    # An object that a file of the folder only imports is not defined there.
+    return (
+        trust == "here"
+        and _is_here(target.partition(":")[0], run_dir)
+        and _is_here(_module_of(resolve_target(target, key=key)), run_dir)
+    )
 
 
 def refusal(key: str, config: Config, instead: str) -> UsageError:
@@ -218,35 +221,21 @@ def refusal(key: str, config: Config, instead: str) -> UsageError:
     )
 
 
-def check_trust(trust: str | None) -> None:
-    """Refuses a word that is not in `TRUST`.
-
-    Raises:
-      ConfigError: If the word is not in `TRUST`.
-    """
-    check_choice("trust", trust, TRUST)
-
-
 def _target_at(key: str, config: Config) -> str | None:
     section, _, name = key.partition(".")
     found: str | None = getattr(getattr(config, section), name)
     return found
 
 
-def _lies_here(target: str, run_dir: Path) -> bool:
-    """Whether the module of a target is a file of the current folder; imports nothing.
-
-    A file of the run directory is not trusted, though it may lie in the current folder.
-    """
-    return _is_here(target.partition(":")[0], run_dir)
-
-
-def _is_defined_here(found: object, run_dir: Path) -> bool:
-    """Whether an object is defined in the current folder, not only imported by a file of it."""
-    return _is_here(str(getattr(found, "__module__", "")), run_dir)
+def _module_of(found: object) -> str:
+    return str(getattr(found, "__module__", ""))
 
 
 def _is_here(module: str, run_dir: Path) -> bool:
+    """Whether a module is a file of the current folder; imports nothing.
+
+    A file of the run directory is not trusted, though it may lie in the current folder.
+    """
     here = Path.cwd().resolve()
     path = here.joinpath(*module.split("."))
     for file in (path.with_suffix(".py"), path / "__init__.py"):
