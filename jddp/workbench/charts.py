@@ -265,13 +265,12 @@ class Mark(NamedTuple):
     text: str
 
 
-def lanes(marks: Mapping[str, Sequence[Mark]], last: float, x: str = "step") -> str:
+def lanes(marks: Mapping[str, Sequence[Mark]], last: float) -> str:
     """Draws what happened at which step, in a lane for each kind; "" without a mark.
 
     Args:
       marks: The marks of each lane by its name.
       last: The step at the right end.
-      x: Name of the axis.
     """
     shown = {name: found for name, found in marks.items() if found}
     if not shown:
@@ -279,7 +278,7 @@ def lanes(marks: Mapping[str, Sequence[Mark]], last: float, x: str = "step") -> 
     height = LANE * len(shown) + BOTTOM
     axes = _Axes(0, max(last, 1), 0, 1, False, left=100, width=2 * WIDTH)
     parts = [_lane(name, found, number, axes) for number, (name, found) in enumerate(shown.items())]
-    steps = "".join(_steps(axes, x, height - 6))
+    steps = "".join(_steps(axes, "step", height - 6))
     return (
         f'<figure class="chart lanes"><svg viewBox="0 0 {axes.width} {height}" role="img">'
         f"<title>events</title>{steps}{''.join(parts)}</svg></figure>"

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="a run directory, or its URL; the run may be running")
     add("--out", type=expand, metavar="FILE", help="the page (default: report.html in RUN)")
-    examples = "also run the model on its test data: classes and mistakes, or losses and a sample"
+    examples = "also run a classifier on its test data: confusion matrix, recall and mistakes"
     add("--examples", action="store_true", help=examples)
     add_trust(parser)
     return run_command(lambda: _report(**vars(parser.parse_args(argv))))

@@ -27,7 +27,7 @@ from jddp.modules.inputs import Model, call_model
 from jddp.trainer.job.parts import find_source
 from jddp.trainer.options import check_counts
 from jddp.trainer.run import Callback, Run
-from jddp.workbench.tokenize import BYTES, tokenizer_in, tokens_of
+from jddp.workbench.tokenize import BYTES, tokenizer_in
 
 Tokens = Sequence[int] | np.ndarray
 
@@ -163,7 +163,7 @@ class SampleText(Callback):
 
     Raises:
       UsageError: If a prompt has no token, or a number breaks its rule.
-      ConfigError: If the tokenizer cannot be read, or does not know a character of a prompt.
+      ConfigError: If the tokenizer cannot be read.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class SampleText(Callback):
         check_counts(num_tokens=num_tokens, length=length)
         self._coder = BYTES if tokenizer in (None, "bytes") else tokenizer_in(Path(str(tokenizer)))
         prompts = [prompt] if isinstance(prompt, str) else prompt
-        self._prompts = [tokens_of(text, self._coder) for text in prompts]
+        self._prompts = [self._coder.encode(text) for text in prompts]
         for tokens in self._prompts:
             check_sampling(len(tokens), num_tokens, temperature, seed)
         self._num_tokens, self._length = num_tokens, length
@@ -253,8 +253,7 @@ def continue_text(run: Run, prompt: str, *, tokenizer: Path | None = None, **sam
 
     Raises:
       UsageError: If the run's data is not text, or an argument breaks its rule.
-      ConfigError: If a tokenizer is missing, cannot be read, does not know a character of the
-        prompt, or does not fit the model.
+      ConfigError: If a tokenizer is missing, cannot be read, or does not fit the model.
     """
     config = Config(**run.config) if run.config else None
     source = find_source(config) if config and config.data.name else None
@@ -267,5 +266,5 @@ def continue_text(run: Run, prompt: str, *, tokenizer: Path | None = None, **sam
     if tokenizer is None and source.sizes.get("vocab_size") != BYTES.vocab_size:
         raise ConfigError("--prompt: the run's tokens are not bytes. Give --tokenizer FILE.")
     length, size = source.spec["tokens"][0][0] - 1, coder.vocab_size
-    tokens = sample(run, tokens_of(prompt, coder), length=length, vocab_size=size, **sampling)
+    tokens = sample(run, coder.encode(prompt), length=length, vocab_size=size, **sampling)
     return coder.decode(tokens)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,6 @@ class Tokenizer:
       vocab_size: Number of different tokens; all tokens are below it.
       encode: Function that returns the tokens of a text.
       decode: Function that returns the text of tokens.
-      unknown: Function that returns the characters of a text for which there is no token.
       end_of_document: Token to put after each document, or None.
     """
 
@@ -39,7 +37,6 @@ class Tokenizer:
     vocab_size: int
     encode: Callable[[str], Sequence[int] | np.ndarray]
     decode: Callable[[Sequence[int]], str]
-    unknown: Callable[[str], str]
     end_of_document: int | None = None
 
 
@@ -51,12 +48,7 @@ def _text_of(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode(errors="replace")
 
 
-def _without_bytes(text: str) -> str:
-    """Halves of characters, such as of a command line that is not UTF-8."""
-    return "".join(x for x in text if "\ud800" <= x <= "\udfff")
-
-
-BYTES = Tokenizer("bytes", 256, _bytes_of, _text_of, _without_bytes, 0)
+BYTES = Tokenizer("bytes", 256, _bytes_of, _text_of, 0)
 
 
 def tokenizer_in(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
@@ -82,35 +74,8 @@ def tokenizer_in(path: Path, *, end_of_document: str | None = None) -> Tokenizer
     def encode(text: str) -> Sequence[int]:
         return found.encode(text, add_special_tokens=False).ids
 
-    def unknown(text: str) -> str:
-        encoded, no_token = found.encode(text, add_special_tokens=False), _unknown_token(found)
-        spans = zip(encoded.ids, encoded.offsets, strict=True)
-        known = {i for token, span in spans if token != no_token for i in range(*span)}
-        return "".join(x for i, x in enumerate(text) if i not in known and not x.isspace())
-
     size = max(found.get_vocab().values()) + 1  # above the number of tokens, if some are skipped
-    return Tokenizer(path.name, size, encode, found.decode, unknown, end)
-
-
-def _unknown_token(found: Any) -> int | None:
-    """The token for all text that a tokenizer has no other token for; None if it has none."""
-    model = json.loads(found.to_str())["model"]
-    name = model.get("unk_token")
-    return model.get("unk_id") if name is None else found.token_to_id(name)
-
-
-def tokens_of(prompt: str, coder: Tokenizer) -> Sequence[int] | np.ndarray:
-    """The tokens of a text that a model is to continue.
-
-    Raises:
-      ConfigError: If it has characters that the tokenizer does not know.
-    """
-    if unknown := coder.unknown(prompt):
-        raise ConfigError(
-            f"The tokenizer {coder.name} has no token for {unknown!r} in the prompt {prompt!r}. "
-            "Leave these characters out."
-        )
-    return coder.encode(prompt)
+    return Tokenizer(path.name, size, encode, found.decode, end)
 
 
 def documents_in(paths: Sequence[Path]) -> Iterator[str]:

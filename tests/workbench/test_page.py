@@ -12,7 +12,7 @@ from jddp.trainer.reports.run_directory import held, holder_of
 from jddp.workbench.page import records as reading
 from jddp.workbench.page.facts import read_facts
 from jddp.workbench.page.page import SECTIONS, draw_run
-from jddp.workbench.page.records import read_history, read_records
+from jddp.workbench.page.records import read_history
 from jddp.workbench.report import main
 
 EVENTS = """\
@@ -140,7 +140,7 @@ def test_a_directory_with_nothing_to_read_has_a_page_that_says_so(tmp_path):
     html = draw_run(read_facts(tmp_path))
     assert "too short to tell" in html
     assert "metrics.jsonl: there is none" in html
-    assert heads(html) == ["Commands", "Left out"]
+    assert heads(html) == ["Left out"]
 
 
 def test_lines_that_are_no_records_are_counted_and_half_a_line_at_the_end_is_not(run):
@@ -160,18 +160,6 @@ def test_numbers_that_are_not_finite_are_gaps(tmp_path):
     assert facts.records.train["loss"].values == [1.0, 2.0]
     paths = " ".join(re.findall(' d="([^"]*)"', draw_run(facts)))
     assert not re.search("nan|inf", paths)
-
-
-def test_of_a_file_that_is_too_long_all_evaluations_and_some_train_records_are_read(
-    run, monkeypatch
-):
-    size = (run / "metrics.jsonl").stat().st_size
-    monkeypatch.setattr(reading, "MOST_BYTES", size // 4)
-    found = read_records(run / "metrics.jsonl")
-    assert (found.every, found.num_train, found.num_evaluations) == (5, 8, 1)
-    whole = sum(1.0 for _ in range(36))  # up to the last record that was read
-    assert found.step_seconds == whole
-    assert "one in 5 is read" in draw_run(read_facts(run))
 
 
 def test_a_run_that_is_running_says_which_process_runs_it(run):

@@ -120,12 +120,6 @@ def test_each_bucket_has_its_algorithm_and_what_that_moves():
         assert (told["algorithm"], told["hops"]) == ("tree LL", 2 * (7 + 3))
         assert told["sent_bytes_per_device"] == pytest.approx(sent)
         assert told["sent_bytes_per_host"] == pytest.approx(by_host)
-    moved = [line.split() for line in str(found).splitlines() if line.endswith(" S")]
-    assert moved == [
-        ["ring", "126", "1.969", "S", "1.969", "S"],
-        ["tree", "20", "1.969", "S", "1.750", "S"],
-        ["hierarchical", "28", "1.969", "S", "1.750", "S"],
-    ]
 
 
 def test_gathers_are_named_by_the_units_of_their_sizes_forward_and_back():

@@ -16,7 +16,6 @@ from jddp.workbench import examples
 from jddp.workbench.examples import examples_of
 from jddp.workbench.pages import picture
 from jddp.workbench.report import main
-from jddp.workbench.tokenize import BYTES, write_tokens
 
 CLASSES = 3
 
@@ -37,24 +36,6 @@ def classifier(tmp_path_factory):
         data={"name": "npz", "dir": str(folder), "global_batch_size": 16},
         model={"name": "mlp", "kwargs": {"widths": [4], "num_outputs": CLASSES}},
         train={"num_steps": 20},
-        mesh={"num_devices": 1},
-        run={"dir": str(folder / "run")},
-    )
-    train(config)
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def language_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    write_tokens(["abab" * 40 + str(i) for i in range(20)], folder / "tokens", tokenizer=BYTES)
-    sizes = {"num_layers": 1, "num_heads": 1, "width": 8, "max_length": 8}
-    data = {"name": "tokens", "dir": str(folder / "tokens"), "kwargs": {"sequence_length": 8}}
-    config = Config(
-        data=data | {"global_batch_size": 8},
-        model={"name": "gpt", "kwargs": sizes},
-        loss={"name": "next_token"},
-        train={"num_steps": 5},
         mesh={"num_devices": 1},
         run={"dir": str(folder / "run")},
     )
@@ -131,31 +112,6 @@ def test_masked_rows_count_in_nothing_and_images_of_other_channels_are_not_drawn
     found = examples_of(run)
     assert np.sum(found.confusion, axis=1).tolist() == np.bincount(arrays["label"][mask]).tolist()
     assert found.mistakes == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [0, 900])
-def test_tokens_that_are_no_bytes_have_losses_by_position_and_no_sample(first, tmp_path):
-    for name in ("train", "test"):
-        np.save(tmp_path / f"{name}.npy", np.arange(first, first + 400, dtype=np.uint16) % 1000)
-    sizes = {"num_layers": 1, "num_heads": 1, "width": 8, "max_length": 8, "vocab_size": 1000}
-    data = {"name": "tokens", "kwargs": {"sequence_length": 8, "vocab_size": 1000}}
-    run = run_on(tmp_path, data, {"name": "gpt", "kwargs": sizes}, "next_token")
-    found = examples_of(run)
-    assert np.mean(found.loss_by_position) == pytest.approx(run.evaluate()["loss"], rel=1e-4)
-    assert found.sample == ""
-    assert main([str(run.run_dir), "--examples"]) == ExitCode.DONE
-    assert "No sample" in (run.run_dir / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_a_language_model_has_losses_by_position_and_a_sample(language_model, monkeypatch):
-    monkeypatch.setattr(examples, "SAMPLE", 6)
-    run = jddp.open_run(language_model, mesh=1)
-    found = examples_of(run)
-    assert len(found.loss_by_position) == 8
-    assert np.mean(found.loss_by_position) == pytest.approx(run.evaluate()["loss"], rel=1e-4)
-    assert (found.prompt, bool(found.sample)) == ("ababababa", True)
 
 
 def test_of_another_loss_no_examples_are_drawn(classifier, capsys):

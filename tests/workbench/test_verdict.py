@@ -62,22 +62,12 @@ RUNS = {
     "bound by input: 64% of a step waits for data": {
         "records": train(data_wait_seconds=0.064) + evaluations(),
     },
-    "process 3 is 1.4 times slower, in data": {
-        "records": train(
-            slowest_process=3, slowest_host="node1", slowest_phase="data", slowest_ratio=1.4
-        )
-        + evaluations(),
-    },
     "diverging: the training loss rises again": {
         "records": train(loss=lambda step: falling(step) + max(0, (step - 600) / 100)),
     },
     "overfitting since step 300": {
         "records": train(loss=lambda step: falling(step, end=0.02, over=300))
         + evaluations(loss=rising),
-    },
-    "undertrained: the loss still falls fast at the end": {
-        "records": train(loss=lambda step: 2.3 - step / 1000)
-        + evaluations(loss=lambda step: 2.3 - step / 1000),
     },
     "memory is nearly full: 96% of a device's is taken": {
         "records": train(peak_memory_bytes=72 * GIB, memory_limit_bytes=75 * GIB) + evaluations(),
@@ -124,25 +114,13 @@ def test_each_made_up_run_gets_its_verdict_and_nothing_else_is_found(make, sente
 
 
 def test_a_run_of_some_seconds_has_one_verdict_on_its_loss_and_none_on_its_times(make):
-    fields = {"step_seconds": 0.01, "data_wait_seconds": 0.005, "slowest_ratio": 2.0}
+    fields = {"step_seconds": 0.01, "data_wait_seconds": 0.005}
     folder = make(train(loss=lambda step: 2.3 - step / 1000, **fields) + evaluations(loss=rising))
     found = [x.sentence for x in judge(read_facts(folder))]
     assert found == ["overfitting since step 300", "too short to judge its times"]
     (found,) = judge(read_facts(make(train(step_seconds=0.01) + evaluations())))
     assert found.sentence == "too short to tell"
     assert "10 s of steps" in found.evidence
-
-
-def test_a_run_that_was_interrupted_is_not_undertrained(make):
-    records = train(500, loss=lambda step: 2.3 - step / 1000, step_seconds=0.2)
-    folder = make(records, events_of((0, 500)))
-    assert judge(read_facts(folder))[0].is_good
-
-
-def test_a_run_past_its_best_evaluation_is_not_told_to_train_longer(make):
-    records = train(loss=lambda step: 2.3 - step / 1000)
-    records += evaluations(loss=lambda step: 0.5 + abs(step - 300) / 1e5)
-    assert judge(read_facts(make(records)))[0].is_good
 
 
 def test_what_is_graver_comes_first(make):

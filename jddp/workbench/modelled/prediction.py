@@ -248,7 +248,6 @@ class Prediction(Shown):
             self._figures(),
             self._scaled(),
             self._sent(),
-            self._algorithms(),
             self._assumed(),
         ]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
@@ -288,14 +287,6 @@ class Prediction(Shown):
             times = f"{1e3 * x.needed_seconds:8.3f} {1e3 * x.waited_seconds:8.3f}"
             lines.append(f"{x.label or 'other':<9} {len(x.transfers):>4} {size} {times}")
             lines.append(f"  {x.name if len(x.name) <= 77 else '...' + x.name[-74:]}")
-        return lines
-
-    def _algorithms(self) -> list[str]:
-        """The bytes that an all-reduce of S bytes moves, by each algorithm of the topology."""
-        lines = [f"{'all-reduce of S':<15} {'hops':>5} {'GPU sends':>10} {'host sends':>10}"]
-        for x in self.target.fabric.choices(1.0):
-            moved = f"{x.sent_bytes:8.3f} S {x.host_bytes:8.3f} S"
-            lines.append(f"{x.algorithm:<15} {x.hops:>5} {moved}")
         return lines
 
     def _assumed(self) -> list[str]:

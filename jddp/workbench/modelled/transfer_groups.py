@@ -19,7 +19,6 @@ class TransferGroup:
 
     Attributes:
       label: "bucket 3" or "unit 3", numbered as in the plan; or empty.
-      number: Position among the buckets and then units of the plan; None for others.
       purpose: Use of the values that it sends.
       paths: Names of the parameters.
       choices: Algorithm that is assumed for each run.
@@ -27,7 +26,6 @@ class TransferGroup:
     """
 
     label: str
-    number: int | None
     purpose: str
     paths: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -100,25 +98,17 @@ def group_transfers(
         if number is None:
             others.setdefault((purpose, first.op), []).extend(transfers)
         else:
-            found.append(_group(planned, number, purpose, transfers, fabric))
-    rest = (_other(purpose, each, fabric) for (purpose, _), each in others.items())
+            label, paths = planned.label(number), planned.items[number].paths
+            found.append(_group(label, purpose, paths, transfers, fabric))
+    rest = (_group("", purpose, (), each, fabric) for (purpose, _), each in others.items())
     return (*found, *rest)
 
 
 def _group(
-    planned: "_Planned", number: int, purpose: str, runs: Sequence[Transfer], fabric: Fabric
+    label: str, purpose: str, paths: tuple[str, ...], runs: Sequence[Transfer], fabric: Fabric
 ) -> TransferGroup:
-    paths = planned.items[number].paths
-    choices = _choices(runs, fabric)
-    return TransferGroup(planned.label(number), number, purpose, paths, choices, tuple(runs))
-
-
-def _other(purpose: str, runs: Sequence[Transfer], fabric: Fabric) -> TransferGroup:
-    return TransferGroup("", None, purpose, (), _choices(runs, fabric), tuple(runs))
-
-
-def _choices(runs: Sequence[Transfer], fabric: Fabric) -> tuple[Choice, ...]:
-    return tuple(fabric.among(x.collectives[0].devices).best(x.bytes, x.op) for x in runs)
+    choices = [fabric.among(x.collectives[0].devices).best(x.bytes, x.op) for x in runs]
+    return TransferGroup(label, purpose, paths, tuple(choices), tuple(runs))
 
 
 class _Planned:

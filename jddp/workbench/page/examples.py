@@ -6,7 +6,6 @@ from html import escape
 
 import numpy as np
 
-from jddp.workbench.charts import Series, curves
 from jddp.workbench.pages import draw_matrix, draw_scores, picture
 
 
@@ -29,36 +28,24 @@ class WrongAnswer:
 
 @dataclass(frozen=True)
 class TestAnswers:
-    """The answers of a model to the test examples of its run.
+    """The answers of a classifier to the test examples of its run.
 
     Attributes:
       step: Step of its checkpoint.
       num_examples: Number of examples.
       confusion: Number of examples of each class, in rows, by the class that was found.
       mistakes: The most confident mistakes, the worst first.
-      loss_by_position: Mean loss of the tokens at each position, of a language model.
-      prompt: The beginning of an example; "" without a sample.
-      sample: Continuation of the prompt by the model.
     """
 
     step: int
     num_examples: int
-    confusion: Sequence[Sequence[float]] = ()
-    mistakes: Sequence[WrongAnswer] = ()
-    loss_by_position: Sequence[float] = ()
-    prompt: str = ""
-    sample: str = ""
+    confusion: Sequence[Sequence[float]]
+    mistakes: Sequence[WrongAnswer]
 
 
 def draw_examples(found: TestAnswers, names: Sequence[str]) -> str:
     """Returns the section; classes have names where they are known."""
     about = f"{found.num_examples:,} test examples, by the checkpoint of step {found.step:,}."
-    return f'<p class="note">{about}</p>{_classes(found, names)}{_texts(found)}'
-
-
-def _classes(found: TestAnswers, names: Sequence[str]) -> str:
-    if not found.confusion:
-        return ""
     numbers = [str(number) for number in range(len(found.confusion))]
     names = names if len(names) == len(numbers) else numbers
     recall = [row[i] / sum(row) if sum(row) else None for i, row in enumerate(found.confusion)]
@@ -66,7 +53,10 @@ def _classes(found: TestAnswers, names: Sequence[str]) -> str:
     parts.append(draw_scores("recall", recall, names))
     shown = "".join(_mistake(x, names) for x in found.mistakes)
     words = "<h3>Most confident mistakes: the prediction, and the label</h3>" if shown else ""
-    return f'<div class="charts">{"".join(parts)}</div>{words}<div class="mistakes">{shown}</div>'
+    return (
+        f'<p class="note">{about}</p><div class="charts">{"".join(parts)}</div>'
+        f'{words}<div class="mistakes">{shown}</div>'
+    )
 
 
 def _mistake(mistake: WrongAnswer, names: Sequence[str]) -> str:
@@ -76,15 +66,3 @@ def _mistake(mistake: WrongAnswer, names: Sequence[str]) -> str:
         f"<figcaption><b>{escape(predicted)}</b> {mistake.probability:.0%}<br>{escape(label)}"
         "</figcaption></figure>"
     )
-
-
-def _texts(found: TestAnswers) -> str:
-    losses = found.loss_by_position
-    if not losses:
-        return ""
-    series = Series("loss", [*range(1, len(losses) + 1)], losses)
-    chart = curves([series], "loss", "by position in the text", x="token")
-    sample = f"<pre><b>{escape(found.prompt)}</b>{escape(found.sample)}</pre>"
-    if not found.sample:
-        sample = '<p class="note">No sample: the tokens are not known to be bytes.</p>'
-    return f'<div class="charts">{chart}</div>{sample}'

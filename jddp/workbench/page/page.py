@@ -7,7 +7,6 @@ are here, `pictures` has the others. What a run does not have is named at the en
 """
 
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -107,31 +106,11 @@ def list_starts(facts: Facts) -> str:
     return f'<div class="wide">{table(heads, rows, numbers={2, 3, 4})}</div>' if rows else ""
 
 
-def list_commands(facts: Facts) -> str:
-    """Commands to continue with, for this run."""
-    run = shlex.quote(facts.name)
-    lines = {
-        f"jddp report {run}": "make this page again",
-        f"jddp evaluate {run}": "evaluate its newest checkpoint",
-        f"jddp compare {run} OTHER": "compare it with other runs",
-        f"jddp checkpoint verify {run}": "verify its checkpoints",
-    }
-    if facts.settings:
-        train = {f"jddp train --config {run}/config.yaml": "continue it, or begin another like it"}
-        rows = {f"jddp data rows {run} --step 1": "list the examples of a step"}
-        lines = train | lines | rows
-    width = max(map(len, lines))
-    text = "\n".join(f"{line:<{width}}  # {about}" for line, about in lines.items())
-    return f"<pre>{escape(text)}</pre>"
-
-
 def list_missing(facts: Facts) -> str:
     """Lists the parts of the page that the run lacks, with the reasons."""
     found = [*facts.missing]
     if facts.records.num_strange:
         found.append(f"metrics.jsonl: {facts.records.num_strange} lines are no records")
-    if facts.records.every > 1:
-        found.append(f"train records: of a file so long, one in {facts.records.every} is read")
     if facts.records.last_train and "peak_memory_bytes" not in facts.records.last_train:
         found.append("memory: these devices have no statistics of it")
     if facts.examples is None:
@@ -241,6 +220,5 @@ SECTIONS: dict[str, Callable[[Facts], str]] = {
     "Config: keys that differ from their defaults": list_settings,
     "Environment": list_environment,
     "Starts": list_starts,
-    "Commands": list_commands,
     "Left out": list_missing,
 }

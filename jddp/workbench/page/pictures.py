@@ -33,7 +33,6 @@ _OF_STEPS = {
     "model FLOPs per second": ("", ["model_flops_per_second"]),
     "MFU": ("", ["mfu"]),
     "peak memory": ("bytes", ["peak_memory_bytes"]),
-    "slowest process, to the others": ("times", ["slowest_ratio"]),
     "loss scale": ("", ["loss_scale"]),
     "skipped steps": ("", ["skipped"]),
 }

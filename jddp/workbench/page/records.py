@@ -9,37 +9,18 @@ finite are left out of their curve.
 """
 
 import json
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from jddp.ground.typing import JsonObject
 from jddp.workbench.charts import Mark, Thinned, is_drawable
 
-_SLOW = 1.2  # times the step of the others: from here on a process is slow
 MOST_TEXTS = 64  # of a name: of more, every second one is dropped
-MOST_BYTES = 64 * 2**20  # of records that are all read, which takes a second or two
-_TRAIN = re.compile(rb'\{"step": \d+, "split": "train"')  # as a run writes it
 _MOST_STEPS = 2**53
-_NO_CURVES = {"step", "split", "count", "examples", "predicted_memory_bytes", "slowest_process"}
-
-
-class Slow(NamedTuple):
-    """A process that the others wait for.
-
-    Attributes:
-      process: Number of the process.
-      host: Name of its host.
-      phase: What takes it long: "data", "compute" or "host".
-    """
-
-    process: str
-    host: str
-    phase: str
+_NO_CURVES = {"step", "split", "count", "examples", "predicted_memory_bytes"}
+_NO_CURVES |= {"slowest_process", "slowest_ratio"}  # of earlier versions
 
 
 @dataclass
@@ -55,14 +36,10 @@ class Records:
       last_evaluation: The last evaluation, with its arrays; {} before the first.
       step_seconds: Time in steps, after the first record or resume.
       data_wait_seconds: The part of it in which they waited for data.
-      slow: Number of train records in which a process was slow, by process and phase.
-      slow_ratio: The last ratio of a slow process's step to the others'.
       texts: Texts that callbacks have logged, by name and step; of very many some.
       num_strange: Number of lines that are no records.
-      every: Distance of the train records that are read, in a file that is too long to read all.
     """
 
-    every: int = 1
     train: dict[str, Thinned] = field(default_factory=dict)
     evaluations: dict[str, Thinned] = field(default_factory=dict)
     num_train: int = 0
@@ -71,8 +48,6 @@ class Records:
     last_evaluation: JsonObject = field(default_factory=dict)
     step_seconds: float = 0.0
     data_wait_seconds: float = 0.0
-    slow: Counter[Slow] = field(default_factory=Counter)
-    slow_ratio: float = 0.0
     texts: dict[str, dict[int, str]] = field(default_factory=dict)
     num_strange: int = 0
 
@@ -110,17 +85,13 @@ class Records:
 
     def _add_times(self, record: JsonObject) -> None:
         num_steps = record["step"] - self.last_train.get("step", 0)
-        seconds, waited, ratio = (
+        seconds, waited = (
             x if is_drawable(x := record.get(name)) else 0.0
-            for name in ("step_seconds", "data_wait_seconds", "slowest_ratio")
+            for name in ("step_seconds", "data_wait_seconds")
         )
         if num_steps > 0:
             self.step_seconds += num_steps * seconds
             self.data_wait_seconds += num_steps * waited
-        if ratio > _SLOW:
-            names = (record.get(f"slowest_{name}", "") for name in Slow._fields)
-            self.slow[Slow(*map(str, names))] += 1
-            self.slow_ratio = ratio
 
     def _add_texts(self, record: JsonObject) -> None:
         for name, text in record.items():
@@ -138,15 +109,11 @@ def read_records(path: Path) -> Records:
     Raises:
       OSError: If it cannot be read.
     """
-    records = Records(every=1 + path.stat().st_size // MOST_BYTES)
+    records = Records()
     with path.open("rb") as file:
-        last = b""
-        for number, line in enumerate(file):
-            last = line if number % records.every and _TRAIN.match(line) else b""
-            if not last and (line.endswith(b"\n") or _record(line)):
+        for line in file:
+            if line.endswith(b"\n") or _record(line):
                 records.add(line)
-    if last:
-        records.add(last)
     for curve in (*records.train.values(), *records.evaluations.values()):
         curve.finish()
     return records

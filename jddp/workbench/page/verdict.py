@@ -187,31 +187,8 @@ def overfitting(facts: Facts) -> Judgement | None:
     )
 
 
-STILL_FALLING = 0.15  # of the fall of the loss, in the last quarter of the steps
-
-
-def undertrained(facts: Facts) -> Judgement | None:
-    """The run ends while its loss still falls fast."""
-    loss = facts.records.train.get("loss")
-    if facts.holder or facts.records.last_step < facts.num_steps or _best_before_the_end(facts):
-        return None
-    if loss is None or len(loss.values) < FEWEST:
-        return None
-    smooth = smoothed(loss.values, max(3, len(loss.values) / 20))
-    fall, late = smooth[0] - smooth[-1], smooth[3 * len(smooth) // 4] - smooth[-1]
-    if fall <= NOISE * _noise(loss.values, smooth) or late < STILL_FALLING * fall:
-        return None
-    return Judgement(
-        "undertrained: the loss still falls fast at the end",
-        f"The last quarter of the steps brought {late / fall:.0%} of the fall of the loss, from "
-        f"{number(smooth[0])} to {number(smooth[-1])}.",
-        f"Train longer (train.num_steps={2 * facts.records.last_step}), or raise "
-        "optimizer.learning_rate.",
-    )
-
-
 # They may advise the opposite of each other: the first that finds something is heard alone.
-TRENDS = (diverging, at_chance, overfitting, undertrained)
+TRENDS = (diverging, at_chance, overfitting)
 
 
 def _best_before_the_end(facts: Facts) -> At | None:
@@ -250,29 +227,6 @@ def memory_near_limit(facts: Facts) -> Judgement | None:
     )
 
 
-SLOW_RECORDS = 1 / 3
-
-
-def slow_process(facts: Facts) -> Judgement | None:
-    """The processes wait for one of them."""
-    records = facts.records
-    if not records.slow or records.step_seconds < SHORTEST:
-        return None
-    (slow, times), *_ = records.slow.most_common(1)
-    if times < max(3, SLOW_RECORDS * records.num_train):
-        return None
-    where = f" on {slow.host}" if slow.host else ""
-    remedies = {
-        "data": "Look at the disk and the processor of that host; data.num_workers reads ahead.",
-        "compute": "Look at that GPU's clock and temperature, and for others that use it.",
-    }
-    return Judgement(
-        f"process {slow.process} is {records.slow_ratio:.1f} times slower, in {slow.phase}",
-        f"The others wait for it{where}, in {times:,} of {records.num_train:,} records.",
-        remedies.get(slow.phase, "Look at what else runs on that host, and at its disk."),
-    )
-
-
 WAITING = 0.1
 
 
@@ -295,10 +249,8 @@ RULES: tuple[Callable[[Facts], Judgement | None], ...] = (
     at_chance,
     skipped,
     memory_near_limit,
-    slow_process,
     slow_data,
     overfitting,
-    undertrained,
 )
 
 
