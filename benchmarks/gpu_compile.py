@@ -13,9 +13,9 @@ from gpu_jobs import JOBS, runs
 
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
-from jddp.workbench.modelled.described import GPUS, described_mesh
-from jddp.workbench.modelled.links import Fabric
-from jddp.workbench.modelled.schedule import walk
+from jddp.workbench.described import GPUS, described_mesh
+from jddp.workbench.links import Fabric
+from jddp.workbench.schedule import walk
 
 NUM_DEVICES = {"by_hand": 1, "jddp": 1, "jddp_of_8": 8, "jddp_sync_of_8": 8}
 

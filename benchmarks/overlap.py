@@ -27,8 +27,8 @@ import jax
 
 from jddp.inspection.collectives import purpose_of
 from jddp.inspection.hlo import HloProgram
-from jddp.workbench.modelled.described import GPUS
-from jddp.workbench.modelled.schedule import Timeline, Transfer, walk
+from jddp.workbench.described import GPUS
+from jddp.workbench.schedule import Timeline, Transfer, walk
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from described import VARIANTS, compile_gpt2, compile_resnet50

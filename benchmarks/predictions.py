@@ -7,7 +7,7 @@ published_scaling.toml has the points with their sources. Nothing is fitted: the
 one GPU is the published one; two thirds of it are the backward pass, divided over layers by their
 FLOPs; gradients are float32, in buckets as that software makes them; and the time of an all-reduce
 is what `jddp explain` assumes, from data sheets and latencies of NCCL
-(jddp/workbench/modelled/links.py). A bucket leaves when its last gradient is there and the bucket
+(jddp/workbench/links.py). A bucket leaves when its last gradient is there and the bucket
 before it is done; the step ends with its last bucket.
 
 Errors are in points of efficiency, predicted minus published. Effects that are not modelled make
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jddp.workbench.modelled.links import AMPERE, Fabric, Link
+from jddp.workbench.links import AMPERE, Fabric, Link
 
 POINTS = Path(__file__).with_name("published_scaling.toml")
 BACKWARD = 2 / 3  # of the time of a step; no source measures it

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from step_time import machine
 
-from jddp.workbench.page.facts import read_facts
-from jddp.workbench.page.page import draw_run
+from jddp.workbench.facts import read_facts
+from jddp.workbench.run_page import draw_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 # The first frame has been drawn when the second is begun.

@@ -34,8 +34,8 @@ import jax
 
 import jddp
 from jddp.inspection.collectives import collectives
-from jddp.workbench.modelled.described import GPUS
-from jddp.workbench.modelled.schedule import walk
+from jddp.workbench.described import GPUS
+from jddp.workbench.schedule import walk
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from described import OPTIMIZERS, compile_layers, compile_resnet50

@@ -11,7 +11,7 @@ import jddp
 from jddp.inspection.hlo import HloProgram, read_program
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.plan import BucketPlan
-from jddp.workbench.modelled.described import described_mesh
+from jddp.workbench.described import described_mesh
 from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import GPT, resnet50
 

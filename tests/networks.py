@@ -3,7 +3,7 @@
     network = make_network(num_hosts=2, devices_per_host=4)
     network.seconds(25 * 2**20)                        # of an all-reduce of 25 MiB
 
-`jddp.workbench.modelled.links` predicts the same from figures of links, for any number of hosts,
+`jddp.workbench.links` predicts the same from figures of links, for any number of hosts,
 and is held against this. The gates of workbench/test_overlap_on_gpus.py and the tables of
 benchmarks/overlap.py and sharded.py take these times.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jddp.reduce.plan import MEBIBYTE
-from jddp.workbench.modelled.links import ALL_REDUCE, SHARES
+from jddp.workbench.links import ALL_REDUCE, SHARES
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Explanation(Shown):
       compiled: The collectives of the compiled program, in its order.
       sync: How often replicas synchronize.
       memory: Memory of the compiled step on each device.
-      prediction: The step on described GPUs, a `Prediction` of `jddp.workbench.modelled`; None for
+      prediction: The step on described GPUs, `jddp.workbench.prediction.Prediction`; None for
         devices at hand.
     """
 

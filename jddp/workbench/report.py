@@ -16,7 +16,7 @@ from jddp.ground.errors import UsageError, file_errors, show
 from jddp.ground.files import replace_file
 
 if TYPE_CHECKING:
-    from jddp.workbench.page.examples import TestAnswers
+    from jddp.workbench.examples import TestAnswers
 
 # A run directory has at least one of these.
 FILES = ("metrics.jsonl", "config.yaml", "manifest.json", "logs", "checkpoints")
@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(*, run_dir: str, out: Path | None, examples: bool, trust: str | None) -> None:
     from jddp.checkpoint.storage import local_copy
-    from jddp.workbench.page.facts import read_facts
-    from jddp.workbench.page.page import NAME, draw_run
-    from jddp.workbench.page.verdict import judge
+    from jddp.workbench.facts import read_facts
+    from jddp.workbench.run_page import NAME, draw_run
+    from jddp.workbench.verdict import judge
 
     if out is None and "://" in run_dir:
         raise UsageError(f"{run_dir} is a URL: give --out FILE for the page.")

@@ -33,7 +33,7 @@ from jddp.ground.typing import JsonObject, Shown
 from jddp.inspection.explain import Explanation, explain
 from jddp.trainer.job.build import build
 from jddp.trainer.timing import DATA, STEP
-from jddp.workbench.modelled.described import Target
+from jddp.workbench.described import Target
 
 MODELLED, MEASURED = "modelled", "measured"
 _COLUMN = 21

@@ -27,7 +27,7 @@ from jddp.ground.errors import ExitCode, report, show
 
 if TYPE_CHECKING:
     from jddp.config.schema import Config
-    from jddp.workbench.modelled.described import Target
+    from jddp.workbench.described import Target
     from jddp.workbench.tuning import Scorer
 
 
@@ -107,7 +107,7 @@ def _num_devices(arguments: argparse.Namespace, config: "Config") -> int:
 
 
 def _target(arguments: argparse.Namespace) -> "Target | None":
-    from jddp.workbench.modelled.described import Target
+    from jddp.workbench.described import Target
 
     if arguments.target is None:
         return None

@@ -30,7 +30,7 @@ from jddp.inspection.memory import memory
 from jddp.reduce.reducer import compiler_options
 from jddp.trainer.job.build import build
 from jddp.trainer.job.job import Job
-from jddp.workbench.modelled.described import Target
+from jddp.workbench.described import Target
 
 NUM_ROUNDS = 5  # of a comparison on devices
 NUM_STEPS = 4  # that are timed at once

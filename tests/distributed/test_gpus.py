@@ -159,9 +159,9 @@ def test_the_flag_is_added_for_versions_that_need_it_unless_it_is_set(
 SCATTER = """
 import dataclasses, sys
 import jax, numpy as np
-from jddp.workbench.modelled.described import GPUS
-from jddp.workbench.modelled.described import described_mesh
-from jddp.workbench.modelled.described import target_config
+from jddp.workbench.described import GPUS
+from jddp.workbench.described import described_mesh
+from jddp.workbench.described import target_config
 
 gpu = dataclasses.replace(GPUS["h100_sxm"], compute_capability=(8, 0))
 mesh = described_mesh(target_config(gpu), devices_per_host=1)

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jddp
-from jddp.workbench.modelled.described import described_mesh
+from jddp.workbench.described import described_mesh
 from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import CNN, GPT
 

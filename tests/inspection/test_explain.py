@@ -12,7 +12,7 @@ from tiny import MLP, NUM_CLASSES, ConvNet, loss_fn, make_batch
 import jddp
 from jddp.commands.explain import main
 from jddp.ground.errors import ConfigError
-from jddp.workbench.modelled.described import Target
+from jddp.workbench.described import Target
 
 KIB = 1 / 1024
 

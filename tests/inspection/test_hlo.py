@@ -14,9 +14,8 @@ from jddp.ground.errors import ConfigError, UsageError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import HloShape, read_program
 from jddp.reduce.plan import MEBIBYTE
-from jddp.workbench.modelled.cost import cost
-from jddp.workbench.modelled.described import GPUS, described_mesh, target_config
-from jddp.workbench.modelled.schedule import walk
+from jddp.workbench.described import GPUS, described_mesh, target_config
+from jddp.workbench.schedule import cost, walk
 
 # A second for the product below, nothing for anything else.
 FREE = {"bytes_per_second": float("inf"), "kernel_seconds": 0.0}

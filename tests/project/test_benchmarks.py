@@ -10,7 +10,7 @@ import pytest
 from runs import ROOT
 from sweeps import swept
 
-from jddp.workbench.modelled.prediction import MEASURED_ERROR
+from jddp.workbench.prediction import MEASURED_ERROR
 
 BENCHMARKS = ROOT / "benchmarks"
 

@@ -5,7 +5,7 @@ from networks import make_network
 
 from jddp.ground.errors import ConfigError
 from jddp.reduce.plan import MEBIBYTE
-from jddp.workbench.modelled.links import HOPPER, Fabric, Link, with_links
+from jddp.workbench.links import HOPPER, Fabric, Link, with_links
 
 # No protocol of low latency, so that the figures below can be followed by hand.
 NEVER = Link(1.0, 1.0, "")

@@ -14,8 +14,8 @@ from runs import ROOT
 from sweeps import swept
 
 from jddp.inspection.collectives import collectives
-from jddp.workbench.modelled.described import GPUS, target_config
-from jddp.workbench.modelled.schedule import LARGE_BYTES, walk
+from jddp.workbench.described import GPUS, target_config
+from jddp.workbench.schedule import LARGE_BYTES, walk
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("as_users_compile")]
 

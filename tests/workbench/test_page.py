@@ -9,11 +9,10 @@ import pytest
 from jddp.config.files import dump_values, load_config
 from jddp.ground.errors import ExitCode
 from jddp.trainer.reports.run_directory import held, holder_of
-from jddp.workbench.page import records as reading
-from jddp.workbench.page.facts import read_facts
-from jddp.workbench.page.page import SECTIONS, draw_run
-from jddp.workbench.page.records import read_history
+from jddp.workbench import facts as reading
+from jddp.workbench.facts import read_facts, read_history
 from jddp.workbench.report import main
+from jddp.workbench.run_page import SECTIONS, draw_run
 
 EVENTS = """\
 10:00:00.000 begin {"host": "node1"}

@@ -11,10 +11,9 @@ from jddp.ground.errors import ConfigError
 from jddp.inspection.collectives import Collective
 from jddp.inspection.memory import Memory
 from jddp.reduce.plan import Bucket, BucketPlan, GatheredUnit
-from jddp.workbench.modelled.described import Target
-from jddp.workbench.modelled.prediction import Prediction, ScaledStep
-from jddp.workbench.modelled.schedule import Timeline, Transfer
-from jddp.workbench.modelled.transfer_groups import group_transfers
+from jddp.workbench.described import Target
+from jddp.workbench.prediction import Prediction, ScaledStep, group_transfers
+from jddp.workbench.schedule import Timeline, Transfer
 
 MEMORY = Memory(10**9, 10**9, 2 * 10**9, 0, 10**6, 8 * 10**9, limit=80 * 10**9)
 

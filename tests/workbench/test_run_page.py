@@ -6,7 +6,7 @@ import pytest
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.workbench.page import page
+from jddp.workbench import run_page
 
 
 class Failing(jddp.Callback):
@@ -52,7 +52,7 @@ def test_a_page_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch, caplog):
     def fail(facts):
         raise LookupError("no such thing")
 
-    monkeypatch.setattr(page, "draw_run", fail)
+    monkeypatch.setattr(run_page, "draw_run", fail)
     assert fit(tmp_path).step == 12
     assert "report is not written: LookupError('no such thing')" in caplog.messages
     assert not (tmp_path / "report.html").exists()

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from jddp.workbench.page.facts import read_facts
-from jddp.workbench.page.verdict import judge
+from jddp.workbench.facts import read_facts
+from jddp.workbench.verdict import judge
 
 GIB = 2**30
 CLASSES = {"data": {"classes": ["a", "b", "c", "d", "e"]}}

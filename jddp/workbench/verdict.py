@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jddp.workbench.charts import At, number, smoothed
-from jddp.workbench.page.facts import Facts
+from jddp.workbench.facts import Facts
 
 FEWEST = 10  # train records, below which a loss is not judged
 SHORTEST = 60.0  # seconds in steps, below which times are not judged

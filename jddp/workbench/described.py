@@ -29,7 +29,7 @@ from jddp.ground.typing import Batch, Leaf
 from jddp.inspection.hlo import HloProgram, read_program
 from jddp.modules.rows import count_rows
 from jddp.reduce.plan import MEBIBYTE
-from jddp.workbench.modelled.links import AMPERE, HOPPER, Fabric, Link, with_links
+from jddp.workbench.links import AMPERE, HOPPER, Fabric, Link, with_links
 
 
 @dataclass(frozen=True)

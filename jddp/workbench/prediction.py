@@ -3,8 +3,8 @@
     found = predict(target, compile_for(target, ddp.steps, rows))
     print(found.verdict)
 
-Nothing here is measured. `cost` gives the time of computing, `links` the time of collectives, and
-the compiled program their order.
+Nothing here is measured. `schedule` gives the time of computing, `links` the time of collectives,
+and the compiled program their order.
 
 Weak scaling compiles a step for one host and for eight. More hosts run the program of eight, whose
 collectives take as long as they would over all hosts. `benchmarks/predictions.py` holds the same
@@ -13,7 +13,7 @@ arithmetic against what others have published, which is less.
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import jax
@@ -21,15 +21,148 @@ import jax
 from jddp.engine.compiled import CompiledSteps
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import Batch, JsonObject, Shown
+from jddp.inspection.collectives import bucket_of, is_backward, purpose_of
 from jddp.inspection.hlo import HloProgram
 from jddp.inspection.memory import Memory, assigned_memory
 from jddp.modules.rows import count_rows
-from jddp.reduce.plan import BucketPlan
-from jddp.workbench.modelled.described import CompiledFor, Target, compile_for, rows_of_host
-from jddp.workbench.modelled.links import START_SECONDS
-from jddp.workbench.modelled.schedule import Timeline, walk
-from jddp.workbench.modelled.transfer_groups import TransferGroup, group_transfers
+from jddp.reduce.plan import Bucket, BucketPlan
+from jddp.workbench.described import CompiledFor, Target, compile_for, rows_of_host
+from jddp.workbench.links import START_SECONDS, Choice, Fabric
+from jddp.workbench.schedule import Timeline, Transfer, walk
 from jddp.workbench.trace import MODELLED, StepTimes, in_ms
+
+
+@dataclass(frozen=True)
+class TransferGroup:
+    """The runs of one bucket's or unit's collective, or of all other collectives of a kind.
+
+    Attributes:
+      label: "bucket 3" or "unit 3", numbered as in the plan; or empty.
+      purpose: Use of the values that it sends.
+      paths: Names of the parameters.
+      choices: Algorithm that is assumed for each run.
+      transfers: The runs, in order.
+    """
+
+    label: str
+    purpose: str
+    paths: tuple[str, ...]
+    choices: tuple[Choice, ...]
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def op(self) -> str:
+        """Name of the collective."""
+        return self.transfers[0].op
+
+    @property
+    def dtype(self) -> str:
+        """Dtypes on the wire."""
+        return ",".join(dict.fromkeys(self.transfers[0].collectives[0].dtypes))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all runs."""
+        return sum(x.bytes for x in self.transfers)
+
+    @property
+    def choice(self) -> Choice:
+        """The algorithm of the longest run."""
+        return max(self.choices, key=lambda choice: choice.seconds)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each GPU sends in all runs."""
+        return sum(x.sent_bytes for x in self.choices)
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes that each host sends to other hosts in all runs."""
+        return sum(x.host_bytes for x in self.choices)
+
+    @property
+    def needed_seconds(self) -> float:
+        """Time that all runs are under way."""
+        return sum(x.needed_seconds for x in self.transfers)
+
+    @property
+    def waited_seconds(self) -> float:
+        """Time that computing stands still for them."""
+        return sum(x.waited_seconds for x in self.transfers)
+
+    @property
+    def name(self) -> str:
+        """The first and the last parameter; or else the purpose."""
+        ends = dict.fromkeys((self.paths[0], self.paths[-1])) if self.paths else (self.purpose,)
+        return " .. ".join(ends)
+
+
+def group_transfers(
+    timeline: Timeline, plan: BucketPlan, fabric: Fabric
+) -> tuple[TransferGroup, ...]:
+    """Groups the transfers of a timeline, in the order in which they first start.
+
+    A gather of parameters does not name its bucket or unit: it is the one of its size that comes
+    next in the plan, or in the backward pass before.
+    """
+    planned = _Planned(plan)
+    by_name: dict[str, list[Transfer]] = {}
+    for transfer in sorted(timeline.transfers, key=lambda x: x.started_at):
+        by_name.setdefault(transfer.name, []).append(transfer)
+    found, others = list[TransferGroup](), dict[tuple[str, str], list[Transfer]]()
+    for transfers in by_name.values():
+        first = transfers[0]
+        purpose = purpose_of(first.collectives[0])
+        number = planned.number(first, purpose)
+        if number is None:
+            others.setdefault((purpose, first.op), []).extend(transfers)
+        else:
+            label, paths = planned.label(number), planned.items[number].paths
+            found.append(_group(label, purpose, paths, transfers, fabric))
+    rest = (_group("", purpose, (), each, fabric) for (purpose, _), each in others.items())
+    return (*found, *rest)
+
+
+def _group(
+    label: str, purpose: str, paths: tuple[str, ...], runs: Sequence[Transfer], fabric: Fabric
+) -> TransferGroup:
+    choices = [fabric.among(x.collectives[0].devices).best(x.bytes, x.op) for x in runs]
+    return TransferGroup(label, purpose, paths, tuple(choices), tuple(runs))
+
+
+class _Planned:
+    """The buckets and units of a plan, and which of them have been found in a program."""
+
+    def __init__(self, plan: BucketPlan) -> None:
+        self.num_buckets = len(plan)
+        self.items: tuple[Bucket, ...] = (*plan.buckets, *(x.bucket for x in plan.units))
+        self._taken: dict[str, set[int]] = {}
+
+    def label(self, number: int) -> str:
+        if number < self.num_buckets:
+            return f"bucket {number}"
+        return f"unit {number - self.num_buckets}"
+
+    def number(self, transfer: Transfer, purpose: str) -> int | None:
+        sent = transfer.collectives[0]
+        if (bucket := bucket_of(sent)) is not None:
+            return bucket if bucket < self.num_buckets else None
+        if not purpose.startswith(("parameters", "gradients")):
+            return None
+        taken = self._taken.setdefault(purpose, set())
+        fitting = [x for x in self._fitting(sent.num_elements) if x not in taken]
+        if not fitting:
+            return None
+        number = fitting[-1 if is_backward(sent.op_name) else 0]
+        taken.add(number)
+        return number
+
+    def _fitting(self, num_elements: int) -> Iterator[int]:
+        """Numbers of those that have as many elements, which may have been padded."""
+        for number, item in enumerate(self.items):
+            if item.size <= num_elements <= 1.02 * item.size + 1024:
+                yield number
+
 
 NUM_HOSTS = (1, 8, 32, 128)
 COMPILED = (1, 8)
