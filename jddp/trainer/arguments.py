@@ -11,7 +11,6 @@ nothing here.
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sized
 
 import jax
@@ -29,10 +28,8 @@ from jddp.trainer.options import Options
 from jddp.trainer.run import Callback
 
 SECONDS = 120.0  # the other processes may still be busy
-# Rows whose values fit into fewer bits may be equal by chance, or because there are no others.
-LEAST_BITS = 32.0
+MOST_BYTES = 128  # of rows that may be equal by chance, or because there are no others
 METHODS = [name for name in vars(Callback) if name.startswith("on_")]
-MOST_VALUES = 2**16  # values that are read to count the bits
 WAY_OUT = (
     "Give each process its own rows: jddp.data.TrainBatches and eval_batches do, if you make them "
     "after the process has joined its job. If equal rows are intended: "
@@ -86,32 +83,20 @@ def epochs_of(
     return own if num_steps is None and num_epochs is None else num_epochs
 
 
-def steps_left(batches: object) -> int:
-    """Number of steps until the end of `TrainBatches` of some epochs."""
-    assert isinstance(batches, TrainBatches), "others have a number of steps"
-    # None are left where the run starts from another one, which has ended.
-    return max(1, len(batches.positions_left()))
-
-
 def check_callbacks(callbacks: object) -> None:
-    """Refuses objects that lack a method of a callback.
+    """Refuses anything but a list of objects with the methods of a callback.
 
     Raises:
-      ConfigError: If this is not a sequence, or an object in it lacks a method.
+      ConfigError: If this is not a sequence, or an object in it is a class or lacks a method.
     """
     if not isinstance(callbacks, list | tuple):
-        raise ConfigError(
-            f"callbacks= is of type {type(callbacks).__name__}. Give a list of callbacks."
-        )
+        raise ConfigError(f"callbacks= is a list of callbacks; got {callbacks!r}.")
     for number, callback in enumerate(callbacks):
         missing = [name for name in METHODS if not callable(getattr(callback, name, None))]
-        if isinstance(callback, type):
-            name = callback.__name__
-            raise ConfigError(f"callbacks[{number}] is the class {name}. Give an object: {name}().")
-        if missing:
+        if missing or isinstance(callback, type):
             raise ConfigError(
-                f"callbacks[{number}] is of type {type(callback).__name__}, which has no method "
-                f"{missing[0]}. Give an object of a class that derives from jddp.Callback."
+                f"callbacks[{number}] is {callback!r}. Give an object, not a class, with the "
+                "methods of jddp.Callback, such as an object of a class that derives from it."
             )
 
 
@@ -131,9 +116,9 @@ def compare_calls(options: Options, batches: Batches, state: object) -> None:
     facts: dict[str, object] = {**options.common}
     facts["state"] = "a function" if callable(state) else "a state"
     facts["run_dir"] = "none" if options.run_dir is None else "given"
-    facts |= _about("batches", batches, options.num_steps or math.inf)
+    facts |= _about("batches", batches, options.num_steps)
     facts["evaluate"] = "none" if options.evaluation.batches is None else "given"
-    facts |= _about("evaluate", options.evaluation.batches, math.inf)
+    facts |= _about("evaluate", options.evaluation.batches, None)
     agree("call of fit", {name: str(value) for name, value in facts.items()})
     for name, given in (("batches", batches), ("evaluate", options.evaluation.batches)):
         share = getattr(given, "share", None)
@@ -141,13 +126,13 @@ def compare_calls(options: Options, batches: Batches, state: object) -> None:
             _refuse_equal(name, str(share), f"each reads {share} of the rows")
 
 
-def _about(name: str, batches: object, most: float) -> dict[str, object]:
+def _about(name: str, batches: object, most: int | None) -> dict[str, object]:
     """Facts about batches that must be equal on all processes, as far as the batches know them."""
     known = {}
     if isinstance(getattr(batches, "share", None), Share) and hasattr(batches, "settings"):
         known = batches.settings
     elif isinstance(batches, Sized):
-        known = {"number of batches": min(len(batches), most)}
+        known = {"number of batches": min(len(batches), most or len(batches))}
     return {f"{name}: {key}": value for key, value in known.items()}
 
 
@@ -181,11 +166,11 @@ def _refuse_equal(name: str, mine: str, how: str) -> None:
 def digest_of_rows(batch: Batch) -> str:
     """A digest of the rows; empty if equal digests would not prove that rows are the same.
 
-    This holds if all rows of a process are equal, as in a synthetic batch, if all values fit into a
-    few bits, and if an array is spread over processes.
+    This holds if all rows of a process are equal, as in a synthetic batch, if all values together
+    have a few bytes, and if an array is spread over processes.
     """
     digest = hashlib.sha256()
-    num_bits = 0.0
+    num_bytes = 0
     for path, x in sorted(by_path(as_arrays(batch)).items()):
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return ""
@@ -194,22 +179,10 @@ def digest_of_rows(batch: Batch) -> str:
             continue
         digest.update(json.dumps([path, str(array.dtype), array.shape]).encode())
         digest.update(np.ascontiguousarray(array).tobytes())
-        num_bits += bits_in_rows(array)
-    return digest.hexdigest()[:12] if num_bits >= LEAST_BITS else ""
-
-
-def bits_in_rows(array: np.ndarray) -> float:
-    """Bits that encode all values of the rows, among the values that occur; 0 if all are equal."""
-    rows = array.reshape(len(array), -1) if array.size else array.reshape(0, 1)
-    if len(rows) == 0 or (len(rows) > 1 and all(_same(row, rows[0]) for row in rows)):
-        return 0.0
-    flat = rows.reshape(-1)[:MOST_VALUES]
-    values = {flat[i : i + 1].tobytes() for i in range(len(flat))}
-    return flat.size * math.log2(len(values))
-
-
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.tobytes() == other.tobytes()
+        first = array[:1].tobytes()
+        differ = len(array) == 1 or any(row.tobytes() != first for row in array)
+        num_bytes += array.nbytes * differ
+    return digest.hexdigest()[:12] if num_bytes > MOST_BYTES else ""
 
 
 def fingerprint(ddp: Trainable, batch: Batch) -> dict[str, str]:

@@ -35,7 +35,6 @@ from jddp.trainer.arguments import (
     epochs_of,
     fingerprint,
     refuse_same_rows,
-    steps_left,
 )
 from jddp.trainer.ending import close, run_to_the_end
 from jddp.trainer.loop import Loop
@@ -178,7 +177,10 @@ def start(ddp: Trainable, batches: Batches, options: Options, state: FirstState 
         state = functools.partial(ddp.init, options.seed)
     check_callbacks(options.callbacks)
     if options.num_steps is None:
-        options = dataclasses.replace(options, num_steps=steps_left(batches))
+        assert isinstance(batches, TrainBatches), "others have a number of steps"
+        # None are left where the run starts from another one, which has ended.
+        num_left = max(1, len(batches.positions_left()))
+        options = dataclasses.replace(options, num_steps=num_left)
     compare_calls(options, batches, state)
     for callback in watching(options.callbacks):
         callback.check_options(options)

@@ -34,12 +34,12 @@ def test_rows_that_are_alike_or_few_and_small_show_nothing(batch):
 @pytest.mark.parametrize(
     "batch",
     [
-        {"x": rng.standard_normal((8, 3), np.float32)},
+        {"x": rng.standard_normal((8, 30), np.float32)},
         {"x": rng.standard_normal((1, 8, 8), np.float32)},  # one large row for each process
         {"tokens": rng.integers(256, size=(2, 64))},
         (rng.integers(2, size=(64, 8)), np.ones(64)),
-        {"x": jax.numpy.asarray(NOISE)},
-        {"x": jax.numpy.arange(64, dtype=jax.numpy.bfloat16)},
+        {"x": jax.numpy.asarray(np.concatenate([NOISE] * 9))},
+        {"x": jax.numpy.arange(96, dtype=jax.numpy.bfloat16)},
     ],
     ids=["floats", "one row", "tokens", "bits", "on a device", "bfloat16"],
 )
