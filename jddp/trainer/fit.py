@@ -4,13 +4,14 @@
 
 `start`, which the command line calls too, prepares the run directory, compares the processes of a
 job, and runs the training loop under a watchdog. It knows a model only as an object that steps and
-evaluates.
+evaluates. Processes with different arguments would hang in a collective, or compute nonsense.
 """
 
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 
 import jax
@@ -18,29 +19,23 @@ from jax.typing import ArrayLike
 
 from jddp.config.permissions import folder_or_url
 from jddp.data import Epochs, TrainBatches, eval_batches
+from jddp.data.batches import Share
 from jddp.distributed.coordination import agree, take_sigterm_back
 from jddp.distributed.identity import refuse_unjoined
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import refuse_padding
-from jddp.engine.state import TrainState
+from jddp.engine.state import TrainState, by_path
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import refuses_unknown
 from jddp.ground.names.synonyms import OF_FIT
 from jddp.ground.typing import Batch, Batches, Settings
 from jddp.modules.rows import as_arrays
-from jddp.trainer.arguments import (
-    check_callbacks,
-    compare_calls,
-    epochs_of,
-    fingerprint,
-    refuse_same_rows,
-)
 from jddp.trainer.ending import close, run_to_the_end
 from jddp.trainer.loop import Loop
 from jddp.trainer.options import CHECKS, Checks, Evaluation, Keep, Options
 from jddp.trainer.out_of_memory import explained
-from jddp.trainer.prefetch import Source
+from jddp.trainer.prefetch import Source, refuse_equal, refuse_same_rows
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GivenSink, choose_sinks
 from jddp.trainer.resume import resume
@@ -158,6 +153,7 @@ def fit(
     return start(ddp, batches, options, state)
 
 
+METHODS = [name for name in vars(Callback) if name.startswith("on_")]
 FirstState = TrainState | Callable[[Batch], TrainState]
 
 
@@ -230,7 +226,8 @@ def _train(
     """Trains under a watchdog, while the run directory is held; an error has `run`."""
     source = batches if isinstance(batches, Source) else Source(batches, ddp.shard_batch)
     batch = source.peek()
-    refuse_same_rows("batches", batch, options)
+    if not options.checks.same_batches:
+        refuse_same_rows("batches", batch)
     if jax.process_count() > 1:
         agree("model, optimizer or batch", fingerprint(ddp, batch))
     with explained(ddp, jax.eval_shape(lambda x: x, batch), watchdog):
@@ -252,3 +249,117 @@ def _train(
         finally:
             loop.reporter.close()  # behind the checkpoints: a process may be killed soon
         return loop.run
+
+
+def epochs_of(
+    batches: object,
+    global_batch_size: int | None,
+    num_steps: int | None,
+    num_epochs: float | None,
+) -> float | None:
+    """Returns the number of epochs, or None if steps are counted; refuses conflicting arguments.
+
+    If no length is given, `TrainBatches` with a number of epochs end with the last epoch.
+
+    Args:
+      batches: Batches of this process; or with a batch size, arrays or a data set.
+      global_batch_size: Examples per step, of arrays or a data set.
+      num_steps: Number of optimizer steps, or None.
+      num_epochs: Number of epochs, or None.
+
+    Raises:
+      ConfigError: If one that is needed is missing, or two exclude each other.
+    """
+    are_batches = global_batch_size is None
+    if are_batches and isinstance(batches, Mapping):  # which iterates over its keys
+        raise ConfigError(
+            "global_batch_size= is missing: a dict of arrays is split into batches of that size."
+        )
+    if not are_batches and isinstance(batches, TrainBatches):
+        raise ConfigError(
+            f"global_batch_size={global_batch_size!r} splits arrays or a data set, and these are "
+            "batches already. Leave it out."
+        )
+    if num_steps is not None and num_epochs is not None:
+        raise ConfigError("num_steps= and num_epochs= exclude each other: give one of them.")
+    own = batches.num_epochs if isinstance(batches, TrainBatches) else None
+    if num_epochs is not None and are_batches and own != num_epochs:
+        raise ConfigError(
+            f"num_epochs={num_epochs!r} counts passes over arrays or a data set, which need "
+            f"global_batch_size=, or over jddp.data.TrainBatches(num_epochs={num_epochs!r}). For "
+            "other batches give num_steps=."
+        )
+    if num_steps is None and num_epochs is None and own is None:
+        example = "fit(ddp, batches, num_steps=...)"
+        if not are_batches:
+            example = "fit(ddp, data, global_batch_size=..., num_steps=...), or num_epochs="
+        raise ConfigError(f"num_steps= is missing: {example}.")
+    return own if num_steps is None and num_epochs is None else num_epochs
+
+
+def check_callbacks(callbacks: object) -> None:
+    """Refuses anything but a list of objects with the methods of a callback.
+
+    Raises:
+      ConfigError: If this is not a sequence, or an object in it is a class or lacks a method.
+    """
+    if not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks= is a list of callbacks; got {callbacks!r}.")
+    for number, callback in enumerate(callbacks):
+        missing = [name for name in METHODS if not callable(getattr(callback, name, None))]
+        if missing or isinstance(callback, type):
+            raise ConfigError(
+                f"callbacks[{number}] is {callback!r}. Give an object, not a class, with the "
+                "methods of jddp.Callback, such as an object of a class that derives from it."
+            )
+
+
+def compare_calls(options: Options, batches: Batches, state: object) -> None:
+    """Compares the arguments of `fit` of all processes.
+
+    Args:
+      options: Length of the run, and periods of its actions.
+      batches: This process's training batches.
+      state: Initial state, or a function that makes one.
+
+    Raises:
+      ProcessMismatchError: On every process, if an argument differs, or two read one share.
+    """
+    if jax.process_count() == 1:
+        return
+    facts: dict[str, object] = {**options.common}
+    facts["state"] = "a function" if callable(state) else "a state"
+    facts["run_dir"] = "none" if options.run_dir is None else "given"
+    facts |= _about("batches", batches, options.num_steps)
+    facts["evaluate"] = "none" if options.evaluation.batches is None else "given"
+    facts |= _about("evaluate", options.evaluation.batches, None)
+    agree("call of fit", {name: str(value) for name, value in facts.items()})
+    for name, given in (("batches", batches), ("evaluate", options.evaluation.batches)):
+        share = getattr(given, "share", None)
+        if isinstance(share, Share) and not options.checks.same_batches:
+            refuse_equal(name, str(share), f"each reads {share} of the rows")
+
+
+def _about(name: str, batches: object, most: int | None) -> dict[str, object]:
+    """Facts about batches that must be equal on all processes, as far as the batches know them."""
+    known = {}
+    if isinstance(getattr(batches, "share", None), Share) and hasattr(batches, "settings"):
+        known = batches.settings
+    elif isinstance(batches, Sized):
+        known = {"number of batches": min(len(batches), most or len(batches))}
+    return {f"{name}: {key}": value for key, value in known.items()}
+
+
+def fingerprint(ddp: Trainable, batch: Batch) -> dict[str, str]:
+    """Returns facts that must be equal on all processes that step together.
+
+    Args:
+      ddp: A `jddp.DataParallel`.
+      batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      Shape and dtype of each leaf of the state, by path, and a digest of the lowered step.
+    """
+    program = hashlib.sha256(ddp.steps.lower(batch).as_text().encode()).hexdigest()
+    leaves = by_path(ddp.steps.abstract_state(batch)).items()
+    return {name: f"{x.shape} {x.dtype}" for name, x in leaves} | {"the lowered step": program}

@@ -26,10 +26,9 @@ from jddp.engine.guard import own_count
 from jddp.engine.state import TrainState
 from jddp.ground.errors import UsageError
 from jddp.ground.typing import Batch
-from jddp.trainer.arguments import refuse_same_rows
 from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent
 from jddp.trainer.options import Options
-from jddp.trainer.prefetch import Source
+from jddp.trainer.prefetch import Source, refuse_same_rows
 from jddp.trainer.progress import Progress
 from jddp.trainer.reporter import Reporter, measure
 from jddp.trainer.reports.run_directory import RunDirectory
@@ -247,7 +246,8 @@ class Loop:
             raise UsageError("evaluate= holds no batches. Was its iterator already used up?")
         if batches is self._evaluation:  # an iterator, which can be read only once
             self._evaluation = itertools.chain(first, batches)
-        refuse_same_rows("evaluate", first[0], self.options)
+        if not self.options.checks.same_batches:
+            refuse_same_rows("evaluate", first[0])
         names = self.ddp.trace_evaluation(self.run.state, first[0], self.options.evaluation.params)
         for callback in watching(self.options.callbacks):
             callback.check(names)

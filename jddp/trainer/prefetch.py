@@ -6,6 +6,8 @@ read but not yet taken do not count: the position belongs to the batch that was 
 
 import base64
 import copy
+import hashlib
+import json
 import logging
 import queue
 import threading
@@ -13,12 +15,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from jddp.data import TrainBatches
 from jddp.data.periods import Reached
+from jddp.distributed.coordination import gather
 from jddp.distributed.exits import ending_forked_children
 from jddp.engine.state import by_path
-from jddp.ground.errors import DataError
+from jddp.ground.errors import DataError, ProcessMismatchError
 from jddp.ground.typing import Batch, JsonObject, PyTree
 from jddp.modules.rows import as_arrays
 
@@ -26,6 +30,13 @@ from jddp.modules.rows import as_arrays
 DEPTH = 2
 NUM_AHEAD = DEPTH + 1  # batches on the devices besides the step's batch: one waits for its place
 _END = object()
+SECONDS = 120.0  # the other processes may still be busy
+MOST_BYTES = 128  # of rows that may be equal by chance, or because there are no others
+WAY_OUT = (
+    "Give each process its own rows: jddp.data.TrainBatches and eval_batches do, if you make them "
+    "after the process has joined its job. If equal rows are intended: "
+    "checks=jddp.Checks(same_batches=True)."
+)
 
 
 class Source:
@@ -246,3 +257,59 @@ def _refuse_another_form(step: int, first: dict[str, str], now: dict[str, str]) 
             f"step {step}: the training batch has {here}; the first batch has {there}. Every batch "
             "needs the same keys, dtypes and dims after the rows: pad sequences to one length."
         )
+
+
+def refuse_same_rows(name: str, batch: Batch) -> None:
+    """Refuses a first batch that several processes have.
+
+    Processes that read the same rows repeat each other's work, and count every row of an
+    evaluation several times. A job of one process exchanges nothing here.
+
+    Args:
+      name: Argument of `fit` from which it comes.
+      batch: The batch, on the host or on devices of this process.
+
+    Raises:
+      ProcessMismatchError: On every process, if several have the same rows, unless all rows are
+        equal, or so few and small that they may be the same by chance.
+    """
+    if jax.process_count() > 1:
+        refuse_equal(name, digest_of_rows(batch), "the first batch has the same rows on each")
+
+
+def refuse_equal(name: str, mine: str, how: str) -> None:
+    """Refuses processes whose texts, if not empty, are equal; `how` says what they have in common.
+
+    Raises:
+      ProcessMismatchError: On every process.
+    """
+    texts = gather(f"given/{name}", mine, timeout_seconds=SECONDS)
+    for process, text in enumerate(texts):
+        if text and text in texts[:process]:
+            first = texts.index(text)
+            raise ProcessMismatchError(
+                f"{name}= of processes {first} and {process} are the same: {how} ({text}). "
+                f"{WAY_OUT}"
+            )
+
+
+def digest_of_rows(batch: Batch) -> str:
+    """A digest of the rows; empty if equal digests would not prove that rows are the same.
+
+    This holds if all rows of a process are equal, as in a synthetic batch, if all values together
+    have a few bytes, and if an array is spread over processes.
+    """
+    digest = hashlib.sha256()
+    num_bytes = 0
+    for path, x in sorted(by_path(as_arrays(batch)).items()):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return ""
+        array = np.asarray(x)
+        if array.dtype.hasobject or array.ndim == 0:
+            continue
+        digest.update(json.dumps([path, str(array.dtype), array.shape]).encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+        first = array[:1].tobytes()
+        differ = len(array) == 1 or any(row.tobytes() != first for row in array)
+        num_bytes += array.nbytes * differ
+    return digest.hexdigest()[:12] if num_bytes > MOST_BYTES else ""

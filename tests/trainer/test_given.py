@@ -8,7 +8,7 @@ from jddp.data import Order, TrainBatches, eval_batches
 from jddp.data.batches import Share
 from jddp.distributed import coordination
 from jddp.ground.errors import ConfigError
-from jddp.trainer.arguments import digest_of_rows
+from jddp.trainer.prefetch import digest_of_rows
 
 rng = np.random.default_rng(0)
 NOISE = rng.standard_normal((4, 3), np.float32)
