@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import jax
 
-from jddp.data.periods import Period
+from jddp.data.periods import Period, Reached
 from jddp.distributed.coordination import num_processes
 from jddp.distributed.exits import process
 from jddp.distributed.requests import Request, Requests
@@ -35,7 +35,7 @@ from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Run, call_each
 from jddp.trainer.saving import LATEST, Saving
 from jddp.trainer.timing import DATA, Clock, Profile
-from jddp.trainer.watching import best_steps, settings_of, watching
+from jddp.trainer.watching import best_steps, watching
 
 
 class Interrupted(Exception):
@@ -55,7 +55,6 @@ class Loop:
 
     Attributes:
       run: The run in progress, with its `Progress`.
-      reached: How far the run has come, with its last step.
       notes: Notes on the checkpoint from which the run resumes.
       signal: Name of the signal at which all processes stop, or None.
     """
@@ -82,11 +81,10 @@ class Loop:
         )
         self.run.ask = self._ask
         step = 0 if state.step.is_deleted() else int(state.step)  # which the step refuses
-        self.reached = source.reached(step, source.position)
         self.run.progress = Progress(
             step,
             source.position,
-            before=self.reached,
+            before=source.reached(step, source.position),
             world=ddp.steps.topology,
             config=options.config,
             manifest=options.manifest,
@@ -115,6 +113,11 @@ class Loop:
     def is_over(self) -> bool:
         """Whether no step is left to take."""
         return self.run.step >= self.num_steps or self.run.stopped is not None
+
+    @property
+    def reached(self) -> Reached:
+        """How far the run has come, with its last step."""
+        return self.source.reached(self.run.step, self.run.progress.position)
 
     @property
     def is_evaluated(self) -> bool:
@@ -189,7 +192,6 @@ class Loop:
             with self.reporter.clock.measure("devices"):
                 self.replica_check.finish()
             self.replica_check.begin(run.step, run.state)
-            self.reached = self.source.reached(run.step, position)
             # Copied, since the next step takes it; most optimizers have none, which is known.
             count = jax.tree.map(jax.numpy.copy, self._own_count(run.state.opt_state))
             self.reporter.next(Sent(run.step, metrics, batch, position, count))
@@ -300,7 +302,6 @@ class Loop:
         run.progress = replace(
             run.progress,
             best=best_steps(run, callbacks),
-            early_stopping=settings_of(callbacks),
             learning_rate=self.reporter.learning_rate(),
             buckets=self.reporter.work.buckets,
             plan=self.options.settings,

@@ -54,7 +54,6 @@ class Progress:
       updates: Number of updates before the last step that was reported; -1 before one.
       losses: The last losses, in which spikes are found.
       best: Steps of the best checkpoints, the best first.
-      early_stopping: Settings of each early stopping.
       world: Processes, devices and options by which a step divides rows.
       learning_rate: Learning rate of the last step, if it is known.
       buckets: Buckets of a step.
@@ -74,7 +73,6 @@ class Progress:
     updates: int = -1
     losses: Losses = ()
     best: list[int] = dataclasses.field(default_factory=list)
-    early_stopping: list[JsonObject] = dataclasses.field(default_factory=list)
     world: Settings = dataclasses.field(default_factory=dict)
     learning_rate: float | None = None
     buckets: list[JsonObject] = dataclasses.field(default_factory=list)

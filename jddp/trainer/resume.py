@@ -8,32 +8,31 @@ is refused, unless `resume="changed"` continues with the new program.
 """
 
 import dataclasses
+import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 
-from jddp.config.versions import DECODERS, source_hash
+from jddp.config.versions import source_hash
 from jddp.distributed.coordination import from_first
-from jddp.engine.compiled import Trainable
 from jddp.engine.planned import PARTS, Form, Program
-from jddp.engine.state import TrainState, is_float
+from jddp.engine.state import is_float
 from jddp.ground.errors import ConfigError, FileSystemError
-from jddp.ground.typing import Batch, JsonObject, Settings
+from jddp.ground.typing import JsonObject, Settings
 from jddp.trainer.loop import Loop
 from jddp.trainer.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory, changed_keys, compare_keys, is_free
 from jddp.trainer.run import Run
 from jddp.trainer.saving import BEST
-from jddp.trainer.watching import EarlyStopping, judge_again
-from jddp.zoo.optimizers import schedule_lengths
+from jddp.trainer.watching import judge_again
 
 SECONDS = 600.0  # for process 0 to read the file of records
 # Packages whose versions may trace the same code to different equations.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jddp")
-# Sources of images that are decoded when they are read.
-DECODED = ("image_folder", "webdataset", "hugging_face")
+Trace = Callable[[Form | None], Program]
 
 
 def resume(loop: Loop) -> None:
@@ -44,8 +43,8 @@ def resume(loop: Loop) -> None:
         return
     run.progress.to_json()  # A position that cannot be saved is refused now.
     restored = loop.saving.restore(run.state)
-    program = _Comparison(loop.ddp, run.state, loop.source.peek())
-    run.progress = replace(run.progress, program=program.kept(run.progress.manifest))
+    trace = functools.partial(loop.ddp.steps.program, run.state, loop.source.peek())
+    run.progress = replace(run.progress, program=_program(trace, run.progress.manifest))
     if restored is None:
         _count_steps(loop)
         _resume_records(run, files)
@@ -53,8 +52,7 @@ def resume(loop: Loop) -> None:
     run.state = restored.state
     try:
         before = Progress.from_json(restored.step, restored.beside)
-        stopping = [EarlyStopping(**x) for x in before.early_stopping]
-        _continue(loop, before, program)
+        _continue(loop, before, trace)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FileSystemError(
             f"{run.run_dir} holds, at step {restored.step}, a run.json that this version of jddp "
@@ -69,49 +67,40 @@ def resume(loop: Loop) -> None:
     best = {*run.checkpoints, *(f"{BEST}/{x}" for x in before.best)}
     run.lost = {x["step"] for x in evaluations if f"{BEST}/{x['step']}" not in best}
     loop.notes.insert(0, f"resumed from step {run.step} of {loop.num_steps}")
-    if judge_again(run, loop.options.callbacks, stopping):
+    if judge_again(run, loop.options.callbacks):
         loop.notes.append("early stopping has changed: the run it had stopped continues")
 
 
-def _continue(loop: Loop, before: Progress, program: "_Comparison") -> None:
+def _continue(loop: Loop, before: Progress, trace: Trace) -> None:
     """Continues from the progress of a checkpoint, and notes the differences."""
-    run, source, now = loop.run, loop.source, loop.run.progress
-    in_another_world = _compare_worlds(loop, before.world)  # while the first batch is there
+    run, source, now, steps = loop.run, loop.source, loop.run.progress, loop.ddp.steps
+    in_another_world = None
+    if before.world != now.world:
+        in_another_world = differences(
+            before.world,
+            now.world,
+            uses_rng=steps.planned(source.peek()).uses_rng,
+            has_statistics=any(map(is_float, jax.tree.leaves(run.state.model_state))),
+            has_order=source.resumes_exactly,
+        )
     run.progress = replace(
         before,
         evaluations=[x for x in before.evaluations if x["step"] <= before.step],
         **{name: getattr(now, name) for name in ("world", "program", "config", "manifest")},
     )
-    loop.reached = source.reached(run.step, before.position)
     source.move_to(before.position)
     _count_steps(loop)
     run.progress = now = replace(run.progress, plan=loop.options.settings)
-    keep = length_before(now.config, before.plan)
     rate = loop.reporter.learning_rate()
-    another, kept = program.compare(before, now, loop.options.resume)
+    another, kept = _compare_programs(before, now, loop.options.resume, trace)
     run.progress = replace(now, program=kept)
     notes = [
         another,
         changed_settings(before, now),
-        changed_rate(run.step, before.learning_rate, rate, keep),
-        changed_decoders(before, now),
+        changed_rate(run.step, before.learning_rate, rate),
         in_another_world,
     ]
     loop.notes += filter(None, notes)
-
-
-def _compare_worlds(loop: Loop, before: Settings) -> str | None:
-    """A note on a topology that differs from the checkpoint's, or None."""
-    now = loop.ddp.steps.topology
-    if before == now:
-        return None
-    return differences(
-        before,
-        now,
-        uses_rng=loop.ddp.steps.planned(loop.source.peek()).uses_rng,
-        has_statistics=any(map(is_float, jax.tree.leaves(loop.run.state.model_state))),
-        has_order=loop.source.resumes_exactly,
-    )
 
 
 def _count_steps(loop: Loop) -> None:
@@ -135,78 +124,58 @@ def _resume_records(run: Run, files: RunDirectory) -> list[JsonObject]:
     return list(evaluations)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Comparison:
-    """The program of a run, and its comparison with the program of a checkpoint.
+def _program(trace: Trace, manifest: Settings) -> JsonObject:
+    """The program of a run, as a checkpoint keeps it."""
+    program = trace(None)
+    made_by = {name: manifest["versions"][name] for name in PACKAGES}
+    made_by |= {"code of jddp": source_hash(), "platform": jax.default_backend()}
+    found = {"digests": dict(program.digests), "form": dataclasses.asdict(program.form)}
+    return {**found, "made_by": made_by, "changes": []}
 
-    Args:
-      ddp: A `jddp.DataParallel`.
-      state: The first state, for its shapes.
-      batch: The first rows of this process, or their shapes.
+
+def _compare_programs(
+    before: Progress, now: Progress, resume: str, trace: Trace
+) -> tuple[str | None, JsonObject | None]:
+    """Compares the program with the program of a checkpoint, which may keep none.
+
+    Returns:
+      A note on the difference, or None; and the program to keep, with all changes.
+
+    Raises:
+      ConfigError: If a part differs that may not.
     """
-
-    ddp: Trainable
-    state: TrainState
-    batch: Batch
-
-    def kept(self, manifest: Settings) -> JsonObject:
-        """The program as a checkpoint keeps it."""
-        program = self._program()
-        made_by = {name: manifest["versions"][name] for name in PACKAGES}
-        made_by |= {"code of jddp": source_hash(), "platform": jax.default_backend()}
-        found = {"digests": dict(program.digests), "form": dataclasses.asdict(program.form)}
-        return {**found, "made_by": made_by, "changes": []}
-
-    def _program(self, form: Form | None = None) -> Program:
-        return self.ddp.steps.program(self.state, self.batch, form)
-
-    def compare(
-        self, before: Progress, now: Progress, resume: str
-    ) -> tuple[str | None, JsonObject | None]:
-        """Compares with the program of a checkpoint, which may keep none.
-
-        Returns:
-          A note on the difference, or None; and the program to keep, with all changes.
-
-        Raises:
-          ConfigError: If a part differs that may not.
-        """
-        kept, old = now.program, before.program
-        if kept is None or old is None:
-            return None, kept
-        kept = {**kept, "changes": old["changes"]}
-        if not (differ := self._differing(kept, old)):
-            return None, kept
-        made_by = kept["made_by"]
-        others = [f"{k} {x} -> {made_by[k]}" for k, x in old["made_by"].items() if x != made_by[k]]
-        refused = [part for part in differ if part not in _allowed(before, now)]
-        if refused and not others and resume != "changed":
-            raise ConfigError(
-                f"The program differs from the program of step {before.step} of this run: another "
-                f"{' and '.join(refused)}, in equations or constants. Undo the change, or choose "
-                "another run.dir; or continue this run with the new program: resume='changed' "
-                "(checkpoint.resume=changed of a config)."
-            )
-        change = {"step": before.step, "parts": differ, "digests": old["digests"]}
-        kept["changes"] = [*old["changes"], {**change, "made_by": old["made_by"]}]
-        if not refused:
-            return None, kept  # The keys that allow it are reported.
-        why = "as resume=changed allows"
-        if others:
-            why = f"as another version may make them ({', '.join(others)})"
-        verb = "differs" if len(differ) == 1 else "differ"
-        found = f"another program: {' and '.join(differ)} {verb} in equations or constants, {why}"
-        return found, kept
-
-    def _differing(self, kept: JsonObject, old: JsonObject) -> list[str]:
-        """The parts that differ, of programs in the same form."""
-        digests = kept["digests"]
-        if old["form"] != kept["form"]:
-            try:
-                digests = self._program(Form(**old["form"])).digests
-            except Exception:  # of the loss, which does not accept rows of that form
-                return list(PARTS)
-        return [part for part in PARTS if old["digests"][part] != digests[part]]
+    kept, old = now.program, before.program
+    if kept is None or old is None:
+        return None, kept
+    kept = {**kept, "changes": old["changes"]}
+    digests = kept["digests"]
+    if old["form"] != kept["form"]:  # Programs are compared in the same form.
+        try:
+            digests = trace(Form(**old["form"])).digests
+        except Exception:  # of the loss, which does not accept rows of that form
+            digests = dict.fromkeys(PARTS)
+    if not (differ := [part for part in PARTS if old["digests"][part] != digests[part]]):
+        return None, kept
+    made_by = kept["made_by"]
+    others = [f"{k} {x} -> {made_by[k]}" for k, x in old["made_by"].items() if x != made_by[k]]
+    refused = [part for part in differ if part not in _allowed(before, now)]
+    if refused and not others and resume != "changed":
+        raise ConfigError(
+            f"The program differs from the program of step {before.step} of this run: another "
+            f"{' and '.join(refused)}, in equations or constants. Undo the change, or choose "
+            "another run.dir; or continue this run with the new program: resume='changed' "
+            "(checkpoint.resume=changed of a config)."
+        )
+    change = {"step": before.step, "parts": differ, "digests": old["digests"]}
+    kept["changes"] = [*old["changes"], {**change, "made_by": old["made_by"]}]
+    if not refused:
+        return None, kept  # The keys that allow it are reported.
+    why = "as resume=changed allows"
+    if others:
+        why = f"as another version may make them ({', '.join(others)})"
+    verb = "differs" if len(differ) == 1 else "differ"
+    found = f"another program: {' and '.join(differ)} {verb} in equations or constants, {why}"
+    return found, kept
 
 
 def _allowed(before: Progress, now: Progress) -> set[str]:
@@ -273,57 +242,18 @@ def changed_settings(before: Progress, now: Progress) -> str | None:
     return f"changed: {', '.join(differ)}; finished steps stay" if differ else None
 
 
-def changed_decoders(before: Progress, now: Progress) -> str | None:
-    """A note that images may be decoded to other pixels than before, or None."""
-    if (now.config or {}).get("data", {}).get("name") not in DECODED:
-        return None
-    old, new = (x.manifest.get("versions", {}) for x in (before, now))
-    differ = [
-        f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}"
-        for name in DECODERS
-        if old and old.get(name) != new.get(name)
-    ]
-    return f"another decoder may round pixels otherwise: {', '.join(differ)}" if differ else None
-
-
-def changed_rate(
-    step: int, before: float | None, now: float | None, keep: str | None = None
-) -> str | None:
+def changed_rate(step: int, before: float | None, now: float | None) -> str | None:
     """A note that the schedule differs from the one that finished steps followed, or None.
 
     Args:
       step: Number of finished steps.
       before: Learning rate with which the last of them was taken; None if it is not known.
       now: Learning rate of this step on the schedule with which the run resumes.
-      keep: Key and value that would keep the earlier schedule, if they are known.
     """
     # Another platform may round a schedule differently.
     if before is None or now is None or math.isclose(before, now, rel_tol=1e-4, abs_tol=1e-12):
         return None
-    way_back = "" if keep is None else f" To keep the old schedule: {keep}."
     return (
         f"learning rate: the schedule has changed, step {step} was taken at {before:.4g} and would "
-        f"now be at {now:.4g}. Finished steps stay as they are.{way_back}"
+        f"now be at {now:.4g}. Finished steps stay as they are."
     )
-
-
-def length_before(config: Settings | None, plan: Settings) -> str | None:
-    """The key and value that give a schedule its earlier length; None if it has no length.
-
-    Args:
-      config: Config of the run, as nested dicts; or settings of the user, or None.
-      plan: Settings of the run that was saved.
-    """
-    if config is None:
-        return None
-    try:
-        optimizer = config["optimizer"]
-        schedule = optimizer["schedule"]
-        lengths = schedule_lengths(
-            schedule["name"], num_steps=plan["num_steps"], warmup_steps=optimizer["warmup_steps"]
-        )
-        own = schedule["kwargs"]
-    except (LookupError, TypeError, AttributeError):  # settings of the user
-        return None
-    added = [f"optimizer.schedule.kwargs.{n}={x}" for n, x in lengths.items() if n not in own]
-    return added[0] if added else None

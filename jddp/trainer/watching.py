@@ -15,6 +15,8 @@ from jddp.trainer.options import Options, check_counts
 from jddp.trainer.run import Callback, Run
 from jddp.trainer.saving import BEST
 
+NOT_IMPROVED = "has not improved for"
+
 
 class Watching(Callback):
     """A callback on one metric of the evaluations, with the direction in which it improves.
@@ -146,7 +148,7 @@ class EarlyStopping(Watching):
                 best = goodness
                 waited = 0
         is_over = waited >= self.settings["patience"]
-        return f"{self.metric} has not improved for {waited} evaluations" if is_over else None
+        return f"{self.metric} {NOT_IMPROVED} {waited} evaluations" if is_over else None
 
 
 class KeepBest(Watching):
@@ -214,33 +216,20 @@ class KeepBest(Watching):
         return line if best is None else f"{line}, in {run.run_dir}/best/{best['step']}"
 
 
-def settings_of(callbacks: Sequence[Callback]) -> list[JsonObject]:
-    """The settings of each early stopping, for a checkpoint."""
-    return [callback.settings for callback in callbacks if isinstance(callback, EarlyStopping)]
-
-
 def best_steps(run: Run, callbacks: Sequence[Callback]) -> list[int]:
     """The steps of the checkpoints that each `KeepBest` keeps, the best first."""
     return [x for each in callbacks if isinstance(each, KeepBest) for x in each.steps(run)]
 
 
-def judge_again(run: Run, callbacks: Sequence[Callback], before: Sequence[EarlyStopping]) -> bool:
-    """Lets a run continue if early stopping ended it with settings that have changed since.
-
-    Args:
-      run: The restored run, with its evaluations.
-      callbacks: Callbacks of the run that resumes.
-      before: Early stopping in the run that was saved.
+def judge_again(run: Run, callbacks: Sequence[Callback]) -> bool:
+    """Lets a restored run continue if early stopping had ended it, and would not end it now.
 
     Returns:
-      Whether the run was stopped, and continues now.
+      Whether the run was stopped, and continues.
     """
-    was_early = run.stopped in [callback.verdict(run) for callback in before]
-    if run.stopped is None or not was_early or settings_of(before) == settings_of(callbacks):
+    if run.stopped is None or NOT_IMPROVED not in run.stopped:
         return False
-    verdicts = [
-        callback.verdict(run) for callback in callbacks if isinstance(callback, EarlyStopping)
-    ]
+    verdicts = [each.verdict(run) for each in callbacks if isinstance(each, EarlyStopping)]
     run.progress = dataclasses.replace(run.progress, stopped=next(filter(None, verdicts), None))
     return run.stopped is None
 

@@ -71,19 +71,6 @@ def make_schedule(
     return schedule
 
 
-def schedule_lengths(name: str, *, num_steps: int, warmup_steps: int) -> dict[str, int]:
-    """The arguments that `make_schedule` fills in for a length; empty where a schedule has none.
-
-    Args:
-      name: A function of optax.
-      num_steps: Steps of the run.
-      warmup_steps: Steps of warm-up.
-    """
-    accepted = accepted_names(getattr(optax, name), key="optimizer.schedule.name")
-    length = num_steps if "warmup_steps" in accepted else num_steps - warmup_steps
-    return {argument: max(1, length) for argument in LENGTH_NAMES if argument in accepted}
-
-
 def hold_peak(schedule: optax.Schedule, num_steps: int) -> optax.Schedule:
     """A schedule that stays at the highest rate that another has in its first steps."""
     rates = jax.vmap(schedule)(jnp.arange(num_steps))

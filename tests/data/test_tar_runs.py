@@ -10,8 +10,6 @@ from PIL import Image
 from states import assert_same
 
 from jddp.config.schema import Config
-from jddp.config.versions import versions
-from jddp.trainer import options
 from jddp.trainer.job.build import train
 from jddp.trainer.runs.predictions import predict_file
 from jddp.trainer.runs.rows import rows_of_step
@@ -81,14 +79,3 @@ def test_images_that_do_not_decode_are_counted_at_the_end(tars, capsys):
     train(config(tars, "run", 3, undecodable="mask"))
     said = capsys.readouterr().out
     assert "masked out: 2 of the examples read by this process" in said
-
-
-def test_a_run_that_resumes_with_another_decoder_says_so(tars, capsys, monkeypatch):
-    train(config(tars, "run", 1))
-    train(config(tars, "run", 2))
-    assert "decoder" not in capsys.readouterr().out
-    others = versions() | {"pillow": "99.0"}
-    monkeypatch.setattr(options, "versions", lambda: others)
-    train(config(tars, "run", 3))
-    note = f"another decoder may round pixels otherwise: pillow {versions()['pillow']} -> 99.0"
-    assert note in " ".join(capsys.readouterr().out.split())

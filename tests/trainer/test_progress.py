@@ -41,7 +41,6 @@ FIELDS = {
     "updates": st.integers(-1, 2**40),
     "losses": st.lists(st.tuples(NUMBERS, FLOATS), max_size=4).map(tuple),
     "best": st.lists(NUMBERS, max_size=3),
-    "early_stopping": st.lists(OBJECTS, max_size=2),
     "world": OBJECTS,
     "learning_rate": st.none() | FLOATS,
     "buckets": st.lists(OBJECTS, max_size=2),
