@@ -26,13 +26,9 @@ NOTHING_FITS = (
 )
 _FITS = (
     "It fits, so something else takes the memory: another program on the device (nvidia-smi lists "
-    "them), arrays that this program keeps, larger batches in evaluation, fragmentation, or NCCL "
-    "and CUDA graphs, for which a smaller XLA_CLIENT_MEM_FRACTION leaves more."
-)
-_NO_LIBRARY = (
-    "It fits. cuDNN and cuBLAS need memory of their own, and get none if another program is on the "
-    "device (nvidia-smi lists them) or JAX has taken all: a smaller XLA_CLIENT_MEM_FRACTION leaves "
-    "more. Or the version of the library is not the one that JAX needs."
+    "them), arrays that this program keeps, larger batches in evaluation, fragmentation, or cuDNN, "
+    "cuBLAS, NCCL and CUDA graphs, for which a smaller XLA_CLIENT_MEM_FRACTION leaves more. Or the "
+    "version of a library is not the one that JAX needs."
 )
 _TOGETHER = (
     "To find what would fit, all processes must compile together: run jddp.train --dry-run, or "
@@ -48,13 +44,11 @@ WORDS = (
     r"CU[A-Z]+_STATUS_ALLOC_FAILED|the resource allocation failed",  # cuDNN, cuBLAS, cuSOLVER
     # Whatever else has no memory, but the memory that the threads of one kernel share.
     r"RESOURCE_EXHAUSTED: (?!(?:Shared|Tensor) memory size limit)[^\n]*[Mm]emory",
-)
-# Messages of libraries that do not start, mostly because they lack memory.
-LIBRARIES = (
+    # Libraries that do not start, mostly because they lack memory.
     r"DNN library initialization failed|[Cc]ould not create cudnn handle",
     r"[Ff]ailed to create cublas handle",
 )
-_WORDS, _LIBRARIES = (re.compile("|".join(words)) for words in (WORDS + LIBRARIES, LIBRARIES))
+_WORDS = re.compile("|".join(WORDS))
 
 
 @contextlib.contextmanager
@@ -86,24 +80,19 @@ def _explain(ddp: Trainable, batch: Batch, reason: str) -> str:
     if jax.process_count() > 1:
         return f"{reason}. {_TOGETHER}"
     try:
-        return _explain_compiled(ddp, batch, reason)
+        memory = memory_of(ddp, batch, autotune=False)
+        needs, has = in_words(memory.peak), in_words(memory.limit)
+        program = "init" if memory.start > memory.total else "a step"
+        found = f"{program} needs {needs} of each device, which has {has}"
+        if memory.fits:
+            return f"{found}. {_FITS} XLA reports: {reason}"
+        large = [f"{in_words(x.bytes)} {x}" for x in memory.largest if x.bytes > memory.total / 100]
+        if large:
+            found += f". The largest arrays: {', '.join(large)}"
+        ways = ", or ".join(ways_out(ddp, batch, memory, autotune=False))
+        return f"{found}. " + (f"What would fit: {ways}." if ways else NOTHING_FITS)
     except (RuntimeError, MemoryError):  # of XLA, which may need memory to compile
         return f"{reason}."
-
-
-def _explain_compiled(ddp: Trainable, batch: Batch, reason: str) -> str:
-    memory = memory_of(ddp, batch, autotune=False)
-    needs, has = in_words(memory.peak), in_words(memory.limit)
-    program = "init" if memory.start > memory.total else "a step"
-    found = f"{program} needs {needs} of each device, which has {has}"
-    if memory.fits:
-        why = _NO_LIBRARY if _LIBRARIES.search(reason) else _FITS
-        return f"{found}. {why} XLA reports: {reason}"
-    large = [f"{in_words(x.bytes)} {x}" for x in memory.largest if x.bytes > memory.total / 100]
-    if large:
-        found += f". The largest arrays: {', '.join(large)}"
-    ways = ", or ".join(ways_out(ddp, batch, memory, autotune=False))
-    return f"{found}. " + (f"What would fit: {ways}." if ways else NOTHING_FITS)
 
 
 def ways_out(

@@ -14,7 +14,7 @@ from jddp.inspection import memory as memory_module
 from jddp.inspection.memory import FIELDS, Memory
 from jddp.inspection.memory import memory as memory_of
 from jddp.trainer import out_of_memory
-from jddp.trainer.out_of_memory import LIBRARIES, WORDS, explained
+from jddp.trainer.out_of_memory import WORDS, explained
 
 ALLOCATES = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes."
 NO_DNN = "FAILED_PRECONDITION: DNN library initialization failed. Look at the errors above"
@@ -110,7 +110,7 @@ def test_words_of_other_faults_stay_what_they_are(message):
 
 
 def test_each_row_of_the_tables_has_a_message():
-    for words in WORDS + LIBRARIES:
+    for words in WORDS:
         assert any(re.search(words, message) for message in FULL), words
 
 
@@ -124,8 +124,6 @@ def test_a_step_that_fits_is_told_what_else_takes_memory_and_no_smaller_step():
     assert text.endswith(f"XLA reports: {ALLOCATES}")
     assert "accumulate_steps" not in text
     assert ddp.measured == [False]
-    with pytest.raises(OutOfMemoryError, match="is not the one that JAX needs"):
-        explain(NO_DNN)
 
 
 def test_a_step_that_does_not_fit_is_told_what_would_compiled_without_autotuning():
