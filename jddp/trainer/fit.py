@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 
@@ -20,19 +21,19 @@ from jax.typing import ArrayLike
 from jddp.config.permissions import folder_or_url
 from jddp.data import Epochs, TrainBatches, eval_batches
 from jddp.data.batches import Share
-from jddp.distributed.coordination import agree, take_sigterm_back
+from jddp.distributed.coordination import agree, from_first, take_sigterm_back
 from jddp.distributed.identity import refuse_unjoined
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import refuse_padding
 from jddp.engine.state import TrainState, by_path
-from jddp.ground.errors import ConfigError
+from jddp.ground.errors import ConfigError, FileSystemError
 from jddp.ground.names import refuses_unknown
+from jddp.ground.names.plugins import RUN_ENDED, added
 from jddp.ground.names.synonyms import OF_FIT
 from jddp.ground.typing import Batch, Batches, Settings
 from jddp.modules.rows import as_arrays
-from jddp.trainer.ending import close, run_to_the_end
-from jddp.trainer.loop import Loop
+from jddp.trainer.loop import Loop, run_to_the_end
 from jddp.trainer.options import CHECKS, Checks, Evaluation, Keep, Options
 from jddp.trainer.out_of_memory import explained
 from jddp.trainer.prefetch import Source, refuse_equal, refuse_same_rows
@@ -153,6 +154,8 @@ def fit(
     return start(ddp, batches, options, state)
 
 
+SECONDS = 600.0  # for process 0 to write the remaining records
+log = logging.getLogger("jddp")
 METHODS = [name for name in vars(Callback) if name.startswith("on_")]
 FirstState = TrainState | Callable[[Batch], TrainState]
 
@@ -240,15 +243,57 @@ def _train(
                 resume(loop)
                 run_to_the_end(loop)
             except BaseException:
-                close(loop, failed=True)
+                _close(loop, failed=True)
                 raise
-            close(loop)
+            _close(loop)
         except BaseException as error:
             vars(error)["run"] = loop.run
             raise
         finally:
             loop.reporter.close()  # behind the checkpoints: a process may be killed soon
         return loop.run
+
+
+def _close(loop: Loop, *, failed: bool = False) -> None:
+    """Waits for checkpoints, restores the terminal, and writes what other packages make of a run.
+
+    After a failure it waits for no other process, and raises no second error. `jddp.workbench`
+    makes report.html.
+
+    Raises:
+      FileSystemError: On all processes, if a checkpoint or records are lost, and there was no
+        failure or signal; else it is logged.
+    """
+    files = loop.files
+    loop.source.close()
+    loop.profile.close()
+    loop.reporter.progress.close()
+    if not failed:
+        loop.watchdog.enter("save", loop.run.step)
+    is_raised = not (failed or loop.run.interrupted)
+    try:
+        loop.saving.close(failed=failed)
+    except FileSystemError:
+        is_raised = False
+        raise
+    finally:
+        failure = None if files is None else _finish(files)
+        if is_raised:
+            if text := from_first("lost", str(failure or ""), timeout_seconds=SECONDS):
+                raise FileSystemError(text)
+        elif failure is not None:
+            log.error("%s", failure)
+
+
+def _finish(files: RunDirectory) -> FileSystemError | None:
+    """Writes what other packages make of a run, and the rest; returns an error if some is lost."""
+    for name, make in added(RUN_ENDED) if jax.process_index() == 0 else ():
+        try:
+            for file, content in make(files.path, str(files.where)).items():
+                files.folder.replace(file, [content])
+        except Exception as error:
+            log.warning("%s is not written: %r", name, error)
+    return files.finish()
 
 
 def epochs_of(

@@ -6,25 +6,27 @@ A step's metrics are read after the next step has been sent (`reporter`). So the
 for the host, and the host is never more than two steps ahead. Every decision depends on global
 values, or is agreed upon, so all processes make the same decisions.
 
-A run begins in `resume`, and ends in `ending`.
+A run begins in `resume`. `run_to_the_end` saves it, whatever ends it.
 """
 
+import contextlib
 import copy
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import jax
 
 from jddp.data.periods import Period, Reached
-from jddp.distributed.coordination import num_processes
-from jddp.distributed.exits import process
+from jddp.distributed.coordination import gather, num_processes
+from jddp.distributed.exits import ending_forked_children, process
 from jddp.distributed.requests import Request, Requests
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.compiled import Trainable
 from jddp.engine.guard import own_count
 from jddp.engine.state import TrainState
-from jddp.ground.errors import UsageError
+from jddp.ground.errors import NumericsError, ReplicaMismatchError, UsageError
 from jddp.ground.typing import Batch
 from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent
 from jddp.trainer.options import Options
@@ -36,6 +38,11 @@ from jddp.trainer.run import Run, call_each
 from jddp.trainer.saving import LATEST, Saving
 from jddp.trainer.timing import DATA, Clock, Profile
 from jddp.trainer.watching import best_steps, watching
+
+# After these errors the newest state must not be saved.
+RUINED = (NumericsError, ReplicaMismatchError, jax.errors.JaxRuntimeError)
+TOGETHER_SECONDS = 2.0  # between the first and the last process that fail with the same mistake
+log = logging.getLogger("jddp")
 
 
 class Interrupted(Exception):
@@ -127,8 +134,7 @@ class Loop:
     @property
     def num_steps(self) -> int:
         """Total number of steps."""
-        assert self.options.num_steps is not None, "counted where a run begins"
-        return self.options.num_steps
+        return self.options.num_steps or 0  # counted where a run begins
 
     def set_length(self, num_steps: int) -> None:
         """Sets the number of steps of a run of some epochs."""
@@ -181,7 +187,8 @@ class Loop:
             self.act(self.requests.due())
             if self.is_over or self.signal is not None:
                 break
-            batch = self._next_batch()
+            with jax.profiler.TraceAnnotation(DATA), self.reporter.clock.measure("data"):
+                batch = next(self.source)
             with self.profile.step(run.step + 1, run.state), self.reporter.clock.measure("devices"):
                 limits = self.numerics.limits(run.progress)
                 run.state, metrics = self.ddp.step(run.state, batch, **limits)
@@ -213,10 +220,6 @@ class Loop:
         self.replica_check.finish()
         if not self.is_over:
             raise Interrupted
-
-    def _next_batch(self) -> Batch:
-        with jax.profiler.TraceAnnotation(DATA), self.reporter.clock.measure("data"):
-            return next(self.source)
 
     def _is_due(self, *periods: Period | None) -> bool:
         """Whether one of the periods has ended with the last step."""
@@ -311,3 +314,84 @@ class Loop:
         with self.reporter.saves.measured():
             self.saving.save(where, run.state, kept)
         call_each(callbacks, lambda callback: callback.on_save(run))
+
+
+def run_to_the_end(loop: Loop) -> None:
+    """Takes steps until all are done, a callback stops the run, or a signal interrupts it."""
+    run, reporter = loop.run, loop.reporter
+    begun_at, num_steps = run.step, loop.num_steps
+    if run.step > num_steps:
+        reporter.note(f"num_steps={num_steps}: the run is at step {run.step} already")
+    if loop.is_over and loop.is_evaluated:
+        how = "finished" if run.stopped is None else f"stopped ({run.stopped})"
+        reporter.note(f"{how} at step {run.step}; nothing to do")
+        if run.evaluations:
+            reporter.progress.log(run.eval_metrics)
+        reporter.report_best()
+        return
+    files = loop.files
+    log_file = contextlib.nullcontext() if files is None else files.logging(jax.process_index())
+    with log_file, loop.requests:
+        try:
+            with ending_forked_children():
+                loop.begin()
+                loop.take_steps()
+                loop.end()
+        except Interrupted:
+            run.interrupted = loop.signal
+            note = f"{loop.signal}: stopped after step {run.step}"
+            if files is not None:
+                _save_here(loop)
+                saved = f"saved step {run.step} of {num_steps}"
+                note = f"{loop.signal}: {saved}, from which the same call resumes"
+            reporter.note(note, "signal", step=run.step)
+        except KeyboardInterrupt:  # the second one, to leave at once
+            raise
+        except BaseException as error:
+            if run.step > begun_at and not isinstance(error, RUINED):
+                _save_after(loop, error)
+            try:
+                call_each(loop.options.callbacks, lambda each: each.on_exception(run, error))
+            except (Exception, SystemExit) as later:  # the error that ends the run is to be raised
+                log.error("A callback has failed in on_exception: %r", later, exc_info=later)
+            raise
+
+
+def _save_after(loop: Loop, error: BaseException) -> None:
+    """Saves the state after an exception of a callback, an evaluation or the data.
+
+    The step that was sent last is reported too, even without a run directory. An exit
+    (`sys.exit`) of a callback is an exception like any other.
+
+    Saving needs all processes of a job. If all of them fail at the same step, for example in the
+    same callback or evaluation, they save together. If one fails alone, it exits at once, and the
+    last checkpoint stays the newest.
+    """
+    if loop.run.state.step.is_deleted():
+        return
+    # The error that ends the run is to be raised.
+    with contextlib.suppress(Exception, SystemExit):
+        key = f"saved at an error/{loop.run.step}"
+        gather(key, "", timeout_seconds=TOGETHER_SECONDS)  # raises if one is not there
+        try:  # So records, callbacks and the checkpoint end with the same step.
+            loop.reporter.next()
+        except RUINED:
+            raise
+        except (Exception, SystemExit) as later:
+            log.error("A callback has failed again: %r", later)
+        loop.replica_check.finish()
+        if loop.files is not None:
+            _save_here(loop)
+            saved = f"saved step {loop.run.step} of {loop.num_steps}"
+            note = (
+                f"{type(error).__name__}: {saved}; fix the cause, and the same call resumes from it"
+            )
+            loop.reporter.note(note, step=loop.run.step)
+
+
+def _save_here(loop: Loop) -> None:
+    try:
+        loop.act(loop.requests.last())
+        loop.save(LATEST)
+    finally:  # also where a callback raises
+        loop.saving.wait()

@@ -34,7 +34,7 @@ from jddp.trainer.prefetch import Source
 from jddp.trainer.reports.lines import EXPOSED_SHARE, Course, Display, Pause, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
-from jddp.trainer.run import Callback, Run, call_each
+from jddp.trainer.run import Run, call_each
 from jddp.trainer.timing import Clock, Processes, Profile
 from jddp.trainer.watching import Watching, watching
 
@@ -56,8 +56,8 @@ class Work:
       per_step: The amount behind each rate in that step, by name of its field in records.
       has_token_losses: Whether its loss has an entry for each token of its sequences.
       unit: Unit of its examples, for people.
-      predicted_bytes: Memory that the compiler has assigned to it on a device; None if not asked.
-      limit_bytes: Memory that a device can give out; None if it has no statistics.
+      memory: Memory that the compiler has assigned to it on a device, and memory that a device can
+        give out, by name of the field in records; empty if devices have no statistics.
       buckets: What it sends: the bytes, the dtype, and the first and last path of each bucket.
     """
 
@@ -66,8 +66,7 @@ class Work:
     per_step: dict[str, float]
     has_token_losses: bool = False
     unit: str = "ex"
-    predicted_bytes: int | None = None
-    limit_bytes: int | None = None
+    memory: dict[str, float] = dataclasses.field(default_factory=dict)
     buckets: list[JsonObject] = dataclasses.field(default_factory=list)
 
     def rates(self, record: Record, num_rows: int) -> dict[str, float | None]:
@@ -82,12 +81,9 @@ class Work:
         fields: dict[str, float | None] = {n: x * share for n, x in self.per_step.items()}
         if self.has_token_losses:
             fields["tokens_per_second"] = record["count"] / seconds
-        if (peak := peak_bytes(self.devices)) is None:
-            return fields
-        fields |= {"peak_memory_bytes": peak, "predicted_memory_bytes": self.predicted_bytes}
-        return fields | (
-            {} if self.limit_bytes is None else {"memory_limit_bytes": self.limit_bytes}
-        )
+        if (peak := peak_bytes(self.devices)) is not None:
+            fields |= {"peak_memory_bytes": peak, **self.memory}
+        return fields
 
 
 def measure(ddp: Trainable, batch: Batch) -> Work:
@@ -130,8 +126,9 @@ def _count(work: Work, ddp: Trainable, batch: Batch) -> None:
     _name_examples(work, batch, traced.sums["loss"].num_entries * num_parts)
     if peak_bytes(work.devices) is not None:
         # JAX has kept the program of the step, and compiles nothing again.
-        work.predicted_bytes = compiled_bytes(steps.lower(rows).compile())
-        work.limit_bytes = limit_bytes(work.devices)
+        work.memory = {"predicted_memory_bytes": compiled_bytes(steps.lower(rows).compile())}
+        if (limit := limit_bytes(work.devices)) is not None:
+            work.memory["memory_limit_bytes"] = limit
 
 
 def _name_examples(work: Work, batch: Batch, num_entries: int) -> None:
@@ -222,67 +219,39 @@ class Reporter:
     def next(self, sent: Sent | None = None) -> None:
         """Reports the pending step; `sent`, if given, becomes the pending step."""
         late, self._waiting = self._waiting, sent
-        if late is not None:
-            self._call(late, self._record(late))
-
-    def finish(self) -> None:
-        """Reports the pending step after a failure; a callback that fails again is logged.
-
-        So records, callbacks and the last checkpoint end with the same step.
-
-        Raises:
-          NumericsError: If that step must not be saved.
-        """
-        late, self._waiting = self._waiting, None
         if late is None:
             return
-        values = self._record(late)
-        try:
-            self._call(late, values)
-        except (Exception, SystemExit) as error:
-            log.error("A callback has failed again, at step %d: %r", late.step, error)
-
-    def _call(self, sent: Sent, values: Mapping[str, float]) -> None:
-        def on_step(callback: Callback) -> None:
-            callback.on_step(self.run, {"step": sent.step, **values})
-
+        now = self.source.reached(late.step, late.position)
+        values = {"step": late.step, **self._record(late, now)}
         # Before callbacks: the step is counted, also if one of them fails.
-        before, self.reached = self.reached, self._reached_by(sent)
-        call_each(self.options.callbacks, on_step)
-        for number in EPOCH.ended(before, self.reached):
-            on_epoch = operator.methodcaller("on_epoch", self.run, number)
-            call_each(self.options.callbacks, on_epoch)
+        before, self.reached = self.reached, now
+        callbacks = self.options.callbacks
+        call_each(callbacks, lambda callback: callback.on_step(self.run, dict(values)))
+        for number in EPOCH.ended(before, now):
+            call_each(callbacks, operator.methodcaller("on_epoch", self.run, number))
 
-    def _reached_by(self, sent: Sent) -> Reached:
-        return self.source.reached(sent.step, sent.position)
-
-    def _record(self, sent: Sent) -> dict[str, float]:
+    def _record(self, sent: Sent, now: Reached) -> dict[str, float]:
         """Waits for a step, and records its metrics if due; returns them if they were read."""
         with self.clock.measure("devices"):  # at each step: no later state may be saved
             looked = self.numerics.look(self.run.progress, sent, self.run.state)
         self.run.progress, note, spike = looked
         if note:
             self.note(note, "spike" if spike else "skipped", step=sent.step)
-        now = self._reached_by(sent)
         is_due = self._log_every.ended(self.reached, now) or sent.step == self.course.num_steps
         is_logged = is_due or bool(spike)
         if not (is_logged or self.options.callbacks):
             return {}
         values = {name: float(x) for name, x in jax.device_get(dict(sent.metrics)).items()}
         values |= spike
-        if is_logged:
-            self._log(now, values, count_rows(sent.batch))
-        return values
-
-    def _log(self, now: Reached, values: Mapping[str, float], num_rows: int) -> None:
-        step = now.step
+        if not is_logged:
+            return values
         record: JsonObject = {**now.fields, "split": "train", **values}
         if self.options.learning_rate is not None:
             record["learning_rate"] = self.learning_rate()
-        if (spent := self.clock.spent(step)) is not None:
+        if (spent := self.clock.spent(now.step)) is not None:
             record |= {"step_seconds": spent.step, "data_wait_seconds": spent.data}
-            record |= {"host_seconds": spent.host} | self.work.rates(record, num_rows)
-            record |= self.processes.compare(spent)
+            rates = self.work.rates(record, count_rows(sent.batch))
+            record |= {"host_seconds": spent.host} | rates | self.processes.compare(spent)
         record |= self.profile.take_fields()
         metrics = copy.deepcopy(record)  # a callback may change it
         self.run.progress = dataclasses.replace(self.run.progress, metrics=metrics)
@@ -290,6 +259,7 @@ class Reporter:
         # Before callbacks, which may save this step: a run that resumes there has its record.
         self._keep(record)
         self.progress.log(record)
+        return values
 
     def _keep(self, record: Record) -> None:
         for sink in self._kept:
@@ -306,7 +276,7 @@ class Reporter:
         record: JsonObject = {**self.reached.fields, "split": "eval", **metrics}
         evaluations = [*run.evaluations, copy.deepcopy(record)]
         run.progress = dataclasses.replace(run.progress, evaluations=evaluations)
-        self.run.records.append(record)
+        run.records.append(record)
         self.progress.log(record)
         try:
             call_each(
@@ -326,14 +296,14 @@ class Reporter:
         for sink in self._guarded:
             sink.log(record)
 
+    def _best(self) -> str:
+        """The best evaluation so far, of the first metric that is watched; "" without one."""
+        return next((x.best_so_far(self.run) for x in self._watching()), "")
+
     def report_best(self) -> None:
         """Prints a line on the best evaluation of each metric that was watched."""
         for callback in self._watching():
             self.note(callback.conclusion(self.run))
-
-    def _best(self) -> str:
-        """The best evaluation so far, of the first metric that is watched; "" without one."""
-        return next((x.best_so_far(self.run) for x in self._watching()), "")
 
     def _watching(self) -> list[Watching]:
         """One callback for each metric that is watched."""

@@ -27,7 +27,7 @@ from jddp.checkpoint.folders import finished
 from jddp.checkpoint.plain import from_plain, to_plain
 from jddp.checkpoint.restore import Restored
 from jddp.config.permissions import absolute
-from jddp.distributed.coordination import from_first, gather
+from jddp.distributed.coordination import from_first
 from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState, is_float
 from jddp.ground.errors import ConfigError, Error, FileSystemError, NumericsError, UsageError
@@ -40,7 +40,6 @@ log = logging.getLogger("jddp")
 
 LATEST = "checkpoints"  # the folder to resume from; other folders hold one checkpoint
 BEST = "best"  # the folder of the checkpoints that are kept for their evaluations
-TOGETHER_SECONDS = 2.0  # between the first and the last process that fail with the same mistake
 
 
 @jax.jit
@@ -120,12 +119,6 @@ class Saving:
             layouts = self._ddp.steps.layouts(state)
             folder.save(progress.step, state, progress.to_json(), layouts)
             self._last[where] = now
-
-    def all_are_at(self, step: int) -> bool:
-        """Whether all processes call this for the same step, within seconds of each other."""
-        with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
-            return bool(gather(f"saved at an error/{step}", "", timeout_seconds=TOGETHER_SECONDS))
-        return False
 
     def settle(self) -> None:
         """Waits for the newest checkpoint, if a process that fails would interrupt its writing.
