@@ -31,10 +31,9 @@ from jddp.ground.typing import Batch
 from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source, refuse_same_rows
-from jddp.trainer.progress import Progress
 from jddp.trainer.reporter import Reporter, measure
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.run import Run, call_each
+from jddp.trainer.run import Progress, Run, call_each
 from jddp.trainer.saving import LATEST, Saving
 from jddp.trainer.timing import DATA, Clock, Profile
 from jddp.trainer.watching import best_steps, watching

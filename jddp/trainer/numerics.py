@@ -45,7 +45,7 @@ from jddp.ground.typing import Batch, JsonObject, Leaf, Metrics, Settings
 from jddp.inspection.layers import Layers, diagnose, num_outputs
 from jddp.trainer.options import Checks
 from jddp.trainer.prefetch import Source
-from jddp.trainer.progress import Losses, Progress, Skips
+from jddp.trainer.run import Losses, Progress, Skips
 
 WINDOW = 100  # finite losses that a loss is compared with
 LEAST_LOSSES = 50  # without which nothing is a spike: a run begins with few

@@ -23,9 +23,8 @@ from jddp.engine.state import is_float
 from jddp.ground.errors import ConfigError, FileSystemError
 from jddp.ground.typing import JsonObject, Settings
 from jddp.trainer.loop import Loop
-from jddp.trainer.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory, changed_keys, compare_keys, is_free
-from jddp.trainer.run import Run
+from jddp.trainer.run import Progress, Run
 from jddp.trainer.saving import BEST
 from jddp.trainer.watching import judge_again
 

@@ -32,8 +32,8 @@ from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState, is_float
 from jddp.ground.errors import ConfigError, Error, FileSystemError, NumericsError, UsageError
 from jddp.trainer.options import Keep, Options
-from jddp.trainer.progress import Progress
 from jddp.trainer.reports.run_directory import RunDirectory
+from jddp.trainer.run import Progress
 
 log = logging.getLogger("jddp")
 

@@ -14,8 +14,7 @@ import jddp
 from jddp.data import ArrayExamples, TrainBatches, WorkerBatches, eval_batches
 from jddp.data.source import make_data_set
 from jddp.ground.typing import Shown, TextTable
-from jddp.trainer.progress import Progress
-from jddp.trainer.run import Run
+from jddp.trainer.run import Progress, Run
 
 SHOWN = {"BucketPlan", "DataParallel", "DataSet", "Explanation", "Memory", "Run", "TrainBatches"}
 SHOWN |= {"TrainState", "Verification", "WorkerBatches"}

@@ -20,7 +20,7 @@ from jddp.data import ArrayExamples, TrainBatches
 from jddp.ground.errors import NumericsError
 from jddp.ground.files import SameFolder
 from jddp.trainer.numerics import Numerics, Sent, write_evidence
-from jddp.trainer.progress import Progress
+from jddp.trainer.run import Progress
 from jddp.zoo.losses import cross_entropy
 
 

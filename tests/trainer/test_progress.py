@@ -16,7 +16,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.data import ArrayExamples, Epochs, Order, TrainBatches
 from jddp.data.periods import Reached
-from jddp.trainer.progress import Progress, Skips
+from jddp.trainer.run import Progress, Skips
 
 NUMBERS = st.integers(0, 2**40)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)

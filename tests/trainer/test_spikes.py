@@ -17,7 +17,7 @@ from jddp.trainer.numerics import (
     Sent,
     limit_after,
 )
-from jddp.trainer.progress import Progress
+from jddp.trainer.run import Progress
 
 
 def looking(action="warn", rows=""):

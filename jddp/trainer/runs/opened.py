@@ -31,9 +31,8 @@ from jddp.trainer.job.build import join
 from jddp.trainer.job.data import open_data
 from jddp.trainer.job.job import test_batches
 from jddp.trainer.job.parts import find_eval_fn, find_loss, find_source
-from jddp.trainer.progress import Progress
 from jddp.trainer.reports.files import MetricsFile
-from jddp.trainer.run import Run
+from jddp.trainer.run import Progress, Run
 from jddp.trainer.runs.saved import (
     Saved,
     config_in,
