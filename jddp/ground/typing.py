@@ -60,7 +60,6 @@ RESERVED = (
     *("slowest_process", "slowest_host", "slowest_phase", "slowest_ratio"),  # of a job
     *("tokens_per_second", "model_flops_per_second", "mfu"),
     *("peak_memory_bytes", "predicted_memory_bytes", "memory_limit_bytes"),
-    "exposed_communication",
 )
 
 # `loss_fn(model, batch)`, or one that also names `train`, `constants` or `key`: a loss for each

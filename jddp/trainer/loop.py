@@ -103,7 +103,7 @@ class Loop:
         self.replica_check = ReplicaCheck(options.checks.replicas_every_steps)
         profiles = None if files is None else files.profile(jax.process_index())
         self.profile = Profile(options.profile_steps, profiles)
-        self.reporter = Reporter(self.run, options, files, self.numerics, self.profile, source)
+        self.reporter = Reporter(self.run, options, files, self.numerics, source)
         self.run.give = self.reporter.give
         self.run.show = self.reporter.note
         self.requests = Requests()

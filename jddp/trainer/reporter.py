@@ -31,11 +31,11 @@ from jddp.modules.rows import count_rows
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
-from jddp.trainer.reports.lines import EXPOSED_SHARE, Course, Display, Pause, summary
+from jddp.trainer.reports.lines import Course, Display, Pause, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
 from jddp.trainer.run import Run, call_each
-from jddp.trainer.timing import Clock, Processes, Profile
+from jddp.trainer.timing import Clock, Processes
 from jddp.trainer.watching import Watching, watching
 
 # Names of arrays in a batch by which its examples are images, or sequences of tokens.
@@ -156,7 +156,6 @@ class Reporter:
       options: Periods of reports.
       files: The run directory, or None.
       numerics: Check of each step.
-      profile: Trace of some steps.
       source: The training batches, which know their epochs.
 
     Attributes:
@@ -175,7 +174,6 @@ class Reporter:
     options: Options
     files: RunDirectory | None
     numerics: Numerics
-    profile: Profile
     source: Source
 
     def __post_init__(self) -> None:
@@ -252,7 +250,6 @@ class Reporter:
             record |= {"step_seconds": spent.step, "data_wait_seconds": spent.data}
             rates = self.work.rates(record, count_rows(sent.batch))
             record |= {"host_seconds": spent.host} | rates | self.processes.compare(spent)
-        record |= self.profile.take_fields()
         metrics = copy.deepcopy(record)  # a callback may change it
         self.run.progress = dataclasses.replace(self.run.progress, metrics=metrics)
         self.run.records.append(record)
@@ -315,7 +312,4 @@ class Reporter:
         if timed:
             median = sorted(timed, key=operator.itemgetter("step_seconds"))[len(timed) // 2]
             rates = self.work.rates(median, self.work.num_rows)
-            traced = [x for x in self.run.records if EXPOSED_SHARE in x]
-            traced = traced or [self.profile.take_fields()]
-            rates[EXPOSED_SHARE] = traced[-1].get(EXPOSED_SHARE)
             self.note(f"median {summary(rates, self.work.unit)}")

@@ -31,10 +31,7 @@ import jax
 
 import jddp.distributed.coordination as job
 from jddp.engine.state import TrainState
-from jddp.ground.errors import DataError
-from jddp.ground.names.plugins import OPTIONS, find
 from jddp.ground.typing import JsonObject
-from jddp.trainer.reports.lines import EXPOSED_SHARE
 
 STEP, DATA = "jddp step", "jddp data"  # names of the annotations in a run's traces
 SLOW = 1.2  # times the others
@@ -110,7 +107,6 @@ class Profile:
         self._first, self._last = steps or (-1, -1)
         self._folder = folder
         self._is_open = False
-        self._is_recorded = False
 
     @contextlib.contextmanager
     def step(self, number: int, state: TrainState) -> Iterator[None]:
@@ -134,23 +130,6 @@ class Profile:
         if self._is_open:
             self._is_open = False
             jax.profiler.stop_trace()
-            self._is_recorded = True
-
-    def take_fields(self) -> dict[str, float]:
-        """The share of the traced steps in which devices only communicate, for one record.
-
-        Empty before the trace has ended, after the share was taken, and where nothing reads it.
-        """
-        read_trace = find(OPTIONS, "trace") if self._is_recorded else None
-        self._is_recorded = False
-        if read_trace is None or self._folder is None:
-            return {}
-        try:
-            times = read_trace(self._folder).times
-        except DataError as error:
-            log.warning("train.profile_steps: %s", error)
-            return {}
-        return {EXPOSED_SHARE: times.exposed / times.step}
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()

@@ -91,12 +91,8 @@ def draw_times(facts: Facts) -> str:
     if not records.step_seconds:
         return ""
     waited = records.data_wait_seconds
-    traced = records.train.get("exposed_communication")
-    exposed = traced.values[-1] if traced and traced.values else 0.0  # of the newest traced steps
-    working = records.step_seconds - waited
     parts = {
-        "computing" if exposed else "computing and sending": working * (1 - exposed),
-        "waiting for communication, in traced steps": working * exposed,
+        "computing and sending": records.step_seconds - waited,
         "waiting for data": waited,
         "evaluations and checkpoints": history.pause_seconds,
         "the rest: starting, compiling, steps taken again": history.seconds

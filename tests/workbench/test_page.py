@@ -56,7 +56,6 @@ def run(tmp_path):
         for step in range(1, 41)
     ]
     evaluated = {"split": "eval", "loss": 0.1, "accuracy": 0.85, "examples": 200}
-    lines[20]["exposed_communication"] = 0.25
     lines.append({"step": 40, **evaluated, **EVALUATION})
     for step in range(1, 101):
         lines.append({"step": step, "split": "callback", "sample": f"<text {step}>", "score": 1.0})
@@ -98,8 +97,7 @@ def test_a_page_has_all_sections_in_order_and_loads_nothing(run):
     ]
     for words in (*numbers, "used 3 GiB (75%)", "dense/kernel 1 MiB (100%)"):
         assert words in html
-    assert "computing 29.4 s (52%)" in html
-    assert "waiting for communication, in traced steps 9.8 s (17%)" in html
+    assert "computing and sending 39.2 s (69%)" in html
     assert not re.search(r"https?:|src=|@import|url\(|<link", html)
 
 

@@ -118,12 +118,8 @@ def test_a_run_records_the_steps_that_its_config_asks_for(tmp_path, capsys):
         "run": {"dir": str(tmp_path / "run")},
     }
     train = {"num_steps": 6, "profile_steps": [3, 4], "eval_every_steps": None}
-    run = jddp.train("fashion_mnist_cnn", **job, train=train)
+    jddp.train("fashion_mnist_cnn", **job, train=train)
     trace = read_trace(tmp_path / "run")
-    shares = [x.get("exposed_communication") for x in run.history]
-    (share,) = filter(None, shares)  # once
-    assert share == pytest.approx(trace.times.exposed / trace.times.step)
-    assert f" {share:.1%} of traced steps exposed communication" in capsys.readouterr().out
     assert trace.steps == (3, 4)
     assert sorted(trace.devices) == ["CPU:0", "CPU:1"]
     for time in trace.devices.values():
@@ -155,12 +151,9 @@ def test_a_trace_that_the_last_step_leaves_open_ends_with_the_run(tmp_path):
         with profile.step(number, state):
             state, _ = ddp.step(state, batch)
     jax.block_until_ready(state)
-    assert profile.take_fields() == {}
     profile.close()
     profile.close()
     assert read_trace(tmp_path).steps == (1, 2)
-    assert profile.take_fields().keys() == {"exposed_communication"}
-    assert profile.take_fields() == {}  # once
 
 
 def test_a_trace_of_yours_goes_on_and_the_run_with_it(tmp_path, caplog):

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 COLUMNS = 80  # of a file or a pipe
 BESIDE_METRICS = ("grad_norm", "skipped", "loss_scale")  # shown in their line
-EXPOSED_SHARE = "exposed_communication"
 NOTICED_WAIT = 0.05  # share of a step
 MOST_NUMBERS = 1000  # of an array: of a larger one only the corners are shown
 SECONDS_BETWEEN_LINES = 5.0
@@ -231,14 +230,12 @@ def data_wait(record: Record) -> str:
 
 
 def summary(record: Record, unit: str) -> str:
-    """The rates, the measured and the predicted peak memory, and exposed communication."""
+    """The rates, and the measured and the predicted peak memory."""
     fields = [speed(record, unit), flops(record), mfu(record)]
     if (peak := record.get("peak_memory_bytes")) is not None:
         predicted = record.get("predicted_memory_bytes")
         of_plan = "" if predicted is None else f" ({predicted / 2**30:.1f} predicted)"
         fields.append(f"peak memory {peak / 2**30:.1f} GiB{of_plan}")
-    if (share := record.get(EXPOSED_SHARE)) is not None:
-        fields.append(f"{share:.1%} of traced steps exposed communication")
     return ", ".join(filter(None, fields))
 
 
