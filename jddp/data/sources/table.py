@@ -182,16 +182,20 @@ def rows_in(path: Path, encoding: Encoding) -> ArrayExamples:
 
 def _read(files: Sequence[Path], names: list[str]) -> Any:
     """An Arrow table of these columns of all files, one below the other, and of their places."""
-    arrow = _arrow()
+    arrow = import_extra("pyarrow", needed_by="table")
+    from pyarrow import types
+
     parts = [_read_file(path, names) for path in files]
     if not sum(map(len, parts)):
         raise DataError(f"{files[0]}: no rows. Add some.")
+    are_numbers = (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal)
     columns = {}
     for name in names:
-        types = {part[name].type for part in parts}
         pieces = [part[name] for part in parts]
-        if len(types) > 1 or not _is_numeric(types.pop()):
-            pieces = [_text(path, name, piece) for path, piece in zip(files, pieces, strict=True)]
+        kinds = {piece.type for piece in pieces}
+        if len(kinds) > 1 or not any(are(pieces[0].type) for are in are_numbers):
+            with refusing_damage(files[0], f"column {name!r} of text or numbers"):
+                pieces = [piece.cast("string").fill_null("") for piece in pieces]
         columns[name] = arrow.chunked_array([chunk for piece in pieces for chunk in piece.chunks])
     lengths = [len(part) for part in parts]
     numbers = np.repeat(np.arange(len(files)), lengths)
@@ -202,60 +206,37 @@ def _read(files: Sequence[Path], names: list[str]) -> Any:
 
 def _read_file(path: Path, names: list[str]) -> Any:
     """An Arrow table of these columns of one file."""
+    from pyarrow import csv, parquet
+
     require_file(path)
-    if path.suffix == ".parquet":
-        parquet = _arrow("pyarrow.parquet")
-        with refusing_damage(path, "Parquet file"), parquet.ParquetFile(path) as file:
-            _refuse_missing(path, file.schema_arrow.names, names)
-            return file.read(columns=names).select(names)
-    csv = _arrow("pyarrow.csv")
-    with refusing_damage(path, "CSV file"):
-        with csv.open_csv(path) as file:
-            _refuse_missing(path, file.schema.names, names)
+    is_csv = path.suffix != ".parquet"
+    with refusing_damage(path, "CSV file" if is_csv else "Parquet file"):
+        with csv.open_csv(path) if is_csv else parquet.ParquetFile(path) as file:
+            there = file.schema.names if is_csv else file.schema_arrow.names
+            for name in names:
+                if there.count(name) != 1:
+                    raise DataError(
+                        f"{path}: no column {name!r}, or more than one."
+                        f"{did_you_mean(name, there)} It has {', '.join(there)}."
+                    )
+            if not is_csv:
+                return file.read(columns=names).select(names)
         texts = dict.fromkeys(names, "string")
         options = csv.ConvertOptions(include_columns=names, column_types=texts)
         return csv.read_csv(path, convert_options=options)
 
 
-def _arrow(module: str = "pyarrow") -> Any:
-    return import_extra(module, needed_by="table")
-
-
-def _refuse_missing(path: Path, there: Sequence[str], names: Sequence[str]) -> None:
-    for name in names:
-        if there.count(name) != 1:
-            how_often = "more than one" if name in there else "no"
-            raise DataError(
-                f"{path}: {how_often} column {name!r}.{did_you_mean(name, there)} It has "
-                f"{', '.join(there)}."
-            )
-
-
-def _is_numeric(kind: Any) -> bool:
-    types = _arrow("pyarrow.types")
-    tests = (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal)
-    return any(test(kind) for test in tests)
-
-
-def _text(path: Path, name: str, column: Any) -> Any:
-    """A column as text; missing entries are empty."""
-    lib = _arrow().lib
-    try:
-        return column.cast("string").fill_null("")
-    except (lib.ArrowInvalid, lib.ArrowNotImplementedError) as error:
-        raise DataError(f"{path}: column {name!r} is {column.type}. Leave it out.") from error
-
-
 def _parsed(rows: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     """A column as float64, NaN where an entry is no number; and where it is missing."""
-    compute = _arrow("pyarrow.compute")
+    from pyarrow import array, compute
+
     column = rows[name]
     if column.type != "string":
         numbers = column.cast("double", safe=False).to_numpy()
         return numbers, np.isnan(numbers)
     is_number = compute.match_substring_regex(column, _NUMBER)
     numbers = compute.if_else(is_number, column, "nan").cast("double")
-    is_missing = compute.is_in(column, value_set=_arrow().array(MISSING))
+    is_missing = compute.is_in(column, value_set=array(MISSING))
     return numbers.to_numpy(), is_missing.to_numpy()
 
 

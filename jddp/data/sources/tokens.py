@@ -14,8 +14,7 @@ moves no other. The text depends on the version of Python: its hash is in the lo
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -63,51 +62,34 @@ def tokens(
       DataError: If tokens.json is damaged.
     """
     spec = token_spec(sequence_length, documents)
-    tokenizer, known_size, bytes_per_token = _known_in(directory / INDEX)
-    vocab_size = vocab_size or known_size
+    facts: JsonObject = {}
+    if (index := directory / INDEX).exists():
+        require_file(index)
+        with refusing_damage(index, "index"):
+            facts = json.loads(index.read_text())
+            vocab_size = vocab_size or int(facts["vocab_size"])
+    num_bytes = facts.get("bytes", {}).get("test")  # which an earlier version did not write
 
     def examples(part: str) -> Examples:
-        paths = _shards(directory, part)
-        begins = [_begins(path) for path in paths if documents != "cross"]
+        found = [x for x in directory.glob(f"{part}-*.npy") if not x.name.endswith(DOCUMENTS)]
+        paths = sorted(found) or [directory / f"{part}.npy"]
+        begins = [x.with_name(x.stem + DOCUMENTS) for x in paths if documents != "cross"]
+        shards = [*map(map_npy, paths)]
         return token_examples(
-            [*map(map_npy, paths)],
-            begins,
-            documents,
-            sequence_length=sequence_length,
-            vocab_size=vocab_size,
+            shards, [*map(map_npy, begins)], documents, sequence_length, vocab_size
         )
 
     def load() -> DataSet:
         train, test = examples("train"), examples("test")
         return make_data_set(f"tokens {directory}{packing_of(train)}", train, test)
 
-    sizes = {"vocab_size": vocab_size} if vocab_size else {}
-    return DataSource(spec, load, sizes=sizes, tokenizer=tokenizer, bytes_per_token=bytes_per_token)
-
-
-def _known_in(index: Path) -> tuple[str, int | None, float | None]:
-    """Name and size of the tokenizer, and bytes of a token; of an index that may be absent."""
-    if not index.exists():
-        return "", None, None
-    require_file(index)
-    with refusing_damage(index, "index"):
-        facts = json.loads(index.read_text())
-        return str(facts.get("tokenizer", "")), int(facts["vocab_size"]), _bytes_per_token(facts)
-
-
-def _bytes_per_token(index: JsonObject) -> float | None:
-    """The mean over the test part; None if the index has no bytes, as of an earlier version."""
-    num_bytes = index.get("bytes", {}).get("test")
-    return num_bytes / index["tokens"]["test"] if num_bytes else None
-
-
-def _shards(root: Path, part: str) -> list[Path]:
-    paths = [path for path in root.glob(f"{part}-*.npy") if not path.name.endswith(DOCUMENTS)]
-    return sorted(paths) or [root / f"{part}.npy"]
-
-
-def _begins(shard: Path) -> np.ndarray:
-    return map_npy(shard.with_name(shard.stem + DOCUMENTS))
+    return DataSource(
+        spec,
+        load,
+        sizes={"vocab_size": vocab_size} if vocab_size else {},
+        tokenizer=str(facts.get("tokenizer", "")),
+        bytes_per_token=num_bytes / facts["tokens"]["test"] if num_bytes else None,
+    )
 
 
 def python_stdlib(*, sequence_length: int = 256, documents: str = "cross") -> DataSource:
@@ -122,12 +104,35 @@ def python_stdlib(*, sequence_length: int = 256, documents: str = "cross") -> Da
     """
     spec = token_spec(sequence_length, documents)
     root = Path(sysconfig.get_path("stdlib"))
-    return DataSource(
-        spec,
-        lambda: _load_library(root, sequence_length, documents),
-        sizes={"vocab_size": 256},
-        bytes_per_token=1.0,
-    )
+
+    def load() -> DataSet:
+        parts: dict[bool, list[bytes]] = {False: [], True: []}
+        for path in source_files(root):
+            is_test = sha256(path.as_posix().encode()).digest()[0] % 10 == 0
+            with refusing_damage(root / path, "source file"):
+                parts[is_test].append((root / path).read_bytes() + b"\0")
+        if not all(parts.values()):
+            raise DataError(
+                f"{root}: no source files of the standard library. This Python was installed "
+                "without them; use another one, or data.name=tokens."
+            )
+        digest = sha256(b"".join(parts[False] + parts[True])).hexdigest()
+
+        def examples(texts: list[bytes]) -> Examples:
+            text = np.frombuffer(b"".join(texts), np.uint8)
+            begins = np.cumsum([0, *map(len, texts)])[:-1]
+            return token_examples([text], [begins], documents, sequence_length)
+
+        train, test = examples(parts[False]), examples(parts[True])
+        num_train, num_test = (sum(map(len, texts)) for texts in parts.values())
+        num_files = sum(map(len, parts.values()))
+        description = (
+            f"Python's standard library: {num_train:,} train / {num_test:,} test bytes of "
+            f"{num_files:,} files{packing_of(train)}, sha256 {digest[:12]}"
+        )
+        return DataSet(train, test, description, digest)
+
+    return DataSource(spec, load, sizes={"vocab_size": 256}, bytes_per_token=1.0)
 
 
 def source_files(root: Path) -> list[Path]:
@@ -144,33 +149,6 @@ def _is_text(name: str) -> bool:
     return name not in _SKIPPED and not name.startswith(_MACHINE_MADE)
 
 
-def _load_library(root: Path, sequence_length: int, documents: str) -> DataSet:
-    parts: dict[bool, list[bytes]] = {False: [], True: []}
-    for path in source_files(root):
-        is_test = sha256(path.as_posix().encode()).digest()[0] % 10 == 0
-        with refusing_damage(root / path, "source file"):
-            parts[is_test].append((root / path).read_bytes() + b"\0")
-    if not all(parts.values()):
-        raise DataError(
-            f"{root}: no source files of the standard library. This Python was installed without "
-            "them; use another one, or data.name=tokens."
-        )
-    num_train, num_test = (sum(map(len, parts[is_test])) for is_test in (False, True))
-    digest = sha256(b"".join(parts[False] + parts[True])).hexdigest()
-
-    def examples(texts: list[bytes]) -> Examples:
-        text = np.frombuffer(b"".join(texts), np.uint8)
-        begins = np.cumsum([0, *map(len, texts)])[:-1]
-        return token_examples([text], [begins], documents, sequence_length=sequence_length)
-
-    train, test = examples(parts[False]), examples(parts[True])
-    description = (
-        f"Python's standard library: {num_train:,} train / {num_test:,} test bytes of "
-        f"{sum(map(len, parts.values())):,} files{packing_of(train)}, sha256 {digest[:12]}"
-    )
-    return DataSet(train, test, description, digest)
-
-
 def token_spec(sequence_length: int, documents: str) -> Spec:
     """The spec of such examples; refuses a length that predicts nothing, and unknown words."""
     if sequence_length < 1:
@@ -185,7 +163,6 @@ def token_examples(
     shards: Sequence[np.ndarray],
     begins: Sequence[np.ndarray],
     documents: str,
-    *,
     sequence_length: int,
     vocab_size: int | None = None,
 ) -> Examples:
@@ -200,13 +177,22 @@ def token_examples(
       vocab_size: Number of tokens; None accepts any.
 
     Raises:
-      DataError: If the sequences hold nothing to predict.
+      DataError: If the sequences hold nothing to predict, or are no rows of whole numbers.
     """
-    make: Callable[..., Examples] = TokenExamples
-    known = begins if documents == "mask" else None
+    for tokens in shards:
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(
+                f"{_file_of(tokens)}tokens are {tokens.dtype}{tokens.shape}. They need one row of "
+                "whole numbers."
+            )
     if documents == "pack":
-        make, known = PackedExamples, begins
-    return make(*shards, documents=known, sequence_length=sequence_length, vocab_size=vocab_size)
+        return PackedExamples(
+            *shards, documents=begins, sequence_length=sequence_length, vocab_size=vocab_size
+        )
+    known = begins if documents == "mask" else None
+    return TokenExamples(
+        *shards, documents=known, sequence_length=sequence_length, vocab_size=vocab_size
+    )
 
 
 def packing_of(examples: Examples) -> str:
@@ -216,43 +202,21 @@ def packing_of(examples: Examples) -> str:
     return ""
 
 
-class _Shards:
-    """Sequences of tokens that can be read from any place."""
+def _tokens_at(tokens: np.ndarray, places: np.ndarray, vocab_size: int | None) -> np.ndarray:
+    """The tokens at these places of a sequence, in the shape of the places.
 
-    def __init__(self, shards: Sequence[np.ndarray], vocab_size: int | None) -> None:
-        """Checks the sequences; reads no token.
-
-        Args:
-          shards: Sequences `(n,)` of whole numbers.
-          vocab_size: Number of tokens; larger ones are refused when read. None accepts any from 0.
-
-        Raises:
-          DataError: If one is not a row of integers.
-        """
-        for tokens in shards:
-            if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-                raise DataError(
-                    f"{_file_of(tokens)}tokens are {tokens.dtype}{tokens.shape}. They need one row "
-                    "of whole numbers."
-                )
-        self._shards = shards
-        self._vocab_size = vocab_size or 2**31  # as they become int32
-
-    def read(self, shard: int, places: np.ndarray) -> np.ndarray:
-        """The tokens at these places of a sequence, in the shape of the places.
-
-        Raises:
-          DataError: If a token is negative, or not below `vocab_size`.
-        """
-        tokens = self._shards[shard]
-        taken = tokens[places]
-        if (is_wrong := (taken < 0) | (taken >= self._vocab_size)).any():
-            place = places[is_wrong][0]
-            raise DataError(
-                f"{_file_of(tokens)}token {tokens[place]} at {place:,} is not in 0 ... "
-                f"{self._vocab_size - 1}. Raise vocab_size, or use tokens of the right tokenizer."
-            )
-        return taken
+    Raises:
+      DataError: If a token is negative, not below `vocab_size`, or needs more than 32 bits.
+    """
+    taken = tokens[places]
+    end = vocab_size or 2**31  # as they become int32
+    if (is_wrong := (taken < 0) | (taken >= end)).any():
+        place = places[is_wrong][0]
+        raise DataError(
+            f"{_file_of(tokens)}token {tokens[place]} at {place:,} is not in 0 ... {end - 1}. "
+            "Raise vocab_size, or use tokens of the right tokenizer."
+        )
+    return taken
 
 
 def _file_of(tokens: np.ndarray) -> str:
@@ -281,9 +245,9 @@ class TokenExamples:
             tokens of documents are then not predicted: "mask" is 0 there.
 
         Raises:
-          DataError: If no sequence is long enough for a window, or one is not a row of integers.
+          DataError: If no sequence is long enough for a window.
         """
-        self._tokens = _Shards(shards, vocab_size)
+        self._shards, self._vocab_size = shards, vocab_size
         self._documents = documents
         self._sequence_length = sequence_length
         sizes = [max(0, len(tokens) - 1) // sequence_length for tokens in shards]
@@ -317,7 +281,8 @@ class TokenExamples:
             rows = np.flatnonzero(shards == shard)
             firsts = (indices[rows] - (self._ends[shard - 1] if shard else 0)) * length
             places = firsts[:, None] + np.arange(length + 1)
-            batch["tokens"][rows] = self._tokens.read(shard, places)
+            tokens = _tokens_at(self._shards[shard], places, self._vocab_size)
+            batch["tokens"][rows] = tokens
             if self._documents is not None:
                 batch["mask"][rows] = ~_are_in(places[:, 1:], self._documents[shard])
         return batch
@@ -326,24 +291,6 @@ class TokenExamples:
 def _are_in(places: np.ndarray, rising: np.ndarray) -> np.ndarray:
     nearest = np.searchsorted(rising, places)
     return rising[np.minimum(nearest, len(rising) - 1)] == places if len(rising) else nearest < 0
-
-
-@dataclass(frozen=True, eq=False)
-class _Pieces:
-    """Parts of documents: consecutive tokens.
-
-    Attributes:
-      shards: Sequence of each piece, `(n,)`.
-      begins: Place of its first token in the sequence, `(n,)`.
-      sizes: Number of its tokens, `(n,)`.
-    """
-
-    shards: np.ndarray
-    begins: np.ndarray
-    sizes: np.ndarray
-
-    def __getitem__(self, chosen: np.ndarray) -> "_Pieces":
-        return _Pieces(self.shards[chosen], self.begins[chosen], self.sizes[chosen])
 
 
 class PackedExamples:
@@ -365,17 +312,17 @@ class PackedExamples:
           vocab_size: Number of tokens; larger ones are refused when read. None accepts any from 0.
 
         Raises:
-          DataError: If a sequence is not a row of integers, positions do not rise within their
-            sequence, or no document has two tokens.
+          DataError: If positions do not rise within their sequence, or no document has two tokens.
         """
-        self._tokens = _Shards(shards, vocab_size)
+        self._shards, self._vocab_size = shards, vocab_size
         self._row_length = sequence_length + 1
         pairs = enumerate(zip(shards, documents, strict=True))
-        cut = [_cut(i, tokens, begins, sequence_length) for i, (tokens, begins) in pairs]
-        pieces = _Pieces(*map(np.concatenate, zip(*cut, strict=True)))
-        if not len(pieces.sizes):
+        pieces = np.concatenate(
+            [_cut(i, tokens, begins, sequence_length) for i, (tokens, begins) in pairs]
+        )
+        if not len(pieces):
             raise DataError("no document has two tokens. Give more text.")
-        rows = pack_items(pieces.sizes, self._row_length)
+        rows = pack_items(pieces[:, 2], self._row_length)
         self._pieces = pieces[np.argsort(rows, kind="stable")]
         self._ends = np.cumsum(np.bincount(rows))
 
@@ -385,7 +332,7 @@ class PackedExamples:
     @property
     def padding(self) -> float:
         """Share of the rows' places that hold no token of a document."""
-        return 1 - int(self._pieces.sizes.sum()) / (len(self) * self._row_length)
+        return 1 - int(self._pieces[:, 2].sum()) / (len(self) * self._row_length)
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
         """int32 tokens `(b, t + 1)`: inputs are all but the last, targets all but the first.
@@ -400,46 +347,30 @@ class PackedExamples:
         """
         first = np.where(indices > 0, self._ends[indices - 1], 0)
         counts = self._ends[indices] - first
-        pieces = self._pieces[_ranges(first, counts)]
-        places = self._places(pieces.sizes, counts)
-        numbers = np.repeat(_ranges(np.ones_like(counts), counts), pieces.sizes)
-        segments = self._laid_out(numbers.astype(np.int32), places, len(indices))
-        tokens = self._read(pieces)
-        is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-        return {
-            "tokens": self._laid_out(tokens, places, len(indices)),
-            "segments": segments[:, :-1],
-            "mask": is_inside.astype(np.float32),
-        }
-
-    def _places(self, sizes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The place in a batch of each token of pieces; row i has the next `counts[i]` pieces."""
-        begins = np.cumsum(sizes) - sizes
-        begins -= np.repeat(begins[np.cumsum(counts) - counts], counts)
+        shards, begins, sizes = self._pieces[_ranges(first, counts)].T
+        # Where each piece begins in its row, and where each token is in the batch.
+        offsets = np.cumsum(sizes) - sizes
+        offsets -= np.repeat(offsets[np.cumsum(counts) - counts], counts)
         rows = np.repeat(np.arange(len(counts)), counts)
-        return _ranges(rows * self._row_length + begins, sizes)
-
-    def _laid_out(self, values: np.ndarray, places: np.ndarray, num_rows: int) -> np.ndarray:
-        """Rows with these values at these places, and zeros elsewhere."""
-        rows = np.zeros((num_rows, self._row_length), values.dtype)
-        rows.reshape(-1)[places] = values
-        return rows
-
-    def _read(self, pieces: _Pieces) -> np.ndarray:
-        """The tokens of pieces, one after the other."""
-        tokens = np.empty(pieces.sizes.sum(), np.int32)
-        for shard in np.unique(pieces.shards):
-            is_here = pieces.shards == shard
-            here = pieces[is_here]
-            places = _ranges(here.begins, here.sizes)
-            tokens[np.repeat(is_here, pieces.sizes)] = self._tokens.read(shard, places)
-        return tokens
+        places = _ranges(rows * self._row_length + offsets, sizes)
+        tokens, segments = np.zeros((2, len(indices), self._row_length), np.int32)
+        segments.reshape(-1)[places] = np.repeat(_ranges(np.ones_like(counts), counts), sizes)
+        for shard in np.unique(shards):
+            is_here = shards == shard
+            found = _tokens_at(
+                self._shards[shard], _ranges(begins[is_here], sizes[is_here]), self._vocab_size
+            )
+            tokens.reshape(-1)[places[np.repeat(is_here, sizes)]] = found
+        is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+        mask = is_inside.astype(np.float32)
+        return {"tokens": tokens, "segments": segments[:, :-1], "mask": mask}
 
 
-def _cut(
-    shard: int, tokens: np.ndarray, begins: np.ndarray, length: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The pieces of a sequence's documents, each of `length` predictions or fewer."""
+def _cut(shard: int, tokens: np.ndarray, begins: np.ndarray, length: int) -> np.ndarray:
+    """Pieces of a sequence's documents, each of `length` predictions or fewer, `(n, 3)`.
+
+    The columns are the number of the sequence, and the first token and the size of each piece.
+    """
     edges = np.append(begins, len(tokens)).astype(np.int64)
     sizes = np.diff(edges)
     if edges[0] != 0 or (sizes < 0).any():
@@ -452,7 +383,8 @@ def _cut(
     offsets = _ranges(np.zeros_like(counts), counts) * length
     left = np.repeat(num_predicted, counts) - offsets
     firsts = np.repeat(edges[:-1], counts) + offsets
-    return np.full(len(firsts), shard), firsts, np.minimum(left, length) + 1
+    sizes = np.minimum(left, length) + 1
+    return np.stack([np.full_like(firsts, shard), firsts, sizes], 1)
 
 
 def _ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
