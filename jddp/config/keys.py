@@ -24,6 +24,8 @@ REMOVED: dict[str, tuple[object, str]] = {
     "checkpoint.best_mode": ("auto", "numbers"),
     "checkpoint.keep_best": (1, "none"),
     "data.allow_changed": (False, "none"),
+    "data.cutmix": (None, "numbers"),
+    "data.mixup": (None, "numbers"),
     "data.source": ("embedded", "numbers"),
     "data.transform_on": ("device", "rounding"),
     "ddp.strategy.outer.learning_rate": (1.0, "numbers"),

@@ -151,8 +151,6 @@ class DataConfig(NamedSection):
     transforms: list[TransformConfig] | None = option(
         None, "Changes to rows: a list of name and kwargs; null for the set's own."
     )
-    mixup: float | None = option(None, "Mix two images, by weights from Beta(mixup, mixup).", gt=0)
-    cutmix: float | None = option(None, "Or paste a box: shares from Beta(cutmix, cutmix).", gt=0)
     num_workers: int = option(0, "Processes that read batches; 0 reads in a thread.", "none", ge=0)
 
     @model_validator(mode="after")
@@ -165,11 +163,6 @@ class DataConfig(NamedSection):
         if self.mixture and beside:
             raise ValueError(f"'mixture' and {beside[0]!r} cannot be combined: drop one of them")
         return self
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether training images are mixed with others."""
-        return self.mixup is not None or self.cutmix is not None
 
 
 class ModelConfig(NamedSection):
@@ -374,10 +367,11 @@ class Config(Section):
             )
         if self.checkpoint.start_from is not None and self.model.init_from is not None:
             raise ConfigError("checkpoint.start_from has the weights, too: drop model.init_from.")
-        if self.loss.class_weights is not None and self.data.is_mixed:
+        is_mixed = any(x.name == "mix" for x in self.data.transforms or ())
+        if self.loss.class_weights is not None and is_mixed:
             raise ConfigError(
-                "loss.class_weights and data.mixup or data.cutmix cannot be combined: a mixed "
-                "example has two classes. Leave one of them out."
+                "loss.class_weights and the transform mix cannot be combined: a mixed example has "
+                "two classes. Leave one of them out."
             )
         for key in self.checkpoint.allow_changed:
             known = [*REMOVED, *(".".join(path) for path in keys_of(Config))]

@@ -25,7 +25,7 @@ import numpy as np
 
 from jddp.data.examples import Examples, NumpyBatch, Subset, as_examples
 from jddp.data.order import ExampleOrder, Order
-from jddp.data.transforms import NUM_PAIR_DRAWS, Chain, Mix, Transform, chain_of
+from jddp.data.transforms import Chain, Mix, Transform, chain_of
 from jddp.ground.errors import ConfigError, DataError
 from jddp.ground.names import refuses_unknown
 from jddp.ground.names.synonyms import OF_BATCHES, OF_EVAL_BATCHES
@@ -54,7 +54,6 @@ class TrainBatches(Shown):
         num_epochs: float | None = None,
         drop_remainder: bool = False,
         transforms: Sequence[Transform] = (),
-        mix: Mix | None = None,
         on_device: bool = False,
         multiple_of: int = 1,
         process_index: int | None = None,
@@ -69,8 +68,7 @@ class TrainBatches(Shown):
           order: Order of the examples, given instead of a seed: an `Order` with weights, say.
           num_epochs: Number of epochs; None for endless batches.
           drop_remainder: Whether to end with the last full batch, instead of padding a partial one.
-          transforms: Transforms of rows, such as augmentations.
-          mix: Mixup or CutMix of the transformed rows; None for neither.
+          transforms: Transforms of rows, such as augmentations; a `Mix` comes last.
           on_device: Whether the step transforms rows on the devices. Batches then hold them as they
             are stored, such as images of uint8, and the function under "transform".
           multiple_of: Divisor of the rows of a global batch after padding, such as the number of
@@ -102,9 +100,8 @@ class TrainBatches(Shown):
         self.num_epochs = num_epochs
         self.global_batch_size = global_batch_size
         self._order = _chosen_order(order, seed, len(examples))
-        self._mix = mix
-        changes = [*transforms, *([] if mix is None else [mix])]
-        self._stored, self._chain = chain_of(examples, changes, on_device=on_device)
+        ordered = sorted(transforms, key=lambda x: isinstance(x, Mix))
+        self._stored, self._chain = chain_of(examples, ordered, on_device=on_device)
         self._on_device = on_device and bool(self._chain.transforms)
         self._end = ENDLESS
         self._is_full = drop_remainder or num_epochs is None
@@ -175,16 +172,15 @@ class TrainBatches(Shown):
     def _read(self, positions: np.ndarray) -> NumpyBatch:
         """The examples at these positions, with those to mix them with, and random numbers."""
         batch = self._stored.take(self._order.examples_at(positions))
-        num_draws = self._chain.num_draws + NUM_PAIR_DRAWS * (self._mix is not None)
-        if not num_draws:
+        if not self._chain.num_draws:
             return batch
-        uniform = self._order.uniform(positions, num_draws)
-        if self._mix is not None:
-            pairing = uniform[:, -NUM_PAIR_DRAWS:]
-            others = self._mix.others(positions, pairing, self.num_examples)
+        uniform = self._order.uniform(positions, self._chain.num_draws)
+        if isinstance(mix := self._chain.transforms[-1], Mix):
+            pairing = uniform[:, -mix.num_draws :]
+            others = mix.others(positions, pairing, self.num_examples)
             rows = self._stored.take(self._order.examples_at(others))
-            batch = self._mix.paired(batch, rows, pairing)
-        return self._chain.with_draws(batch, uniform[:, : self._chain.num_draws])
+            batch = mix.paired(batch, rows, pairing)
+        return self._chain.with_draws(batch, uniform)
 
     def __repr__(self) -> str:
         """Number of examples, global batch size and position; reads no example."""

@@ -11,7 +11,7 @@ example, but not on the batch or the process, so both places give equal rows up 
 Rows for evaluation have no random numbers: transforms that need some are left out there.
 
 Images are the entry "image", `(b, height, width, channels)`, or `(b, height, width)` if they are
-grey. Mixup and CutMix mix each with another one, "other_image", which is changed in the same way:
+grey. `Mix` mixes each with another one, "other_image", which the other transforms change as well:
 
     mix = Mix(mixup=0.2)
     batch = mix.paired(batch, others, uniform)    # on the host: adds the other examples
@@ -269,13 +269,6 @@ def normalization_of(examples: Examples) -> JsonObject:
     return {}
 
 
-TRANSFORMS: dict[str, Callable[..., Transform]] = {
-    "crop_and_flip": CropAndFlip,
-    "flip_and_shift": FlipAndShift,
-    "normalize": normalize,
-}
-
-
 def _with_images(batch: NumpyBatch, change: Callable[[np.ndarray], np.ndarray]) -> NumpyBatch:
     return batch | {name: change(batch[name]) for name in IMAGES if name in batch}
 
@@ -308,30 +301,37 @@ def _between(images: np.ndarray, places: np.ndarray, *, axis: int) -> np.ndarray
     return low_pixels + share * (xp.take_along_axis(images, high, axis) - low_pixels)
 
 
-NUM_PAIR_DRAWS = 5  # the other example, the kind, the weight, and the place of a box
 MIX = "mix"  # the entry of a batch with whether a box is cut, the weight, and the box's centre
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Mixup, CutMix, or either of them with equal probability.
+    """Mixup, CutMix, or either of them with equal probability: the last transform of all.
 
     Attributes:
       mixup: Parameter of mixup: weights are drawn from Beta(mixup, mixup). None for none.
       cutmix: Parameter of CutMix: shares of the area are drawn from Beta(cutmix, cutmix). None for
         none.
+
+    Raises:
+      ConfigError: If neither is given, or one is not positive.
     """
 
     mixup: float | None = None
     cutmix: float | None = None
-    num_draws = 0
+    num_draws = 5  # the other example, the kind, the weight, and the place of a box
+
+    def __post_init__(self) -> None:
+        given = [x for x in (self.mixup, self.cutmix) if x is not None]
+        if not given or min(given) <= 0:
+            raise ConfigError(f"{self}: mixup, cutmix or both must be positive numbers.")
 
     def others(self, positions: np.ndarray, uniform: np.ndarray, num_examples: int) -> np.ndarray:
         """The position in the run of the example with which each is mixed, of the same epoch.
 
         Args:
           positions: Positions of the examples in the run.
-          uniform: Random numbers in [0, 1), `(b, NUM_PAIR_DRAWS)`.
+          uniform: Random numbers in [0, 1), `(b, 5)`.
           num_examples: Number of positions of an epoch.
         """
         begin = positions // num_examples * num_examples
@@ -349,9 +349,7 @@ class Mix:
 
         if not {"image", "label"} <= batch.keys():
             held = ", ".join(batch)
-            raise ConfigError(
-                f"data.mixup and data.cutmix mix images with labels, but the data has {held}."
-            )
+            raise ConfigError(f"mixup and CutMix mix images with labels, but the data has {held}.")
         share_of_cuts = 0.0 if self.cutmix is None else 1.0 if self.mixup is None else 0.5
         is_cut = uniform[:, 1] < share_of_cuts
         parameter = np.where(is_cut, self.cutmix or 1.0, self.mixup or 1.0)
@@ -362,12 +360,7 @@ class Mix:
         return batch | {"other_image": others["image"], "other_label": others["label"], MIX: how}
 
     def __call__(self, batch: NumpyBatch, draws: np.ndarray) -> NumpyBatch:
-        """The mixed images, with "other_label" and "share", by which the loss weights the labels.
-
-        Rows without another image, as in evaluation, stay as they are.
-        """
-        if MIX not in batch:
-            return batch
+        """The mixed images, with "other_label" and "share", which weights the labels."""
         rows = {name: x for name, x in batch.items() if name not in (MIX, "other_image")}
         weight = self._weight_of_pixels(batch[MIX], batch["image"].shape)
         mixed = weight * batch["image"] + (1 - weight) * batch["other_image"]
@@ -396,3 +389,11 @@ def _inside(centre: np.ndarray, side: np.ndarray, num_pixels: int) -> np.ndarray
     """
     places = (np.arange(num_pixels, dtype=np.float32)[None] + 0.5) / num_pixels
     return abs(places - centre[:, None]) < side[:, None] / 2
+
+
+TRANSFORMS: dict[str, Callable[..., Transform]] = {
+    "crop_and_flip": CropAndFlip,
+    "flip_and_shift": FlipAndShift,
+    "mix": Mix,
+    "normalize": normalize,
+}

@@ -61,7 +61,7 @@ def cross_entropy(
     losses = _cross_entropy(logits, labels, smoothing, class_weights)
     if class_weights is not None:
         return Mean(losses, jnp.asarray(class_weights, logits.dtype)[labels]), metrics
-    if "other_label" in batch:  # data.mixup
+    if "other_label" in batch:  # mixed by `Mix`
         share = batch["share"]
         others = _cross_entropy(logits, batch["other_label"], smoothing)
         losses = jnp.where(share < 1, share * losses + (1 - share) * others, losses)

@@ -235,12 +235,12 @@ def test_the_summary_and_the_dry_run_read_the_first_batch_alone(mine, capsys):
 
 
 def test_keys_that_need_numbered_examples_are_refused_in_one_line_each():
-    keys = ["data.num_workers=2", "data.mixup=0.2", "train.eval_every_epochs=1"]
+    keys = ["data.num_workers=2", "train.eval_every_epochs=1"]
     with pytest.raises(ConfigError) as raised:
         job_of("plain", *keys, "train.num_steps=null", "train.num_epochs=1")
     lines = str(raised.value).splitlines()
     assert [line.partition("=")[0] for line in lines] == [
-        *("train.num_epochs", "train.eval_every_epochs", "data.num_workers", "data.mixup")
+        *("train.num_epochs", "train.eval_every_epochs", "data.num_workers")
     ]
     assert lines[0] == (
         "train.num_epochs=1.0 and a stream of batches cannot be combined. It has no epochs: give "

@@ -272,7 +272,7 @@ def test_columns_of_one_table_may_have_other_types_in_each_file(folder, change):
 
 def test_types_that_have_nothing_in_common_are_refused_with_the_column(folder):
     pq.write_table(pa.table({**TEST, "city": [[1], [2]]}), folder / "train1.parquet")
-    with pytest.raises(DataError, match="column 'city' is list<"):
+    with pytest.raises(DataError, match="column 'city' of text"):
         source_in(folder)
 
 
@@ -285,8 +285,8 @@ def test_a_bad_entry_is_named_in_the_second_of_two_files_too(folder):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("area,town,kind\n1,Rome,dear\n", "no column 'city'. It has area, town, kind"),
-        ("area,city,city,kind\n1,a,b,dear\n", "more than one column 'city'"),
+        ("area,town,kind\n1,Rome,dear\n", "no column 'city'.*It has area, town, kind"),
+        ("area,city,city,kind\n1,a,b,dear\n", "no column 'city', or more than one"),
         ("area,city,kind\n1,Rome\n", "not a whole CSV file"),
         ("area,city,kind\n", "no rows"),
         ("", "not a whole CSV file"),

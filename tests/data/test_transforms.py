@@ -103,9 +103,9 @@ CASES = {
     "normalized alone": {},
     "shifted": {"transforms": [FlipAndShift(2)]},
     "cropped": {"transforms": [CropAndFlip()]},
-    "both, then mixed": {"transforms": [CropAndFlip(), FlipAndShift(1)], "mix": Mix(mixup=0.3)},
-    "boxes": {"mix": Mix(cutmix=1.0)},
-    "mixed or boxes": {"transforms": [FlipAndShift(2)], "mix": Mix(mixup=0.2, cutmix=0.7)},
+    "both, then mixed": {"transforms": [Mix(mixup=0.3), CropAndFlip(), FlipAndShift(1)]},
+    "boxes": {"transforms": [Mix(cutmix=1.0)]},
+    "mixed or boxes": {"transforms": [FlipAndShift(2), Mix(mixup=0.2, cutmix=0.7)]},
 }
 
 
@@ -158,7 +158,7 @@ def test_examples_are_read_as_they_are_stored_below_any_choice_of_them():
 
 @pytest.mark.parametrize("options", [{}, {"num_epochs": 0.8}, {"multiple_of": 7}], ids=str)
 def test_the_example_has_the_form_of_all_batches(options):
-    batches = batches_of(on_device=True, mix=Mix(0.2), **options)
+    batches = batches_of(on_device=True, transforms=[Mix(0.2)], **options)
     forms = [
         {name: (x.dtype, x.shape[1:]) for name, x in batch.items() if name != TRANSFORM}
         for batch in (next(batches), batches.example)
@@ -171,7 +171,8 @@ def of_labels(num, mask=None, **options):
     labels = np.arange(num)
     images = np.broadcast_to(labels[:, None, None].astype(np.float32), (num, 3, 3))
     data = {"image": images, "label": labels} | ({} if mask is None else {"mask": mask})
-    return next(TrainBatches(data, global_batch_size=num, mix=Mix(0.4), **{"seed": 0} | options))
+    plan = {"global_batch_size": num, "transforms": [Mix(0.4)], "seed": 0}
+    return next(TrainBatches(data, **plan | options))
 
 
 def test_mixup_lays_another_image_over_each_and_keeps_both_labels():
@@ -186,8 +187,12 @@ def test_mixup_lays_another_image_over_each_and_keeps_both_labels():
     # Beta(a, a): mean 1/2, variance 1/(8a + 4); five standard deviations of 2000 draws.
     assert abs(np.mean(many) - 0.5) < 5 * math.sqrt(1 / 7.2 / 2000)
     assert np.var(many) == pytest.approx(1 / 7.2, rel=0.1)
+    plan = {"global_batch_size": 4, "seed": 0, "transforms": [Mix(0.4)]}
     with pytest.raises(ConfigError, match="mix images with labels, but the data has x"):
-        next(TrainBatches({"x": np.arange(4)}, global_batch_size=4, seed=0, mix=Mix(0.4)))
+        next(TrainBatches({"x": np.arange(4)}, **plan))
+    for wrong in ({}, {"mixup": 0}, {"cutmix": -1.0}):
+        with pytest.raises(ConfigError, match="mixup"):
+            Mix(**wrong)
 
 
 def test_an_example_of_mask_0_is_not_mixed_into_another():
@@ -213,8 +218,8 @@ ORDERS = {
 def test_images_are_mixed_with_images_of_their_epoch_alone(order, mix):
     labels = np.arange(40)
     examples = image_examples(np.zeros((40, 4, 4, 1), np.float32), labels)
-    given = {"examples": examples, "global_batch_size": 20, "order": order, "mix": mix}
-    batches = TrainBatches(**given)
+    given = {"global_batch_size": 20, "order": order, "transforms": [mix]}
+    batches = TrainBatches(examples, **given)
     drawn = []
     for epoch in range(20):
         rows = [next(batches) for _ in range(2)]
@@ -225,7 +230,7 @@ def test_images_are_mixed_with_images_of_their_epoch_alone(order, mix):
     share, of_others = np.mean(drawn, 0)
     # Five standard deviations of 800 draws.
     assert of_others == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / 800))
-    later = TrainBatches(**given, process_index=1, num_processes=2)
+    later = TrainBatches(examples, **given, process_index=1, num_processes=2)
     later.set_state({"position": 40 * 19 + 20})
     equal(next(later), {name: x[10:] for name, x in rows[1].items()})
 
@@ -234,7 +239,8 @@ def test_a_box_covers_the_share_that_the_loss_is_told_of():
     images = np.repeat(np.array([0, 255], np.uint8), 200)[:, None, None, None]
     examples = image_examples(np.tile(images, (1, 10, 10, 1)), np.repeat([0, 1], 200))
     order = Order(400, 0, shuffle=False)
-    batch = next(TrainBatches(examples, global_batch_size=400, order=order, mix=Mix(cutmix=1.0)))
+    plan = {"global_batch_size": 400, "order": order, "transforms": [Mix(cutmix=1.0)]}
+    batch = next(TrainBatches(examples, **plan))
     own = np.abs(batch["image"] - (1 - batch["label"])[:, None, None, None]).mean((1, 2, 3))
     differs = batch["label"] != batch["other_label"]
     np.testing.assert_allclose(own[differs], batch["share"][differs], atol=1e-6)
@@ -246,12 +252,10 @@ def test_a_box_covers_the_share_that_the_loss_is_told_of():
 @pytest.mark.parametrize("change", [CropAndFlip(), FlipAndShift(2), Mix(0.3), Mix(cutmix=1.0)])
 def test_grey_images_may_come_without_a_dim_for_their_channel(change, on_device):
     grey = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, SIZE), dtype=np.uint8)
-    options = {"mix": change} if isinstance(change, Mix) else {"transforms": [change]}
+    plan = {"global_batch_size": SIZE, "seed": 0, "transforms": [change], "on_device": on_device}
 
     def first(images):
-        data = {"image": images, "label": np.arange(SIZE)}
-        options.update(global_batch_size=SIZE, seed=0, on_device=on_device)
-        batch = next(TrainBatches(data, **options))
+        batch = next(TrainBatches({"image": images, "label": np.arange(SIZE)}, **plan))
         return on_devices(batch) if on_device else batch
 
     found, want = first(grey), first(grey[..., None])

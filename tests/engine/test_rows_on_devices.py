@@ -98,8 +98,7 @@ def image_batches(*, on_device):
         examples,
         global_batch_size=16,
         seed=0,
-        transforms=[CropAndFlip(), FlipAndShift(1)],
-        mix=Mix(mixup=0.2, cutmix=1.0),
+        transforms=[CropAndFlip(), FlipAndShift(1), Mix(mixup=0.2, cutmix=1.0)],
         on_device=on_device,
     )
     return training, eval_batches(examples, global_batch_size=24, on_device=on_device)

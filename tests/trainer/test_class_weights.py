@@ -129,7 +129,7 @@ def test_balanced_weights_of_rows_without_a_class_or_all_masked_out_are_refused(
         ({"loss.class_weights": [1, 2]}, "2 weights for 3 classes"),
         ({"loss.class_weights": [1, 2, -1]}, "loss.class_weights"),
         ({"loss.name": "mean_squared_error", "loss.class_weights": "balanced"}, "cross_entropy"),
-        ({"data.mixup": 0.2}, "cannot be combined"),
+        ({"data.transforms": [{"name": "mix", "kwargs": {"mixup": 0.2}}]}, "cannot be combined"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(config, keys, message):

@@ -101,6 +101,10 @@ def test_bytes_that_nothing_scales_are_warned_about(tmp_path, caplog):
 
 
 def test_both_ways_of_mixing_may_be_asked_for_at_once():
-    batch = next(job_with(mixup=0.2, cutmix=1.0).train_batches())
+    batch = next(
+        job_with(
+            transforms=[{"name": "mix", "kwargs": {"mixup": 0.2, "cutmix": 1.0}}]
+        ).train_batches()
+    )
     assert set(np.unique(batch["mix"][:, 0])) == {0, 1}
     assert batch["other_image"].dtype == np.uint8

@@ -37,8 +37,6 @@ NOT_OF_STREAMS = {
     "data.num_workers": "It reads its batches itself: leave the key out",
     "data.sample_weights": "Its examples have no numbers: leave the key out",
     "data.mixture": "Mix sources in the stream",
-    "data.mixup": "Mix rows in the stream",
-    "data.cutmix": "Mix rows in the stream",
     "checkpoint.start_from": "Begin with the parameters of that run: model.init_from",
 }
 

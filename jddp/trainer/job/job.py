@@ -19,7 +19,7 @@ from jddp.checkpoint.folders import finished
 from jddp.checkpoint.storage import local_copy
 from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
-from jddp.data import DataSet, Mix, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
+from jddp.data import DataSet, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
 from jddp.data.order import ExampleOrder
 from jddp.data.source import Streams
 from jddp.data.transforms import normalization_of
@@ -241,13 +241,12 @@ class Job:
     def plain_batches(self) -> TrainBatches:
         """The batches, read by this process itself."""
         assert isinstance(self.data, DataSet), "build(config) has data unless needs_data=False"
-        data, listed = self.config.data, listed_transforms(self.config)
+        own, listed = self.config.data.transforms, listed_transforms(self.config)
         return batches_in_order(
             self.config,
             self.data,
             self.folder,
-            transforms=self.parts.source.augment if data.transforms is None else listed,
-            mix=Mix(data.mixup, data.cutmix) if data.is_mixed else None,
+            transforms=self.parts.source.augment if own is None else listed,
             on_device=True,
             multiple_of=self.ddp.steps.rows.num_micro_batches,
         )
