@@ -122,35 +122,18 @@ def test_what_is_not_finite_elsewhere_is_skipped_on_all_replicas(model, loss, fl
     assert_same(state.replace(step=before.step, skipped=before.skipped), before)
 
 
-def test_other_state_that_is_not_finite_leaves_the_loss_scale_alone():
-    ddp = wrapped(
-        Of(keeping), kept_loss, precision=jddp.Precision(loss_scale="dynamic"), batch_norm="local"
-    )
-    state, first = take_steps(ddp, [flagged(0, 1)])
-    state, last = take_steps(ddp, [flagged(0, -1), flagged(0, 1)], state)
-    assert int(state.skipped) == 1
-    assert float(last["loss_scale"]) == float(first["loss_scale"])
-
-
 @pytest.mark.parametrize("options", [{}, {"precision": jddp.Precision(loss_scale="dynamic")}])
-def test_other_state_that_stays_not_finite_ends_the_run(options):
+def test_other_state_that_stays_not_finite_ends_the_run_and_leaves_the_loss_scale(options):
     ddp = wrapped(Of(keeping), kept_loss, **AVERAGED, **options)
-    with pytest.raises(NumericsError, match="3 in a row .* other state are not finite"):
+    with pytest.raises(NumericsError, match="3 in a row .* other state are not finite") as caught:
         jddp.fit(ddp, [flagged(0, -1)] * 8, num_steps=8, checks=skips(3))
+    scales = {record.get("loss_scale") for record in caught.value.run.history}
+    assert len(scales) <= 1
 
 
 def test_steps_that_are_finite_have_the_bits_of_those_that_none_watches():
     ddps = [wrapped(ConvNet(dropout_rate=0.3), skip_nonfinite=skip) for skip in (True, False)]
     assert_same(*(take_steps(ddp, [make_batch(8, seed=i) for i in range(4)])[0] for ddp in ddps))
-
-
-def test_the_step_after_a_skipped_one_draws_random_numbers_of_its_own():
-    ddp, batch = wrapped(ConvNet(dropout_rate=0.3)), make_batch(8)
-    state = ddp.init(0, batch)
-    later, _ = take_steps(ddp, [broken(batch, 0), batch], copied(state))
-    sooner, _ = ddp.step(state, batch)
-    assert int(later.step) == 2
-    assert not np.array_equal(later.params["Dense_0"]["kernel"], sooner.params["Dense_0"]["kernel"])
 
 
 @pytest.mark.slow
@@ -213,16 +196,6 @@ def test_too_many_skips_in_a_row_end_the_run_with_the_evidence(tmp_path, save_ev
         np.testing.assert_array_equal(rows["x"], batches(6)[5]["x"])
 
 
-@pytest.mark.slow
-def test_steps_skipped_before_a_resume_count_in_the_row(tmp_path):
-    plan = {"run_dir": tmp_path, "save_every_steps": 1, "checks": skips(3)}
-    jddp.fit(wrapped(), batches(2, 3, 4), num_steps=3, **plan)
-    with pytest.raises(NumericsError, match="at step 4, the last of 3 in a row"):
-        jddp.fit(wrapped(), batches(2, 3, 4), num_steps=8, **plan)
-    run = jddp.fit(wrapped(), batches(2, 3, 4), num_steps=8, **{**plan, "checks": skips(4)})
-    assert (run.step, int(run.state.skipped)) == (8, 3)
-
-
 @pytest.mark.parametrize("skip, reported", [(True, "gradients of"), (False, "examples")])
 def test_the_evidence_names_examples_where_batches_know_them(tmp_path, skip, reported):
     class Damaged(ArrayExamples):
@@ -270,15 +243,16 @@ def test_where_labels_fit_or_outputs_are_not_known_the_learning_rate_is_named(
     assert not list(tmp_path.iterdir())  # no directory, no evidence
 
 
-def test_evidence_in_half_precision_can_be_read_without_jax(tmp_path, caplog, monkeypatch):
+def test_evidence_in_half_precision_is_readable_and_a_failure_to_write_it_logged(
+    tmp_path, caplog, monkeypatch
+):
     rows = {"x": np.ones((2, 3), jnp.bfloat16)}
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    write_evidence(tmp_path, {"loss": float("inf")}, rows, SameFolder(tmp_path))
+    for folder in (tmp_path, tmp_path / "process_1.npz" / "step_1"):
+        write_evidence(folder, {"loss": float("inf")}, rows, SameFolder(tmp_path))
     with np.load(tmp_path / "process_1.npz") as kept:
         assert kept["x"].dtype == np.float32
-    assert not (tmp_path / "report.json").exists()  # which is for the first to write
-    # What cannot be written is said, and hides nothing.
-    write_evidence(tmp_path / "process_1.npz" / "step_1", {}, rows, SameFolder(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["process_1.npz"]  # no report.json
     assert "cannot be written" in caplog.text
 
 

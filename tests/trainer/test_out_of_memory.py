@@ -17,52 +17,28 @@ from jddp.trainer import out_of_memory
 from jddp.trainer.out_of_memory import WORDS, explained
 
 ALLOCATES = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes."
-NO_DNN = "FAILED_PRECONDITION: DNN library initialization failed. Look at the errors above"
-LAST = "Last NCCL warning(error) log entry (may be unrelated)"
 # Messages, and where they are from: [0.10.2] are texts in the CUDA plugin of that version.
 FULL = {
     ALLOCATES: "jax-ml/jax#13428",
     "RESOURCE_EXHAUSTED: Out of memory allocating 34359738368 bytes.": "jaxlib 0.10.2, on CPUs",
     "INTERNAL: Allocator (GPU_0_bfc) ran out of memory trying to allocate 4.00GiB": "[0.10.2]",
-    "INTERNAL: Underlying backend ran out of memory trying to instantiate command buffer with 7 "
-    "(total of 9 alive graphs in the process).": "[0.10.2], CUDA graphs",
-    "INTERNAL: Failed to allocate request for 176.00MiB (184549376B) on device ordinal 0": (
-        "google-deepmind/jax_privacy#10"
-    ),
-    "INTERNAL: Failed to allocate 512 bytes for new constant": "[0.10.2]",
+    "INTERNAL: Failed to allocate request for 176.00MiB (184549376B)": "jax_privacy#10",
     "RESOURCE_EXHAUSTED: Exceeded memory limit (failed to allocate 8B": "[0.10.2]",
-    "INTERNAL: failed call to cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY: out of memory": (
-        "jax-ml/jax#10830"
-    ),
+    "INTERNAL: failed call to cuInit: CUDA_ERROR_OUT_OF_MEMORY": "jax-ml/jax#10830",
     "INTERNAL: cudaErrorMemoryAllocation : out of memory": "jax-ml/jax#17217",
-    "INTERNAL: NCCL operation ncclCommInitRank(&comm, nranks, id, rank) failed: unhandled cuda "
-    f"error (run with NCCL_DEBUG=INFO for details). {LAST} 'Cuda failure 2 'out of memory''.": (
-        "openxla/xla#7201"
-    ),
-    f"INTERNAL: NCCL operation failed: unhandled system error. {LAST} 'Cuda failure 'out of "
-    "memory''.": "PKU-YuanGroup/Open-Sora-Plan#386, jax-ml/jax#4950",
-    "INTERNAL: CUDNN_STATUS_ALLOC_FAILED in external/xla/cuda_dnn.cc(4023)": "[0.10.2]",
+    "INTERNAL: NCCL operation failed: 'Cuda failure 2 'out of memory''.": "openxla/xla#7201",
+    "INTERNAL: NCCL operation failed: 'Cuda failure 'out of memory''.": "jax-ml/jax#4950",
     "INTERNAL: cuBLAS: CUBLAS_STATUS_ALLOC_FAILED": "tensorflow/tensorflow#35887",
-    "INTERNAL: cublasLtCreate(&handle): the resource allocation failed": (
-        "cublasGetStatusString, in the manual of cuBLAS"
-    ),
-    NO_DNN: "jax-ml/jax#12461, jax-ml/jax#28752",
+    "INTERNAL: cublasLtCreate(&handle): the resource allocation failed": "the manual of cuBLAS",
+    "FAILED_PRECONDITION: DNN library initialization failed. Look at": "jax-ml/jax#12461",
     "INTERNAL: Could not create cudnn handle: CUDNN_STATUS_NOT_INITIALIZED": "jax-ml/jax#23145",
-    "INTERNAL: failed to create cublas handle: the library was not initialized": (
-        "mikelkou/fava#23, jax-ml/jax#7118"
-    ),
+    "INTERNAL: failed to create cublas handle: not initialized": "jax-ml/jax#7118",
     "RESOURCE_EXHAUSTED: Allocating 8 bytes exceeds the memory limit of 4 bytes.": "[0.10.2]",
 }
 OTHERS = {
-    "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 131072, available: 101376": (
-        "[0.10.2]: of one kernel"
-    ),
-    "RESOURCE_EXHAUSTED: Tensor memory size limit exceeded: requested 9, available: 8": "[0.10.2]",
-    "INTERNAL: NCCL operation async_err failed: remote process exited": "jax-ml/jax#19307",
-    f"INTERNAL: NCCL operation failed: invalid usage. {LAST} 'Duplicate GPU detected'.": "nccl#103",
-    "INTERNAL: CUDA error: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered": (
-        "the manual of CUDA"
-    ),
+    "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 9": "of one kernel",
+    "INTERNAL: NCCL operation failed: 'Duplicate GPU detected'.": "nccl#103",
+    "INTERNAL: CUDA error: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access": "CUDA's manual",
 }
 MEMORY = Memory(**dict.fromkeys(FIELDS, 2**20), limit=60 * 2**30)
 BATCH = {"x": jax.ShapeDtypeStruct((8, 1), np.float32)}

@@ -18,8 +18,10 @@ def put(batch):
     return ("on devices", batch)
 
 
-def started(batches, num_batches):
+def started(batches, num_batches, position=None):
     source = Source(batches, put)
+    if position is not None:
+        source.move_to(position)
     source.start(num_batches)
     return source
 
@@ -49,22 +51,96 @@ class Counting:
         self.i = int(state) if self.kind is bytes else state["next"]
 
 
-class Loader:
-    """An iterable that knows its position, as torchdata's loaders do; its iterators do not."""
+class Workers(Counting):
+    """An iterator whose state has whole numbers as keys, and tuples."""
+
+    def get_state(self):
+        return {0: (self.i,), "random": random.Random(self.i).getstate()}
+
+    def set_state(self, state):
+        (self.i,) = state[0]
+        random.setstate(state["random"])  # which takes tuples alone
+
+
+class InPlace(Counting):
+    """An iterator whose position is one nested dict, which it changes in place and hands out."""
 
     def __init__(self):
-        self.given = 0
+        self.given = {"epoch": {"next": 0}}
+
+    def __next__(self):
+        self.given["epoch"]["next"] += 1
+        return self.given["epoch"]["next"] - 1
+
+    def get_state(self):
+        return self.given
+
+    def set_state(self, state):
+        self.given = state
+
+
+class Loader:
+    """An iterable that knows its position in place, as torchdata's loaders do."""
+
+    def __init__(self):
+        self.given = {"epoch": {"next": 0}}
 
     def __iter__(self):
-        for i in itertools.count(self.given):
-            self.given = i + 1
+        for i in itertools.count(self.given["epoch"]["next"]):
+            self.given["epoch"]["next"] = i + 1
             yield i
 
     def state_dict(self):
-        return {"given": self.given}
+        return self.given
 
     def load_state_dict(self, state):
-        self.given = state["given"]
+        self.given = state
+
+
+MAKERS = {
+    "workers": Workers,
+    "states": Counting,
+    "bytes": lambda: Counting(bytes),
+    "in place": InPlace,
+    "state_dict": Loader,
+    "none": lambda: range(20),
+    "grain": lambda: grain.MapDataset.range(20).to_iter_dataset(),
+    "hugging_face": lambda: datasets.Dataset.from_dict({"i": range(20)}).to_iterable_dataset(),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("num_taken, is_peeked", [(0, False), (0, True), (5, True)])
+def test_the_position_is_that_of_the_batch_taken_last(make, num_taken, is_peeked):
+    source = started(make(), 20)
+    take(source, num_taken)
+    position = source.position
+    kept = json.dumps(to_plain(position, "position"))
+    take(source, 3)
+    source.close()
+    assert json.dumps(to_plain(position, "position")) == kept  # a copy, which nobody changes
+    for _ in range(2):  # nor an iterator that has resumed from it
+        resumed = Source(make(), put)
+        if is_peeked:
+            assert resumed.peek() in (0, {"i": 0})
+        position = from_plain(json.loads(kept))
+        resumed.move_to(position)
+        assert resumed.position == position
+        resumed.start(3)
+        assert take(resumed, 3) == [*range(num_taken, num_taken + 3)]
+        assert resumed.position["num_taken"] == num_taken + 3
+
+
+def test_the_position_before_the_first_batch_is_where_the_iterator_was():
+    moved = Counting()
+    moved.set_state({"next": 5})
+    assert take(started(Counting(), 2, Source(moved, put).position), 2) == [5, 6]
+
+
+def test_batches_without_a_position_are_read_again_with_a_loud_notice(caplog):
+    assert take(started(iter(range(9)), 1, {"num_taken": 4}), 1) == [4]
+    (said,) = caplog.records
+    assert (said.levelname, "replaying 4 batches" in said.getMessage()) == ("WARNING", True)
 
 
 def test_batches_come_in_their_order_from_another_thread_and_no_more_than_the_run_needs():
@@ -79,8 +155,7 @@ def test_batches_come_in_their_order_from_another_thread_and_no_more_than_the_ru
 
 
 def test_no_more_is_read_ahead_than_there_is_room_for():
-    arrived = threading.Semaphore(0)
-    read = []
+    arrived, read = threading.Semaphore(0), []
 
     def batches():
         for i in itertools.count():
@@ -96,111 +171,6 @@ def test_no_more_is_read_ahead_than_there_is_room_for():
     assert read == list(range(DEPTH + 1))
 
 
-class Workers(Counting):
-    """An iterator whose state has whole numbers as keys, and tuples."""
-
-    def get_state(self):
-        return {0: (self.i,), "random": random.Random(self.i).getstate()}
-
-    def set_state(self, state):
-        (self.i,) = state[0]
-        random.setstate(state["random"])  # which takes tuples alone
-
-
-MAKERS = {
-    "workers": Workers,
-    "states": Counting,
-    "bytes": lambda: Counting(bytes),
-    "state_dict": Loader,
-    "none": lambda: range(20),
-    "grain": lambda: grain.MapDataset.range(20).to_iter_dataset(),
-    "hugging_face": lambda: datasets.Dataset.from_dict({"i": range(20)}).to_iterable_dataset(),
-}
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("num_taken, is_peeked", [(0, False), (0, True), (5, True)])
-def test_the_position_is_that_of_the_batch_taken_last(make, num_taken, is_peeked):
-    source = started(make(), 20)
-    take(source, num_taken)
-    position = from_plain(json.loads(json.dumps(to_plain(source.position, "position"))))
-    source.close()
-    resumed = Source(make(), put)
-    if is_peeked:
-        assert resumed.peek() in (0, {"i": 0})
-    resumed.move_to(position)
-    assert resumed.position == position
-    resumed.start(3)
-    assert take(resumed, 3) == [*range(num_taken, num_taken + 3)]
-    assert resumed.position["num_taken"] == num_taken + 3
-
-
-def test_the_position_before_the_first_batch_is_where_the_iterator_was():
-    moved = Counting()
-    moved.set_state({"next": 5})
-    position = Source(moved, put).position
-    resumed = Source(Counting(), put)
-    resumed.move_to(position)
-    resumed.start(2)
-    assert take(resumed, 2) == [5, 6]
-
-
-class InPlace:
-    """Batches whose position is one nested dict, which it changes in place and hands out."""
-
-    def __init__(self):
-        self.state = {"epoch": {"next": 0}}
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.state["epoch"]["next"] += 1
-        return self.state["epoch"]["next"] - 1
-
-    def get_state(self):
-        return self.state
-
-    def set_state(self, state):
-        self.state = state
-
-
-class InPlaceLoader(InPlace):
-    get_state = set_state = property()  # it has none of these
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
-@pytest.mark.parametrize("make", [InPlace, InPlaceLoader])
-def test_a_position_is_a_copy_which_the_iterator_cannot_change(make):
-    source = started(make(), 20)
-    take(source, 4)
-    position = source.position
-    take(source, 3)
-    source.close()
-    assert position["state"] == {"epoch": {"next": 4}}
-    for _ in range(2):  # nor one that has resumed from it
-        resumed = Source(make(), put)
-        resumed.move_to(position)
-        resumed.start(3)
-        assert take(resumed, 3) == [4, 5, 6]
-        resumed.close()
-
-
-def test_batches_without_a_position_are_read_again_with_a_loud_notice(caplog):
-    source = Source(iter(range(9)), put)
-    source.move_to({"num_taken": 4})
-    source.start(1)
-    assert take(source, 1) == [4]
-    (said,) = caplog.records
-    assert said.levelname == "WARNING"
-    assert "replaying 4 batches" in said.getMessage()
-
-
 def test_what_goes_wrong_while_reading_ahead_is_raised_where_the_batch_was_to_be_taken():
     def batches():
         yield 0
@@ -208,13 +178,13 @@ def test_what_goes_wrong_while_reading_ahead_is_raised_where_the_batch_was_to_be
 
     source = started(batches(), 5)
     assert take(source, 1) == [0]
-    with pytest.raises(ZeroDivisionError, match="in the user's own code") as caught:
+    with pytest.raises(ZeroDivisionError) as caught:
         next(source)
     assert "batches" in [entry.name for entry in caught.traceback]  # where it happened
     for num_batches in (0, 2):
         source = started(range(num_batches), 5)
         take(source, num_batches)
-        with pytest.raises(DataError, match=f"ended after {num_batches} batches. Give an endless"):
+        with pytest.raises(DataError, match=f"ended after {num_batches} batches"):
             next(source)
 
 

@@ -65,13 +65,6 @@ def test_a_run_stays_usable_when_another_starts_from_its_state():
     assert_same(second.state, fit(4).state)
 
 
-def test_a_function_may_make_the_first_state():
-    ddp = wrapped()
-    batches = [make_batch(seed=seed) for seed in range(4)]
-    run = jddp.fit(ddp, batches, num_steps=4, state=lambda batch: ddp.init(3, batch))
-    assert_same(run.state, jddp.fit(ddp, batches, num_steps=4, seed=3).state)
-
-
 def test_a_run_remembers_its_records_and_draws_a_panel_for_the_loss_and_for_each_metric():
     run = fit()
     steps = [f"{record['step']} {record['split']}" for record in run.history]
@@ -161,18 +154,6 @@ def test_an_interrupt_while_a_step_is_traced_comes_at_once_and_costs_nothing():
     state, _ = ddp.step(ddp.latest, make_batch(32))
     assert ddp.latest is state
     assert int(state.step) == 1
-
-
-@pytest.mark.parametrize("handle", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_signal_that_no_python_handles_is_left_alone(handle):
-    ddp, batch = wrapped(), make_batch()
-    state = ddp.init(0, batch)
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        state, _ = ddp.step(state, batch)
-        assert signal.getsignal(signal.SIGINT) == handle
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_what_a_cell_ends_with_says_what_it_is_in_text_and_in_html():
@@ -285,15 +266,11 @@ def test_arrays_are_trained_on_and_evaluated_as_batches_of_them_and_as_on_one_de
     equal((run.state.params, run.eval_metrics), (want.state.params, want.eval_metrics))
     assert run.eval_metrics["examples"] == 7
     assert jddp.fit(ddp, **given, state=run.state).step == 8
+    for num_steps in (None, 3):
+        batches = TrainBatches(data, global_batch_size=12, num_epochs=2, seed=3)
+        assert jddp.fit(ddp, batches, num_steps=num_steps).step == (num_steps or 4)
     # Sums of twelve rows in another order, in four steps.
     close(run.state.params, on_one.state.params)
-
-
-def test_batches_of_some_epochs_end_a_run_that_has_no_other_length():
-    batches = TrainBatches(make_batch(20), global_batch_size=8, num_epochs=2, seed=0)
-    assert jddp.fit(wrapped(mesh=1), batches).step == 5
-    batches = TrainBatches(make_batch(20), global_batch_size=8, num_epochs=2, seed=0)
-    assert jddp.fit(wrapped(mesh=1), batches, num_steps=3).step == 3
 
 
 def test_a_second_run_of_one_iterator_prints_where_it_begins(capsys):
@@ -305,31 +282,22 @@ def test_a_second_run_of_one_iterator_prints_where_it_begins(capsys):
 
 
 OF_DATA = {"batches": {"x": np.ones((8, 1))}, "global_batch_size": 4}
+STEPS = {"batches": [], "num_steps": 1}
+MADE = TrainBatches(make_batch(8), global_batch_size=4, seed=0)
 WRONG = [
     ({"batches": {}, "num_steps": 1}, "global_batch_size= is missing"),
     ({"batches": {}, "global_batch_size": 4}, "num_steps= is missing: .*num_epochs="),
-    (
-        {
-            "batches": TrainBatches(make_batch(8), global_batch_size=4, seed=0),
-            "global_batch_size": 4,
-        },
-        "global_batch_size=4 splits arrays .* are batches already",
-    ),
+    ({"batches": MADE, "global_batch_size": 4}, "global_batch_size=4 .* are batches already"),
     ({"batches": []}, r"num_steps= is missing: fit\(ddp, batches, num_steps="),
     ({**OF_DATA, "num_steps": 1, "num_epochs": 1}, "num_steps= and num_epochs= exclude"),
-    ({"batches": [], "num_epochs": 1}, "num_epochs=1 counts passes over arrays or a data set"),
-    ({**OF_DATA, "num_epochs": 0}, "num_epochs 0 is not a positive number"),
-    ({**OF_DATA, "num_epochs": -1}, "num_epochs -1 is not a positive number"),
-    ({**OF_DATA, "num_epochs": float("nan")}, "num_epochs nan is not a positive number"),
-    ({**OF_DATA, "num_epochs": "2"}, "num_epochs '2' is not a positive number"),
-    ({"batches": [], "num_steps": 2.0}, "num_steps is a whole number; got 2.0"),
-    ({"batches": [], "num_steps": "2"}, "num_steps is a whole number; got '2'"),
-    ({"batches": [], "num_steps": 0}, "num_steps is at least 1; got 0"),
-    ({"batches": [], "num_steps": 1, "keep": True}, "keep is a whole number; got True"),
-    ({"batches": [], "num_steps": 1, "run_dir": ""}, "run_dir='' names no folder"),
-    ({"batches": [], "num_steps": 1, "callbacks": [print]}, r"callbacks\[0\]"),
-    ({"batches": [], "num_steps": 1, "callbacks": [jddp.Callback]}, r"callbacks\[0\] .* class"),
-    ({"batches": [], "num_steps": 1, "callbacks": jddp.Callback()}, "a list of callbacks"),
+    ({"batches": [], "num_epochs": 1}, "num_epochs=1 counts passes"),
+    *(({**OF_DATA, "num_epochs": x}, f"num_epochs {x!r}") for x in (0, -1, float("nan"), "2")),
+    *(({"batches": [], "num_steps": x}, f"num_steps is .*; got {x!r}") for x in (2.0, "2", 0)),
+    (STEPS | {"keep": True}, "keep is a whole number; got True"),
+    (STEPS | {"run_dir": ""}, "run_dir=''"),
+    (STEPS | {"callbacks": [print]}, r"callbacks\[0\]"),
+    (STEPS | {"callbacks": [jddp.Callback]}, r"callbacks\[0\] .* class"),
+    (STEPS | {"callbacks": jddp.Callback()}, "a list of callbacks"),
 ]
 
 
@@ -348,6 +316,9 @@ def url():
 @pytest.mark.slow
 def test_a_run_at_a_url_resumes_bitwise_identically(url, tmp_path, capsys):
     first = fit(4, run_dir=url, **SAVED)
+    for other, message in (({"resume": "never"}, "a run at step 4"), ({"config": {}}, "objects")):
+        with pytest.raises(ConfigError, match=f"{url} holds {message}|started from {message}"):
+            fit(2, run_dir=url, **other)
     resumed, whole = fit(8, run_dir=url, **SAVED), fit(8, run_dir=tmp_path, **SAVED)
     assert resumed.run_dir != first.run_dir
     assert_same(resumed.state.params, whole.state.params)
@@ -357,14 +328,6 @@ def test_a_run_at_a_url_resumes_bitwise_identically(url, tmp_path, capsys):
     assert checkpoint_command(["verify", url]) == 0
     verified = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]]
     assert verified == ["4", "6", "8"]
-
-
-def test_a_url_of_another_run_is_refused(url):
-    fit(2, run_dir=url)
-    with pytest.raises(ConfigError, match=f"{url} holds a run at step 2"):
-        fit(2, run_dir=url, resume="never")
-    with pytest.raises(ConfigError, match="started from objects"):
-        fit(2, run_dir=url, config={"a": 1})
 
 
 def test_a_checkpoint_that_cannot_be_uploaded_is_lost_alone(url, monkeypatch, caplog, capsys):

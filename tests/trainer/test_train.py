@@ -7,12 +7,10 @@ import jax
 import pytest
 from runs import contents, environment, free_port, records
 
-import jddp
 from jddp.__main__ import COMMANDS
 from jddp.commands.train import main
 from jddp.config.files import load_config
 from jddp.config.schema import Config
-from jddp.ground.errors import FileSystemError
 
 MINE = """
 from pathlib import Path
@@ -263,10 +261,3 @@ def test_processes_that_read_different_data_say_so_and_end(folder):
         assert "process 1 has another data set than process 0: sha256 is " in complaint
         assert "Traceback" not in complaint
     assert not (folder / "runs" / "differ").exists()
-
-
-def test_fit_refuses_a_run_directory_that_cannot_be_used_before_the_data_are_read(tmp_path):
-    (tmp_path / "file").write_text("")
-    given = {"data.target": "nowhere:data", "run.dir": str(tmp_path / "file")}
-    with pytest.raises(FileSystemError, match=r"run\.dir .*file: Not a directory"):
-        jddp.train("fashion_mnist_cnn", **given)

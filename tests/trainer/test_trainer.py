@@ -256,30 +256,6 @@ def test_a_run_directory_with_a_run_or_without_or_of_another_model_is_refused(dd
     assert fit(plain, batches(), tmp_path, resume="must").step == NUM_STEPS
 
 
-def test_a_run_that_ends_at_a_record_has_no_record_of_the_step_that_was_sent(tmp_path, plain):
-    plan = {"num_steps": 9, "log_every_steps": 5, "save_every_steps": None}
-    with pytest.raises(Broken):
-        fit(plain, endless(), tmp_path, callbacks=[At(5, break_off)], **plan)
-    assert [record["step"] for record in records(tmp_path) if record["split"] == "train"] == [5]
-
-
-@pytest.mark.slow
-def test_two_hundred_steps_that_stop_anywhere_are_two_hundred_steps(tmp_path):
-    ddp = wrapped(NnxConvNet(nnx.Rngs(0), dropout_rate=0.3), optax.adamw(0.01), ema_decay=0.9)
-    plan = {"num_steps": 200, "log_every_steps": 7, "eval_every_steps": 90, "save_every_steps": 30}
-    want = fit(ddp, endless(), tmp_path / "whole", **plan)
-    rng = np.random.default_rng()
-    first = int(rng.integers(1, 197))
-    # The step that is already sent when the first ends is taken, saved and reported with it.
-    stops = [first, int(rng.integers(first + 2, 200))]
-    for stop in stops:
-        with pytest.raises(Broken):
-            fit(ddp, endless(), tmp_path / "broken", callbacks=[At(stop, break_off)], **plan)
-    run = fit(ddp, endless(), tmp_path / "broken", **plan)
-    assert_same(run.state, want.state)
-    assert records(tmp_path / "broken") == records(tmp_path / "whole"), f"stopped at {stops}"
-
-
 def test_the_length_of_epochs_that_are_made_longer_is_kept_and_reported(tmp_path, plain, capsys):
     for num_epochs in (1, 2):
         rows = {"batches": make_batch(20), "global_batch_size": 16, "num_epochs": num_epochs}
@@ -343,17 +319,6 @@ def test_a_note_names_what_is_not_the_same_in_another_world(now, facts, note):
     assert "order" not in (shuffled or "")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model, num_devices", swept([(IN_BOTH[0], 2), (IN_BOTH[1], 1)], every=2), ids=type
-)
-def test_what_is_not_the_same_in_another_world_is_said_once(tmp_path, capsys, model, num_devices):
-    for num_steps, mesh, parts in ((2, 2, 1), (4, num_devices, 2), (6, num_devices, 2)):
-        ddp = wrapped(model, mesh=mesh, accumulate_steps=parts)
-        fit(ddp, endless(), tmp_path, num_steps=num_steps)
-        assert printed(capsys).count(f"{RANDOM}; {STATISTICS}") == (num_steps == 4)
-
-
 def test_what_has_changed_since_a_run_of_objects_was_broken_off_is_said(tmp_path, capsys):
     rates = map(optax.constant_schedule, (0.1, 0.2))
     fit(wrapped(), batches(), tmp_path, num_steps=3, learning_rate=next(rates))
@@ -380,31 +345,23 @@ def bent(state):
     return state.replace(params=state.params | {"Dense_0": layer})
 
 
-def bend(run):
-    run.state = bent(run.state)
-
-
 RARELY = {"eval_every_steps": None, "checks": jddp.Checks(replicas_every_steps=None)}
 
 
-def test_a_replica_that_drifts_off_by_one_bit_is_found_and_named(plain, tmp_path):
-    plan = {
-        **RARELY,
-        "checks": jddp.Checks(replicas_every_steps=10),
-        "save_every_steps": None,
-        "num_steps": 40,
-    }
+def test_a_replica_that_drifts_off_by_one_bit_is_named_and_not_saved(plain, tmp_path):
+    def fit_bent(step, folder, **plan):
+        callbacks = [At(step, lambda run: setattr(run, "state", bent(run.state)))]
+        fit(plain, endless(), tmp_path / folder, callbacks=callbacks, **RARELY | plan)
+
     message = r"^After step 20 .*params/Dense_0/.*differs on replica 1 \(process 0\)"
+    every = {"checks": jddp.Checks(replicas_every_steps=10), "save_every_steps": None}
     with pytest.raises(Mismatch, match=message) as caught:
-        fit(plain, endless(), tmp_path, callbacks=[At(13, bend)], **plan)
+        fit_bent(13, "checked", num_steps=40, **every)
     assert caught.value.exit_code == 76
-
-
-def test_no_checkpoint_is_made_of_replicas_that_differ(plain, tmp_path):
     with pytest.raises(Mismatch, match="Step 4 is not saved: params/Dense_0/"):
-        fit(plain, batches(), tmp_path, callbacks=[At(3, bend)], **RARELY)
+        fit_bent(3, "saved")
     first = plain.init(0, make_batch(8))
-    assert newest(tmp_path / "checkpoints", first)[0] == 2
+    assert newest(tmp_path / "saved" / "checkpoints", first)[0] == 2
     with pytest.raises(Mismatch, match="After step 0 params/Dense_0/kernel differs on"):
         jddp.fit(plain, batches(), num_steps=2, state=bent(first))
 
@@ -439,16 +396,6 @@ def test_two_signals_at_once_are_one(plain, tmp_path, saves):
     assert run.interrupted == "SIGTERM"
     assert int(run.state.step) == run.step < 10_000
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == [str(run.step)] * saves
-
-
-def test_a_hangup_that_is_ignored_stays_so(plain):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` has it
-    try:
-        callbacks = [At(3, lambda run: signal.raise_signal(signal.SIGHUP))]
-        run = jddp.fit(plain, batches(50), num_steps=50, callbacks=callbacks)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert (run.interrupted, run.step) == (None, 50)
 
 
 def test_the_event_loop_of_a_notebook_keeps_its_handlers(plain):
@@ -549,40 +496,47 @@ def test_a_loss_that_is_not_finite_ends_the_run_is_logged_and_spares_the_checkpo
     assert_same(mended.state, bare_loop(plain, batches(), NUM_STEPS)[0])
 
 
-OUT_OF_RANGE = [
+REFUSED = [
     ({"num_steps": 0}, "num_steps is at least 1; got 0"),
-    ({"log_every_steps": 0}, "log_every_steps is at least 1"),
-    ({"eval_every_steps": 0}, "eval_every_steps is at least 1"),
-    ({"save_every_steps": -1}, "save_every_steps is at least 1"),
-    ({"keep": 0}, "keep is at least 1"),
-    ({"resume": "sometimes"}, "resume 'sometimes' is unknown"),
-    ({"run_dir": None, "evaluate": jddp.Evaluation(EVALUATION, "ema")}, "eval_params='ema' needs"),
-    ({"run_dir": None, "resume": "must"}, "resume='must' needs run_dir"),
+    ({"log_every_steps": 0}, "log_every_steps"),
+    ({"eval_every_steps": 0}, "eval_every_steps"),
+    ({"save_every_steps": -1}, "save_every_steps"),
+    ({"keep": 0}, "keep"),
+    ({"resume": "sometimes"}, "resume 'sometimes'"),
+    ({"run_dir": None, "evaluate": jddp.Evaluation(EVALUATION, "ema")}, "eval_params='ema'"),
+    ({"run_dir": None, "resume": "must"}, "resume='must'"),
     ({"evaluate": lambda: EVALUATION}, "evaluate= takes batches, .*not function"),
-    ({"evaluate": np.ones((8, 16))}, "evaluate= takes batches, .*not ndarray"),
-    ({"evaluate": iter(EVALUATION), "eval_every_steps": 1}, "evaluate= is an iterator, .*once"),
-    ({"run_dir": None, "callbacks": [jddp.KeepBest()]}, "KeepBest .* needs run_dir="),
+    ({"evaluate": iter(EVALUATION), "eval_every_steps": 1}, "evaluate= is an iterator"),
+    ({"run_dir": None, "callbacks": [jddp.KeepBest()]}, "KeepBest .* run_dir="),
+    ({"callbacks": [jddp.EarlyStopping("acuracy", mode="max")]}, "'acuracy'.* accuracy, loss. Did"),
+    ({"callbacks": [jddp.KeepBest("count", mode="max")]}, "KeepBest .*'count'"),
+    ({"callbacks": [jddp.KeepBest()], "evaluate": None}, "no evaluate="),
+    ({"callbacks": [jddp.EarlyStopping()], "eval_every_steps": None}, "eval_every_steps="),
+]
+PARTS = [
+    (jddp.Evaluation, {"batches": EVALUATION, "params": "average"}, "eval_params 'average'"),
+    (jddp.Evaluation, {"batches": EVALUATION, "limit": 0}, "limit"),
+    (jddp.Keep, {"every_steps": 0}, "keep_every_steps"),
+    (jddp.Checks, {"max_consecutive_skips": 2.5}, "max_consecutive_skips is a whole number"),
+    (jddp.EarlyStopping, {"metric": "score"}, "'score' does not show"),
+    (jddp.EarlyStopping, {"metric": "accuracy", "mode": "most"}, "mode 'most'"),
+    (jddp.EarlyStopping, {"patience": 0}, "patience"),
+    (jddp.EarlyStopping, {"min_delta": -1.0}, "min_delta"),
+    (jddp.KeepBest, {"keep": 0}, "keep"),
 ]
 
 
-def test_options_out_of_their_range_are_refused_before_anything_is_written(plain, tmp_path):
+def test_options_that_cannot_be_are_refused_before_a_step_is_taken(plain, tmp_path):
     recorder = Recorder()
-    for options, message in OUT_OF_RANGE:
+    for options, message in REFUSED:
         given = {"run_dir": tmp_path / "run", "callbacks": [], **options}
         given["callbacks"] = [*given["callbacks"], recorder]
         with pytest.raises(ConfigError, match=message):
             fit(plain, batches(), **given)
-    assert not (tmp_path / "run").exists()
     assert recorder.calls == []
-
-
-def test_parts_of_a_run_refuse_values_out_of_their_range_when_they_are_made():
-    with pytest.raises(ConfigError, match="eval_params 'average' is unknown"):
-        jddp.Evaluation(EVALUATION, "average")
-    with pytest.raises(ConfigError, match="keep_every_steps is at least 1; got 0"):
-        jddp.Keep(3, every_steps=0)
-    with pytest.raises(ConfigError, match="max_consecutive_skips is a whole number; got 2.5"):
-        jddp.Checks(max_consecutive_skips=2.5)
+    for part, given, message in PARTS:
+        with pytest.raises(ConfigError, match=message):
+            part(**given)
 
 
 def test_a_mistake_in_evaluation_shows_before_the_first_step(tmp_path):
@@ -627,15 +581,10 @@ def test_a_callback_that_changes_what_it_gets_changes_no_record_and_no_checkpoin
     assert json.loads(last.read_text())["config"] == {"mine": [1]}
 
 
-class Leaving(jddp.Callback):
-    def on_eval(self, run, metrics):
-        leave()
-
-
-def fails_in(hook):
+def fails_in(hook, how=break_off):
     """A callback that raises in one of its hooks, at the end of the run at the latest."""
     callback = jddp.Callback()
-    setattr(callback, hook, break_off)
+    setattr(callback, hook, how)
     return {"callbacks": [callback]}
 
 
@@ -650,7 +599,7 @@ BROKEN_OFF = {
     "on_save": (batches(), {"save_every_steps": 4, **fails_in("on_save")}),
     "on_end": (batches(), fails_in("on_end")),
     "exit": (batches(), {"callbacks": [At(4, leave)]}),
-    "exit in on_eval": (batches(), {"eval_every_steps": 4, "callbacks": [Leaving()]}),
+    "exit in on_eval": (batches(), {"eval_every_steps": 4, **fails_in("on_eval", leave)}),
     "twice": (batches(), {"callbacks": [At(4, break_off), At(5, break_off)]}),
     "exit after an error": (batches(), {"callbacks": [At(4, break_off), At(5, leave)]}),
 }
@@ -733,47 +682,37 @@ def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(
     assert f"stopped (enough) at step {run.step}; nothing to do" in printed(capsys)
 
 
-def test_early_stopping_waits_for_as_many_evaluations_as_it_has_patience(plain):
-    run = jddp.Run(plain, plain.init(0, make_batch(8)))
-    stopping, stopped = jddp.EarlyStopping("accuracy", patience=2), []
-    for accuracy in (0.1, 0.3, 0.2, 0.4, 0.4, 0.1):
-        run.evaluations.append({"accuracy": accuracy})
-        stopping.on_eval(run, run.eval_metrics)
-        stopped.append(run.stopped)
-    assert stopped == [None] * 5 + ["accuracy has not improved for 2 evaluations"]
+RISING = [0.30, 0.32, 0.45, 0.42, 0.44]
+# Values of evaluations; the step that is stopped at, the best step, and its value.
+JUDGED = [
+    ("accuracy", [0.1, 0.3, 0.2, 0.4, 0.4, 0.1], (6, 4, 0.4)),
+    ("accuracy", RISING, (5, 3, 0.45)),
+    *(("loss", [x, 2.0, x, 1.0, x, 1.5], (6, 4, 1.0)) for x in (np.nan, None)),  # None is of JSON
+]
 
 
-def test_the_best_of_a_metric_that_rises_is_the_highest(plain):
-    """As it was reported: the lowest was kept, and a run that rose was stopped."""
-    callbacks = [jddp.KeepBest("accuracy"), jddp.EarlyStopping("accuracy", patience=2)]
+@pytest.mark.parametrize("metric, values, want", JUDGED)
+def test_early_stopping_and_the_best_follow_the_direction_of_a_metric(plain, metric, values, want):
+    stopping, best = jddp.EarlyStopping(metric, patience=2), jddp.KeepBest(metric)
     run = jddp.Run(plain, plain.init(0, make_batch(8)))
-    run.save = print
-    for step, accuracy in enumerate((0.30, 0.32, 0.45, 0.42), start=1):
-        run.evaluations.append({"step": step, "accuracy": accuracy})
-        for callback in callbacks:
+    run.save = lambda where: None
+    for step, value in enumerate(values, start=1):
+        evaluations = [*run.evaluations, {"step": step, metric: value}]
+        run.progress = dataclasses.replace(run.progress, step=step, evaluations=evaluations)
+        for callback in (stopping, best):
             callback.on_eval(run, run.eval_metrics)
-    assert (callbacks[0].step, callbacks[0].best, run.stopped) == (3, 0.45, None)
+        assert (run.stopped is None) == (step < want[0])
+    assert run.stopped == f"{metric} has not improved for 2 evaluations"
+    assert (best.step, best.best) == want[1:]
+    run.evaluations.append({"step": 9, metric: [0.5, 1.0]})
+    with pytest.raises(ConfigError, match="is an array"):
+        stopping.on_eval(run, run.eval_metrics)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"metric": "score"}, "mode 'auto': the name 'score' does not show"),
-        ({"metric": "accuracy", "mode": "most"}, "mode 'most' is unknown"),
-        ({"patience": 0}, "patience is at least 1"),
-        ({"min_delta": -1.0}, "min_delta at least 0"),
-    ],
-)
-def test_settings_of_early_stopping_are_refused_where_it_is_made(options, message):
-    with pytest.raises(ConfigError, match=message):
-        jddp.EarlyStopping(**options)
-
-
-@pytest.mark.parametrize("name", ["step", "split", "step_seconds"])
+@pytest.mark.parametrize("name", ["step", "step_seconds"])
 def test_an_evaluation_with_a_metric_of_a_reserved_name_is_refused_before_the_first_step(
     tmp_path, name
 ):
-    """The record of the evaluation lost its step, and each resume repeated it."""
 
     def eval_fn(model, batch, train):
         losses, metrics = loss_fn(model, batch, train)
@@ -796,12 +735,6 @@ def test_every_field_of_a_record_but_the_metrics_has_a_reserved_name(tmp_path):
     assert fields - {"accuracy"} == {*RESERVED} - elsewhere
 
 
-def test_a_metric_is_named_by_text():
-    ddp = wrapped(loss=lambda model, batch, train: (loss_fn(model, batch, train)[0], {0: 1.0}))
-    with pytest.raises(ConfigError, match="a metric named 0. Name metrics by text"):
-        ddp.init(0, make_batch(8))
-
-
 def test_an_evaluation_that_is_not_finite_is_reported_and_costs_nothing(plain, tmp_path, capsys):
     odd = [{**make_batch(8), "x": np.full((8, 16), np.nan, np.float32)}]
     run = fit(plain, batches(), tmp_path, evaluate=odd, callbacks=[jddp.KeepBest()])
@@ -812,50 +745,6 @@ def test_an_evaluation_that_is_not_finite_is_reported_and_costs_nothing(plain, t
     assert (run.step, evaluated) == (NUM_STEPS, [None, None])
 
 
-def test_an_array_has_no_best_value(plain):
-    run = jddp.Run(plain, plain.init(0, make_batch(8)))
-    run.evaluations.append({"step": 1, "recall": [0.5, 1.0]})
-    with pytest.raises(ConfigError, match="watches 'recall', which is an array"):
-        jddp.EarlyStopping("recall").on_eval(run, run.eval_metrics)
-
-
-UNWATCHED = [
-    (
-        [jddp.EarlyStopping("acuracy", mode="max")],
-        {},
-        "watches 'acuracy'.* accuracy, loss. Did you",
-    ),
-    ([jddp.KeepBest("acuracy", mode="max")], {}, "KeepBest .*watches 'acuracy'"),
-    ([jddp.EarlyStopping("count", mode="max")], {}, "watches 'count', but evaluations return"),
-    ([jddp.KeepBest()], {"evaluate": None}, "KeepBest .*there is no evaluate="),
-    ([jddp.EarlyStopping()], {"eval_every_steps": None}, "needs eval_every_steps="),
-]
-
-
-@pytest.mark.parametrize("callbacks, options, message", UNWATCHED)
-def test_a_metric_that_no_evaluation_returns_is_refused_before_the_first_step(
-    plain, tmp_path, callbacks, options, message
-):
-    recorder = Recorder()
-    with pytest.raises(ConfigError, match=message):
-        fit(plain, batches(), tmp_path, callbacks=[*callbacks, recorder], **options)
-    assert recorder.calls == []
-
-
-@pytest.mark.parametrize("unknown", [np.nan, None], ids=["now", "read from metrics.jsonl"])
-def test_an_evaluation_that_is_not_a_number_is_the_worst_one(plain, unknown):
-    saved, stopping, best = [], jddp.EarlyStopping(patience=3), jddp.KeepBest()
-    run = jddp.Run(plain, plain.init(0, make_batch(8)))
-    run.save = saved.append
-    for number, loss in enumerate((unknown, 2.0, unknown, 1.0, unknown, unknown, 3.0), start=1):
-        evaluations = [*run.evaluations, {"step": number, "loss": loss}]
-        run.progress = dataclasses.replace(run.progress, step=number, evaluations=evaluations)
-        for callback in (stopping, best):
-            callback.on_eval(run, run.eval_metrics)
-        assert (run.stopped is None) == (number < 7)
-    assert (saved, best.step, best.best) == (["best"] * 2, 4, 1.0)
-
-
 @pytest.fixture(scope="module")
 def forth_and_back():
     """Takes two steps towards the training batch, then goes away from it."""
@@ -864,20 +753,6 @@ def forth_and_back():
 
 SAME = [make_batch(8)] * NUM_STEPS
 EACH = {"evaluate": SAME[:1], "eval_every_steps": 1}
-
-
-def test_the_best_checkpoint_holds_the_state_with_the_best_evaluation(
-    forth_and_back, tmp_path, capsys
-):
-    recorder, keep_best = Recorder(), jddp.KeepBest()
-    fit(forth_and_back, SAME, tmp_path, callbacks=[recorder, keep_best], **EACH)
-    evaluations = {r["step"]: r["loss"] for r in records(tmp_path) if r["split"] == "eval"}
-    assert keep_best.step == min(evaluations, key=evaluations.get) == 2
-    assert keep_best.best == evaluations[2]
-    assert f"best loss {evaluations[2]:.4g} at step 2, in {tmp_path}/best/2" in printed(capsys)
-    step, best = newest(tmp_path / "best", recorder.states[2])
-    assert step == 2
-    assert_same(best, recorder.states[2])
 
 
 def test_a_folder_of_one_checkpoint_holds_that_of_the_life_that_saved_last(plain, tmp_path):
@@ -892,115 +767,12 @@ def test_a_folder_of_one_checkpoint_holds_that_of_the_life_that_saved_last(plain
     assert newest(tmp_path / "mine", state)[0] == 3
 
 
-def test_callbacks_remember_the_evaluations_before_a_resume(forth_and_back, tmp_path):
-    callbacks = [jddp.KeepBest(), jddp.EarlyStopping(), At(4, break_off)]
-    with pytest.raises(Broken):
-        fit(forth_and_back, SAME, tmp_path, callbacks=callbacks, save_every_steps=1, **EACH)
-    callbacks = [jddp.KeepBest(), jddp.EarlyStopping()]
-    run = fit(forth_and_back, SAME, tmp_path, callbacks=callbacks, **EACH)
-    assert (run.step, run.stopped) == (5, "loss has not improved for 3 evaluations")
-    assert callbacks[0].step == 2
-    assert newest(tmp_path / "best", run.state)[0] == 2
-
-
 def test_a_state_that_is_restored_and_evaluated_is_not_written_again(plain, tmp_path):
     fit(plain, batches(), tmp_path, evaluate=None)
     before = (tmp_path / "checkpoints" / str(NUM_STEPS)).stat().st_ino
     run = fit(plain, batches(), tmp_path)
     assert run.eval_metrics["step"] == NUM_STEPS
     assert (tmp_path / "checkpoints" / str(NUM_STEPS)).stat().st_ino == before
-
-
-def test_parameters_that_are_not_finite_are_not_saved_though_the_loss_was(tmp_path):
-    def loss(model, batch, train):
-        y = model(batch["x"], train=train).sum(-1)
-        return jnp.sqrt(jnp.square(batch["flag"] * y))  # where the flag is 0, the slope is NaN
-
-    ddp = wrapped(loss=loss)
-    flagged = [{**make_batch(8), "flag": np.full(8, flag, np.float32)} for flag in (1, 1, 0, 1)]
-    with pytest.raises(NumericsError, match="not finite after step 3"):
-        jddp.fit(ddp, flagged, num_steps=4, run_dir=tmp_path, save_every_steps=1)
-    step, state = newest(tmp_path / "checkpoints", ddp.init(0, flagged[0]))
-    assert step == 2
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
-
-
-def moving(folder, to):
-    """Moves a folder after the third step, behind the save of the second."""
-
-    def move(run):
-        while any(run.run_dir.glob("checkpoints/*.new")):
-            time.sleep(0.01)
-        folder.rename(to)
-
-    return [At(3, move)]
-
-
-def test_a_run_whose_logs_are_moved_continues_to_its_end(plain, tmp_path):
-    callbacks = moving(tmp_path / "run" / "logs", tmp_path / "logs")
-    run = fit(plain, batches(), tmp_path / "run", callbacks=callbacks)
-    assert run.step == NUM_STEPS
-    assert f"step {NUM_STEPS}/{NUM_STEPS}" in (tmp_path / "logs" / "process_0.log").read_text()
-
-
-def test_a_run_whose_directory_is_moved_ends_in_good_order_and_resumes_there(plain, tmp_path):
-    callbacks = moving(tmp_path / "run", tmp_path / "moved")
-    with pytest.raises(FileSystemError, match=f"step {NUM_STEPS} cannot be saved.*No such file"):
-        fit(plain, batches(), tmp_path / "run", callbacks=callbacks, save_every_steps=2)
-    assert not (tmp_path / "run").exists()
-    run = fit(plain, batches(), tmp_path / "moved", save_every_steps=2)
-    assert run.step == NUM_STEPS
-    trained = [x["step"] for x in records(tmp_path / "moved") if x["split"] == "train"]
-    assert trained == [*range(1, NUM_STEPS + 1)]
-
-
-def test_a_limited_evaluation_is_exact_over_the_first_batches(plain):
-    limited = jddp.Evaluation(EVALUATION, limit=1)
-    run = jddp.fit(plain, batches(), num_steps=2, evaluate=limited, eval_every_steps=1)
-    assert [record["examples"] for record in run.evaluations] == [5, 5]
-    found = plain.evaluate(run.state, EVALUATION[:1])
-    assert found == {name: run.eval_metrics[name] for name in found}
-    assert run.evaluate()["examples"] == 8
-    with pytest.raises(ConfigError, match="limit is at least 1; got 0"):
-        jddp.Evaluation(EVALUATION, limit=0)
-
-
-def test_a_limited_evaluation_of_examples_reads_rows_of_all_of_them(plain):
-    tests = make_batch(80) | {"y": np.repeat([0, 1], 40).astype(np.int32)}  # class after class
-    evaluation = eval_batches(tests, global_batch_size=4)
-    limited = jddp.Evaluation(evaluation, limit=2)
-    plan = {"num_steps": 2, "evaluate": limited, "eval_every_steps": 1, "seed": 3}
-    run = jddp.fit(plain, batches(), **plan)
-    assert [record["examples"] for record in run.evaluations] == [8, 8]
-    rows = [*evaluation.limited(2, seed=3)]
-    assert [batch["y"].tolist() for batch in rows] == [[0] * 4, [1] * 4]
-    found = plain.evaluate(run.state, rows)
-    assert found == {name: run.eval_metrics[name] for name in found}
-    assert run.evaluate()["examples"] == 80
-
-
-def test_the_three_best_checkpoints_stay_and_the_listing_shows_their_metrics(
-    forth_and_back, tmp_path, capsys
-):
-    best = jddp.KeepBest(keep=3)
-    run = fit(forth_and_back, SAME, tmp_path, callbacks=[best], **EACH)
-    ranked = sorted(run.evaluations, key=lambda record: record["loss"])
-    first, *others = (record["step"] for record in ranked[:3])
-    kept = sorted([first, *others])
-    assert [path for path in run.checkpoints if path.startswith("best/")] == [
-        f"best/{step}" for step in kept
-    ]
-    lines = [*reader.checkpoint_lines(tmp_path / "best")]
-    assert [int(line.split()[0]) for line in lines] == kept
-    for step, line in zip(kept, lines, strict=True):
-        assert f"loss {run.evaluations[step - 1]['loss']:.4g}" in line
-    opened = jddp.open_run(tmp_path, model=MLP(), loss_fn=loss_fn, checkpoint="best")
-    assert opened.step == first != max(kept)
-    next((tmp_path / "best" / str(first)).rglob("arrays.json")).write_text("{}")
-    opened = jddp.open_run(tmp_path, model=MLP(), loss_fn=loss_fn, checkpoint="best")
-    assert opened.step == others[0]
-    with pytest.raises(ConfigError, match="keep is at least 1; got 0"):
-        jddp.KeepBest(keep=0)
 
 
 def test_numbers_of_numpy_and_paths_among_the_settings_are_saved(plain, tmp_path):
@@ -1010,6 +782,60 @@ def test_numbers_of_numpy_and_paths_among_the_settings_are_saved(plain, tmp_path
         stop = jddp.EarlyStopping(patience=np.int64(9), min_delta=np.float32(0.5))
         run = fit(plain, batches(), tmp_path, num_steps=num_steps, callbacks=[stop], **given)
     assert (run.step, run.stopped) == (3, None)
+
+
+def test_callbacks_remember_the_evaluations_before_a_resume_and_the_best_checkpoints_stay(
+    forth_and_back, tmp_path, capsys
+):
+    options = {"callbacks": [jddp.KeepBest(keep=3), At(4, break_off)], "save_every_steps": 1}
+    with pytest.raises(Broken):
+        fit(forth_and_back, SAME, tmp_path, **options, **EACH)
+    best = jddp.KeepBest(keep=3)
+    run = fit(forth_and_back, SAME, tmp_path, callbacks=[best, jddp.EarlyStopping()], **EACH)
+    assert (run.step, run.stopped) == (5, "loss has not improved for 3 evaluations")
+    ranked = sorted(run.evaluations, key=lambda record: record["loss"])
+    first, *others = (record["step"] for record in ranked[:3])
+    assert (best.step, best.best) == (first, ranked[0]["loss"])
+    assert f"best loss {best.best:.4g} at step {first}, in {tmp_path}/best/" in printed(capsys)
+    kept = sorted([first, *others])
+    assert [x for x in run.checkpoints if "best" in x] == [f"best/{step}" for step in kept]
+    lines = [*reader.checkpoint_lines(tmp_path / "best")]
+    for step, line in zip(kept, lines, strict=True):
+        assert line.split()[0] == str(step)
+        assert f"loss {run.evaluations[step - 1]['loss']:.4g}" in line
+    for step in (first, others[0]):
+        opened = jddp.open_run(tmp_path, model=MLP(), loss_fn=loss_fn, checkpoint="best")
+        assert opened.step == step
+        next((tmp_path / "best" / str(step)).rglob("arrays.json")).write_text("{}")
+
+
+def test_a_run_whose_directory_is_moved_ends_in_good_order_and_resumes_there(plain, tmp_path):
+    def move(run):  # behind the save of the second step
+        while any(run.run_dir.glob("checkpoints/*.new")):
+            time.sleep(0.01)
+        (tmp_path / "run").rename(tmp_path / "moved")
+
+    options = {"callbacks": [At(3, move)], "save_every_steps": 2}
+    with pytest.raises(FileSystemError, match=f"step {NUM_STEPS} cannot be saved.*No such file"):
+        fit(plain, batches(), tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+    run = fit(plain, batches(), tmp_path / "moved", save_every_steps=2)
+    trained = [x["step"] for x in records(tmp_path / "moved") if x["split"] == "train"]
+    assert trained == [*range(1, run.step + 1)] == [*range(1, NUM_STEPS + 1)]
+
+
+def test_a_limited_evaluation_is_exact_over_its_first_batches_or_over_rows_of_all(plain):
+    tests = make_batch(80) | {"y": np.repeat([0, 1], 40).astype(np.int32)}  # class after class
+    examples = eval_batches(tests, global_batch_size=4)
+    rows = [*examples.limited(2, seed=3)]
+    assert [batch["y"].tolist() for batch in rows] == [[0] * 4, [1] * 4]
+    for given, limit, read in ((EVALUATION, 1, EVALUATION[:1]), (examples, 2, rows)):
+        plan = {"evaluate": jddp.Evaluation(given, limit=limit), "eval_every_steps": 1, "seed": 3}
+        run = jddp.fit(plain, batches(), num_steps=2, **plan)
+        found = plain.evaluate(run.state, read)
+        assert found == {name: run.eval_metrics[name] for name in found}
+        assert {record["examples"] for record in run.evaluations} == {found["examples"]}
+        assert run.evaluate()["examples"] == (8 if given is EVALUATION else 80)
 
 
 class Scores:
@@ -1050,18 +876,6 @@ def test_a_best_checkpoint_that_is_asked_for_later_is_one_that_can_be_kept(
     assert f"best score {value} at step {kept[0]}, in {tmp_path}/best/{kept[0]}" in printed(capsys)
     again = train(8, [0.5], [jddp.KeepBest("score", mode=mode, keep=keep)])
     assert [x for x in again.checkpoints if "best" in x] == [f"best/{step}" for step in kept]
-
-
-def test_a_best_checkpoint_of_the_step_that_is_resumed_from_stays(forth_and_back, tmp_path):
-    options = {"callbacks": [jddp.KeepBest(), At(3, break_off)], "save_every_steps": 2, **EACH}
-    with pytest.raises(Broken):
-        fit(forth_and_back, SAME, tmp_path, **options)
-    shutil.rmtree(tmp_path / "checkpoints" / "3", ignore_errors=True)  # as after a kill
-    before = (tmp_path / "best" / "2").stat().st_ino
-    best = jddp.KeepBest()
-    fit(forth_and_back, SAME, tmp_path, callbacks=[best], **EACH)
-    assert best.step == 2
-    assert (tmp_path / "best" / "2").stat().st_ino == before
 
 
 class Hooks(jddp.Callback):
