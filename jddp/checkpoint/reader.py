@@ -322,17 +322,17 @@ def read_object(path: Path) -> JsonObject:
 
 
 def checkpoint_lines(directory: Path) -> Iterator[str]:
-    """A line for each checkpoint, damaged ones included: step, size, loss."""
-    for folder in sorted(filter(Path.is_dir, directory.iterdir()), key=_by_step):
+    """A line for each checkpoint, damaged ones included: step, size, last metrics."""
+
+    def by_step(folder: Path) -> tuple[int, str]:
+        step, _, rest = folder.name.partition(".")
+        return (int(step) if step.isdecimal() else 0, rest)
+
+    for folder in sorted(filter(Path.is_dir, directory.iterdir()), key=by_step):
         with contextlib.suppress(FileNotFoundError):  # of one that a run removes meanwhile
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             line = f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_last_metrics(folder)}"
             yield printable(line.rstrip())
-
-
-def _by_step(folder: Path) -> tuple[int, str]:
-    step, _, rest = folder.name.partition(".")
-    return (int(step) if step.isdecimal() else 0, rest)
 
 
 def _last_metrics(folder: Path) -> str:

@@ -18,6 +18,7 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from flax.traverse_util import unflatten_dict
 from jddp.checkpoint.folders import directory_of, first_line
 from jddp.checkpoint.reader import (
     KEY_IMPLS,
+    Layouts,
     in_file,
     keep_quiet,
     layouts_in,
@@ -96,19 +98,20 @@ def read_weights(named: str | Path) -> PyTree:
 
 def is_run_folder(path: Path) -> bool:
     """Whether it can only be a run directory, or a folder of checkpoints."""
-    return path.is_dir() and not (is_hub_folder(path) or (path / "_METADATA").exists())
+    is_other = _is_hub_folder(path) or (path / "_METADATA").exists()
+    return path.is_dir() and not is_other
+
+
+def _is_hub_folder(folder: Path) -> bool:
+    return (folder / INDEX).exists() or any(folder.glob("model*.safetensors"))
 
 
 def _read_foreign(path: Path) -> PyTree:
-    if path.is_file():
-        return _as_tree(read_file(path))
-    return _as_tree(read_hub_folder(path)) if is_hub_folder(path) else _read_orbax(path)
-
-
-def _as_tree(arrays: HostArrays) -> PyTree:
+    if not (path.is_file() or _is_hub_folder(path)):
+        return _read_orbax(path)
+    arrays = read_file(path) if path.is_file() else _read_hub_folder(path)
     separator = "/" if any("/" in name for name in arrays) else "."
-    found = {name: x for name, x in arrays.items() if hasattr(x, "dtype")}
-    return unflatten_dict(found, sep=separator)
+    return unflatten_dict(arrays, sep=separator)
 
 
 def _read_orbax(path: Path) -> PyTree:
@@ -128,68 +131,26 @@ def read_file(file: Path) -> HostArrays:
     """
     arrays, about = _PARSERS[file.suffix](file)
     digests = (about or {}).get("digests")
-    if digests is not None and digests != digests_of(arrays):
+    if digests is not None and digests != _digests_of(arrays):
         raise ValueError("an array has changed since it was exported")
     return arrays
 
 
-def digests_of(arrays: HostArrays) -> dict[str, str]:
-    """The SHA-256 of each array's bytes."""
+def _digests_of(arrays: HostArrays) -> dict[str, str]:
     return {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
 
 
-def pack_safetensors(file: Path, arrays: HostArrays, about: str) -> bytes:
-    """The content of a new file of safetensors, with a JSON text.
-
-    Raises:
-      ConfigError: If the file has another suffix, or the format lacks a dtype.
-    """
-    if file.suffix != WRITTEN:
-        raise ConfigError(
-            f"{file}: unknown format. Use a name in {WRITTEN}, which PyTorch reads too."
-        )
-    try:
-        # transformers refuses a file that names no format; "pt" is its word for plain arrays.
-        return safetensors.numpy.save(arrays, metadata={KEY: about, "format": "pt"})
-    except safetensors.SafetensorError as error:
-        raise ConfigError(
-            f"{file}: {error}. Cast these arrays, or use the run directory itself: model.init_from "
-            "and init(params=) read it."
-        ) from error
-
-
-def is_hub_folder(folder: Path) -> bool:
-    """Whether a folder has weights as on the Hugging Face Hub, or a part of them."""
-    return (folder / INDEX).exists() or any(folder.glob("model*.safetensors"))
-
-
-def read_hub_folder(folder: Path) -> HostArrays:
-    """The arrays in such a folder, by their names.
-
-    Raises:
-      ValueError: If the index, a file that it lists, or an array in that file is missing.
-    """
+def _read_hub_folder(folder: Path) -> HostArrays:
     if (folder / WHOLE).exists():
         return read_file(folder / WHOLE)
     if not (folder / INDEX).exists():
-        found = min(x.name for x in folder.glob("model*.safetensors"))
-        raise ValueError(
-            f"{found} is one of several files, and {INDEX}, which lists them, is missing; fetch "
-            "the whole folder"
-        )
-    places: dict[str, str] = read_object(folder / INDEX).get("weight_map") or {}
-    if not places:
-        raise ValueError(f"{INDEX} has no weight_map, which names the file of each array")
-    shards = {file: _read_shard(folder, file) for file in sorted({*places.values()})}
-    if absent := [name for name, file in places.items() if name not in shards[file]]:
-        raise ValueError(f"{absent[0]} is not in {places[absent[0]]}, where {INDEX} has it")
+        raise ValueError(f"{INDEX}, which lists its files, is missing; fetch the whole folder")
+    places: dict[str, str] = read_object(folder / INDEX)["weight_map"]
+    files = {*places.values()}
+    if absent := [x for x in files if Path(x).name != x or not (folder / x).exists()]:
+        raise ValueError(f"{INDEX} lists {absent[0]}, which is not there; fetch the whole folder")
+    shards = {file: read_file(folder / file) for file in files}
     return {name: shards[file][name] for name, file in places.items()}
-
-
-def _read_shard(folder: Path, file: str) -> HostArrays:
-    if Path(file).name != file or not (folder / file).exists():
-        raise ValueError(f"{INDEX} lists {file}, which is not there; fetch the whole folder")
-    return read_file(folder / file)
 
 
 def _read_safetensors(file: Path) -> tuple[HostArrays, Settings | None]:
@@ -246,35 +207,52 @@ def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> Non
       FileSystemError: If the checkpoint cannot be read, or the file cannot be written.
     """
     leaves = read_arrays(folder) if fields is None else by_path(read_values(folder, fields))
-    layouts = dict.fromkeys(leaves, Replicated()) if fields else layouts_in(read_described(folder))
+    layouts = None if fields else layouts_in(read_described(folder))
     keys = {name: impl for name, x in leaves.items() if (impl := KEY_IMPLS.get(str(x.dtype)))}
     arrays = {n: np.asarray(jax.random.key_data(x) if n in keys else x) for n, x in leaves.items()}
-    _write(folder, file, arrays, {"keys": keys, "layouts": layouts})
+    export_arrays(folder, file, arrays, keys=keys, layouts=layouts)
 
 
-def export_arrays(folder: Path, file: Path, arrays: HostArrays) -> None:
+def export_arrays(
+    folder: Path,
+    file: Path,
+    arrays: HostArrays,
+    *,
+    keys: Mapping[str, str] = MappingProxyType({}),
+    layouts: Layouts | None = None,
+) -> None:
     """Writes arrays that were made of a checkpoint, with what is known of it.
 
     Args:
       folder: Folder of the checkpoint.
       file: New file, `*.safetensors`.
       arrays: Arrays by their names.
+      keys: Implementations of arrays that are PRNG keys.
+      layouts: Layouts by name; None if all are replicated.
 
     Raises:
       ConfigError: If the suffix is another, or the format lacks a dtype.
       FileSystemError: If the file cannot be written.
     """
-    _write(folder, file, arrays, {"keys": {}, "layouts": dict.fromkeys(arrays, Replicated())})
-
-
-def _write(folder: Path, file: Path, arrays: HostArrays, about: Settings) -> None:
-    text = {
+    if file.suffix != WRITTEN:
+        raise ConfigError(
+            f"{file}: unknown format. Use a name in {WRITTEN}, which PyTorch reads too."
+        )
+    about = {
         "step": int(folder.name),
-        "digests": digests_of(arrays),
-        **about,
+        "digests": _digests_of(arrays),
+        "keys": dict(keys),
+        "layouts": layouts or dict.fromkeys(arrays, Replicated()),
         "run": read_object(folder / "run.json"),
     }
-    # First, or a dtype that the format lacks would leave an empty file, which refuses the next try.
-    packed = pack_safetensors(file, arrays, json.dumps(text, default=in_file))
+    text = json.dumps(about, default=in_file)
+    try:
+        # transformers refuses a file that names no format; "pt" is its word for plain arrays.
+        packed = safetensors.numpy.save(arrays, metadata={KEY: text, "format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise ConfigError(
+            f"{file}: {error}. Cast these arrays, or use the run directory itself: model.init_from "
+            "and init(params=) read it."
+        ) from error
     with file_errors(f"{file} cannot be written"), file.open("xb") as opened:
         opened.write(packed)

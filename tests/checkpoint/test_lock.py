@@ -11,40 +11,41 @@ import sys
 import pytest
 from runs import environment
 
-from jddp.ground.errors import ConfigError
 from jddp.trainer.reports import run_directory as lock
-from jddp.trainer.reports.run_directory import RunDirectory
 
-HOLDS = """
+IMPORTS = """
 import os, sys, time
 from pathlib import Path
-from jddp.trainer.reports import run_directory as lock
-with lock.held(Path(sys.argv[1])):
+from jddp.trainer.reports.run_directory import InUse, held
+path = Path(sys.argv[1])
+"""
+HOLDS = """
+with held(path):
     if sys.argv[2:] and os.fork():
         time.sleep(1000)  # the child reports, and outlives it
     print("holds", flush=True)
     time.sleep(1000)
 """
-
-
 ASKS = """
-import sys
-from pathlib import Path
-from jddp.trainer.reports import run_directory as lock
 try:
-    with lock.held(Path(sys.argv[1])):
+    with held(path):
         print("free")
-except lock.InUse as holder:
+except InUse as holder:
     print(holder)
+"""
+LEAVES = """
+with held(path) as name:
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+        assert path.read_text() == name != ""
+if child:
+    assert path.read_text() == ""
 """
 
 
-def answer_of_another_process(path):
-    """What another process gets: the holder's name, or "free"."""
-    program = [sys.executable, "-c", ASKS, str(path)]
-    done = subprocess.run(program, env=environment(), capture_output=True, text=True)
-    assert not done.stderr
-    return done.stdout.strip()
+def program(text, *arguments):
+    return [sys.executable, "-c", IMPORTS + text, *map(str, arguments)]
 
 
 def test_one_holder_at_a_time_in_one_process_too(tmp_path):
@@ -58,19 +59,23 @@ def test_one_holder_at_a_time_in_one_process_too(tmp_path):
 
 
 def test_a_copy_of_the_directory_by_its_own_process_does_not_end_the_lock(tmp_path):
+    def answer():
+        return subprocess.check_output(program(ASKS, path), env=environment(), text=True).strip()
+
     (path := tmp_path / "run" / "lock").parent.mkdir()
     with lock.held(path) as name:
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         path.read_bytes()
-        assert answer_of_another_process(path) == name.strip()
-    assert answer_of_another_process(path) == "free"
+        assert answer() == name.strip()
+    assert answer() == "free"
 
 
 @pytest.mark.parametrize("child", [[], ["and forks"]], ids=["alone", "with a child that stays"])
 def test_the_lock_ends_with_its_process_however_that_ends(tmp_path, child):
-    program = [sys.executable, "-c", HOLDS, str(path := tmp_path / "lock"), *child]
+    command = program(HOLDS, path := tmp_path / "lock", *child)
+    pipe, variables = subprocess.PIPE, environment()
     holder = subprocess.Popen(
-        program, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, env=variables, stdout=pipe, text=True, start_new_session=True
     )
     try:
         assert holder.stdout.readline() == "holds\n"
@@ -103,8 +108,7 @@ if child:
 
 
 def test_a_child_that_leaves_through_the_holder_s_code_takes_nothing_along(tmp_path):
-    program = [sys.executable, "-c", LEAVES, str(tmp_path / "lock")]
-    subprocess.run(program, env=environment(), check=True)
+    subprocess.run(program(LEAVES, tmp_path / "lock"), env=environment(), check=True)
 
 
 def test_a_file_system_without_locks_is_reported_and_used(tmp_path, monkeypatch, caplog):
@@ -122,17 +126,6 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     with pytest.raises(OSError, match="symbolic link"), lock.held(tmp_path / "lock"):
         pass
     assert (tmp_path / "mine").read_text() == "text"
-
-
-def test_a_second_run_of_a_process_is_refused_while_the_first_copies_its_directory(tmp_path):
-    first, second = (RunDirectory(tmp_path / "run", is_writer=True) for _ in range(2))
-    with first.held(None, {}):
-        shutil.copytree(first.path, tmp_path / "copy")
-        message = rf"^run\.dir {first.path} is in use by another run of this process\. Wait"
-        with pytest.raises(ConfigError, match=message), second.held(None, {}):
-            pass
-    with second.held(None, {}):
-        pass
 
 
 def test_on_a_full_disk_the_lock_holds_without_a_name(tmp_path, monkeypatch):

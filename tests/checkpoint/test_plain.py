@@ -19,7 +19,7 @@ VALUES = [
     {"@python": "[1]"},
     random.Random(3).getstate(),
     np.random.PCG64(3).state,
-    [float("inf"), True, None, "\ud800 é"],
+    [float("inf"), float("nan"), True, None, "\ud800 é"],
     OrderedDict(b=1, a=2),
     {"x": np.int64(3), "y": np.float32(0.1), "flag": np.bool_(True)},
 ]
@@ -32,33 +32,17 @@ def through_json(value):
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_values_come_back_equal(value):
     found = through_json(value)
-    assert found == value
+    assert found == value or repr(found) == repr(value)  # NaN
     assert type(found) is type(value) or isinstance(value, dict)
 
 
-def test_not_a_number_stays_one():
-    assert np.isnan(through_json({"x": float("nan")})["x"])
+HOLDS_ITSELF = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
+OTHERS = [{1, object()}, {"x": [jnp.ones(2)]}, object(), {"x": np.ones(2)}, {0: np.ones(())}]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {1, object()},
-        {"x": [jnp.ones(2)]},
-        object(),
-        {"x": np.ones(2)},
-        {"x": np.ones(1)},
-        {0: np.ones(())},
-    ],
-)
+@pytest.mark.parametrize("value", [*OTHERS, HOLDS_ITSELF], ids=range(6))
 def test_other_values_are_refused_in_one_line(value):
     with pytest.raises(ConfigError, match="^extra= ") as caught:
         to_plain(value, "extra=")
     assert "\n" not in str(caught.value)
-
-
-def test_a_value_that_holds_itself_is_refused():
-    value = []
-    value.append(value)
-    with pytest.raises(ConfigError):
-        to_plain(value, "extra=")
