@@ -9,7 +9,6 @@ from flax import linen as nn
 import jddp
 from jddp.config.files import read_yaml, with_overrides
 from jddp.config.schema import Config
-from jddp.data.examples import ArrayExamples, RowExamples, column_of
 from jddp.ground.errors import ConfigError, DataError
 from jddp.trainer.job.build import build, train
 from jddp.trainer.job.parts import balanced_weights
@@ -79,14 +78,6 @@ def test_smoothed_targets_are_weighed_by_class_as_in_pytorch():
     wider = {"x": np.pad(logits, ((0, 0), (0, 1))), "label": labels}
     mean, _ = cross_entropy(lambda x: x, wider, True, label_smoothing=0.1, class_weights=WEIGHTS)
     assert np.isfinite(mean.total).all()  # an output that no class has
-
-
-def test_labels_are_at_hand_or_read_row_by_row():
-    rows = RowExamples([{"x": 1.0, "label": int(label)} for label in LABELS])
-    assert column_of(rows, "label") is None
-    np.testing.assert_array_equal(column_of(rows, "label", reads=True), LABELS)
-    assert column_of(rows, "mask", reads=True) is None
-    np.testing.assert_array_equal(column_of(ArrayExamples({"label": LABELS}), "label"), LABELS)
 
 
 @pytest.fixture

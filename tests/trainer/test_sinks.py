@@ -1,9 +1,12 @@
 """Runs whose records go to sinks: to TensorBoard, to a stand-in for wandb, to sinks of a user."""
 
+import importlib.util
 import json
+import logging
 import shutil
 import struct
 import sys
+import threading
 import types
 
 import numpy as np
@@ -14,6 +17,8 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.ground.errors import ConfigError
+from jddp.trainer.reports import sinks
+from jddp.trainer.reports.sinks import GuardedSink, Start, TensorBoard, chart_of, choose_sinks
 
 TESTS = [make_batch(8, seed=9)]
 
@@ -30,10 +35,13 @@ def fit(ddp, num_steps=4, **options):
 
 
 class Kept:
-    def __init__(self, start):
-        self.start, self.records, self.is_closed = start, [], False
+    """Keeps its records, and does something else with each."""
+
+    def __init__(self, start=None, act=lambda record: None):
+        self.start, self.act, self.records, self.is_closed = start, act, [], False
 
     def log(self, record):
+        self.act(record)
         self.records.append(record)
 
     def close(self):
@@ -57,31 +65,18 @@ def test_a_run_goes_its_way_with_sinks_that_fail_and_one_gets_all_its_records(dd
     run = fit(ddp, sinks=[Broken(), kept, refuse])
     assert_same(run.state, want.state)
     assert kept.records == run.history
-    assert kept.is_closed
-    assert len(run.history) == 6
-    assert sorted(x for x in caplog.messages if x.startswith("sink")) == [
-        "sink Broken cannot take the record of step 1: OSError: no network. The training "
-        "continues.",
-        "sink Broken: 6 of 6 records lost",
-        "sink refuse cannot begin: ValueError: no credentials. The training continues.",
-        "sink refuse: 6 of 6 records lost",
-    ]
+    assert (kept.is_closed, len(run.history)) == (True, 6)
+    lost = [x for x in caplog.messages if x.endswith("6 of 6 records lost")]
+    assert sorted(lost) == [f"sink {x}: 6 of 6 records lost" for x in ("Broken", "refuse")]
 
 
 def test_a_sink_is_closed_also_where_training_fails_and_has_the_records_so_far(ddp):
-    class Ends(jddp.Callback):
-        def on_eval(self, run, metrics):
-            raise RuntimeError("on purpose")
-
-    kept = Kept(None)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        fit(ddp, sinks=[kept], callbacks=[Ends()])
+    ends, kept = jddp.Callback(), Kept(None)
+    ends.on_eval = lambda run, metrics: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fit(ddp, sinks=[kept], callbacks=[ends])
     assert kept.is_closed
-    assert [(x["step"], x["split"]) for x in kept.records] == [
-        (1, "train"),
-        (2, "train"),
-        (2, "eval"),
-    ]
+    assert [x["split"] for x in kept.records] == ["train", "train", "eval"]
 
 
 def test_other_processes_than_the_first_have_no_sinks(ddp, monkeypatch):
@@ -92,9 +87,9 @@ def test_other_processes_than_the_first_have_no_sinks(ddp, monkeypatch):
 
 
 def test_wrong_sinks_are_refused_before_a_batch_is_read(ddp, tmp_path):
-    for sinks, message in ((["tensorbord"], "Did you mean"), (["tensorboard"], "needs run_dir=")):
+    for word, message in (("tensorbord", "Did you mean"), ("tensorboard", "needs run_dir=")):
         with pytest.raises(ConfigError, match=message):
-            jddp.fit(ddp, iter(()), num_steps=1, sinks=sinks)
+            jddp.fit(ddp, iter(()), num_steps=1, sinks=[word])
 
 
 def events(run_dir):
@@ -157,35 +152,23 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_takes_again(ddp, tmp_pat
     assert len(scalars(events(tmp_path))) > len(scalars(shown))
 
 
-def test_arrays_are_a_histogram_and_a_table_in_tensorboard(tmp_path):
-    from jddp.trainer.reports.sinks import TensorBoard
-
+def test_arrays_are_a_histogram_and_a_table_or_no_histogram_in_tensorboard(tmp_path):
     sink = TensorBoard(tmp_path, {}, 0)
     recall, confusion = [0.5, float("nan"), 1.0], [[3, 1], [0, 4]]
     sink.log({"step": 2, "split": "eval", "recall": recall, "confusion": confusion})
-    sink.close()
-    values = [value for x in events(tmp_path) for value in x.summary.value]
-    histograms = {x.tag: x.histo for x in values if x.HasField("histo")}
-    assert histograms.keys() == {"recall/eval"}
-    assert (histograms["recall/eval"].num, histograms["recall/eval"].sum) == (2, 1.5)
-    texts = {
-        x.tag.partition("/text")[0]: x.tensor.string_val[0] for x in values if x.HasField("tensor")
-    }
-    assert texts["confusion/eval"].split() == b"[[3. 1.] [0. 4.]]".split()
-    assert texts["recall/eval"].split() == b"[0.5 nan 1. ]".split()
-
-
-def test_an_array_without_a_finite_number_costs_no_other_value_in_tensorboard(tmp_path):
-    from jddp.trainer.reports.sinks import TensorBoard
-
-    sink = TensorBoard(tmp_path, {}, 0)
     arrays = {"nan": np.full(3, np.nan), "empty": np.zeros((0, 2)), "good": np.arange(3.0)}
     sink.log({"step": 2, "split": "callback", **arrays, "huge": np.array([-3e38, 3e38])})
     sink.close()
     values = {value.tag: value for x in events(tmp_path) for value in x.summary.value}
-    assert {tag for tag, x in values.items() if x.HasField("histo")} == {"good"}
-    for name in ("nan", "empty", "huge"):
-        assert b"no histogram" in values[f"{name}/text_summary"].tensor.string_val[0]
+    histograms = {
+        tag: (x.histo.num, x.histo.sum) for tag, x in values.items() if x.HasField("histo")
+    }
+    assert histograms == {"recall/eval": (2, 1.5), "good": (3, 3)}
+    texts = {tag: x.tensor.string_val[0] for tag, x in values.items() if x.HasField("tensor")}
+    assert texts["confusion/eval/text_summary"].split() == b"[[3. 1.] [0. 4.]]".split()
+    assert all(
+        b"no histogram" in texts[f"{name}/text_summary"] for name in ("nan", "empty", "huge")
+    )
 
 
 class Sampling(jddp.Callback):
@@ -209,11 +192,6 @@ def test_text_images_and_histograms_of_a_callback_go_to_tensorboard(ddp, tmp_pat
     plain = {"step": 2, "split": "callback", "sample": "a <b>\nc", "score": 2.0}
     assert plain in run.history  # whose other values are those of metrics.jsonl
     assert plain in [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_run_without_sinks_or_that_has_ended_takes_what_a_callback_logs(ddp):
-    run = fit(ddp, num_steps=2, callbacks=[Sampling()])
-    assert [x["score"] for x in run.history if x["split"] == "callback"] == [2.0]
 
 
 class Wandb(types.ModuleType):
@@ -254,28 +232,22 @@ def wandb(monkeypatch):
 
 def test_wandb_gets_every_record_and_a_resumed_run_has_the_same_id(ddp, tmp_path, wandb):
     plan = {"run_dir": tmp_path / "mine", "config": {"seed": 3}, "sinks": ["wandb"]}
-    run = fit(ddp, 2, **plan)
-    run = fit(ddp, 4, **plan)
+    fit(ddp, 2, **plan)
+    run = fit(ddp, 4, callbacks=[Sampling()], **plan)
     first, second = wandb.runs
     assert first.options == second.options
-    assert first.options["id"] == (tmp_path / "mine" / "wandb" / "id").read_text()
-    assert first.options["resume"] == "allow"
-    assert first.options["config"] == {"seed": 3}
-    assert first.options["name"] == "mine"
+    id_of_run = (tmp_path / "mine" / "wandb" / "id").read_text()
+    want = {"id": id_of_run, "resume": "allow", "config": {"seed": 3}, "name": "mine"}
+    assert first.options | want == first.options
     assert first.is_finished
     logged = [*first.logged, *second.logged]
     assert [x["step"] for x in logged] == [x["step"] for x in run.history]
-    assert [x.get("loss/eval", x.get("loss/train")) for x in logged] == [
-        x["loss"] for x in run.history
-    ]
+    losses = [x.get("loss/eval", x.get("loss/train")) for x in logged if "score" not in x]
+    assert losses == [x["loss"] for x in run.history if "loss" in x]
     assert first.metrics == [(("*",), {"step_metric": "step"})]
-
-
-def test_wandb_gets_text_images_and_histograms_of_a_callback(ddp, tmp_path, wandb):
-    run = fit(ddp, 2, run_dir=tmp_path, sinks=["wandb"], callbacks=[Sampling()])
     size = run.state.params["Dense_0"]["kernel"].size
-    logged = {"step": 2, "sample": "a <b>\nc", "weights": size, "image": [(2, 2, 3)], "score": 2.0}
-    assert logged in wandb.runs[0].logged
+    values = {"sample": "a <b>\nc", "weights": size, "image": [(2, 2, 3)], "score": 2.0}
+    assert {"step": 4, **values} in second.logged
 
 
 def test_wandb_without_credentials_costs_a_line_and_offline_needs_none(
@@ -285,10 +257,122 @@ def test_wandb_without_credentials_costs_a_line_and_offline_needs_none(
     for mode in ("online", "offline"):
         wandb.mode = mode
         assert fit(ddp, run_dir=tmp_path / mode, sinks=["wandb"]).step == 4
-    reported = [x for x in caplog.messages if x.startswith("sink")]
-    assert reported == [
-        "sink wandb cannot begin: ConfigError: no credentials. Call `wandb login`, or set "
-        "WANDB_MODE=offline. The training continues.",
-        "sink wandb: 6 of 6 records lost",
-    ]
+    assert "sink wandb cannot begin: ConfigError: no credentials." in caplog.text
     assert len(wandb.runs) == 1
+
+
+START = Start(None, {"seed": 3}, 0)
+RECORDS = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 11)]
+
+
+def passed(make):
+    """Passes all records on to a sink."""
+    guarded = GuardedSink("mine", make)
+    guarded.begin(START)
+    for record in RECORDS:
+        guarded.log(record)
+    guarded.close()
+
+
+def test_a_sink_is_made_for_its_run_and_gets_copies_of_all_records_in_order(caplog):
+    made = []
+    passed(lambda start: made.append(Kept(start, dict.clear)) or made[0])
+    assert made[0].start == START
+    assert made[0].is_closed
+    assert made[0].records == [{}] * 10  # which it has emptied
+    assert RECORDS[0]["step"] == 1
+    passed(lambda start: made.append(Kept()) or made[1])
+    assert made[1].records == RECORDS
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("failure", [ValueError("no\nthird"), SystemExit(3)], ids=repr)
+def test_a_sink_that_fails_is_reported_once_and_gets_the_later_records(caplog, failure):
+    def fail(record):
+        if record["step"] in (3, 5):
+            raise failure
+
+    sink = Kept(act=fail)
+    passed(lambda start: sink)
+    assert [record["step"] for record in sink.records] == [1, 2, 4, 6, 7, 8, 9, 10]
+    reason = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+    assert caplog.messages == [
+        f"sink mine cannot take the record of step 3: {reason}. The training continues.",
+        "sink mine: 2 of 10 records lost",
+    ]
+
+
+def test_a_sink_that_cannot_be_made_or_closed_is_reported_in_a_line(caplog):
+    def refuse(*_):
+        raise ConnectionError("no network")
+
+    passed(refuse)
+    sink = Kept()
+    sink.close = refuse
+    passed(lambda start: sink)
+    reason = "ConnectionError: no network. The training continues."
+    assert caplog.messages == [
+        f"sink mine cannot begin: {reason}",
+        "sink mine: 10 of 10 records lost",
+        f"sink mine cannot close: {reason}",
+    ]
+
+
+def test_a_sink_that_blocks_for_ever_holds_nothing_up(caplog, monkeypatch):
+    never = threading.Event()
+    monkeypatch.setattr(sinks, "SECONDS_TO_CLOSE", 0.01)
+    passed(lambda start: Kept(act=lambda _: never.wait()))
+    monkeypatch.setattr(sinks, "MOST_WAITING", 4)
+    passed(lambda start: never.wait())
+    never.set()
+    assert caplog.messages == [
+        "sink mine has not closed within 0.01 s. The training continues.",
+        "sink mine: 10 of 10 records lost",
+        "sink mine takes no record, and 4 wait. The training continues.",
+        "sink mine: 10 of 10 records lost",
+    ]
+
+
+def test_sinks_are_words_targets_objects_and_what_makes_one(monkeypatch):
+    module = type(logging)("my_sinks")
+    module.Lines, module.lines = Kept, Kept()
+    monkeypatch.setitem(sys.modules, "my_sinks", module)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    own = Kept()
+    given = ["tensorboard", "my_sinks:Lines", "my_sinks:lines", own, Kept, lambda start: own]
+    chosen = choose_sinks(given, key="sinks")
+    names = [sink.name for sink in chosen]
+    assert names == ["tensorboard", "my_sinks:Lines", "my_sinks:lines", "Kept", "Kept", "<lambda>"]
+    made = [sink.make(START) for sink in chosen[1:]]
+    assert [getattr(sink, "start", None) for sink in made] == [START, None, None, START, None]
+    assert made[2] is made[4] is own
+
+
+WRONG = [
+    ("tensorboard", "is a list of sinks"),
+    (["tensorbord"], r"sinks\[0\]: no sink 'tensorbord'. Did you mean 'tensorboard'"),
+    (["no_module:Sink"], r"sinks\[0\]: cannot import 'no_module'"),
+    (["os:sep"], r"sinks\[0\]: os:sep has no method 'log'"),
+    ([Kept(), dict], r"sinks\[1\]: dict has no method 'log'"),
+    ([3], r"sinks\[0\]: int has no method 'log'"),
+]
+
+
+@pytest.mark.parametrize("given, message", WRONG, ids=[message for _, message in WRONG])
+def test_what_is_no_sink_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_sinks(given, key="sinks")
+
+
+def test_a_package_that_is_missing_is_named_with_the_extra_that_has_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for word, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        message = rf"{word} needs {package}, .*: pip install 'jddp\[{word}\]'"
+        with pytest.raises(ConfigError, match=message):
+            choose_sinks([word], key="report.sinks")
+
+
+def test_charts_have_training_beside_evaluation_and_groups_for_the_rest():
+    assert [chart_of("loss", split) for split in ("train", "eval")] == ["loss/train", "loss/eval"]
+    assert chart_of("step_seconds", "train") == "time/step_seconds"
+    assert chart_of("my_metric", "eval") == "my_metric/eval"
