@@ -39,24 +39,17 @@ def checks_for_nan() -> list[Callable[[bool], contextlib.AbstractContextManager[
     return [check for name, check in _CHECKS.items() if getattr(jax.config, name)]
 
 
-def _checked() -> contextlib.AbstractContextManager[None]:
-    """While open, `jax_debug_nans` and `jax_debug_infs` are on in this thread if they are at all.
-
-    JAX leaves the check off in a thread that was in a context with it off, and some of its own
-    functions are, also those that look for the operation that made the first NaN.
-    """
-    checks = checks_for_nan()
-    return checks[0](True) if checks else contextlib.nullcontext()
-
-
 def call(function: Callable[..., Result], *args: PyTree) -> Result:
     """Calls a function that traces the user's model.
 
     Raises:
       ConfigError: If the model names an axis that there is not, or uses a value of another trace.
     """
+    # JAX leaves the check off in a thread that was in a context with it off, and some of its own
+    # functions are, also those that look for the operation that made the first NaN.
+    checks = checks_for_nan()
     try:
-        with _checked():
+        with checks[0](True) if checks else contextlib.nullcontext():
             return function(*args)
     except NameError as error:
         if "unbound axis name" not in str(error):

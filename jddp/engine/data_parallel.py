@@ -161,7 +161,7 @@ class DataParallel(Shown):
             sent, parts, statistics.name, self.mesh, is_scaled=is_scaled
         )
         placement = parts.placement(reducer, self.mesh)
-        sync = Sync(reducer.axis, statistics.group_size, statistics.unbiased, parts.num_logical)
+        sync = Sync(reducer.axis, statistics.group_size, statistics.unbiased, parts.number)
         sync.check(self.mesh.size)
         flax_model = functional(
             model, statistics.name, sync, state, frozen, arithmetic.compute_dtype

@@ -91,7 +91,7 @@ class FullySharded(Placement):
         layout = self.layout(x.shape)
         if not isinstance(layout, Divided):
             return None
-        value = jax.ShapeDtypeStruct(layout.part_shape(x.shape), x.dtype)
+        value = jax.ShapeDtypeStruct(self.division.part_shape(x.shape), x.dtype)
         return Part(value, layout.dim, x.shape, name=name_of(path))
 
 

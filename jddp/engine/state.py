@@ -122,10 +122,6 @@ class Divided(Layout):
         """The partition spec of such a leaf."""
         return P(*[None] * self.dim, axis)
 
-    def part_shape(self, shape: Shape) -> Shape:
-        """The shape of a replica's part."""
-        return (*shape[: self.dim], shape[self.dim] // self.num, *shape[self.dim + 1 :])
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ synchronized batch norm.
 A step is a value made of parts, one for each question. `replica_step`, below them, is the step.
 
     step.backward     MicroBatches               how rows become gradients, and when these leave
-    step.replicas     Devices | FixedReplicas    rows of a replica, order of sums
+    step.replicas     Replicas                    rows of a replica, order of sums
     step.reducer      Reducer                    the form of gradients on the wire
-    step.sync         EveryStep | LocalSteps     when replicas synchronize
+    step.sync         Synchronization | LocalSteps when replicas synchronize
     step.clip         Clip                       limit of the mean gradient
     step.optimizer    PlacedOptimizer | Zero1    parameters that a replica updates
     step.placement    Placement | FullySharded   placement of the parameters
@@ -27,7 +27,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, final, runtime_checkable
+from typing import ClassVar, Protocol, final, runtime_checkable
 
 import jax
 import optax
@@ -77,6 +77,7 @@ TraceLoss = Callable[[], Jaxpr] | None  # the loss of the parameters; None where
 Averaged = tuple[Grads, HookState]
 
 
+@dataclass(frozen=True)
 class Replicas:
     """The rows of a replica, and the order in which results of all replicas are added.
 
@@ -94,8 +95,8 @@ class Replicas:
 
     axis: str
     model: FlaxModel
-    num: int | None
-    noun: str
+    num: int | None = None
+    noun: ClassVar[str] = "devices"
 
     def total(self, num_devices: int) -> int:
         """Returns the number of replicas on so many devices; runs on the host.
@@ -150,17 +151,6 @@ class Replicas:
         return sum_over_replicas(function(rows, valid, key), axis=self.axis)
 
 
-@final
-@dataclass(frozen=True)
-class Devices(Replicas):
-    """A replica on each device."""
-
-    axis: str
-    model: FlaxModel
-    num = None
-    noun = "devices"
-
-
 class Synchronization:
     """When replicas synchronize, and what they send; here in each step, by averaging gradients.
 
@@ -169,8 +159,8 @@ class Synchronization:
       start: Number of first steps in which gradients are averaged before local steps begin.
     """
 
-    every: int | None
-    start: int
+    every: int | None = None
+    start: int = 0
 
     def init(self, params: Params) -> PyTree:
         """Returns the first `CommState.outer`; () for nothing."""
@@ -237,15 +227,6 @@ class Synchronization:
           after: State after it.
         """
         return after
-
-
-@final
-@dataclass(frozen=True)
-class EveryStep(Synchronization):
-    """Replicas average gradients in each step, and so hold the same parameters."""
-
-    every = None
-    start = 0
 
 
 @runtime_checkable
@@ -456,7 +437,7 @@ def make_step(
 def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState) -> Wrapped:
     """Returns `gradients(state, inputs)` over the mesh: both are global, the state is kept."""
     # Local steps average nothing, and this is the mean all the same.
-    spec = dataclasses.replace(spec, sync=EveryStep()).placed(layouts.params)
+    spec = dataclasses.replace(spec, sync=Synchronization()).placed(layouts.params)
 
     def gradients(state: TrainState, inputs: Inputs) -> tuple[Grads, Metrics]:
         return replica_gradients(spec, plan, spec.replicas.enter(state, layouts), inputs)

@@ -33,7 +33,7 @@ from jddp.engine.micro_batches import Local
 from jddp.engine.optimizer import OPTIMIZER
 from jddp.engine.placement import FullySharded
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
-from jddp.engine.step import Averaged, Devices, EveryStep, Placement, Replicas, Synchronization
+from jddp.engine.step import Averaged, Placement, Replicas, Synchronization
 from jddp.engine.view import View
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import ModelState, Params, Path, PyTree
@@ -88,32 +88,26 @@ class Strategy:
     """What a strategy decides; here it is "ddp".
 
     Attributes:
+      name: Name of the strategy in `REFUSED`; none where nothing is refused.
+      number: Fixed number of replicas; None for one on each device.
       sends_buckets: Whether each step sends gradients in buckets, and a backward pass could overlap
         with them.
       shards_optimizer: Whether each replica updates its shard of the parameters.
     """
 
+    name = ""
+    number: int | None = None
     sends_buckets = True
     shards_optimizer = False
 
     @property
-    def num_logical(self) -> int | None:
-        """Fixed number of replicas; None for one on each device."""
-        return None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the strategy in `REFUSED`."""
-        return ()
-
-    @property
     def sync(self) -> Synchronization:
         """The synchronization of the replicas."""
-        return EveryStep()
+        return Synchronization()
 
     def replicas(self, axis: str, model: FlaxModel) -> Replicas:
         """Returns the replicas of a model."""
-        return Devices(axis, model)
+        return Replicas(axis, model)
 
     def packed(self, layout: BucketLayout, hook: CommHook | None, mesh: Mesh) -> Packed:
         """Returns the packing of gradients, with its hook and the name of a custom one."""
@@ -172,6 +166,7 @@ class FSDP(Strategy):
 
     regather: bool = True
     group_size: int | None = None
+    name = "fsdp"
     sends_buckets = False
 
     def __post_init__(self) -> None:
@@ -182,11 +177,6 @@ class FSDP(Strategy):
                 f"FSDP: group_size is a number of replicas, at least 2, or None for all; got "
                 f"{size!r}. Parameters that are whole on each replica are strategy='ddp'."
             )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its name in `REFUSED`."""
-        return ("fsdp",)
 
     def groups(self, num_replicas: int) -> Groups:
         """Returns the groups of so many replicas.
@@ -242,9 +232,10 @@ class LocalSteps(Strategy, Synchronization):
       Communicates Little", 2018. https://arxiv.org/abs/1805.09767.
     """
 
-    every: int
+    every: int = dataclasses.field()  # without the default of the base class
     outer: optax.GradientTransformation = MEAN
     start: int = 0
+    name = "local steps"
     sends_buckets = False
 
     def __post_init__(self) -> None:
@@ -254,12 +245,6 @@ class LocalSteps(Strategy, Synchronization):
                 "LocalSteps: every is at least 1 and start at least 0; got "
                 f"every={self.every}, start={self.start}."
             )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its names in `REFUSED`: the first steps may send gradients."""
-        both = "local steps", "local steps from the first"
-        return both[:1] if self.start else both
 
     @property
     def sync(self) -> Synchronization:
@@ -429,7 +414,8 @@ def choose_reducer(
 
 def _refuse_pairs(strategy: Strategy, reduction: Reduction, batch_norm: str) -> None:
     given = {
-        **dict.fromkeys(strategy.names, True),
+        strategy.name: True,
+        "local steps from the first": strategy.name == "local steps" and not strategy.sync.start,
         "reduction.hook": reduction.hook is not None,
         "reduction.wire_dtype": reduction.wire_dtype is not None,
         "reduction.wire_dtype='float16'": reduction.wire_dtype == "float16",

@@ -72,23 +72,14 @@ class LogicalReplicas(Strategy):
       ConfigError: If there is less than one.
     """
 
-    number: int
+    number: int = dataclasses.field()  # without the default of the base class
+    name = "logical replicas"
     sends_buckets = False
 
     def __post_init__(self) -> None:
         """Refuses a number out of range."""
         if self.number < 1:
             raise ConfigError(f"LogicalReplicas: number is at least 1; got {self.number}.")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its name among pairs of options that are refused."""
-        return ("logical replicas",)
-
-    @property
-    def num_logical(self) -> int:
-        """The number."""
-        return self.number
 
     def replicas(self, axis: str, model: FlaxModel) -> Replicas:
         """Returns the replicas of a model."""
@@ -105,14 +96,10 @@ class FixedReplicas(Replicas):
     """A fixed number of replicas, whatever the number of devices.
 
     Attributes:
-      axis: Name of the axis of the devices.
-      model: The model.
       num: Number of logical replicas.
     """
 
-    axis: str
-    model: FlaxModel
-    num: int
+    num: int = dataclasses.field()  # without the default of the base class
     noun = "logical replicas"
 
     def total(self, num_devices: int) -> int:
