@@ -45,7 +45,6 @@ from jddp.engine.state import (
     Replicated,
     TrainState,
     Values,
-    check_state,
     enter,
     form_key,
     merge_rows,
@@ -53,7 +52,7 @@ from jddp.engine.state import (
     shapes_of,
 )
 from jddp.engine.step import Step, make_gradients, make_step
-from jddp.ground.errors import ConfigError, UsageError
+from jddp.ground.errors import UsageError
 from jddp.ground.typing import Batch, Batches, Grads, Leaf, LossFn, Metrics, PyTree, Settings
 from jddp.modules.functional import refuse_constants
 from jddp.modules.rows import as_arrays
@@ -90,6 +89,7 @@ class CompiledSteps:
       spec: The parts of the step.
       mesh: The devices.
       rows: Division of rows over replicas and micro-batches.
+      plans: The plans, for each form of a micro-batch.
     """
 
     def __init__(
@@ -103,12 +103,13 @@ class CompiledSteps:
     ) -> None:
         self.spec = spec
         self.mesh = mesh
-        self.rows = RowSplit.over(
-            mesh, spec.replicas.total(mesh.size), spec.backward.num, spec.replicas.noun
+        num, num_local = spec.replicas.total(mesh.size), len(mesh.local_devices)
+        self.rows = RowSplit(
+            num, num // mesh.size * num_local, spec.backward.num, spec.replicas.noun
         )
         self.init = init
         self._constants: PyTree = None
-        self._plans = Plans(spec, mesh, self.rows)
+        self.plans = Plans(spec, mesh, self.rows)
         self._hook_plans: list[BucketPlan] = []  # the last one, for which hook state was made
         # By the function that makes it, and the form of all rows.
         self._jitted: dict[Hashable, tuple[Planned, Wrapped]] = {}
@@ -166,18 +167,7 @@ class CompiledSteps:
     def planned(self, batch: Batch) -> Planned:
         """The plan for rows of this process, or for their shapes."""
         inputs = self.inputs(batch)
-        return self.plan(self._first(inputs), inputs)
-
-    def plan(self, state: TrainState, inputs: Inputs) -> Planned:
-        """The plan for the first state of one replica, or its shapes, and inputs of this process.
-
-        Raises:
-          ConfigError: If no gradient reaches a parameter, and unused_parameters is "error"; or if
-            state of the model must be the same on all replicas, and LocalSteps lets it differ.
-        """
-        model = self.spec.model
-        self.spec.sync.check(model.whole({}, state.model_state)[1], model.keeps_own)
-        return self._plans.of(state, inputs)
+        return self.plans.of(self._first(inputs), inputs)
 
     def abstract_state(self, batch: Batch) -> TrainState:
         """Shapes, dtypes and shardings of a state, with nothing allocated.
@@ -190,7 +180,7 @@ class CompiledSteps:
     def shapes(self, inputs: Inputs) -> TrainState:
         """Shapes, dtypes and shardings of a state, for inputs of this process or their shapes."""
         state = self._first(inputs)
-        comm_state = functools.partial(self.comm_state, self.plan(state, inputs))
+        comm_state = functools.partial(self.comm_state, self.plans.of(state, inputs))
         state = state.replace(comm_state=jax.eval_shape(comm_state, state.comm_state.outer))
 
         def place(x: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
@@ -243,7 +233,6 @@ class CompiledSteps:
 
         Raises:
           UsageError: If a hook has state, and its buckets were planned without rows.
-          ConfigError: If its state is not a tree of arrays.
         """
         memory = self.spec.reducer.hook.init(planned.plan)
         self._hook_plans[:] = [planned.plan]
@@ -252,8 +241,6 @@ class CompiledSteps:
                 "This hook keeps state for each bucket, and buckets are planned from "
                 "the traced backward pass: init needs batch= (example rows, for their shapes)."
             )
-        if not all(hasattr(x, "dtype") for x in jax.tree.leaves(memory)):
-            raise ConfigError(f"reduction.hook: init returns {memory}. It must return arrays.")
         return CommState(
             # numpy arrays become JAX's, of JAX's widths: a float64 array would not have the dtype
             # with which a step returns it.
@@ -363,7 +350,26 @@ class CompiledSteps:
         Raises:
           UsageError: If it is such a state, or is on other devices.
         """
-        check_state(state)
+        if not isinstance(state, TrainState):
+            raise UsageError(
+                f"A state is needed here, and this is of type {type(state).__name__}. Give the "
+                "state that init, step or restore returned, or a run's .state."
+            )
+        if not isinstance(state.step, jax.Array):
+            raise UsageError(
+                "This state lies on the host, as jax.device_get returns it. Give the state that "
+                "init, step or restore returned; or start from its values: "
+                "init(params=state.params)."
+            )
+        if state.step.is_deleted():
+            # JAX's own error names a buffer, but not the call that took it.
+            number = state._taken_by
+            which = "another step" if number is None else f"step call {number} of this DataParallel"
+            raise UsageError(
+                f"This state was given to {which}, which reused its memory. Continue with the "
+                "state that the step returned (ddp.latest is the newest), or build "
+                "DataParallel(..., donate=False)."
+            )
         if state.step.committed and state.step.devices() != replicated(self.mesh).device_set:
             raise UsageError("This state lies on other devices: make one with init, or restore it.")
         own = latest or (None if inputs is None else self.shapes(inputs))
@@ -384,7 +390,7 @@ class CompiledSteps:
         # By hand, and not by `jax.jit`'s cache, since a form of rows has its own plan.
         form = make, form_key(inputs)
         if form not in self._jitted:
-            planned = self._plans.of(self._one(state), inputs)
+            planned = self.plans.of(self._one(state), inputs)
             # Hook state is kept by bucket: with another plan it would be added to other gradients.
             has_state = jax.tree.leaves(state.comm_state.hook)
             if has_state and self._hook_plans not in ([], [planned.plan]):
@@ -459,11 +465,11 @@ class CompiledSteps:
         """
         self.rows.check(batch)
         inputs, one = self.inputs(batch), self._one(state)
-        own = Form.of(self._plans.micro_batch(inputs).rows, self.mesh.size, self.spec.backward.num)
+        own = Form.of(self.plans.micro_batch(inputs).rows, self.mesh.size, self.spec.backward.num)
         if form in (None, own):
-            traced = self._plans.of(one, inputs).traced
+            traced = self.plans.of(one, inputs).traced
         else:
-            part = self._plans.micro_batch(inputs)
+            part = self.plans.micro_batch(inputs)
             traced = trace_as(form, self.spec, shapes_of(one), part)
         assert traced is not None  # There are rows.
         passes = digest_passes(traced, self.spec.axis)

@@ -17,6 +17,7 @@ import collections
 import contextlib
 import copy
 import functools
+import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -43,7 +45,6 @@ from jddp.engine.evaluation import (
     evaluated_values,
     make_evaluate,
     make_predict,
-    numbered,
     pad_for_step,
     predict_rows,
     sums_of,
@@ -455,8 +456,14 @@ class DataParallel(Shown):
         self, compiled: Function, state: TrainState, params: str, constants: PyTree = None
     ) -> Callable[[Batch, jax.Array], PyTree]:
         """Returns `run(rows, valid)`, which calls a compiled function with a state's values."""
-        values, inputs = self._values(state, params), self.steps.inputs(None, constants)
-        return numbered(compiled, state.key, values, inputs)
+        values, key = self._values(state, params), state.key
+        inputs, numbers = self.steps.inputs(None, constants), map(np.uint32, itertools.count())
+
+        def run(rows: Batch, valid: jax.Array) -> PyTree:
+            given = inputs._replace(rows=rows)
+            return run_compiled(compiled, key, values, next(numbers), given, valid)
+
+        return run
 
 
 Stepped = tuple[TrainState, Metrics]

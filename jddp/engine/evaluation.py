@@ -15,7 +15,6 @@ shows them too:
 """
 
 import functools
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +29,7 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
-from jddp.engine.calls import from_all_processes, run_compiled
+from jddp.engine.calls import from_all_processes
 from jddp.engine.guard import first_average
 from jddp.engine.mesh import RowSplit, input_specs, over_replicas, put_rows, shardings
 from jddp.engine.state import Inputs, TrainState, Values, by_path, name_of, widened
@@ -244,18 +243,6 @@ def _mapped(
         return over_replicas(one, mesh, given, out_specs)(key, values, *others)
 
     return call
-
-
-def numbered(
-    compiled: Callable[..., PyTree], key: Array, values: Values, inputs: Inputs
-) -> Callable[[Batch, Array], PyTree]:
-    """Returns `run(rows, valid)`: a call of `evaluate` or `predict` for the next batch."""
-    numbers = map(np.uint32, itertools.count())
-
-    def run(rows: Batch, valid: Array) -> PyTree:
-        return run_compiled(compiled, key, values, next(numbers), inputs._replace(rows=rows), valid)
-
-    return run
 
 
 def evaluate_exactly(

@@ -96,7 +96,7 @@ def make_first(
     example = inputs._replace(rows=from_process_zero(steps.example(inputs.rows, values)))
     state = call(steps.init, np.uint32(seed), example, *put_given(spec, mesh, values))
     spec.model.check_kinds(state.model_state)
-    planned = steps.plan(state, inputs)
+    planned = steps.plans.of(state, inputs)
     comm_state = steps.comm_state(planned, state.comm_state.outer)
     state = state.replace(comm_state=replicate(comm_state, mesh))
     layouts = steps.layouts(state)

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 
 from jddp.engine.state import Inputs, Layout, TrainState
-from jddp.ground.errors import ConfigError, UsageError
+from jddp.ground.errors import ConfigError
 from jddp.ground.typing import Batch, Leaf, PyTree
 from jddp.modules.base import stream
 from jddp.modules.rows import check_rows, count_rows
@@ -53,7 +53,9 @@ def make_mesh(
         devices = _of_one_kind(jax.devices())
     elif isinstance(devices, int) and not isinstance(devices, bool):
         devices = _of_one_kind(_first_devices(devices))
-    elif not _are_devices(devices):
+    elif not (isinstance(devices, Sequence | np.ndarray) and len(devices)) or not all(
+        hasattr(x, "device_kind") for x in devices
+    ):
         raise ConfigError(
             f"mesh={devices!r} is none. Give a number of devices, devices, a jax.sharding.Mesh of "
             "one axis, or None for all devices."
@@ -77,13 +79,6 @@ def kinds_of(devices: Sequence[jax.Device]) -> str:
     """How many devices there are of each kind, if there are several kinds."""
     kinds = Counter(device.device_kind for device in devices)
     return " and ".join(f"{num} x {kind}" for kind, num in kinds.items()) if len(kinds) > 1 else ""
-
-
-def _are_devices(found: object) -> bool:
-    """Whether it is a sequence of devices, at least one."""
-    if isinstance(found, str) or not isinstance(found, Sequence | np.ndarray):
-        return False
-    return len(found) > 0 and all(hasattr(x, "device_kind") for x in found)
 
 
 def axis_of(mesh: Mesh | AbstractMesh) -> str:
@@ -170,7 +165,6 @@ def over_replicas(
 
     @functools.wraps(function)  # its name becomes the name of the compiled program
     def call(*given: PyTree) -> PyTree:
-        _refuse_other_mesh(mesh)
         results = mapped(*jax.tree.map(enter, in_specs, given))
         return jax.tree.map(leave, out_specs, results)
 
@@ -196,16 +190,6 @@ def _relabelled(placed: Placed, tree: PyTree, *, leaves: bool) -> PyTree:
     before, after = (every, own) if leaves else (own, every)
     same = jax.shard_map(lambda x: x, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)
     return same(tree)
-
-
-def _refuse_other_mesh(mesh: Mesh | AbstractMesh) -> None:
-    context = jax.sharding.get_abstract_mesh()
-    if not context.empty and context != mesh.abstract_mesh:
-        raise UsageError(
-            f"jax.set_mesh has set {context}, and the replicas have a mesh of their own, "
-            f"{mesh.abstract_mesh}. Call jddp outside of that context; or, if a library "
-            "sets a mesh as it is imported, inside of `with jax.set_mesh(ddp.mesh):`."
-        )
 
 
 def input_specs(mesh: Mesh) -> Inputs:
@@ -332,12 +316,6 @@ class RowSplit:
     num_local_replicas: int
     accumulate_steps: int
     noun: str
-
-    @classmethod
-    def over(cls, mesh: Mesh, num_replicas: int, accumulate_steps: int, noun: str) -> "RowSplit":
-        """The division of rows over so many replicas of a mesh."""
-        num_local = num_replicas // mesh.size * len(mesh.local_devices)
-        return cls(num_replicas, num_local, accumulate_steps, noun)
 
     @property
     def num_micro_batches(self) -> int:

@@ -21,8 +21,6 @@ from jddp.engine.micro_batches import WHOLE, Loss, ParameterSource, Pullback
 from jddp.engine.state import Divided, Layout, Replicated, name_of
 from jddp.engine.step import Placement, TraceLoss
 from jddp.engine.view import View, view_of_parts
-from jddp.ground.errors import ConfigError
-from jddp.ground.jaxprs import equations
 from jddp.ground.typing import Grads, Leaf, Params, Path, PyTree
 from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, Origin, forget
 from jddp.reduce.plan import BucketPlan, in_mebibytes
@@ -130,15 +128,6 @@ class DividedParameters(ParameterSource):
         traced, results = jax.make_jaxpr(function, return_shape=True)(
             jax.tree.unflatten(treedef, shapes)
         )
-        called = {"pure_callback"} if self.groups.num > 1 else set()
-        called |= {"io_callback"} if called or not lazy.keeps else set()
-        if called := called & {x.primitive.name for x in equations(traced.jaxpr)}:
-            raise ConfigError(
-                f"strategy='fsdp' and {min(called)} cannot be combined here: JAX compiles neither "
-                "io_callback where the backward pass gathers again, nor any callback with a result "
-                "for groups of replicas. Choose jddp.FSDP(regather=False) without group_size, or "
-                "jax.debug.callback."
-            )
         made = [Origin(PARAMETERS if isinstance(x, Part) else CONSTANT, moves=True) for x in parts]
         return jax.tree.unflatten(jax.tree.structure(results), lazy.evaluate(traced, parts, made))
 

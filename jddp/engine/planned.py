@@ -197,10 +197,12 @@ class Plans:
         """The plan for the state of one replica and inputs of this process, or their shapes.
 
         Raises:
-          ConfigError: If no gradient reaches a parameter, and unused_parameters is "error"; or if
-            none reaches any.
+          ConfigError: If no gradient reaches a parameter, and unused_parameters is "error"; if none
+            reaches any; or if state of the model must be the same on all replicas, and LocalSteps
+            lets it differ.
         """
         spec = self._spec
+        spec.sync.check(spec.model.whole({}, state.model_state)[1], spec.model.keeps_own)
         if inputs.rows is None:
             return Planned(self._noted(spec.reducer.plan(state.params), state))
         # By the form of one micro-batch: the same micro-batch in a larger batch has the same

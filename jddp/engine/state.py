@@ -20,7 +20,6 @@ import jax
 from jax import P
 from jax.sharding import NamedSharding
 
-from jddp.ground.errors import UsageError
 from jddp.ground.typing import (
     Batch,
     HookState,
@@ -191,33 +190,6 @@ class TrainState(Shown):
         is_given = "opt_state" not in changes and (self.has_given_params or "params" in changes)
         object.__setattr__(state, "has_given_params", is_given)
         return state
-
-
-def check_state(state: object) -> None:
-    """Refuses an object that is no state, or a state that is on no device or was given to a step.
-
-    Raises:
-      UsageError: If it is one of these, with the state to give.
-    """
-    if not isinstance(state, TrainState):
-        given = f"A state is needed here, and this is of type {type(state).__name__}."
-        if isinstance(getattr(state, "state", None), TrainState):
-            raise UsageError(f"{given} Give its .state.")
-        raise UsageError(f"{given} Give the state that init, step or restore returned.")
-    if not isinstance(state.step, jax.Array):
-        raise UsageError(
-            "This state lies on the host, as jax.device_get returns it. Give the state that init, "
-            "step or restore returned; or start from its values: init(params=state.params)."
-        )
-    if state.step.is_deleted():
-        # JAX's own error names a buffer, but not the call that took it.
-        number = state._taken_by
-        which = "another step" if number is None else f"step call {number} of this DataParallel"
-        raise UsageError(
-            f"This state was given to {which}, which reused its memory. Continue with the state "
-            "that the step returned (ddp.latest is the newest), or build DataParallel(..., "
-            "donate=False)."
-        )
 
 
 class Inputs(NamedTuple):

@@ -157,10 +157,12 @@ class Synchronization:
     Attributes:
       every: Number of steps from one outer step to the next; None where there are no local steps.
       start: Number of first steps in which gradients are averaged before local steps begin.
+      alone: Reason why no single device takes the steps of these replicas; "" where one does.
     """
 
     every: int | None = None
     start: int = 0
+    alone: ClassVar[str] = ""
 
     def init(self, params: Params) -> PyTree:
         """Returns the first `CommState.outer`; () for nothing."""
@@ -227,6 +229,9 @@ class Synchronization:
           after: State after it.
         """
         return after
+
+
+EVERY_STEP = Synchronization()
 
 
 @runtime_checkable
@@ -437,7 +442,7 @@ def make_step(
 def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState) -> Wrapped:
     """Returns `gradients(state, inputs)` over the mesh: both are global, the state is kept."""
     # Local steps average nothing, and this is the mean all the same.
-    spec = dataclasses.replace(spec, sync=Synchronization()).placed(layouts.params)
+    spec = dataclasses.replace(spec, sync=EVERY_STEP).placed(layouts.params)
 
     def gradients(state: TrainState, inputs: Inputs) -> tuple[Grads, Metrics]:
         return replica_gradients(spec, plan, spec.replicas.enter(state, layouts), inputs)

@@ -33,7 +33,7 @@ from jddp.engine.micro_batches import Local
 from jddp.engine.optimizer import OPTIMIZER
 from jddp.engine.placement import FullySharded
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
-from jddp.engine.step import Averaged, Placement, Replicas, Synchronization
+from jddp.engine.step import EVERY_STEP, Averaged, Placement, Replicas, Synchronization
 from jddp.engine.view import View
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import ModelState, Params, Path, PyTree
@@ -103,7 +103,7 @@ class Strategy:
     @property
     def sync(self) -> Synchronization:
         """The synchronization of the replicas."""
-        return Synchronization()
+        return EVERY_STEP
 
     def replicas(self, axis: str, model: FlaxModel) -> Replicas:
         """Returns the replicas of a model."""
@@ -235,6 +235,7 @@ class LocalSteps(Strategy, Synchronization):
     every: int = dataclasses.field()  # without the default of the base class
     outer: optax.GradientTransformation = MEAN
     start: int = 0
+    alone = "With LocalSteps replicas differ by design, and one device has one set of parameters"
     name = "local steps"
     sends_buckets = False
 

@@ -213,16 +213,6 @@ def test_callbacks_with_results_are_those_of_replicated_parameters(call, strateg
     assert_close(*ends, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("call", "strategy"), [(doubled_with_an_effect, "fsdp"), (doubled, GROUPS)]
-)
-def test_a_callback_that_jax_cannot_compile_is_refused_by_name(call, strategy):
-    ddp = wrapped(on_the_host(call), strategy=strategy, mesh=4)
-    state = start(ddp, make_rows())
-    with pytest.raises(ConfigError, match=r"_callback cannot be combined here.*regather=False"):
-        ddp.step(state, make_rows())
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", GROUPS], ids=["ddp", "fsdp", "groups"])
 def test_a_debugging_callback_is_called_once_for_each_replica(strategy):
     seen = []

@@ -139,14 +139,6 @@ class Largest:
         return largest, {"params": largest}
 
 
-def test_an_outer_step_of_your_own_decides_what_replicas_agree_on():
-    batch = {"x": np.repeat(np.arange(4, dtype=np.float32), 2)}
-    options = {"optimizer": optax.sgd(1.0), **local(1, outer=Largest())}
-    ddp = wrapped(judge.Plane(), lambda model, batch: model(batch["x"]), **options)
-    state, _ = ddp.step(ddp.init(0, batch), batch)
-    assert (host(state.params["w"]) == 0).all()  # of replica 0, whose gradient is zero
-
-
 @pytest.mark.parametrize(
     "begins, options, num", [(0, {}, 2), (9, {"max_grad_norm": 1.0, "skip_nonfinite": True}, 4)]
 )

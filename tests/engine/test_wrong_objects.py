@@ -122,7 +122,7 @@ def test_what_is_no_state_of_a_device_is_refused_by_name():
     for given, message in (
         (None, "of type NoneType. Give the state that init"),
         (state.params, "of type dict. Give the state"),
-        (run, "of type Run. Give its .state"),
+        (run, "of type Run. .* a run's .state"),
         (on_host, r"lies on the host.*init\(params=state.params\)"),
     ):
         for call in (ddp.step, ddp.gradients):

@@ -258,11 +258,8 @@ def _refuse(spec: Step) -> None:
             "With batch_norm.group_size each group of replicas has its own statistics, which one "
             "device cannot have: verify without it."
         )
-    if spec.sync.every is not None:
-        raise UsageError(
-            "With LocalSteps replicas differ by design, and one device has one set of parameters: "
-            "verify without it."
-        )
+    if spec.sync.alone:
+        raise UsageError(f"{spec.sync.alone}: verify without it.")
 
 
 def _options_of_one(many: DataParallel, options: Mapping[str, Any]) -> dict[str, Any]:
