@@ -38,17 +38,9 @@ from jddp.config.options import (
     SyncBatchNorm,
 )
 from jddp.distributed.identity import refuse_unjoined
+from jddp.engine import evaluation
 from jddp.engine.calls import run_compiled
 from jddp.engine.compiled import Call, CompiledSteps
-from jddp.engine.evaluation import (
-    evaluate_exactly,
-    evaluated_values,
-    make_evaluate,
-    make_predict,
-    pad_for_step,
-    predict_rows,
-    sums_of,
-)
 from jddp.engine.guard import Average, choose_guard
 from jddp.engine.initial_state import Loaded, make_first, make_init
 from jddp.engine.mesh import copy_off_mesh, make_mesh, platform
@@ -188,7 +180,7 @@ class DataParallel(Shown):
             guard=choose_guard(arithmetic.loss_scale, skip_nonfinite, flax_model.keeps_own),
         )
         self._executor = Executor(donate=donate, platform=platform(self.mesh))
-        self._evaluate = make_evaluate(spec, self.mesh)
+        self._evaluate = evaluation.make_evaluate(spec, self.mesh)
         self.steps = CompiledSteps(
             spec,
             self.mesh,
@@ -197,7 +189,7 @@ class DataParallel(Shown):
             remake=lambda other: DataParallel(**options | {"mesh": other}).steps,
         )
         self._loaded: Loaded | None = None
-        predict = functools.partial(make_predict, spec, self.mesh)
+        predict = functools.partial(evaluation.make_predict, spec, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)
 
     def __repr__(self) -> str:
@@ -299,7 +291,7 @@ class DataParallel(Shown):
     def _values(self, state: TrainState, params: str = "params") -> Values:
         """The chosen parameters and the other state, with the replicas' own averaged."""
         self.check(state)
-        return evaluated_values(state, params, self.steps.merged)
+        return evaluation.evaluated_values(state, params, self.steps.merged)
 
     def step(
         self,
@@ -380,7 +372,7 @@ class DataParallel(Shown):
         planned, batch = self._executor.planned, as_arrays(batch)
         # The sums of the last planned rows; without a plan, the loss is traced for these rows.
         sums = (planned and planned.sums) or self.steps.planned(batch).sums
-        return pad_for_step(batch, self.steps.rows, sums, num_rows)
+        return evaluation.pad_for_step(batch, self.steps.rows, sums, num_rows)
 
     def evaluate(
         self, state: TrainState, batches: Batches, params: str = "params", constants: PyTree = None
@@ -405,7 +397,9 @@ class DataParallel(Shown):
             `jddp.Mean` of scalars: padding cannot be masked in it.
         """
         run = self._run(self._evaluate, state, params, constants)
-        return evaluate_exactly(run, batches, self.mesh, self.steps.rows.num_local_replicas)
+        return evaluation.evaluate_exactly(
+            run, batches, self.mesh, self.steps.rows.num_local_replicas
+        )
 
     def trace_evaluation(
         self, state: TrainState, batch: Batch, params: str = "params"
@@ -421,7 +415,9 @@ class DataParallel(Shown):
           The names of the metrics that `evaluate` returns.
         """
         trace = self._run(functools.partial(jax.eval_shape, self._evaluate), state, params)
-        return [*next(sums_of(trace, [batch], self.mesh, self.steps.rows.num_local_replicas))]
+        return [
+            *next(evaluation.sums_of(trace, [batch], self.mesh, self.steps.rows.num_local_replicas))
+        ]
 
     def predict(
         self,
@@ -450,7 +446,7 @@ class DataParallel(Shown):
           ConfigError: If the function returns an array that has no row for each of the batch.
         """
         run = self._run(self._predict(function), state, params, constants)
-        return predict_rows(run, batches, self.mesh)
+        return evaluation.predict_rows(run, batches, self.mesh)
 
     def _run(
         self, compiled: Function, state: TrainState, params: str, constants: PyTree = None
