@@ -30,7 +30,7 @@ import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.weights import export
 from jddp.engine.digest import digests, find_divergence
-from jddp.engine.step import Synchronization
+from jddp.engine.step import EVERY_STEP
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.trainer.job.build import build
 from jddp.trainer.resume import differences
@@ -283,7 +283,7 @@ def test_a_config_describes_it():
         np.testing.assert_allclose(updates["w"], [-1.33, -2.66], rtol=1e-6)
     assert (job.parameter_shapes, plain.ddp.steps.spec.sync) == (
         plain.parameter_shapes,
-        Synchronization(),
+        EVERY_STEP,
     )
 
 
