@@ -31,16 +31,6 @@ case "$host" in
 %s
 esac
 """
-SHOW = """
-from jddp.trainer.reports.lines import Course
-from jddp.trainer.reports.lines import Display
-
-progress = Display(Course(100), is_writer=True)
-for step in range(1, 101):
-    progress.log({"step": step, "split": "train", "loss": 1.0})
-progress.close()
-"""
-ON_A_TERMINAL = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"]
 
 
 class Cluster(Hosts):
@@ -219,17 +209,3 @@ def test_processes_of_mpich_are_shown_what_they_need_and_train_as_one(cluster, o
     with cluster.job("h1", *command, *given, *training) as job:
         assert_trained(job, "mpich", one)
     assert "job      2 processes, set by MPICH; process 0; coordinator localhost:1234" in job.text
-
-
-# The terminal.
-
-
-def test_a_terminal_has_one_live_line_and_the_one_that_open_mpi_makes_for_a_process_none(cluster):
-    program = [sys.executable, "-c", SHOW]
-    starts = ["mpirun", "--oversubscribe", "-n", "1", *program]
-    for command in ([*ON_A_TERMINAL, *program], starts, [*ON_A_TERMINAL, *starts]):
-        with cluster.job("h1", *command, TERM="xterm") as job:
-            assert job.end() == 0
-        assert ("\x1b[" in job.text) == ("mpirun" not in command), job.text
-        if "mpirun" in command:
-            assert [line.split()[1] for line in job.text.splitlines()] == ["1/100", "100/100"]

@@ -177,25 +177,6 @@ def test_what_a_process_raises_is_said_at_the_driver_with_its_exit_code(cluster)
     assert 'raise RuntimeError("a bug in reading")' in last
 
 
-def test_what_would_repeat_is_not_restarted(cluster):
-    with cluster.launch("no.key=1", run="wrong", options=["--max-restarts", "3"]) as job:
-        said = end(job)
-    assert job.code == 2, said
-    assert "with exit code 2: ConfigMistakes: command line: unknown key 'no'" in said
-    assert len(list((cluster.folder / "logs-wrong").glob("failure_*.json"))) == 1  # of an attempt
-
-
-@pytest.mark.long
-def test_a_second_job_in_the_same_directory_is_refused(cluster):
-    with Job(cluster.folder, "run.dir=taken") as first:
-        first.wait_for(lambda: first.num_steps() >= 20)
-        first.processes[0].send_signal(signal.SIGSTOP)
-        with cluster.launch(run="taken") as job:
-            said = end(job)
-    assert job.code == 2, said
-    assert "is in use by process" in said[said.rindex("failed first") :]
-
-
 def test_a_job_that_is_stopped_before_its_processes_run_is_to_be_resumed(cluster):
     with cluster.launch(*FEW, run="early") as job:
         job.wait_until(lambda: (cluster.folder / "logs-early").exists())
@@ -203,19 +184,6 @@ def test_a_job_that_is_stopped_before_its_processes_run_is_to_be_resumed(cluster
         said = end(job)
     assert job.code == ExitCode.PREEMPTED, said
     assert not list((cluster.folder / "logs-early").glob("process_*.log"))
-
-
-@pytest.mark.long
-def test_a_signal_to_the_driver_saves_and_the_job_resumes(cluster):
-    with cluster.launch(*LONG, run="stopped") as job:
-        job.wait_for("stopped/checkpoints/20")
-        job.process.send_signal(signal.SIGTERM)
-        said = end(job)
-    assert job.code == 75, said
-    with cluster.launch(*LONG, run="stopped") as job:
-        said = end(job)
-    assert job.code == 0, said
-    assert result(cluster.folder, "stopped") == result(cluster.folder, "two")
 
 
 def test_an_address_without_a_cluster_and_a_cluster_that_is_too_small_are_one_line_each(cluster):

@@ -173,20 +173,6 @@ def test_tasks_of_a_step_train_as_one_process(slurm, folder, one):
 
 
 @pytest.mark.long
-def test_the_default_job_trains_on_four_tasks_of_srun_and_of_the_template(slurm, folder):
-    few = ["train.num_steps=3", "train.log_every_steps=1"]
-    how = {"cwd": folder, "XDG_CACHE_HOME": (folder / "cache").read_text()}
-    step = ["--nodes=2", "--ntasks=4", "python", "-m", "jddp.train", "run.dir=by-srun", *few]
-    done = slurm.run("srun", *step, **how)
-    assert done.returncode == 0, done.stderr
-    assert "4 processes x 2 cpu devices" in done.stdout
-    job = slurm.submit(*FOUR, "--job-name=default", TEMPLATE, "run.dir=by-sbatch", *few, **how)
-    ended, said = slurm.end_of(job), log(folder, "default", job)
-    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
-    assert result(folder, "by-sbatch") == result(folder, "by-srun")
-
-
-@pytest.mark.long
 def test_the_template_resumes_in_another_turn_bitwise_identically(slurm, folder, golden):
     job = submit(slurm, folder, "signalled", FOUR, *OFTEN)
     slurm.wait_for(lambda: saved_steps(folder / "signalled"))
@@ -236,12 +222,3 @@ def test_a_job_whose_node_dies_resumes_on_another_and_saves_when_it_is_cancelled
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "1"), said
     (saved,) = re.findall(r"SIGTERM: saved step (\d+) of", said)
     assert (folder / "orphaned" / "checkpoints" / saved / "arrays.json").exists()
-
-
-@pytest.mark.long  # Slurm looks for the ends of jobs twice a minute.
-def test_before_its_time_is_over_a_job_is_warned_and_resumes(slurm, folder):
-    limit = ["--time=2", "--signal=TERM@30"]
-    job = submit(slurm, folder, "limited", [*TWO, *limit], *ENDLESS)
-    slurm.wait_for(lambda: "resumed from step" in log(folder, "limited", job), seconds=300)
-    assert slurm.job(job)["Restarts"] == "1"
-    assert "TIME LIMIT" not in log(folder, "limited", job)

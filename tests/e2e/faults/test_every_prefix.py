@@ -56,14 +56,3 @@ def test_a_save_that_is_cut_anywhere_leaves_the_last_checkpoint_or_one_before(re
         restored.append(step)
     assert len(restored) > 100
     assert set(restored) == {1, 2}
-
-
-def test_a_disk_forgets_what_was_not_synced():
-    disk = Disk("/d")
-    made = [("mkdir", "/d/a", None), ("create", "/d/a/x", False), ("write", "/d/a/x", b"1")]
-    synced = [("sync", "/d/a/x", None), ("write", "/d/a/x", b"2"), ("sync", "/d/a", None)]
-    for operation in [*made, *synced, ("sync", "/d", None), ("rename", "/d/a", "/d/b")]:
-        disk.apply(operation)
-    assert disk.after_kill() == {"b": None, "b/x": b"12"}
-    want = [{"a": None, "a/x": b"1"}, {"a": None, "a/x": b"12"}, {"b": None, "b/x": b"1"}]
-    assert list(disk.after_power_loss()) == want
