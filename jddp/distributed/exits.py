@@ -10,7 +10,6 @@ here imports JAX, or takes long to import: signals are handled before anything e
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
@@ -27,7 +26,6 @@ class Process:
       is_early: Whether it exits at once on a stop signal: there is nothing to save or to report.
       is_owned: Whether a command owns it, so that it may be ended.
       end_job: Function that ends it and its job, by its exit code and the reason; None without one.
-      is_settled: Cleared while it connects to others, which would wait in vain if it exited.
       exit_code: Exit code of its command, once that is done.
       progress: Finished steps and phase, as its watchdog knows them.
       failures: Folder in which the first failure is kept, if any.
@@ -36,14 +34,12 @@ class Process:
     is_early: bool = False
     is_owned: bool = False
     end_job: Callable[[int, BaseException], NoReturn] | None = None
-    is_settled: threading.Event = field(default_factory=threading.Event)
     exit_code: int | None = None
     progress: dict[str, object] = field(default_factory=lambda: {"step": None, "phase": None})
     failures: "SameFolder | None" = None
 
 
 process = Process()
-process.is_settled.set()
 
 
 def exit_now(code: int) -> NoReturn:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from jddp.distributed.exits import process
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
 from jddp.distributed.gpus import Missing, may_use_gpus, why_missing
 from jddp.distributed.identity import JOB, Identity, is_number, shown
@@ -61,21 +60,17 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
     if identity.process_id == 0:
         listens = environ.get(_BIND) or bind_address(identity.coordinator)
     rendezvous(identity, listens, environ)
-    process.is_settled.clear()
-    try:
-        jax.distributed.initialize(
-            coordinator_address=identity.coordinator,
-            num_processes=identity.num_processes,
-            process_id=identity.process_id,
-            local_device_ids=identity.local_device_ids,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=listens,
-            initialization_timeout=seconds,
-            heartbeat_timeout_seconds=heartbeat,
-        )
-        watch_over_job()
-    finally:
-        process.is_settled.set()
+    jax.distributed.initialize(
+        coordinator_address=identity.coordinator,
+        num_processes=identity.num_processes,
+        process_id=identity.process_id,
+        local_device_ids=identity.local_device_ids,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=listens,
+        initialization_timeout=seconds,
+        heartbeat_timeout_seconds=heartbeat,
+    )
+    watch_over_job()
     settle_address(identity.coordinator)
     use_if_shared()
 
@@ -118,16 +113,14 @@ def use_if_shared() -> None:
         )
 
 
-def _look_for(place: str, first_place: str, name: str) -> str:
+def _look_for(place: str, first: str, name: str) -> str:
     """Whether this process, with a cache at `place`, sees the file of process 0."""
-    if not place:
-        return _NO_CACHE
     until = time.monotonic() + _LATE_SECONDS
-    while not (place == first_place if "://" in place else Path(place, name).exists()):
+    while place and not (place == first if "://" in place else Path(place, name).exists()):
         if time.monotonic() > until:
             return _UNSEEN
         time.sleep(0.05)
-    return _SEEN
+    return _SEEN if place else _NO_CACHE
 
 
 def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None:

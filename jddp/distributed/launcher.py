@@ -30,7 +30,7 @@ from jddp.distributed.failure_file import (
     read_failure,
     write_failure,
 )
-from jddp.distributed.group import CONSOLE, POLL_SECONDS, Group, Launch, Place, Worker
+from jddp.distributed.group import CONSOLE, POLL_SECONDS, Group, Launch, Place
 from jddp.distributed.identity import JOB, loopback
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import (
@@ -113,10 +113,24 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
         with suppress(OSError), group.failure_file.open("x") as file:
             json.dump(data, file)  # for processes that wait for that machine
         return Failure(data, text, seconds)
-    data = data or _found([*by_themselves, *failed][0], group.failure_file)
-    if data["exit_code"] is None:
-        _add_exit_code(data, group)
-    named = [worker for worker in group.failed() if worker.number == data["process"]]
+    if data is None:  # the process has written none
+        worker = [*by_themselves, *failed][0]
+        data = describe_failure(worker.number, worker.returncode)
+        aborted = worker.returncode == -signal.SIGABRT
+        if aborted and (silent := ABORT.search(worker.output.stderr_end())):
+            data["exit_code"] = ExitCode.ANOTHER_FAILED
+            data["exception"] = {"type": "JAX", "message": " ".join(silent[0].split())}
+        write_failure(data, group.failure_file)
+        data = read_failure(group.failure_file) or data  # another may have been faster
+    number = data["process"]
+    if data["exit_code"] is None:  # it has left its job: only its end shows its exit code
+        group.wait(_END_SECONDS, lambda: all(worker.number != number for worker in group.running))
+        for worker in group.ended:
+            if worker.number == number:
+                data["exit_code"] = describe_failure(number, worker.returncode)["exit_code"]
+                with suppress(OSError):
+                    group.failure_file.write_text(json.dumps(data, indent=2) + "\n")
+    named = [worker for worker in group.failed() if worker.number == number]
     text = f"{headline(data)} (after {seconds:.1f} s)."
     if named:
         text += f" Its whole output is in {named[0].output.path}."
@@ -136,28 +150,6 @@ def kill_overdue(group: Group, number: int) -> Failure:
     data = describe_failure(first, 128 + number, exception=reason)
     write_failure(data, group.failure_file)
     return Failure(data, text, seconds)
-
-
-def _add_exit_code(data: JsonObject, group: Group) -> None:
-    """Waits for the end of a process that has left its job: only the end shows its exit code."""
-    number = data["process"]
-    group.wait(_END_SECONDS, lambda: all(worker.number != number for worker in group.running))
-    for worker in group.ended:
-        if worker.number == number:
-            data["exit_code"] = describe_failure(number, worker.returncode)["exit_code"]
-            with suppress(OSError):
-                group.failure_file.write_text(json.dumps(data, indent=2) + "\n")
-
-
-def _found(worker: Worker, path: Path) -> JsonObject:
-    """The failure of a process that has written none."""
-    data = describe_failure(worker.number, worker.returncode)
-    said = worker.output.stderr_end()
-    if worker.returncode == -signal.SIGABRT and (lost := ABORT.search(said)):
-        data["exit_code"] = ExitCode.ANOTHER_FAILED
-        data["exception"] = {"type": "JAX", "message": " ".join(lost[0].split())}
-    write_failure(data, path)
-    return read_failure(path) or data  # another may have been faster
 
 
 class Nodes:
@@ -201,9 +193,9 @@ class Nodes:
         if self._end is not None:
             mine = Member(launch.node_rank, launch.num_nodes, self._same, info)
             infos = self._end.gather(mine, seconds=self._seconds)
-        numbers = {rank: info["processes"] for rank, info in infos.items()}
-        first = sum(numbers[rank] for rank in numbers if rank < launch.node_rank)
-        return Place(infos[0]["coordinator"], sum(numbers.values()), first, infos[0]["job"])
+        num_processes = sum(info["processes"] for info in infos.values())
+        first = sum(x["processes"] for rank, x in infos.items() if rank < launch.node_rank)
+        return Place(infos[0]["coordinator"], num_processes, first, infos[0]["job"])
 
     def has_newcomer(self) -> bool:
         """Whether a machine waits for the next attempt: at node 0, of a job that may change."""

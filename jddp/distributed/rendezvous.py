@@ -174,9 +174,10 @@ class RendezvousClient:
 
     def lost(self) -> list[int]:
         """Member 0, if it is no longer connected, or has left with a failure."""
-        if self._server is not None and self._goodbye is None and wait([self._server.fileno()], 0):
+        server = None if self._goodbye else self._server
+        if server is not None and (server.messages or wait([server.fileno()], 0)):
             try:
-                self._goodbye = self._server.receive(_SLACK)
+                self._goodbye = server.receive(_SLACK)
             except (OSError, ValueError):
                 self._has_lost = True
         return [0] if self._has_lost or self._goodbye == {"failed": True} else []
@@ -202,40 +203,37 @@ class RendezvousClient:
           CoordinatorError: If member 0 cannot be reached or has left, or members are missing.
           ProcessMismatchError: If members have different settings.
         """
+        me = f"{self.kind} {mine.number} of {mine.count}"
+        first = f"{self.kind} 0 at {self.address}"
         until = time.monotonic() + seconds
         if self._has_lost:
             self.close()  # Member 0 may be back, or the network.
-        while time.monotonic() <= until:
+        answer = self._goodbye
+        while answer is None:
             try:
-                return self._read_answer(self._goodbye or self._ask(mine, until))
+                if self._server is None:
+                    stream = connect_to(self.address, me, until)
+                    self._server = Connection(stream, self._silence_seconds)
+                self._server.send({"kind": self.kind, **asdict(mine)})
+                answer = self._server.receive(max(0, until - time.monotonic()) + _SLACK)
+            except ValueError:
+                raise CoordinatorError(
+                    f"the program that listens at {self.address} is not {self.kind} 0 of a "
+                    "starting job: the job has started already, or it is another program."
+                ) from None
             except OSError:
                 self.close()
-            time.sleep(POLL_SECONDS)
-        raise CoordinatorError(
-            f"{self.kind} {mine.number} of {mine.count} has received nothing from {self.kind} 0 "
-            f"at {self.address} in {seconds:.0f} s. Is it another program that listens there?"
-        )
-
-    def _ask(self, mine: Member, until: float) -> JsonObject:
-        """Member 0's answer."""
-        if self._server is None:
-            stream = connect_to(self.address, f"{self.kind} {mine.number} of {mine.count}", until)
-            self._server = Connection(stream, self._silence_seconds)
-        self._server.send({"kind": self.kind, **asdict(mine)})
-        try:
-            return self._server.receive(max(0, until - time.monotonic()) + _SLACK)
-        except ValueError:
-            raise CoordinatorError(
-                f"the program that listens at {self.address} is not {self.kind} 0 of a "
-                "starting job: the job has started already, or it is another program."
-            ) from None
-
-    def _read_answer(self, answer: JsonObject) -> Infos:
+                if time.monotonic() > until:
+                    raise CoordinatorError(
+                        f"{me} has received nothing from {first} in {seconds:.0f} s. Is it another "
+                        "program that listens there?"
+                    ) from None
+                time.sleep(POLL_SECONDS)
         if "error" in answer:
             kind = CoordinatorError if answer["is_missing"] else ProcessMismatchError
             raise kind(answer["error"])
         if "infos" not in answer:
-            raise CoordinatorError(f"{self.kind} 0 at {self.address} has left the job.")
+            raise CoordinatorError(f"{first} has left the job.")
         return {int(number): info for number, info in answer["infos"].items()}
 
 

@@ -46,7 +46,6 @@ from jddp.ground.errors import ExitCode
 # process and then its group.
 SAME_SECONDS = 2.0
 Handler = Callable[[int, FrameType | None], None]
-_JOIN_SECONDS = 3.0  # in which processes connect once they have found each other
 _END = 0  # which is no signal
 _given_up: list[Callable[[], None]] = []
 _masks = threading.local()  # of the thread that forks
@@ -294,7 +293,7 @@ class Stopped(BaseException):
 
 
 def leave_early(number: int) -> NoReturn:
-    """Ends this process, and its job, because of a signal; while it connects, after a moment."""
+    """Ends this process, and its job, because of a signal."""
     error: BaseException
     if number == signal.SIGINT:
         code = ExitCode.INTERRUPTED
@@ -308,7 +307,6 @@ def leave_early(number: int) -> NoReturn:
     write_line(text)
     show_cursor()
     try:
-        process.is_settled.wait(_JOIN_SECONDS)
         if process.end_job is not None:
             process.end_job(code, error)
         from jddp.distributed.failure_file import describe_failure, write_failure
