@@ -1,6 +1,5 @@
 """Processes and nodes rendezvous: all are there, or all know what is missing or differs."""
 
-import itertools
 import os
 import re
 import socket
@@ -48,21 +47,18 @@ def test_a_process_joins_the_job_of_its_environment_and_nothing_is_detected(join
     assert joined == [want]
 
 
-@pytest.mark.parametrize(
-    "environ, listens",
-    [({}, "127.0.0.1:1234"), ({"JAX_COORDINATOR_BIND_ADDRESS": "[::]:99"}, "[::]:99")],
-)
-def test_the_first_process_listens_where_it_is_asked_to(joined, environ, listens):
-    initialize(Identity("127.0.0.1:1234", 2, 0), environ)
-    assert joined[0]["coordinator_bind_address"] == listens
-
-
-def test_a_time_limit_that_is_no_number_is_refused_and_others_are_those_given(joined):
-    for name, seconds in itertools.product([START, HEARTBEAT], ["0", "soon", "1.5"]):
-        with pytest.raises(ConfigError, match=f"{name}='{seconds}' must be a positive"):
+def test_addresses_and_time_limits_are_those_given_and_a_limit_is_a_number(joined):
+    for environ, listens in (
+        ({START: "7", HEARTBEAT: "8"}, "127.0.0.1:1234"),
+        ({"JAX_COORDINATOR_BIND_ADDRESS": "[::]:99"}, "[::]:99"),
+    ):
+        initialize(Identity("127.0.0.1:1234", 2, 0), environ)
+        assert joined[-1]["coordinator_bind_address"] == listens
+    names = ("initialization_timeout", "heartbeat_timeout_seconds")
+    assert [joined[0][name] for name in names] == [7, 8]
+    for name, seconds in ((START, "0"), (HEARTBEAT, "soon"), (HEARTBEAT, "1.5")):
+        with pytest.raises(ConfigError, match=f"{name}='{seconds}'"):
             initialize(Identity("127.0.0.1:1", 2, 1), {name: seconds})
-    initialize(Identity("127.0.0.1:1234", 2, 1), dict.fromkeys((START, HEARTBEAT), "7"))
-    assert (joined[0]["initialization_timeout"], joined[0]["heartbeat_timeout_seconds"]) == (7, 7)
 
 
 @pytest.fixture
@@ -103,63 +99,58 @@ def test_processes_connect_in_any_order(address):
         assert [other.result() for other in others] == [[None]] * 3
 
 
+def assert_refused(errors, kind, words):
+    for error in errors:
+        assert isinstance(error, kind)
+        assert re.match(words, str(error)), error
+
+
 def test_missing_processes_are_named_to_all_and_of_many_the_first(address):
     errors = rendezvous_of((0, 5), (1, 5), (4, 5), address=address, seconds=1)
-    start = f"processes 2, 3 of 5 did not connect to {address} within 1 s. Was each started"
-    assert all(isinstance(x, CoordinatorError) and str(x).startswith(start) for x in errors)
-    (error,) = rendezvous_of((0, 100), address=address, seconds=1)
-    start = "processes 1, 2, 3, 4, 5, 6, 7, 8 and 91 more of 100 did not connect"
-    assert str(error).startswith(start)
+    assert_refused(errors, CoordinatorError, f"processes 2, 3 of 5 did not connect to {address}")
+    errors = rendezvous_of((0, 100), address=address, seconds=1)
+    assert_refused(errors, CoordinatorError, "processes 1, 2, 3, 4, 5, 6, 7, 8 and 91 more of 100")
 
 
 HERE = re.escape(f"{socket.gethostname()}, pid {os.getpid()}")
 A, B = {"JDDP_JOB": "a"}, {"JDDP_JOB": "b"}
-OTHER = rf"process 1 \({HERE}\) has another job than process 0: "
 
 
 @pytest.mark.parametrize(
     "others, reported",
     [
-        ([(1, 3, A), (1, 3, A)], f"two have connected as process 1: {HERE}, and {HERE}. Give each"),
-        ([(1, 2, A)], f"{OTHER}count is 2 there and 3 here"),
-        ([(1, 3, B)], f"{OTHER}JDDP_JOB is b there and a here"),
-        ([(1, 3)], f"{OTHER}JDDP_JOB is not set there and a here"),
-        ([(1, 3, {**A, HEARTBEAT: "9"})], f"{OTHER}{HEARTBEAT} is 9 there and 100 here"),
+        ([(1, 3, A), (1, 3, A)], f"two have connected as process 1: {HERE}, and {HERE}"),
+        ([(1, 2, A)], rf"process 1 \({HERE}\) .* count is 2 there and 3 here"),
+        ([(1, 3, B)], ".*JDDP_JOB is b there and a here"),
+        ([(1, 3)], ".*JDDP_JOB is not set there and a here"),
+        ([(1, 3, {**A, HEARTBEAT: "9"})], f".*{HEARTBEAT} is 9 there and 100 here"),
     ],
     ids=["number", "count", "job", "no_job", "heartbeat"],
 )
 def test_processes_with_one_number_or_of_another_job_are_named_to_all(address, others, reported):
-    for error in rendezvous_of((0, 3, A), *others, address=address):
-        assert isinstance(error, ProcessMismatchError)
-        assert re.match(reported, str(error))
+    errors = rendezvous_of((0, 3, A), *others, address=address)
+    assert_refused(errors, ProcessMismatchError, reported)
 
 
-def test_a_port_that_is_taken_is_reported(address):
-    port = int(address.rpartition(":")[2])
-    with socket.create_server(("127.0.0.1", port)):
-        (error,) = rendezvous_of((0, 2), address=address)
-    assert isinstance(error, CoordinatorError)
-    assert str(error).startswith(f"port {port} of 127.0.0.1 is taken.")
+def test_another_program_at_the_port_is_named(address):
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as server:
 
+        def greet():
+            with server.accept()[0] as client:
+                client.sendall(b"220 good day\r\n")
 
-def test_a_program_that_speaks_another_language_is_not_taken_for_process_0(address):
-    def listens():
-        server = socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))
-        with server, server.accept()[0] as client:
-            client.sendall(b"220 good day\r\n")
-
-    with ThreadPoolExecutor() as threads:
-        threads.submit(listens)
-        (error,) = rendezvous_of((1, 2), address=address)
-    assert isinstance(error, CoordinatorError)
-    assert "is not process 0 of a starting job" in str(error)
+        with ThreadPoolExecutor() as threads:
+            threads.submit(greet)
+            errors = rendezvous_of((1, 2), address=address)
+        assert_refused(errors, CoordinatorError, ".*is not process 0 of a starting job")
+        errors = rendezvous_of((0, 2), address=address)
+        assert_refused(errors, CoordinatorError, r"port \d+ of 127.0.0.1 is taken")
 
 
 STRANGE = [b"1", b"[]", b"{}", b"GET / HTTP/1.1\r\n\r", b'{"kind": ' + b"[" * 10_000]
 STRANGE += [b'{"kind": "node", "number": 1, "count": 2}']
 STRANGE += [b'{"kind": "process", "number": [1], "count": 2}']
-_ODD = b'{"kind": "process", "number": 1, "count": 2, "%b": 3}'
-STRANGE += [_ODD % key for key in (b"same", b"more", b"where")]
+STRANGE += [b'{"kind": "process", "number": 1, "count": 2, "more": 3}']
 
 
 def test_a_client_that_sends_nothing_or_nonsense_is_no_process(address):
@@ -172,10 +163,9 @@ def test_a_client_that_sends_nothing_or_nonsense_is_no_process(address):
     with ThreadPoolExecutor() as threads:
         first = threads.submit(rendezvous_of, (0, 2), address=address, seconds=2)
         clients = [client(x) for x in (b"", b"x" * 2**20, *(line + b"\n" for line in STRANGE))]
-        (error,) = first.result()
+        assert_refused(first.result(), CoordinatorError, "process 1 of 2 did not connect")
         for each in clients:
             each.close()
-    assert str(error).startswith("process 1 of 2 did not connect")
 
 
 def test_half_a_line_holds_up_nobody(server, client, address, gather):
@@ -214,20 +204,15 @@ def test_the_limit_of_open_files_is_raised_or_named(address, most, limit, report
     assert error.startswith(reported), error
 
 
-@pytest.mark.parametrize(
-    "number, words",
-    [
-        (0, "waiting at {} for process 1 of 2"),
-        (1, "process 1 of 2 is waiting for process 0 at {}: Connection refused"),
-    ],
-)
-def test_a_process_that_waits_reports_it_in_a_line_once(
-    address, monkeypatch, capsys, number, words
-):
+@pytest.mark.parametrize("number, name", [(0, "process 1 of 2"), (1, "process 0")])
+def test_a_process_that_waits_reports_it_in_a_line_once(address, monkeypatch, capsys, number, name):
     monkeypatch.setattr(rendezvous_module, "NOTICE_SECONDS", 0.05)
-    (error,) = rendezvous_of((number, 2), address=address, seconds=1)
-    assert isinstance(error, CoordinatorError)
-    assert capsys.readouterr().err == f"jddp: {words.format(address)}\n"
+    errors = rendezvous_of((number, 2), address=address, seconds=1)
+    assert_refused(errors, CoordinatorError, "process 1 of 2")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "waiting" in line
+    assert name in line
+    assert address in line
 
 
 @pytest.fixture
@@ -357,12 +342,3 @@ def test_a_first_process_that_waits_in_vain_reports_it_in_one_line(address):
     assert done.returncode == 69, done.stderr
     assert done.stderr.startswith(f"jddp: process 1 of 2 did not connect to {address}")
     assert done.stderr.count("\n") == 1
-
-
-def test_a_port_that_cannot_be_used_is_an_error_with_the_reason(monkeypatch):
-    def refuse(*_, **__):
-        raise OSError("address family is not there")  # without the system's words
-
-    monkeypatch.setattr(socket, "create_server", refuse)
-    with pytest.raises(CoordinatorError, match="cannot be used: address family is not there"):
-        rendezvous_module.listen("127.0.0.1:1234")

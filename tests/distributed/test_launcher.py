@@ -1,4 +1,4 @@
-"""A launch is supervised wherever its processes run."""
+"""A launch is supervised wherever its processes run, and shows all output but lines of gloo."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from jddp.distributed.failure_file import VARIABLE, describe_failure
+from jddp.distributed.group import without_gloo
 from jddp.distributed.launcher import Failure, supervise
 from jddp.distributed.signals import Signals
 from jddp.ground.errors import ExitCode
@@ -49,3 +50,24 @@ def test_a_signal_exits_while_others_are_awaited_and_also_one_that_came_before()
     assert ended.value.code == 128 + signal.SIGTERM
     with pytest.raises(SystemExit), signals.exiting():
         raise AssertionError("the block is not entered")
+
+
+GLOO = b"""\
+[Gloo] Rank 0 is connected to 1 peer ranks.
+[Gloo] Rank [Gloo] Rank 56 is connected to  is connected to 77 peers.
+6 is connected to 7 peer ranks. Expected number is : 7
+
+7 peer ranks. Expected number of connected peer ranks is : 7
+Expected number of connected peer ranks is :\x20
+7
+"""  # as threads of several devices write parts of lines at once
+
+
+def test_lines_of_gloo_are_dropped_and_others_keep_their_order():
+    lines = [b"before\n", *GLOO.splitlines(keepends=True), b"inside\n", b"of C\n", b"after"]
+    assert without_gloo(lines) == [b"before\n", b"inside\n", b"of C\n", b"after"]
+
+
+def test_numbers_alone_stay_where_no_line_is_of_gloo():
+    lines = [b"loss\n", b"7\n", b"\n"]
+    assert without_gloo(lines) == lines
