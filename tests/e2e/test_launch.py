@@ -25,7 +25,7 @@ from jddp.commands.launch import main
 from jddp.distributed.failure import owned_process
 from jddp.distributed.group import Launch, Place, environments, split_gpus
 from jddp.distributed.identity import resolve_identity
-from jddp.distributed.launcher import DETERMINISTIC, Nodes
+from jddp.distributed.launcher import Nodes
 from jddp.distributed.signals import SAME_SECONDS
 from jddp.ground.errors import ConfigError, CoordinatorError
 from jddp.workbench.trace import read_trace
@@ -252,10 +252,8 @@ def test_a_port_that_is_taken_is_refused(num_nodes):
 @pytest.mark.parametrize(
     "arguments, reported",
     [
-        ("", "nothing to start: end with -m package.module"),
-        ("-m", "nothing to start"),
+        ("", "nothing to start"),
         ("nowhere.py", "there is no script 'nowhere.py'"),
-        ("--num-processes 0 -m x", "'0' is not a number from 1 up"),
         ("--num-processes two -m x", "'two' is not a number from 1 up"),
         ("--max-restarts -1 -m x", "--max-restarts"),
         ("--devices-per-process 0 -m x", "'0' is not a number from 1 up"),
@@ -481,10 +479,6 @@ def test_restarts_end_and_the_last_failure_is_kept(folder, most, what, code, num
     assert len((folder / "attempts-0").read_text().splitlines()) == num_attempts
 
 
-def test_a_restart_repeats_failures_of_arguments_data_memory_and_numbers():
-    assert {2, 65, 77, 78, 80} == DETERMINISTIC
-
-
 @pytest.mark.processes
 def test_a_folder_for_logs_of_no_use_is_refused_and_a_full_disk_costs_the_log_alone(folder):
     (folder / "file").touch()
@@ -535,30 +529,6 @@ def test_processes_train_as_one_with_as_many_devices(jobs, one):
     assert len(trace.devices) == 4
 
 
-UNJOINED = """
-import optax
-from tiny import MLP, loss_fn, make_batch
-import jddp
-
-try:
-    jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
-except jddp.Error as error:
-    print(error)
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_a_program_that_does_not_join_is_refused_in_each_process(folder):
-    (folder / "unjoined.py").write_text(UNJOINED)
-    with Launched(folder, *TWO, "unjoined.py") as launched:
-        assert launched.end() == 0, launched.err
-    for process in range(2):
-        refused = f"jddp.launch has started 2 processes, of which this is number {process}, but"
-        assert refused in launched.log(process)
-        assert "distributed.initialize(distributed.resolve_identity())" in launched.log(process)
-
-
 SCRIPT = ROOT / "tests" / "workers" / "script.py"
 MINE, DATA = "RuntimeError: a bug of mine", "DataError: my data are bad"
 ENDS = {  # of the last process of a script: what it does and where; the launcher's code and words
@@ -594,7 +564,7 @@ def scripts(tmp_path_factory):
 def test_a_script_that_ends_in_one_process_ends_its_job_in_seconds_beside_others(scripts, how):
     (what, where), (code, reported), done = how.split(), ENDS[how], scripts[how]
     assert done.code == code, done.err
-    failure, early = done.failure(), "ended too early, with exit code 0, while others wait for it:"
+    failure = done.failure()
     found = (failure["process"], failure["exit_code"], failure["exception"])
     if what == "exit":
         assert found == (1, 3, None)
@@ -602,14 +572,13 @@ def test_a_script_that_ends_in_one_process_ends_its_job_in_seconds_beside_others
         assert f"jddp: process 1 on {HOST} ended too early, while others wait" in done.log(0)
     elif what == "stop":
         assert found == (1, 0, None)
-        assert f"\njddp: process 1 on {HOST} {early} give all equally many steps and " in done.err
+        assert f"\njddp: process 1 on {HOST} ended too early, with exit code 0" in done.err
     else:
-        exception = dict(zip(("type", "message"), reported.split(": "), strict=True))
-        assert found == (1, code, exception)
+        assert found == (1, code, dict(zip(("type", "message"), reported.split(": "), strict=True)))
         headline = f"jddp: {failed(1, f'exit code {code}: {reported} (after')}"
-        words = done.err[done.err.index(headline) :].splitlines()[1:]
-        assert words[0] == "    Traceback (most recent call last):"
-        assert reported in words[-1]
+        trace = done.err[done.err.index(headline) :].splitlines()[1:]
+        assert "Traceback" in trace[0]
+        assert reported in trace[-1]
         assert "Check failure stack trace" not in done.err  # no abort of JAX's
         assert failure["traceback"].endswith(f"{reported}\n")
         place = (None, None) if where == "loop" else ("step", 4)
@@ -844,20 +813,17 @@ def test_the_launcher_of_another_node_reads_from_its_file_who_failed_first(jobs,
     assert not (jobs / run / "logs" / "failure.json").exists()  # the variable says where
 
 
-SERVICE = "/xla.coordination.CoordinationService"
-SILENT = "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n2\n3\n"
-SILENT += f"The tasks have crashed.\n\nRPC: {SERVICE}/PollForError [type.googleapis.com/x='']\n"
-SHUT = f"while calling {SERVICE}/PollForError:\n:UNKNOWN:Error received from peer\n"
-GONE = f"absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: {SERVICE}/Heartbeat\n"
+CALL = "RPC: /xla.coordination.CoordinationService/"
+SILENT = "UNAVAILABLE: unhealthy (stopped sending heartbeats):\n2\n3\nThe tasks have crashed.\n"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "said, code, how",
     [
-        (SILENT, 81, "a report: JAX: unhealthy (stopped sending heartbeats): 2 3 (after "),
-        (GONE, 81, f"a report: JAX: RPC: {SERVICE}/Heartbeat (after "),
-        (SHUT, 81, f"a report: JAX: while calling {SERVICE}/PollForError (after "),
+        (SILENT, 81, "JAX: unhealthy (stopped sending heartbeats): 2 3 (after "),
+        (f"DEADLINE_EXCEEDED\n\n{CALL}Heartbeat\n", 81, f"JAX: {CALL}Heartbeat (after "),
+        (f"UNKNOWN\n{CALL}PollForError [x]\n", 81, f"JAX: {CALL}PollForError (after "),
         ("Check failed", 128 + signal.SIGABRT, "failed first, with signal SIGABRT (after "),
     ],
 )

@@ -7,14 +7,12 @@ import sys
 
 import numpy as np
 import pytest
-from runs import ROOT, compiling_as_here, environment, free_port, records, run_job
-from workers.asks import AT, LENGTH
+from runs import ROOT, compiling_as_here, environment, records, run_job
 from workers.job import train_everything
-from workers.spikes import BAD, train_through
-from workers.start import run_module
+from workers.start import of_job, run_module
+from workers.two import AT, BAD, LENGTH, train_through
 
 from jddp.checkpoint.folders import finished
-from jddp.distributed.identity import VARIABLES
 
 pytestmark = pytest.mark.processes
 
@@ -34,10 +32,13 @@ def one(tmp_path_factory):
 def two(tmp_path_factory):
     """What two processes with four devices each end up with, and what they have written."""
     folder = tmp_path_factory.mktemp("two")
-    job = {VARIABLES[0]: f"127.0.0.1:{free_port()}", VARIABLES[1]: "2"}
-    job["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    jobs = [job | {VARIABLES[2]: str(process)} for process in range(2)]
+    jobs = of_job(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     return folder, run_module("workers.job", folder, jobs, SECONDS)
+
+
+def run_two(case, folder):
+    """Runs two processes; returns what each has written."""
+    return run_module("workers.two", folder, of_job(), SECONDS, case)
 
 
 def assert_close(got, want):
@@ -127,10 +128,7 @@ def test_two_stages_on_two_processes_learn_as_on_two_devices_of_one():
 
 
 def test_after_an_exit_in_a_callback_of_both_all_that_is_kept_ends_with_the_same_step(tmp_path):
-    port = free_port()
-    values = [(f"127.0.0.1:{port}", "2", str(process)) for process in range(2)]
-    jobs = [dict(zip(VARIABLES, each, strict=True)) for each in values]
-    run_module("workers.exits", tmp_path, jobs, SECONDS)
+    run_two("exits", tmp_path)
     found = [json.loads((tmp_path / f"process_{x}.json").read_text()) for x in range(2)]
     saved = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert saved == [found[0]["step"]]
@@ -140,9 +138,7 @@ def test_after_an_exit_in_a_callback_of_both_all_that_is_kept_ends_with_the_same
 
 
 def test_a_process_that_is_slow_is_named_with_its_phase_and_not_the_one_that_waits(tmp_path):
-    address = f"127.0.0.1:{free_port()}"
-    jobs = [dict(zip(VARIABLES, (address, "2", str(x)), strict=True)) for x in range(2)]
-    (said, _), _ = run_module("workers.slow", tmp_path, jobs, SECONDS)
+    (said, _), _ = run_two("slow", tmp_path)
     for phase in ("data", "host"):
         lines = (tmp_path / phase / "metrics.jsonl").read_text().splitlines()
         found = [json.loads(line) for line in lines if "slowest_process" in line]
@@ -158,9 +154,7 @@ def test_two_processes_skip_the_spike_that_the_rows_of_one_make(tmp_path):
     together, alone = tmp_path / "two", tmp_path / "one"
     together.mkdir()
     alone.mkdir()
-    address = f"127.0.0.1:{free_port()}"
-    jobs = [dict(zip(VARIABLES, (address, "2", str(x)), strict=True)) for x in range(2)]
-    run_module("workers.spikes", together, jobs, SECONDS)
+    run_two("spikes", together)
     first, second = (load(together / f"process_{x}.npz") for x in range(2))
     train_through(alone, 0, 1)
     assert_close(first, load(alone / "process_0.npz"))
@@ -170,9 +164,7 @@ def test_two_processes_skip_the_spike_that_the_rows_of_one_make(tmp_path):
 
 
 def test_two_folders_that_are_saved_at_one_step_are_each_complete_or_refused(tmp_path):
-    address = f"127.0.0.1:{free_port()}"
-    jobs = [dict(zip(VARIABLES, (address, "2", str(x)), strict=True)) for x in range(2)]
-    for said, _ in run_module("workers.two_folders", tmp_path, jobs, SECONDS):
+    for said, _ in run_two("two_folders", tmp_path):
         first, second = said.splitlines()
         assert first.startswith("checkpoints is refused:")
         assert "process 1: [Errno 28] No space left" in first
@@ -183,9 +175,7 @@ def test_two_folders_that_are_saved_at_one_step_are_each_complete_or_refused(tmp
 
 @pytest.mark.slow
 def test_what_one_process_asks_all_do_at_one_step_and_what_all_ask_at_that_one(tmp_path):
-    address = f"127.0.0.1:{free_port()}"
-    jobs = [dict(zip(VARIABLES, (address, "2", str(x)), strict=True)) for x in range(2)]
-    run_module("workers.asks", tmp_path, jobs, SECONDS)
+    run_two("asks", tmp_path)
     first, second = (json.loads((tmp_path / f"process_{x}.json").read_text()) for x in range(2))
     for name in ("stop 0", "stop 1"):
         assert first[name]["stopped"] == second[name]["stopped"] == "time limit"

@@ -11,14 +11,13 @@ from pathlib import Path
 import jax
 import optax
 from flax import nnx
-from runs import free_port, records
+from runs import records
 from tiny import ConvNet, NnxConvNet, loss_fn, make_batch
-from workers.start import run_module
+from workers.start import of_job, run_module
 
 import jddp
 from jddp import distributed
 from jddp.data import ArrayExamples, Epochs, TrainBatches, eval_batches
-from jddp.distributed.identity import VARIABLES
 from jddp.distributed.join import configure_devices
 
 HALF, WHOLE = 6, 12
@@ -78,12 +77,7 @@ def train_by_all(name, run_dir, num_steps):
     if num_processes == 1:
         train(name, run_dir, num_steps)
     else:
-        address = f"127.0.0.1:{free_port()}"
-        jobs = [
-            dict(zip(VARIABLES, (address, str(num_processes), str(x)), strict=True))
-            for x in range(num_processes)
-        ]
-        run_module("golden.resumed", run_dir, jobs, SECONDS, name, str(num_steps))
+        run_module("golden.resumed", run_dir, of_job(num_processes), SECONDS, name, str(num_steps))
     return records(run_dir)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import optuna
 import pytest
-from runs import free_port, records
+from runs import records
 from workers.search import config, search, suggest
-from workers.start import run_module
+from workers.start import of_job, run_module
 
 import jddp
 from jddp.distributed.identity import VARIABLES
@@ -106,9 +106,7 @@ def test_each_of_several_processes_is_to_optimize_by_the_of_loss(tmp_path, monke
 
 @pytest.mark.processes
 def test_two_processes_train_one_trial_as_one_process_does(tmp_path):
-    job = {VARIABLES[0]: f"127.0.0.1:{free_port()}", VARIABLES[1]: "2"}
-    jobs = [job | {VARIABLES[2]: str(process)} for process in range(2)]
-    run_module("workers.search", tmp_path, jobs, 240)
+    run_module("workers.search", tmp_path, of_job(), 240)
     first, second = (json.loads((tmp_path / f"trials_{i}.json").read_text()) for i in range(2))
     assert second == []
     alone = search(tmp_path / "alone", 0)

@@ -1,12 +1,4 @@
-"""One process of a jddp job that trains what `peers.torch_ddp` trains.
-
-    JAX_COORDINATOR_ADDRESS=... JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 \\
-        python -m workers.against_torch FOLDER
-
-`write_cases` fills FOLDER for both: cases.json says model, sizes, optimizer and bucket size,
-CASE.start.npz has the parameters to start from, CASE.batches.npz the global batches. Each process
-writes the losses and the parameters that it ends with.
-"""
+"""One process of a jddp job that trains what `peers.torch_ddp` trains."""
 
 import json
 import sys

@@ -1,10 +1,4 @@
-"""One process of a job that is given what the others are not, or the rows that they have too.
-
-python -m jddp.launch --num-processes 2 tests/workers/given.py
-
-Each call of `fit` is refused on both processes before its first step, and its reason printed; the
-last ones train.
-"""
+"""One process of a job that is given what the others are not, or the rows that they have too."""
 
 import numpy as np
 import optax

@@ -1,10 +1,4 @@
-"""One process of a job that trains by hand and by `fit`, is interrupted, and resumes.
-
-    JAX_COORDINATOR_ADDRESS=... JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 python -m workers.job FOLDER
-
-Its numbers do not tell how many processes there are: a test calls `train_everything` as the only
-process of a job, and compares.
-"""
+"""One process of a job that trains by hand and by `fit`, is interrupted, and resumes."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""A process of a job, of which one leaves before the others: python -m workers.leaves HOW NUMBER.
-
-Its step is so small that XLA computes it within the call, on one CPU device, unless it is told.
-"""
+"""A process of a job, of which one leaves before the others: python -m workers.leaves HOW N."""
 
 import itertools
 import sys

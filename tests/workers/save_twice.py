@@ -1,7 +1,4 @@
-"""Saves two checkpoints, of which only the last is to be kept: python -m workers.save_twice DIR.
-
-Beside DIR it leaves `1.npy` and `2.npy`, an array of each.
-"""
+"""Saves two checkpoints, of which only the last is to be kept: python -m workers.save_twice DIR."""
 
 import sys
 from pathlib import Path

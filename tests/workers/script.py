@@ -1,7 +1,4 @@
-"""A user's own script, which joins through jddp, and whose last process comes to a sudden end.
-
-python -m jddp.launch --num-processes 2 script.py WHAT WHERE
-"""
+"""A user's own script, which joins through jddp, and whose last process comes to a sudden end."""
 
 import itertools
 import sys

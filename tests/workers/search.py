@@ -1,7 +1,4 @@
-"""One process of a job that searches the learning rate of a line with Optuna; and its config.
-
-JAX_COORDINATOR_ADDRESS=... JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 python -m workers.search FOLDER
-"""
+"""One process of a job that searches the learning rate of a line with Optuna; and its config."""
 
 import json
 import sys

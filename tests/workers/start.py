@@ -3,16 +3,21 @@
 import subprocess
 import sys
 
-from runs import compiling_as_here, environment
+from runs import compiling_as_here, environment, free_port
 
 from jddp.distributed.group import without_gloo
+from jddp.distributed.identity import VARIABLES
+
+
+def of_job(num_processes=2, **variables):
+    """The variables of each process of a job on this machine."""
+    address, count = f"127.0.0.1:{free_port()}", str(num_processes)
+    numbers = [(address, count, str(process)) for process in range(num_processes)]
+    return [variables | dict(zip(VARIABLES, each, strict=True)) for each in numbers]
 
 
 def run_module(module, folder, variables, seconds, *arguments):
-    """Runs `python -m module folder arguments` once with each set of variables.
-
-    Returns the standard output, without the lines of gloo, and the standard error of each.
-    """
+    """Runs `python -m module folder arguments` once with each set of variables."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, folder, *arguments],

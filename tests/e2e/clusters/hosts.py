@@ -1,12 +1,4 @@
-"""Machines of one network, each a network namespace of this machine with a name and an address.
-
-    with Hosts(folder, "h1", "h2") as hosts:
-        job = hosts.start("h1", "python", "-m", "jddp.train")
-        hosts.set_link("h2", "down")
-
-All live in a mount and a network namespace of their own, which end with the block: nothing of them
-is seen from outside, and two tests at once do not meet.
-"""
+"""Machines of one network, each a network namespace of this machine with a name and an address."""
 
 import contextlib
 import os
@@ -57,11 +49,7 @@ exec "$@"
 
 
 class Hosts:
-    """Machines that reach each other by name; ended with the block, with all that runs on them.
-
-    Attributes:
-      addresses: Of each name.
-    """
+    """Machines that reach each other by name; ended with the block, with all that runs on them."""
 
     def __init__(self, folder: Path, *names: str, network: str = "10.8.0"):
         refuse_without("ip", "nsenter", "unshare")

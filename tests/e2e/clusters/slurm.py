@@ -1,13 +1,4 @@
-"""Slurm on machines that are namespaces: a controller where jobs are submitted, and four nodes.
-
-    with Slurm(folder) as slurm:
-        assert slurm.run("srun", "--ntasks=2", "hostname").returncode == 0
-        job = slurm.submit("scripts/slurm.sbatch", "--config", "job.yaml")
-        assert slurm.end_of(job)["JobState"] == "COMPLETED"
-
-Each node has four GPUs, in name: Slurm hands out their numbers, and nobody opens them. No cgroups
-are used, whose form is the machine's: a namespace sees none, and is content with their first form.
-"""
+"""Slurm on machines that are namespaces: a controller where jobs are submitted, and four nodes."""
 
 import contextlib
 import os
@@ -57,14 +48,7 @@ _GPUS = "Name=gpu File={folder}/gpu[0-3]\n"
 
 
 class Slurm:
-    """A cluster of Slurm; ended with the block, with all that runs on it.
-
-    Args:
-      folder: For all it keeps and says. Sockets are in it, whose paths must be short.
-
-    Attributes:
-      environ: Of what is submitted.
-    """
+    """A cluster of Slurm; ended with the block, with all that runs on it."""
 
     def __init__(self, folder: Path):
         refuse_without(*DAEMONS, "srun", "sbatch", "scancel", "scontrol")

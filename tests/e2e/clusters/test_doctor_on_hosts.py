@@ -20,11 +20,7 @@ def hosts(tmp_path):
 
 
 def examine(hosts, folder, *ranks, coordinator="h1:61500", before=None, **variables):
-    """Runs these processes of a doctor of three, each on a host of its own.
-
-    Returns:
-      The exit code of each, what the first prints, line by line, and the errors of each.
-    """
+    """Runs these processes of a doctor of three, each on a host of its own."""
     (folder / "shared").mkdir(exist_ok=True)
     (folder / "cache").write_text(str(folder / "xdg"))
     job = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "3"} | variables

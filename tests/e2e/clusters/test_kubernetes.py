@@ -1,8 +1,4 @@
-"""The manifests are what Kubernetes takes, and pods made of namespaces train as they say.
-
-What a cluster adds is done here as Kubernetes, JobSet and Kubeflow's Trainer do it: names of pods,
-labels, variables, and what becomes of an exit code.
-"""
+"""The manifests are what Kubernetes takes, and pods made of namespaces train as they say."""
 
 import re
 import shutil

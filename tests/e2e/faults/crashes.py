@@ -1,9 +1,4 @@
-"""What a disk may hold after a crash: a program's file operations, recorded, and any part of them.
-
-`record` runs a program under strace. `Disk` takes the operations one after the other, and knows of
-each file and each directory what has been synced: a process that is killed leaves all that it has
-done, a machine that loses power may lose whatever was not synced.
-"""
+"""What a disk may hold after a crash: the file operations of a program, and any part of them."""
 
 import itertools
 import re

@@ -1,12 +1,4 @@
-"""Start `python -m jddp.train` as the processes of a job, wait for a condition, disturb them.
-
-    with Job(folder, num_processes=2) as job:
-        job.wait_for_step(20)
-        job.processes[1].send_signal(signal.SIGTERM)
-        assert job.codes() == [75, 75]
-
-A job that does not meet a condition in time is killed, and its output is shown.
-"""
+"""Start `python -m jddp.train` as the processes of a job, wait for a condition, disturb them."""
 
 import json
 import subprocess
@@ -134,18 +126,7 @@ def assert_alike(got, want):
 
 
 class Job:
-    """The processes of one job, which are ended with the block.
-
-    Args:
-      folder: Folder of `make_folder`, in which the processes run.
-      arguments: Arguments of `jddp.train`; `run.dir` is `run` unless one of them names another.
-      num_processes: Number of processes.
-      variables: Variables of the environment.
-      last_arguments: More of the arguments, for the last process alone.
-      last_variables: More of the variables, likewise.
-      last_folder: Folder in which the last process runs, if that is another.
-      start_new_session: Whether the processes are a group of their own, as in a terminal.
-    """
+    """The processes of one job, which are ended with the block."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""A run directory has one writer at a time, and all processes of its job see it.
-
-That a killed job leaves no lock: test_kills.py.
-"""
+"""A run directory has one writer at a time, and all processes of its job see it."""
 
 import signal
 

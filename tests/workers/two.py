@@ -1,0 +1,202 @@
+"""A process of a job of two, which runs one of these cases: python -m workers.two FOLDER CASE"""
+
+import errno
+import itertools
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from tiny import MLP, loss_fn, make_batch
+
+import jddp
+from jddp import distributed
+from jddp.checkpoint import checkpoints
+from jddp.checkpoint.checkpoints import CheckpointFolder
+from jddp.engine.state import by_path
+from jddp.ground.errors import FileSystemError
+
+LENGTH, AT = 40, 4  # steps of a run, and the step at which a callback acts
+
+
+def make_ddp(optimizer=None, **options):
+    return jddp.DataParallel(MLP(), optimizer or optax.sgd(0.1), loss_fn, **options)
+
+
+def endless():
+    return itertools.repeat(make_batch(8, seed=jax.process_index()))
+
+
+def write(folder, found):
+    (folder / f"process_{jax.process_index()}.json").write_text(json.dumps(found))
+
+
+class Recorder(jddp.Callback):
+    """Calls a function of the run after a step, in these processes; notes the steps of all."""
+
+    def __init__(self, act=id, of=(), at=AT):
+        self.act, self.of, self.at = act, of, at
+        self.steps, self.saved, self.spikes, self.acted_at = [], [], [], None
+
+    def on_step(self, run, metrics):
+        self.steps.append(metrics["step"])
+        self.spikes += [metrics["step"]] if "spike" in metrics else []
+        if metrics["step"] == self.at and jax.process_index() in self.of:
+            self.acted_at = run.step
+            self.act(run)
+
+    def on_save(self, run):
+        self.saved.append(run.step)
+
+
+# One process alone, or both, stop and save: at which steps each run ended and was saved, and why.
+
+
+class SavesAtEnd(jddp.Callback):
+    def on_end(self, run):
+        if jax.process_index() == 0:
+            run.save("end")
+
+
+def stop_and_save(run):
+    run.stop("enough")
+    run.save("both")
+
+
+def save_in_a_thread(run):
+    thread = threading.Thread(target=run.save, args=("button",))
+    thread.start()
+    thread.join()
+
+
+def asks(folder):
+    ddp, found = make_ddp(), {}
+
+    def fit(name, *callbacks, **options):
+        options = {"run_dir": folder / name, "save_every_steps": None, **options}
+        run = jddp.fit(ddp, endless(), num_steps=LENGTH, callbacks=callbacks, **options)
+        about = {"step": run.step, "stopped": run.stopped, "checkpoints": run.checkpoints}
+        found[name] = about | {"asked_at": callbacks[0].acted_at, "saved": callbacks[0].saved}
+
+    for number in range(2):
+        fit(f"stop {number}", Recorder(lambda run: run.stop("time limit"), [number]))
+    fit("save", Recorder(lambda run: run.save("kept"), [1]), SavesAtEnd())
+    fit("thread", Recorder(save_in_a_thread, [1]))
+    fit("both", Recorder(stop_and_save, [0, 1]), save_every_steps=AT)
+    best, stop = jddp.KeepBest("loss"), jddp.EarlyStopping("loss", patience=1, min_delta=1e9)
+    evaluated = {"evaluate": [make_batch(8, seed=2 + jax.process_index())], "eval_every_steps": 2}
+    fit("watched", Recorder(), best, stop, **evaluated)
+    found["watched"]["best"] = best.step
+    fit("last", Recorder(stop_and_save, [1], at=LENGTH))
+    write(folder, found)
+
+
+# A callback of both exits: for which steps callbacks were called, also behind the one that exits.
+
+
+def exits(folder):
+    callbacks = [Recorder(lambda run: sys.exit(3), [0, 1]), recorder := Recorder()]
+    options = {"num_steps": 20, "run_dir": folder / "run", "log_every_steps": 1}
+    try:
+        jddp.fit(make_ddp(), endless(), callbacks=callbacks, **options)
+    except SystemExit as error:
+        write(folder, {"code": error.code, "step": error.run.step, "called_for": recorder.steps})
+
+
+# Process 1 is slow, in one phase after the other.
+
+
+def wait():
+    if jax.process_index() == 1:
+        time.sleep(0.2)
+
+
+class Waits(jddp.Callback):
+    def on_step(self, run, metrics):
+        wait()
+
+
+def slow(folder):
+    def batches(*, is_slow=False):
+        for step in range(10):
+            if is_slow:
+                wait()
+            yield make_batch(8, seed=2 * step + jax.process_index())
+
+    options = {"num_steps": 10, "log_every_steps": 1}
+    jddp.fit(make_ddp(), batches(is_slow=True), run_dir=folder / "data", **options)
+    jddp.fit(make_ddp(), batches(), run_dir=folder / "host", callbacks=[Waits()], **options)
+
+
+# The loss jumps in one step: the parameters at the end, and the steps that were reported as spikes.
+
+NUM_STEPS, BAD = 70, 60
+
+
+def train_through(folder, process, num_processes):
+    """Trains as one process of some; the first one's rows are wrong in the bad step."""
+
+    def batches():
+        for step in range(1, NUM_STEPS + 1):
+            batch = make_batch(8, seed=step % 5)
+            own = {name: np.split(x, num_processes)[process] for name, x in batch.items()}
+            yield {**own, "x": 1000 * own["x"]} if step == BAD and process == 0 else own
+
+    ddp, recorder = make_ddp(optimizer=optax.adam(1e-3), mesh=2), Recorder()
+    checks = jddp.Checks(on_spike="skip")
+    run = jddp.fit(ddp, batches(), num_steps=NUM_STEPS, checks=checks, callbacks=[recorder])
+    params = {name: np.asarray(x) for name, x in by_path(run.state.params).items()}
+    about = {"steps": recorder.spikes, "skipped": int(run.state.skipped)}
+    np.savez(folder / f"process_{process}.npz", **about, **params)
+
+
+def spikes(folder):
+    train_through(folder, jax.process_index(), jax.process_count())
+
+
+# One step is saved in two folders at once. Process 1 cannot write into the first one, and votes on
+# the second one before it says so; process 0 votes on the first one before the second.
+
+FOLDERS = ("checkpoints", "best")
+
+
+def two_folders(folder):
+    has_voted = threading.Event()
+    finish, gather = CheckpointFolder._finish, checkpoints.gather
+    make_folder = checkpoints.make_folder
+
+    def vote(*arguments, **options):
+        has_voted.set()
+        return gather(*arguments, **options)
+
+    def finish_late(self, *arguments):
+        is_late = self._directory.name == FOLDERS[1 - jax.process_index()]
+        assert not is_late or has_voted.wait(60)
+        return finish(self, *arguments)
+
+    def refuse_first(path, **options):
+        if jax.process_index() == 1 and path.name == "state" and FOLDERS[0] in path.parts:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        make_folder(path, **options)
+
+    CheckpointFolder._finish, checkpoints.gather = finish_late, vote
+    checkpoints.make_folder = refuse_first
+    state = make_ddp().init(0, make_batch(8))
+    opened = [CheckpointFolder(folder / name, keep=1) for name in FOLDERS]
+    for each in opened:
+        each.save(AT, state, {})
+    for name, each in zip(FOLDERS, opened, strict=True):
+        try:
+            each.close()
+            print(name, "is saved")
+        except FileSystemError as error:
+            print(name, "is refused:", error)
+
+
+if __name__ == "__main__":
+    distributed.initialize(distributed.resolve_identity())
+    globals()[sys.argv[2]](Path(sys.argv[1]))
