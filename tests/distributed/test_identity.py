@@ -122,23 +122,23 @@ def test_the_first_source_that_speaks_wins():
     [
         {},
         dict.fromkeys(JAX, ""),
-        {"SLURM_PROCID": "1"},
+        env("SLURM_PROCID=1"),
         ALLOCATION,
         BATCH,
-        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-        TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"},
-        {"MASTER_ADDR": "b", "MASTER_PORT": "1"},
-        {"WORLD_SIZE": "1"},
+        STEP | env("SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0"),
+        TORCHRUN | env("WORLD_SIZE=1 RANK=0"),
+        env("MASTER_ADDR=b MASTER_PORT=1"),
+        env("WORLD_SIZE=1"),
         env("RANK=0 WORLD_SIZE=1"),  # of containers, which give no address
         env("JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0"),
-        OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
-        MPICH | {"PMI_SIZE": "1", "PMI_RANK": "0"},
-        {"JOB_COMPLETION_INDEX": "3"},  # an array of jobs
-        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+        OPEN_MPI_5 | env("OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0"),
+        MPICH | env("PMI_SIZE=1 PMI_RANK=0"),
+        env("JOB_COMPLETION_INDEX=3"),  # an array of jobs
     ],
 )
 def test_one_task_is_alone_whatever_is_around_it(environ):
     assert resolve(environ) == Identity()
+    assert started_job(environ) is None
 
 
 def test_a_notebook_and_a_shell_of_srun_ask_no_scheduler_and_tasks_the_shell_starts_do(monkeypatch):
@@ -249,16 +249,13 @@ def test_a_mistake_is_one_line_that_names_variables_and_values(environ, reported
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("name", ["job-3", "job-2.pods"])
-def test_a_pod_without_a_name_or_with_another_s_asks_for_an_address(monkeypatch, name):
-    monkeypatch.setattr(socket, "getfqdn", lambda: name)
-    with pytest.raises(ConfigError, match=GIVES_NOT):
-        resolve(INDEXED)
-
-
-def test_a_pod_of_a_jobset_finds_the_first(monkeypatch):
+def test_a_pod_finds_the_first_by_its_name_or_asks_for_an_address(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "mine-workers-0-3.mine.space")
     assert resolve(INDEXED) == Identity("mine-workers-0-0.mine.space:8476", 4, 3)
+    for name in ("job-3", "job-2.pods"):  # of no domain, and of another pod
+        monkeypatch.setattr(socket, "getfqdn", lambda name=name: name)
+        with pytest.raises(ConfigError, match=GIVES_NOT):
+            resolve(INDEXED)
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
@@ -278,8 +275,6 @@ def test_the_host_s_own_address_is_of_ipv6_where_it_has_no_other(monkeypatch):
 
 
 # A process that its launcher started as one of several is not to train by itself.
-
-ALONE = env("JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0")
 
 
 @pytest.mark.parametrize(
@@ -311,24 +306,9 @@ def test_the_numbers_of_a_launcher_describe_its_job_with_or_without_an_address(
 
 @pytest.mark.parametrize(
     "environ",
-    [
-        {},
-        dict.fromkeys(JAX, ""),
-        env("RANK=0 WORLD_SIZE=1"),  # as containers leave them
-        env("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0"),
-        env("RANK=3"),
-        MASTER,
-        ALONE,
-        ADDRESS,
-        ALLOCATION,
-        BATCH,
-        STEP | env("SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0"),
-        STEP | env("SLURM_PTY_PORT=1 SLURM_PROCID=x"),
-        env("JAX_NUM_PROCESSES=4"),
-        env("JOB_COMPLETION_INDEX=3"),
-    ],
+    [env("RANK=3"), MASTER, ADDRESS, STEP | env("SLURM_PTY_PORT=1 SLURM_PROCID=x"), FIRST],
 )
-def test_a_job_of_one_and_variables_that_make_no_sense_describe_none(environ):
+def test_variables_that_make_no_sense_describe_no_job(environ):
     assert started_job(environ) is None
 
 

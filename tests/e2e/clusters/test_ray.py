@@ -44,20 +44,6 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 # A node that does not answer three times in 4 s is lost; Ray's defaults are five times in 10 s.
 SOON = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "4000"}
 SOON |= {"RAY_health_check_failure_threshold": "3", "RAY_health_check_initial_delay_ms": "1000"}
-# A program on the cluster, such as a notebook.
-PROGRAM = """
-import sys
-
-import jddp
-
-command = ["-m", "jddp.train", *sys.argv[2:]]
-two = {"num_processes": 2, "devices_per_process": 1, "logs": "logs-program"}
-try:
-    jddp.launch(*command, **two, ray="h1:9")
-except jddp.Error as error:
-    print(error.exit_code)
-print("code", jddp.launch(*command, **two, ray=sys.argv[1]))
-"""
 LONG = ["train.num_steps=400", "checkpoint.every_steps=20"]
 
 
@@ -131,17 +117,6 @@ def test_workers_train_as_one_process(cluster):
     (reported,) = (cluster.folder / "logs-few").glob("*/checkpoint_*/result.json")
     facts = json.loads(reported.read_text())
     assert (facts["step"], facts["loss"]) == (6, records[-1]["loss"])
-
-
-def test_a_program_calls_the_launcher_as_a_function_and_gets_the_exit_code(cluster):
-    (cluster.folder / "program.py").write_text(PROGRAM)
-    command = [ADDRESS, "--config", "job.yaml", "mesh.num_devices=auto", *FEW, "run.dir=program"]
-    with OnHost(cluster, "h1", cluster.folder, *command, module="program", **QUIET) as job:
-        said = end(job)
-    assert job.code == 0, said
-    assert said.startswith(f"{ExitCode.UNAVAILABLE}\n")
-    assert "code 0\n" in said
-    assert_alike(result(cluster.folder, "program")[0], result(cluster.folder, "one")[0])
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long)])
