@@ -29,7 +29,7 @@ from jddp.data.transforms import Chain, Mix, Transform, chain_of
 from jddp.ground.errors import ConfigError, DataError
 from jddp.ground.names import refuses_unknown
 from jddp.ground.names.synonyms import OF_BATCHES, OF_EVAL_BATCHES
-from jddp.ground.typing import TRANSFORM, Batch, Shown, TextTable
+from jddp.ground.typing import TRANSFORM, Batch, Shown
 
 ENDLESS = 2**62
 
@@ -87,9 +87,10 @@ class TrainBatches(Shown):
         num_processes = self.share.num_processes
         self._rows_in_all = -(-global_batch_size // multiple_of) * multiple_of
         if global_batch_size < 1 or self._rows_in_all % num_processes:
+            below = global_batch_size // num_processes * num_processes
             raise ConfigError(
                 f"global_batch_size {global_batch_size} does not divide over {num_processes} "
-                f"processes. {_nearest_multiples(global_batch_size, num_processes)}"
+                f"processes. Nearest: {f'{below} and ' if below else ''}{below + num_processes}."
             )
         if len(examples) < global_batch_size:
             raise DataError(
@@ -99,7 +100,14 @@ class TrainBatches(Shown):
         self.num_examples = len(examples)
         self.num_epochs = num_epochs
         self.global_batch_size = global_batch_size
-        self._order = _chosen_order(order, seed, len(examples))
+        if (order is None) == (seed is None):
+            raise ConfigError("TrainBatches needs a seed, or an order in its place. Give one.")
+        self._order = order or Order(len(examples), seed or 0)
+        if self._order.num_examples != len(examples):
+            raise ConfigError(
+                f"the order is of {self._order.num_examples:,} examples, but the data holds "
+                f"{len(examples):,}. Make it with their number."
+            )
         ordered = sorted(transforms, key=lambda x: isinstance(x, Mix))
         self._stored, self._chain = chain_of(examples, ordered, on_device=on_device)
         self._on_device = on_device and bool(self._chain.transforms)
@@ -184,18 +192,10 @@ class TrainBatches(Shown):
 
     def __repr__(self) -> str:
         """Number of examples, global batch size and position; reads no example."""
+        is_endless = self._end == ENDLESS
+        left = "endless" if is_endless else f"{len(self.positions_left()):,} steps left"
         head = f"TrainBatches: {self.num_examples:,} examples, {self.global_batch_size} a step"
-        return f"{head}, at position {self._position:,}, {self._steps_left}"
-
-    @property
-    def _steps_left(self) -> str:
-        return "endless" if self._end == ENDLESS else f"{len(self.positions_left()):,} steps left"
-
-    def _tables(self) -> Iterator[TextTable]:
-        """The settings, and how long the batches last."""
-        facts = self.settings | {"left": self._steps_left}
-        rows = [(name.replace("_", " "), f"{x}") for name, x in facts.items()]
-        yield TextTable(type(self).__name__, rows)
+        return f"{head}, at position {self._position:,}, {left}"
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -248,8 +248,7 @@ def count_steps(
       ConfigError: If the number of epochs is not positive and finite.
       DataError: If only full batches count, and there are none.
     """
-    is_number = isinstance(num_epochs, int | float) and not isinstance(num_epochs, bool)
-    if not (is_number and 0 < num_epochs < math.inf):
+    if not 0 < num_epochs < math.inf:
         raise ConfigError(f"num_epochs {num_epochs!r} is not a positive number, such as 2.")
     end = max(1, round(num_epochs * num_examples))
     if not drop_remainder:
@@ -260,28 +259,6 @@ def count_steps(
             f"{global_batch_size}. Take more epochs, a smaller batch, or drop_remainder=False."
         )
     return end // global_batch_size
-
-
-def _chosen_order(order: ExampleOrder | None, seed: int | None, num_examples: int) -> ExampleOrder:
-    if (order is None) == (seed is None):
-        raise ConfigError(
-            "TrainBatches needs a seed, or an order in its place. Give one of the two."
-        )
-    if order is None:
-        assert seed is not None
-        return Order(num_examples, seed)
-    if order.num_examples != num_examples:
-        raise ConfigError(
-            f"the order is of {order.num_examples:,} examples, but the data holds "
-            f"{num_examples:,}. Make it with their number."
-        )
-    return order
-
-
-def _nearest_multiples(size: int, factor: int) -> str:
-    below = size // factor * factor
-    nearest = f"Nearest that do: {below} and {below + factor}."
-    return nearest if below > 0 else f"Smallest that does: {factor}."
 
 
 class Share(NamedTuple):
@@ -311,7 +288,11 @@ class Share(NamedTuple):
         Raises:
           ConfigError: If there is no such process.
         """
-        here = _here()
+        here = cls(0, 1)
+        if "jax" in sys.modules:
+            from jddp.distributed import coordination  # which imports JAX
+
+            here = cls(coordination.process_index(), coordination.num_processes())
         index = here.process_index if process_index is None else process_index
         count = here.num_processes if num_processes is None else num_processes
         if not 0 <= index < count:
@@ -320,14 +301,6 @@ class Share(NamedTuple):
                 "Without both they are JAX's, once it has joined a job."
             )
         return cls(int(index), int(count))
-
-
-def _here() -> Share:
-    if "jax" not in sys.modules:
-        return Share(0, 1)
-    from jddp.distributed import coordination  # which imports JAX
-
-    return Share(coordination.process_index(), coordination.num_processes())
 
 
 @dataclass(frozen=True, repr=False)
@@ -365,11 +338,6 @@ class _EvalBatches(Shown):
 
     def __repr__(self) -> str:
         return f"evaluation batches: {len(self.examples):,} examples in {len(self):,} batches"
-
-    def _tables(self) -> Iterator[TextTable]:
-        facts = self.settings | {"num_batches": len(self)}
-        rows = [(name.replace("_", " "), f"{x}") for name, x in facts.items()]
-        yield TextTable("evaluation batches", rows)
 
     def __len__(self) -> int:
         return -(-len(self.examples) // self.global_batch_size)

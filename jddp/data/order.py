@@ -33,7 +33,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -180,8 +180,6 @@ def _check_weights(weights: np.ndarray, num_examples: int) -> None:
 
 SEEDS = 2**32  # The orders of sources of one size differ.
 
-Positions = TypeVar("Positions", int, np.ndarray)
-
 
 @dataclass(frozen=True, eq=False)
 class MixtureOrder:
@@ -267,35 +265,23 @@ class MixtureOrder:
         wanted = math.ceil(self.num_examples * max(passes))
         return max(1, min(wanted, most, 2**62 // self.num_examples))  # products fit into int64
 
-    def _round_of(self, positions: Positions) -> Positions:
-        """The rounds of positions, counted from the first epoch on."""
-        num = self._num_rounds
-        epochs, rest = divmod(positions, self.num_examples)
-        return epochs * num + ((rest + 1) * num - 1) // self.num_examples
-
-    def _begin_of(self, number: int) -> int:
-        """The first position of a round."""
-        return number * self.num_examples // self._num_rounds
-
-    @functools.cached_property
-    def _sums_of_shares(self) -> tuple[Fraction, ...]:
-        return tuple(itertools.accumulate(self.shares))
-
-    def _num_before(self, number: int) -> np.ndarray:
-        """How many examples of each source come before a round, `(num_sources,)`."""
-        begin = self._begin_of(number)
-        return np.diff([int(share * begin) for share in self._sums_of_shares], prepend=0)
-
     def _draws(self, positions: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Each source with its places among these positions, and its own positions there."""
-        rounds = self._round_of(positions)
+        num = self._num_rounds
+        epochs, rest = np.divmod(positions, self.num_examples)
+        rounds = epochs * num + ((rest + 1) * num - 1) // self.num_examples
+        sums_of_shares = [*itertools.accumulate(self.shares)]
         for number in np.unique(rounds).tolist():
-            begin, end = self._begin_of(number), self._begin_of(number + 1)
-            before = self._num_before(number)
-            ends = np.cumsum(self._num_before(number + 1) - before)
+            edges = (number * self.num_examples // num, (number + 1) * self.num_examples // num)
+            # How many examples of each source come before the round, and before the next one.
+            before, after = (
+                np.diff([int(share * edge) for share in sums_of_shares], prepend=0)
+                for edge in edges
+            )
+            ends = np.cumsum(after - before)
             places = np.flatnonzero(rounds == number)
             keys = random_keys("mixture", self.seed, number)
-            slots = permute(positions[places] - begin, end - begin, keys)
+            slots = permute(positions[places] - edges[0], edges[1] - edges[0], keys)
             sources = np.searchsorted(ends, slots, side="right")
             firsts = np.r_[0, ends]
             for source in np.unique(sources).tolist():

