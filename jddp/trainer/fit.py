@@ -36,7 +36,7 @@ from jddp.modules.rows import as_arrays
 from jddp.trainer.loop import Loop, run_to_the_end
 from jddp.trainer.options import CHECKS, Checks, Evaluation, Keep, Options
 from jddp.trainer.out_of_memory import explained
-from jddp.trainer.prefetch import Source, refuse_equal, refuse_same_rows
+from jddp.trainer.prefetch import Source, refuse_same_rows
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GivenSink, choose_sinks
 from jddp.trainer.resume import resume
@@ -200,11 +200,10 @@ def _refuse_epochs(options: Options, batches: Batches) -> None:
     """Refuses periods in epochs of batches that know none."""
     if isinstance(batches, TrainBatches):
         return
-    for name, number in options.settings.items():
-        if name.endswith("_epochs") and number is not None:
-            argument = name.replace("epochs", "steps")
+    for name, every in options.periods.items():
+        if isinstance(every, Epochs):
             raise ConfigError(
-                f"{argument}=Epochs({number:g}): these batches know no epochs. Give a number of "
+                f"{name}=Epochs({every.number:g}): these batches know no epochs. Give a number of "
                 "steps, or batches of jddp.data.TrainBatches."
             )
 
@@ -368,21 +367,20 @@ def compare_calls(options: Options, batches: Batches, state: object) -> None:
       state: Initial state, or a function that makes one.
 
     Raises:
-      ProcessMismatchError: On every process, if an argument differs, or two read one share.
+      ProcessMismatchError: On every process, if an argument differs.
     """
     if jax.process_count() == 1:
         return
-    facts: dict[str, object] = {**options.common}
-    facts["state"] = "a function" if callable(state) else "a state"
-    facts["run_dir"] = "none" if options.run_dir is None else "given"
-    facts |= _about("batches", batches, options.num_steps)
-    facts["evaluate"] = "none" if options.evaluation.batches is None else "given"
-    facts |= _about("evaluate", options.evaluation.batches, None)
+    evaluation = options.evaluation.batches
+    facts = {
+        **options.common,
+        "state": "a function" if callable(state) else "a state",
+        "run_dir": "none" if options.run_dir is None else "given",
+        **_about("batches", batches, options.num_steps),
+        "evaluate": "none" if evaluation is None else "given",
+        **_about("evaluate", evaluation, None),
+    }
     agree("call of fit", {name: str(value) for name, value in facts.items()})
-    for name, given in (("batches", batches), ("evaluate", options.evaluation.batches)):
-        share = getattr(given, "share", None)
-        if isinstance(share, Share) and not options.checks.same_batches:
-            refuse_equal(name, str(share), f"each reads {share} of the rows")
 
 
 def _about(name: str, batches: object, most: int | None) -> dict[str, object]:

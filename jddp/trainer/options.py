@@ -171,7 +171,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuses wrong settings, before anything is compiled or written."""
-        steps = {name: x for name, x in self._periods.items() if not isinstance(x, Epochs)}
+        steps = {name: x for name, x in self.periods.items() if not isinstance(x, Epochs)}
         check_counts(num_steps=self.num_steps, **steps)
         check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
         batches = self.evaluation.batches
@@ -187,7 +187,8 @@ class Options:
             raise ConfigError(f"The sink {boards[0]} needs run_dir= (run.dir), where it writes.")
 
     @property
-    def _periods(self) -> dict[str, int | Epochs | None]:
+    def periods(self) -> dict[str, int | Epochs | None]:
+        """The periods of the run's actions, by name."""
         names = ("log_every_steps", "eval_every_steps", "save_every_steps")
         return {name: getattr(self, name) for name in names}
 
@@ -215,12 +216,11 @@ class Options:
     @property
     def settings(self) -> JsonObject:
         """The settings that may differ when a run resumes, and the ones of evaluation, by name."""
-        found: JsonObject = {"num_steps": self.num_steps}
-        for name, x in self._periods.items():  # in both units: at least one is None
-            of_epochs = x.number if isinstance(x, Epochs) else None
-            found[name] = None if isinstance(x, Epochs) else x
-            found[name.replace("steps", "epochs")] = of_epochs
-        return found | {
+        periods = {
+            name: f"{x.number:g} epochs" if isinstance(x, Epochs) else x
+            for name, x in self.periods.items()
+        }
+        return {"num_steps": self.num_steps, **periods} | {
             "keep": self.keep.newest,
             "keep_every_steps": self.keep.every_steps,
             "check_replicas_every_steps": self.checks.replicas_every_steps,

@@ -67,7 +67,7 @@ class Source:
         self._peeked: list[tuple[Batch, JsonObject]] = []
         self._first: Batch = None  # of `TrainBatches`, until reading begins
         self._num_read = 0
-        self._before = range(0)  # numbers of the batches before the position to resume from
+        self._num_before = 0  # batches before the position to resume from
         self.position = self._position()  # The iterator may have delivered batches before.
         self._ready: queue.Queue[tuple[Batch | BaseException, JsonObject]] = queue.Queue(DEPTH)
         self._closed = threading.Event()
@@ -133,7 +133,7 @@ class Source:
                 "resume, which is exact only if they are the same each time.",
                 num_taken,
             )
-        self._before = range(num_taken)
+        self._num_before = num_taken
         self.position = position
 
     def start(self, num_batches: int, first_step: int = 1) -> None:
@@ -178,7 +178,7 @@ class Source:
         for step in steps:
             try:
                 with ending_forked_children():
-                    while self._num_read < self._before.stop:
+                    while self._num_read < self._num_before:
                         self._read()
                     batch, position = self._read()
                 batch = as_arrays(batch)
@@ -273,23 +273,14 @@ def refuse_same_rows(name: str, batch: Batch) -> None:
       ProcessMismatchError: On every process, if several have the same rows, unless all rows are
         equal, or so few and small that they may be the same by chance.
     """
-    if jax.process_count() > 1:
-        refuse_equal(name, digest_of_rows(batch), "the first batch has the same rows on each")
-
-
-def refuse_equal(name: str, mine: str, how: str) -> None:
-    """Refuses processes whose texts, if not empty, are equal; `how` says what they have in common.
-
-    Raises:
-      ProcessMismatchError: On every process.
-    """
-    texts = gather(f"given/{name}", mine, timeout_seconds=SECONDS)
+    if jax.process_count() == 1:
+        return
+    texts = gather(f"given/{name}", digest_of_rows(batch), timeout_seconds=SECONDS)
     for process, text in enumerate(texts):
         if text and text in texts[:process]:
-            first = texts.index(text)
             raise ProcessMismatchError(
-                f"{name}= of processes {first} and {process} are the same: {how} ({text}). "
-                f"{WAY_OUT}"
+                f"{name}= of processes {texts.index(text)} and {process} are the same: the first "
+                f"batch has the same rows on each ({text}). {WAY_OUT}"
             )
 
 
