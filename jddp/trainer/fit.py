@@ -202,10 +202,7 @@ def _refuse_epochs(options: Options, batches: Batches) -> None:
         return
     for name, every in options.periods.items():
         if isinstance(every, Epochs):
-            raise ConfigError(
-                f"{name}=Epochs({every.number:g}): these batches know no epochs. Give a number of "
-                "steps, or batches of jddp.data.TrainBatches."
-            )
+            raise ConfigError(f"{name}={every!r}: these batches know no epochs. Give steps.")
 
 
 def _refuse_padding(ddp: Trainable, batches: Batches) -> None:
@@ -316,28 +313,20 @@ def epochs_of(
     """
     are_batches = global_batch_size is None
     if are_batches and isinstance(batches, Mapping):  # which iterates over its keys
-        raise ConfigError(
-            "global_batch_size= is missing: a dict of arrays is split into batches of that size."
-        )
+        raise ConfigError("global_batch_size= is missing, by which a dict of arrays is split.")
     if not are_batches and isinstance(batches, TrainBatches):
-        raise ConfigError(
-            f"global_batch_size={global_batch_size!r} splits arrays or a data set, and these are "
-            "batches already. Leave it out."
-        )
+        raise ConfigError(f"{global_batch_size=} splits data, and these are batches already.")
     if num_steps is not None and num_epochs is not None:
         raise ConfigError("num_steps= and num_epochs= exclude each other: give one of them.")
     own = batches.num_epochs if isinstance(batches, TrainBatches) else None
     if num_epochs is not None and are_batches and own != num_epochs:
         raise ConfigError(
-            f"num_epochs={num_epochs!r} counts passes over arrays or a data set, which need "
-            f"global_batch_size=, or over jddp.data.TrainBatches(num_epochs={num_epochs!r}). For "
-            "other batches give num_steps=."
+            f"{num_epochs=} counts passes over arrays, which need global_batch_size=, or over "
+            f"jddp.data.TrainBatches({num_epochs=}). For other batches give num_steps=."
         )
     if num_steps is None and num_epochs is None and own is None:
-        example = "fit(ddp, batches, num_steps=...)"
-        if not are_batches:
-            example = "fit(ddp, data, global_batch_size=..., num_steps=...), or num_epochs="
-        raise ConfigError(f"num_steps= is missing: {example}.")
+        other = "" if are_batches else ", or num_epochs="
+        raise ConfigError(f"num_steps= is missing: fit(ddp, batches, num_steps=...){other}.")
     return own if num_steps is None and num_epochs is None else num_epochs
 
 
@@ -354,7 +343,7 @@ def check_callbacks(callbacks: object) -> None:
         if missing or isinstance(callback, type):
             raise ConfigError(
                 f"callbacks[{number}] is {callback!r}. Give an object, not a class, with the "
-                "methods of jddp.Callback, such as an object of a class that derives from it."
+                "methods of jddp.Callback."
             )
 
 

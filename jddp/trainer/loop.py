@@ -144,9 +144,6 @@ class Loop:
         """Prints the notes, checks replicas and evaluation, and starts to read batches."""
         run = self.run
         self.reporter.begin()
-        if not self.notes and self.source.begins_at:
-            begins = f"{self.source.begins_at:,}"
-            self.reporter.note(f"batches begin at position {begins}, where their iterator was")
         for number, note in enumerate(self.notes):
             self.reporter.note(note, "" if number else "resumed", step=run.step)
         self.reporter.reached = self.reached

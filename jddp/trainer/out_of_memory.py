@@ -21,8 +21,7 @@ from jddp.inspection.memory import memory as memory_of
 from jddp.modules.rows import count_rows
 
 NOTHING_FITS = (
-    "One row at a time is too much: choose a smaller model, an optimizer with less state, or "
-    "devices with more memory."
+    "One row at a time is too much: choose a smaller model, or an optimizer with less state."
 )
 _FITS = (
     "It fits, so something else takes the memory: another program on the device (nvidia-smi lists "
@@ -30,10 +29,7 @@ _FITS = (
     "cuBLAS, NCCL and CUDA graphs, for which a smaller XLA_CLIENT_MEM_FRACTION leaves more. Or the "
     "version of a library is not the one that JAX needs."
 )
-_TOGETHER = (
-    "To find what would fit, all processes must compile together: run jddp.train --dry-run, or "
-    "jddp.memory(ddp, batch) on each of them."
-)
+_TOGETHER = "jddp.train --dry-run, or jddp.memory on each process, finds what would fit."
 # A whole message of each, and its source, stand in tests/trainer/test_out_of_memory.py.
 WORDS = (
     r"Out of memory (?:while trying to allocate|allocating)",  # XLA's clients of GPUs and CPUs

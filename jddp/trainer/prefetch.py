@@ -33,9 +33,8 @@ _END = object()
 SECONDS = 120.0  # the other processes may still be busy
 MOST_BYTES = 128  # of rows that may be equal by chance, or because there are no others
 WAY_OUT = (
-    "Give each process its own rows: jddp.data.TrainBatches and eval_batches do, if you make them "
-    "after the process has joined its job. If equal rows are intended: "
-    "checks=jddp.Checks(same_batches=True)."
+    "Give each process its own rows, as jddp.data.TrainBatches and eval_batches do if the process "
+    "has joined its job before. If equal rows are intended: checks=jddp.Checks(same_batches=True)."
 )
 
 
@@ -87,11 +86,6 @@ class Source:
     def resumes_exactly(self) -> bool:
         """Whether batches continue after a position as if there had been no break."""
         return getattr(self._batches, "resumes_exactly", True)
-
-    @property
-    def begins_at(self) -> int:
-        """Number of examples that `TrainBatches` had already delivered; 0 for other batches."""
-        return 0 if self._train is None else self._train.get_state()["position"]
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -206,10 +200,8 @@ class Source:
     def _read_next(self) -> tuple[Batch, JsonObject]:
         batch = next(self._iterator, _END)
         if batch is _END:
-            raise DataError(
-                f"The training batches ended after {self._num_read} batches. Give an endless "
-                "iterator, or fewer steps."
-            )
+            ended = f"The training batches ended after {self._num_read} batches"
+            raise DataError(f"{ended}. Give an endless iterator, or fewer steps.")
         return batch if self._change is None else self._change(batch), self._position()
 
     def _get_state(self) -> object:

@@ -275,9 +275,7 @@ class Run(Shown):
           UsageError: If the run was opened.
         """
         if self.ask is None:
-            raise UsageError(
-                "An opened run is read-only. To resume it, call fit with the same run_dir."
-            )
+            raise UsageError("An opened run is read-only: call fit with its run_dir to resume it.")
         if not _NAME.fullmatch(where) or where.lower() in OWN_NAMES:  # on any disk
             raise ConfigError(
                 f"run.save({where!r}): not a plain name for a folder of the run directory, or the "

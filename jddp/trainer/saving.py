@@ -63,9 +63,8 @@ def refuse_unsound(step: int, state: TrainState) -> None:
     """
     if not _is_sound(state):
         raise NumericsError(
-            f"The state is not finite after step {step}: a loss, a gradient or an update was not. "
-            "It is not saved; the last checkpoint is older. skip_nonfinite=True leaves out "
-            "such steps."
+            f"The state is not finite after step {step}, and is not saved; the last checkpoint is "
+            "older. skip_nonfinite=True leaves out such steps."
         )
 
 
@@ -92,15 +91,10 @@ class Saving:
         latest = self._folder(LATEST)
         steps, path = latest.steps(), self._files and self._files.where
         if not steps and self._options.resume == "must":
-            raise ConfigError(
-                f"resume='must', but {path} holds no checkpoint. Choose the run.dir of a run that "
-                "was saved, or resume='auto'."
-            )
+            raise ConfigError(f"resume='must', but {path} holds no checkpoint: choose its run.dir.")
         if steps and self._options.resume == "never":
-            raise ConfigError(
-                f"{path} holds a run at step {steps[-1]}, and resume='never' would overwrite it. "
-                "Choose another run.dir, or resume='auto'."
-            )
+            found = f"{path} holds a run at step {steps[-1]}"
+            raise ConfigError(f"{found}, and resume='never'. Choose another run.dir.")
         if (restored := latest.restore(state, self._ddp.steps.layouts(state))) is not None:
             self._last[LATEST] = restored.step, restored.beside.get("stopped")
         return restored

@@ -80,10 +80,7 @@ class Watching(Callback):
         # None in a resumed run, as JSON has no NaN; absent from evaluations before it was watched.
         value = metrics.get(self.metric)
         if isinstance(value, list):
-            raise ConfigError(
-                f"{self.called} watches {self.metric!r}, which is an array and has no best value. "
-                "Watch a metric that is a number."
-            )
+            raise ConfigError(f"{self.called} watches {self.metric!r}, which is an array.")
         return -math.inf if value is None or math.isnan(value) else self._sign * value
 
 
@@ -119,9 +116,9 @@ class EarlyStopping(Watching):
             "min_delta": min_delta,
         }
         if patience < 1 or min_delta < 0:
+            got = f"got {patience} and {min_delta}"
             raise ConfigError(
-                f"EarlyStopping: patience is at least 1 and min_delta at least 0; got {patience} "
-                f"and {min_delta}."
+                f"EarlyStopping: patience is at least 1, min_delta at least 0; {got}."
             )
 
     def check_options(self, options: Options) -> None:
@@ -129,8 +126,8 @@ class EarlyStopping(Watching):
         super().check_options(options)
         if options.eval_every_steps is None:
             raise ConfigError(
-                f"{self.called} needs eval_every_steps= (train.eval_every_steps or "
-                "train.eval_every_epochs): without it the run is evaluated only at its end."
+                f"{self.called} needs eval_every_steps= (train.eval_every_steps or _epochs): the "
+                "run is evaluated only at its end."
             )
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:

@@ -123,7 +123,7 @@ def test_where_nothing_can_be_compiled_the_plain_message_is_left(error):
 def test_one_of_several_processes_compiles_nothing(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     ddp = Stepping()
-    with pytest.raises(OutOfMemoryError, match="must compile together: run jddp.train"):
+    with pytest.raises(OutOfMemoryError, match="jddp.train --dry-run"):
         explain(ALLOCATES, ddp)
     assert ddp.measured == []
 

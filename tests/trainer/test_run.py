@@ -273,14 +273,6 @@ def test_arrays_are_trained_on_and_evaluated_as_batches_of_them_and_as_on_one_de
     close(run.state.params, on_one.state.params)
 
 
-def test_a_second_run_of_one_iterator_prints_where_it_begins(capsys):
-    batches, ddp = TrainBatches(make_batch(20), global_batch_size=8, seed=0), wrapped(mesh=1)
-    jddp.fit(ddp, batches, num_steps=3)
-    assert "begin at position" not in capsys.readouterr().out
-    jddp.fit(ddp, batches, num_steps=3)
-    assert "batches begin at position 24, where their iterator was" in capsys.readouterr().out
-
-
 OF_DATA = {"batches": {"x": np.ones((8, 1))}, "global_batch_size": 4}
 STEPS = {"batches": [], "num_steps": 1}
 MADE = TrainBatches(make_batch(8), global_batch_size=4, seed=0)
