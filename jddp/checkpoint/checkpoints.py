@@ -47,7 +47,7 @@ from jddp.checkpoint.reader import Layouts, describe_arrays, find_newest, in_fil
 from jddp.checkpoint.restore import Damaged, Restored, layouts_of, restore
 from jddp.checkpoint.storage import Storage
 from jddp.distributed.coordination import computing, from_first, gather
-from jddp.engine.digest import digests, find_divergence
+from jddp.engine.digest import Found, digests, find_divergence
 from jddp.engine.state import TrainState, by_path
 from jddp.ground.errors import FileSystemError, ReplicaMismatchError, file_errors
 from jddp.ground.files import make_folder
@@ -66,7 +66,7 @@ class Snapshot(NamedTuple):
 
     step: int
     shapes: PyTree
-    digests: PyTree
+    digests: Found
     layouts: Layouts
     beside: str
 
@@ -141,7 +141,9 @@ class CheckpointFolder:
         """Sets the checkpoints that stay from now on, besides the one that was saved last."""
         self._surplus = lambda there, saved: [x for x in there if x not in (saved, *steps)]
 
-    def save(self, step: int, state: TrainState, beside: Settings, layouts: PyTree = None) -> None:
+    def save(
+        self, step: int, state: TrainState, beside: Settings, layouts: TrainState | None = None
+    ) -> None:
         """Copies the state off the devices, and writes it in the background.
 
         An error of the file system loses only this checkpoint: earlier ones stay, and the next one

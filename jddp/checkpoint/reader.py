@@ -28,7 +28,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -37,21 +37,20 @@ from etils import epath
 from flax.traverse_util import unflatten_dict
 
 from jddp.checkpoint.folders import find_damage, finished, first_line
-from jddp.engine.digest import as_words, digests
+from jddp.engine.digest import Found, as_words, digests
 from jddp.engine.evaluation import optimizer_params, read_in_evaluation
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import Divided, Layout, PerReplica, Replicated, Sharded, by_path, merged
 from jddp.ground.errors import FileSystemError, printable
-from jddp.ground.typing import JsonObject, Leaf, PyTree, Settings
+from jddp.ground.typing import JsonObject, PyTree
 from jddp.modules.base import thaw
 
 Layouts = Mapping[str, Layout]  # by path
-Described = dict[str, JsonObject]
 # Implementations of PRNG keys, by the names of their dtypes.
 KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
-def describe_arrays(tree: PyTree, found: PyTree, layouts: Layouts) -> Described:
+def describe_arrays(tree: PyTree, found: Found, layouts: Layouts) -> dict[str, JsonObject]:
     """Describes every array.
 
     Args:
@@ -66,14 +65,14 @@ def describe_arrays(tree: PyTree, found: PyTree, layouts: Layouts) -> Described:
     }
 
 
-def find_altered(arrays: PyTree, described: Described) -> str | None:
+def find_altered(arrays: PyTree, described: dict[str, JsonObject]) -> str | None:
     """Names an array on the devices that differs from its description; None if none does."""
     found = describe_arrays(arrays, digests(arrays), layouts_in(described))
     differ = [name for name in {**described, **found} if described.get(name) != found.get(name)]
     return f"{differ[0]} is not the array that was saved" if differ else None
 
 
-def layouts_in(described: Described) -> Layouts:
+def layouts_in(described: dict[str, JsonObject]) -> Layouts:
     """The layouts that a checkpoint has recorded."""
     return {name: about["layout"] for name, about in described.items()}
 
@@ -91,7 +90,7 @@ def in_file(layout: Layout) -> object:
     raise TypeError(f"{layout} is no layout")
 
 
-def from_file(entries: Settings) -> Described:
+def from_file(entries: JsonObject) -> dict[str, JsonObject]:
     """The entries of the file with their layouts.
 
     Raises:
@@ -115,7 +114,7 @@ def _layout_of(words: object) -> Layout:
     raise ValueError(f"{reprlib.repr(words)} is no layout")
 
 
-def as_saved(words: Leaf, dtype: str) -> Leaf:
+def as_saved(words: jax.Array, dtype: str) -> jax.Array:
     """An array of a dtype named as by `describe_arrays`, from the numbers in a file."""
     impl = KEY_IMPLS.get(dtype)
     return words if impl is None else jax.random.wrap_key_data(words, impl=impl)
@@ -266,7 +265,7 @@ def find_fault(folder: Path) -> str | None:
     return None if str(step) == folder.name else f"it was saved as step {step}"
 
 
-def read_arrays(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Leaf]:
+def read_arrays(folder: Path, fields: Sequence[str] | None = None) -> dict[str, Any]:
     """Returns fields of the state in one checkpoint: numpy arrays, and JAX's PRNG keys, by path.
 
     Args:
@@ -293,7 +292,7 @@ def read_arrays(folder: Path, fields: Sequence[str] | None = None) -> dict[str, 
         raise FileSystemError(f"{state} cannot be read: {first_line(error)}") from error
 
 
-def read_described(folder: Path) -> Described:
+def read_described(folder: Path) -> dict[str, JsonObject]:
     """The description of a checkpoint's arrays, as made by `arrays.describe_arrays`.
 
     Raises:

@@ -22,7 +22,6 @@ from jax.stages import Wrapped
 
 from jddp.checkpoint.folders import first_line
 from jddp.checkpoint.reader import (
-    Described,
     Layouts,
     find_altered,
     layouts_in,
@@ -30,10 +29,10 @@ from jddp.checkpoint.reader import (
     read_object,
 )
 from jddp.engine.evaluation import UNAVERAGED
-from jddp.engine.mesh import in_a_row, replicated, sharded
+from jddp.engine.mesh import in_a_row, mesh_of, replicated, sharded
 from jddp.engine.state import Layout, PerReplica, Replicated, TrainState, by_path, merged
 from jddp.ground.errors import ConfigError, FileSystemError
-from jddp.ground.typing import JsonObject, Leaf
+from jddp.ground.typing import JsonObject
 from jddp.reduce.shards import Shape
 
 MOST_PATHS = 20  # of arrays that differ, in an error
@@ -118,9 +117,9 @@ def layouts_of(state: TrainState, layouts: TrainState | None) -> Layouts:
     return by_path(jax.tree.map(lambda _: Replicated(), state) if layouts is None else layouts)
 
 
-def _to_read(shape: Sequence[int], layout: Layout, want: Leaf) -> jax.ShapeDtypeStruct:
+def _to_read(shape: Sequence[int], layout: Layout, want: jax.Array) -> jax.ShapeDtypeStruct:
     """Shape and sharding for reading an array, which may have been saved on another mesh."""
-    mesh = in_a_row(want.sharding.mesh)
+    mesh = in_a_row(mesh_of(want))
     sharding = want.sharding
     if tuple(shape) != want.shape:
         fits = not layout.is_per_replica and shape and shape[0] % mesh.size == 0
@@ -158,7 +157,7 @@ def _on_one_device(shape: Sequence[int], dtype: object, layout: Layout) -> str:
 
 
 def difference(
-    described: Described, wanted: Mapping[str, Leaf], there: Layouts, here: Layouts
+    described: dict[str, JsonObject], wanted: Mapping[str, jax.Array], there: Layouts, here: Layouts
 ) -> str:
     """The paths at which two sets of arrays differ on a device, one a line; empty if none differ.
 

@@ -22,8 +22,8 @@ from pydantic import (
 )
 
 from jddp.config.keys import ConfigMistakes, describe_mistakes
+from jddp.ground.typing import JsonObject
 
-Kwargs = dict[str, Any]
 Effect = Literal["none", "result", "rounding", "numbers"]
 Chosen = TypeVar("Chosen", bound="WordedSection")
 
@@ -69,7 +69,7 @@ class Section(BaseModel):
 class WithArguments(Section):
     """A part that is made with arguments."""
 
-    kwargs: Kwargs = option({}, "Its arguments.")
+    kwargs: JsonObject = option({}, "Its arguments.")
 
 
 class NamedSection(WithArguments):

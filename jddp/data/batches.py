@@ -17,7 +17,7 @@ any number of times. All processes take the same number of them; the last one ma
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -209,9 +209,10 @@ class TrainBatches(Shown):
 
     def advance(self, batch: Batch) -> None:
         """Counts the next batch as delivered."""
-        if "mask" in batch and batch["mask"].ndim == 1:
+        mask = batch.get("mask") if isinstance(batch, Mapping) else None
+        if mask is not None and mask.ndim == 1:
             num_rows = np.count_nonzero(self._position + self._own < self._end_of(self._position))
-            self.num_masked += int(num_rows - np.count_nonzero(batch["mask"]))
+            self.num_masked += int(num_rows - np.count_nonzero(mask))
         self._position += self.global_batch_size
 
     def positions_left(self) -> range:

@@ -34,7 +34,6 @@ from jddp.distributed.group import CONSOLE, POLL_SECONDS, Group, Launch, Place
 from jddp.distributed.identity import JOB, loopback
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import (
-    Infos,
     Member,
     RendezvousClient,
     RendezvousServer,
@@ -189,7 +188,7 @@ class Nodes:
         info: JsonObject = {"processes": launch.num_processes}
         if launch.node_rank == 0:
             info |= {"coordinator": self._choose_port(), "job": secrets.token_hex(8)}
-        infos: Infos = {0: info}
+        infos: dict[int, JsonObject] = {0: info}
         if self._end is not None:
             mine = Member(launch.node_rank, launch.num_nodes, self._same, info)
             infos = self._end.gather(mine, seconds=self._seconds)
@@ -224,7 +223,7 @@ class Nodes:
             self._end.say_goodbye(failed=failed)
             self._end.close()
 
-    def _is_enough(self, infos: Infos) -> bool:
+    def _is_enough(self, infos: dict[int, JsonObject]) -> bool:
         return sum(x["processes"] for x in infos.values()) >= (self._launch.min_processes or 0)
 
     def _choose_port(self) -> str:

@@ -43,7 +43,6 @@ _LONGEST = 2**20  # bytes of a message
 _CHUNK = 2**16
 _SEND_SECONDS = 5.0
 _PROBES = 4  # unanswered probes, after which a connection is lost
-Infos = dict[int, JsonObject]  # by the numbers of the members
 PATIENCE_SECONDS = 30.0  # for further members, when there are enough
 _PLURALS = {"process": "processes", "node": "nodes"}
 _SHOWN = 8  # numbers of missing members in a message
@@ -192,7 +191,7 @@ class RendezvousClient:
         if self._server is not None:
             self._server.send({"failed": failed})
 
-    def gather(self, mine: Member, *, seconds: float) -> Infos:
+    def gather(self, mine: Member, *, seconds: float) -> dict[int, JsonObject]:
         """The information of all members.
 
         Args:
@@ -288,7 +287,7 @@ class RendezvousServer:
         listens: str | None = None,
         *,
         silence_seconds: int = 100,
-        is_enough: Callable[[Infos], bool] | None = None,
+        is_enough: Callable[[dict[int, JsonObject]], bool] | None = None,
     ):
         self.kind = kind
         self.address = address
@@ -308,7 +307,9 @@ class RendezvousServer:
         for client in list(self._waiting):
             self._forget(client)
 
-    def gather(self, mine: Member, *, seconds: float, is_last: bool = False) -> Infos:
+    def gather(
+        self, mine: Member, *, seconds: float, is_last: bool = False
+    ) -> dict[int, JsonObject]:
         """The information of all members.
 
         Args:
@@ -342,7 +343,7 @@ class RendezvousServer:
     def _members(self) -> dict[Connection, Member]:
         return {client: member for client, member in self._waiting.items() if member is not None}
 
-    def _wait_for_all(self, mine: Member, seconds: float) -> Infos:
+    def _wait_for_all(self, mine: Member, seconds: float) -> dict[int, JsonObject]:
         until = time.monotonic() + seconds
         enough_since = None
         notice = Notice()

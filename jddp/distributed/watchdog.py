@@ -21,7 +21,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
@@ -32,12 +31,11 @@ from jddp.distributed.apart import started_apart
 from jddp.distributed.exits import process
 from jddp.ground.errors import ExitCode
 from jddp.ground.files import make_folder, opener
-from jddp.ground.typing import JsonObject, Settings
+from jddp.ground.typing import JsonObject
 
 _ANSWER_SECONDS = 5.0
 _TICK = 0.5  # seconds
 _openings = itertools.count()
-ProgressOfAll = Mapping[int, Settings | None]  # of each process; None for no answer
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ class Watchdog:
         logging.getLogger("jddp").error("%s", message)
         return True
 
-    def _progress_of_all(self) -> ProgressOfAll:
+    def _progress_of_all(self) -> dict[int, JsonObject | None]:
         own: JsonObject = {"host": socket.gethostname(), "phase": self.phase}
         own |= {"step": self._step, "seconds": self._ran - self._since}
         me = service.process_index()
@@ -186,7 +184,9 @@ class Watchdog:
         return {i: own if i == me else json.loads(x or "null") for i, x in enumerate(texts)}
 
 
-def describe_hang(progress: ProgressOfAll, limits: Limits, longest_step: float) -> tuple[int, str]:
+def describe_hang(
+    progress: dict[int, JsonObject | None], limits: Limits, longest_step: float
+) -> tuple[int, str]:
     """Names the process that blocks the job: one that does not answer, or else the slowest.
 
     Args:

@@ -17,11 +17,12 @@ import numpy as np
 from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from jddp.distributed.coordination import awaiting, collect, computing
-from jddp.engine.mesh import axis_of, is_key, over_replicas, platform, sharded
+from jddp.engine.mesh import HostOrDevice, axis_of, is_key, over_replicas, platform, sharded
 from jddp.ground.errors import ConfigError
-from jddp.ground.typing import Leaf, PyTree
+from jddp.ground.typing import PyTree, Tree
 from jddp.reduce.shards import Groups
 
 Result = TypeVar("Result")
@@ -93,7 +94,7 @@ def connect(mesh: Mesh, groups: Groups | None) -> None:
         jax.block_until_ready(jax.jit(add)(ones))
 
 
-def from_process_zero(tree: PyTree) -> PyTree:
+def from_process_zero(tree: Tree) -> Tree:
     """The host arrays of process 0, on every process."""
     if jax.process_count() == 1:
         return tree
@@ -101,8 +102,10 @@ def from_process_zero(tree: PyTree) -> PyTree:
     with awaiting(range(jax.process_count())):
         found = multihost_utils.broadcast_one_to_all(data)
 
-    def restore(x: Leaf, own: Leaf) -> Leaf:
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(own)) if is_key(own) else x
+    def restore(x: HostOrDevice, own: ArrayLike) -> ArrayLike:
+        if not is_key(own):
+            return x
+        return jax.random.wrap_key_data(jax.numpy.asarray(x), impl=jax.random.key_impl(own))
 
     return jax.tree.map(restore, found, tree)
 

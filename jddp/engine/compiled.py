@@ -27,7 +27,16 @@ from jax.stages import Wrapped
 
 from jddp.distributed.coordination import computing
 from jddp.engine.calls import call
-from jddp.engine.mesh import RowSplit, is_key, put_rows, replicate, replicated, sharded, sharding_of
+from jddp.engine.mesh import (
+    HostOrDevice,
+    RowSplit,
+    is_key,
+    put_rows,
+    replicate,
+    replicated,
+    sharded,
+    sharding_of,
+)
 from jddp.engine.planned import (
     Form,
     Planned,
@@ -53,7 +62,18 @@ from jddp.engine.state import (
 )
 from jddp.engine.step import Step, make_gradients, make_step
 from jddp.ground.errors import UsageError
-from jddp.ground.typing import Batch, Batches, Grads, Leaf, LossFn, Metrics, PyTree, Settings
+from jddp.ground.typing import (
+    Batch,
+    Batches,
+    Grads,
+    LossFn,
+    Metrics,
+    ModelState,
+    Params,
+    PyTree,
+    Settings,
+    Shaped,
+)
 from jddp.modules.functional import refuse_constants
 from jddp.modules.rows import as_arrays
 from jddp.reduce.plan import BucketPlan
@@ -183,7 +203,7 @@ class CompiledSteps:
         comm_state = functools.partial(self.comm_state, self.plans.of(state, inputs))
         state = state.replace(comm_state=jax.eval_shape(comm_state, state.comm_state.outer))
 
-        def place(x: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
+        def place(x: Shaped, layout: Layout) -> jax.ShapeDtypeStruct:
             shape = (self.rows.num_replicas, *x.shape) if layout.is_per_replica else x.shape
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding_of(layout, self.mesh))
 
@@ -197,7 +217,7 @@ class CompiledSteps:
         values = self.spec.model.values or (None, None)
         return np.uint32(0), inputs._replace(rows=self.example(inputs.rows, values)), *values
 
-    def example(self, batch: Batch, values: Values) -> Batch:
+    def example(self, batch: Batch, values: tuple[Params, ModelState | None]) -> Batch:
         """The rows with which a model makes its values, or their shapes.
 
         Args:
@@ -216,7 +236,7 @@ class CompiledSteps:
             )
         num_rows = self.rows.of_micro_batch(batch)
 
-        def share(x: Leaf) -> Leaf:
+        def share(x: HostOrDevice | jax.ShapeDtypeStruct) -> Shaped:
             if isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
             own = x[:num_rows]
@@ -253,7 +273,7 @@ class CompiledSteps:
         """For each leaf of a state its `Layout`."""
         spec, everywhere = self.spec, jax.tree.map(lambda _: Replicated(), state)
 
-        def placed(x: Leaf) -> Layout:
+        def placed(x: Shaped) -> Layout:
             return spec.placement.layout(x.shape)
 
         # Hook state differs per replica, such as an error of compression. It is declared so, since

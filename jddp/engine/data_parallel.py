@@ -43,12 +43,12 @@ from jddp.engine.calls import run_compiled
 from jddp.engine.compiled import Call, CompiledSteps
 from jddp.engine.guard import Average, choose_guard
 from jddp.engine.initial_state import Loaded, make_first, make_init
-from jddp.engine.mesh import copy_off_mesh, make_mesh, platform
+from jddp.engine.mesh import HostOrDevice, copy_off_mesh, make_mesh, platform
 from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.planned import Planned
 from jddp.engine.state import TrainState, Values
-from jddp.engine.step import Function, Step
+from jddp.engine.step import Step
 from jddp.engine.strategy import Strategy, choose_reducer, choose_strategy
 from jddp.engine.view import Clip
 from jddp.ground.names import refuses_unknown
@@ -449,13 +449,13 @@ class DataParallel(Shown):
         return evaluation.predict_rows(run, batches, self.mesh)
 
     def _run(
-        self, compiled: Function, state: TrainState, params: str, constants: PyTree = None
-    ) -> Callable[[Batch, jax.Array], PyTree]:
+        self, compiled: Callable[..., Any], state: TrainState, params: str, constants: PyTree = None
+    ) -> Callable[[Batch, HostOrDevice], Any]:
         """Returns `run(rows, valid)`, which calls a compiled function with a state's values."""
         values, key = self._values(state, params), state.key
         inputs, numbers = self.steps.inputs(None, constants), map(np.uint32, itertools.count())
 
-        def run(rows: Batch, valid: jax.Array) -> PyTree:
+        def run(rows: Batch, valid: HostOrDevice) -> PyTree:
             given = inputs._replace(rows=rows)
             return run_compiled(compiled, key, values, next(numbers), given, valid)
 

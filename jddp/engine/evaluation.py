@@ -18,7 +18,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +31,18 @@ from jaxtyping import Array, Float
 
 from jddp.engine.calls import from_all_processes
 from jddp.engine.guard import first_average
-from jddp.engine.mesh import RowSplit, input_specs, over_replicas, put_rows, shardings
+from jddp.engine.mesh import HostOrDevice, RowSplit, input_specs, over_replicas, put_rows, shardings
 from jddp.engine.state import Inputs, TrainState, Values, by_path, name_of, widened
 from jddp.engine.step import Step
 from jddp.ground.errors import ConfigError, UsageError, check_choice
-from jddp.ground.typing import Batch, Batches, Leaf, LossFn, Metrics, ModelState, Params, PyTree
+from jddp.ground.typing import Batch, Batches, LossFn, Metrics, ModelState, Params, PyTree, Tree
 from jddp.modules.forward import mask_of, run_forward
 from jddp.modules.functional import name_constants, name_key
 from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
 from jddp.modules.rows import as_arrays, check_rows, count_rows
 
 
-def pad_rows(batch: Batch, room: int) -> tuple[Batch, np.ndarray]:
+def pad_rows(batch: Tree, room: int) -> tuple[Tree, np.ndarray]:
     """Pads a batch to `room` rows with copies of its last; also returns which rows count."""
     rows = count_rows(batch)
     valid = (np.arange(room) < rows).astype(np.float32)
@@ -102,7 +102,7 @@ def pad_for_step(batch: Batch, split: RowSplit, sums: Sums, num_rows: int | None
     return {**padded, "mask": mask * np.expand_dims(valid, tuple(range(1, mask.ndim)))}
 
 
-Read = Callable[[Callable[[Values], PyTree]], PyTree]  # calls a function with values of a model
+Read = Callable[[Callable[[Values], PyTree]], Any]  # calls a function with values of a model
 
 
 # Fields of the states of such optimizers: one that shows it, and the one with other parameters.
@@ -112,7 +112,7 @@ FIELDS = {*OTHERS, *OTHERS.values(), "b1"}
 UNAVERAGED = "The checkpoint has no average of batch statistics: the ones of the raw parameters %s."
 
 
-def with_average(model_state: ModelState, ema_state: ModelState) -> ModelState:
+def with_average(model_state: ModelState, ema_state: ModelState | None) -> ModelState:
     """The other state with the averages that there are, in its own dtypes."""
     found = by_path(ema_state)
     if not found and jax.tree.leaves(first_average(model_state)):
@@ -138,8 +138,9 @@ def evaluated_values(state: TrainState, name: str, merge: Callable[[Values], Val
     if name == "params":
         own = {} if state.has_given_params else by_path(state.opt_state)
         kept = {name: own[name] for name in read_in_evaluation(own)}
-        (params, kept), model_state = merge(((state.params, kept), state.model_state))
-        return optimizer_params(params, kept), model_state
+        both: Any = state.params, kept
+        both, model_state = merge((both, state.model_state))
+        return optimizer_params(*both), model_state
     if state.ema_params is None:
         raise ConfigError("params='ema' needs DataParallel(..., ema_decay=...).")
     params = optax.tree.cast_like(state.ema_params, state.params)
@@ -151,7 +152,7 @@ def read_in_evaluation(names: Iterable[str]) -> set[str]:
     return {name for name in names if not FIELDS.isdisjoint(name.split("/"))}
 
 
-def optimizer_params(params: Params, kept: Mapping[str, Leaf]) -> Params:
+def optimizer_params(params: Params, kept: Mapping[str, Any]) -> Params:
     """The parameters with which an optimizer is evaluated; most evaluate the ones they step.
 
     Args:
@@ -246,7 +247,7 @@ def _mapped(
 
 
 def evaluate_exactly(
-    run: Callable[[Batch, Array], Sums], batches: Batches, mesh: Mesh, num_shares: int
+    run: Callable[[Batch, HostOrDevice], Sums], batches: Batches, mesh: Mesh, num_shares: int
 ) -> Metrics:
     """Returns the means of the sums of `run`, over all rows of `batches`.
 
@@ -268,7 +269,7 @@ def evaluate_exactly(
 
 
 def sums_of(
-    run: Callable[[Batch, Array], Sums], batches: Batches, mesh: Mesh, num_shares: int
+    run: Callable[[Batch, HostOrDevice], Sums], batches: Batches, mesh: Mesh, num_shares: int
 ) -> Iterator[Sums]:
     """Sums of `run` for each batch, or their shapes; refuses padding as `evaluate_exactly`."""
     for placed in _place(batches, mesh, num_shares):
@@ -279,7 +280,9 @@ def sums_of(
         yield sums
 
 
-def predict_rows(run: Callable[[Batch, Array], PyTree], batches: Batches, mesh: Mesh) -> PyTree:
+def predict_rows(
+    run: Callable[[Batch, HostOrDevice], PyTree], batches: Batches, mesh: Mesh
+) -> PyTree:
     """Returns the results of `run` for all rows of `batches` of this process, in their order.
 
     Args:
@@ -331,7 +334,7 @@ class _Placed(NamedTuple):
     """
 
     rows: Batch
-    valid: jax.Array
+    valid: HostOrDevice
     num_rows: int
     fewest: int
     room: int

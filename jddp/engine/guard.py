@@ -26,13 +26,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jddp.engine.micro_batches import Scale
 from jddp.engine.state import KeepsOwn, TrainState, Values, is_float, own_layouts, parts_in, widened
 from jddp.engine.view import View
 from jddp.ground.errors import ConfigError
-from jddp.ground.typing import HookState, Leaf, Metrics, ModelState, OptState, PyTree
+from jddp.ground.typing import HookState, Metrics, ModelState, OptState, PyTree
 from jddp.modules.base import is_frozen
 from jddp.modules.metrics import mean_tree
 from jddp.reduce.hooks import CommHook, GradBucket, Units
@@ -55,8 +56,8 @@ class LossScale:
       num_good: Number of steps since it changed, or since one was skipped; an int32 scalar.
     """
 
-    scale: PyTree
-    num_good: PyTree
+    scale: Array
+    num_good: Array
 
 
 def adjust(before: LossScale, is_finite: Array, *, interval: int = GROWTH_INTERVAL) -> LossScale:
@@ -95,7 +96,8 @@ class Guard:
 
     def scale(self, state: TrainState) -> Scale:
         """Returns the loss scale of the step that starts from this state."""
-        return state.comm_state.loss_scale.scale if self.follows_overflows else self.loss_scale
+        scale = state.comm_state.loss_scale
+        return scale.scale if isinstance(scale, LossScale) else self.loss_scale
 
     def accept(self, before: TrainState, after: TrainState, numbers: PyTree, view: View) -> Outcome:
         """Returns the state after a good step, else the state before it; and metrics of the guard.
@@ -110,7 +112,7 @@ class Guard:
             return after, {}
         found = find_nonfinite(before, after, numbers, view, self.keeps_own)
         after, metrics = after_good_step(found, before, after)
-        if not self.follows_overflows:
+        if not isinstance(before.comm_state.loss_scale, LossScale):
             return after, metrics
         # A smaller scale is no help to other state, which the forward pass writes.
         scale = adjust(before.comm_state.loss_scale, found < 2)
@@ -118,7 +120,7 @@ class Guard:
         return after, {**metrics, "loss_scale": self.scale(before)}
 
 
-def limited(limit: Array | None, before: TrainState, after: TrainState, loss: Array) -> Outcome:
+def limited(limit: ArrayLike | None, before: TrainState, after: TrainState, loss: Array) -> Outcome:
     """Returns the state before a step whose loss is above the limit; None is no limit."""
     if limit is None:
         return after, {}
@@ -241,13 +243,14 @@ class Average:
             lambda old, new: old + (1 - decay) * (new - old), held, _averaged(after)
         )
         # MultiSteps leaves parameters alone in most steps, by which their average is not to decay.
-        if (count := own_count(after.opt_state)) is not None:
-            is_updated = count > own_count(before.opt_state)
+        count, before_count = own_count(after.opt_state), own_count(before.opt_state)
+        if count is not None and before_count is not None:
+            is_updated = count > before_count
             moved = jax.tree.map(lambda new, old: jnp.where(is_updated, new, old), moved, held)
         return after.replace(ema_params=moved[0], ema_state=moved[1])
 
 
-def own_count(opt_state: OptState) -> Leaf | None:
+def own_count(opt_state: OptState) -> jax.Array | None:
     """The updates so far of an optimizer that leaves out steps by itself; None of another."""
     leaves_out = parts_in(opt_state, optax.MultiStepsState, optax.ApplyIfFiniteState)
     counts = [x.count for x in parts_in(leaves_out, optax.ScaleByScheduleState)]

@@ -24,6 +24,7 @@ from jddp.engine.calls import call, connect, from_process_zero
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import (
     AXIS_HERE,
+    HostOrDevice,
     over_replicas,
     platform,
     put,
@@ -40,13 +41,12 @@ from jddp.engine.state import (
     Layout,
     Replicated,
     TrainState,
-    Values,
     by_path,
     stack_rows,
 )
 from jddp.engine.step import Step
 from jddp.ground.errors import ConfigError, UsageError
-from jddp.ground.typing import Leaf, ModelState, Params, PyTree
+from jddp.ground.typing import ModelState, Params, PyTree, Shaped, Tree
 from jddp.modules.base import freeze, thaw
 from jddp.modules.functional import name_constants, name_key
 from jddp.reduce.reducer import unless_set
@@ -107,7 +107,7 @@ def make_first(
 
 def _values(
     steps: CompiledSteps, seed: int, inputs: Inputs, params: Params, *, partial: bool, casts: bool
-) -> tuple[Values, "Loaded | None"]:
+) -> tuple[tuple[Params, ModelState | None], "Loaded | None"]:
     """The given values, checked against the model's own if these are known."""
     model = steps.spec.model
     values, state = (model.values or (None, None)) if params is None else model.split(params)
@@ -135,7 +135,7 @@ def _values(
     return (jax.tree.map(_like, values, own) if casts else values, state), loaded
 
 
-def _like(x: Leaf, wanted: Leaf) -> Leaf:
+def _like(x: HostOrDevice, wanted: Shaped) -> HostOrDevice:
     """A floating array in another floating dtype; other arrays unchanged."""
     both = (jax.numpy.issubdtype(v.dtype, np.floating) for v in (x, wanted))
     return np.asanyarray(x).astype(wanted.dtype, copy=False) if all(both) else x
@@ -184,7 +184,7 @@ class Misfit(ConfigError):
         self.where = where
 
 
-def fit_weights(given: PyTree, wanted: PyTree, *, partial: bool) -> tuple[PyTree, Loaded]:
+def fit_weights(given: Tree, wanted: Tree, *, partial: bool) -> tuple[Tree, Loaded]:
     """Replaces each leaf of a model by the given array at the same path.
 
     Args:
@@ -222,7 +222,9 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
     constants; and given parameters and other state, each None to make it.
     """
 
-    def replica(seed: Array, inputs: Inputs, params: Params, model_state: ModelState) -> TrainState:
+    def replica(
+        seed: Array, inputs: Inputs, params: Params, model_state: ModelState | None
+    ) -> tuple[Params, TrainState]:
         # Made on every device instead of on one and sent: equal programs and seeds give equal bits,
         # where PyTorch DDP broadcasts the parameters of rank 0.
         key = jax.random.key(seed)
@@ -244,14 +246,17 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
             key=key,
         )
         # Given values are kept, and an average begins with them: each leaf needs its own buffer.
-        return jax.tree.map(jnp.copy, state)
+        state = jax.tree.map(jnp.copy, state)
+        return state.params, state.replace(params=())
 
-    def init(seed: Array, inputs: Inputs, params: Params, model_state: ModelState) -> TrainState:
+    def init(
+        seed: Array, inputs: Inputs, params: Params, model_state: ModelState | None
+    ) -> TrainState:
         parts = shardings(given_layouts(step, params), mesh)
         trained = P() if params is None else freeze(parts, {}, step.model.frozen)[0]
-        leave = TrainState(P(), trained, P(), P(), P(), CommState(P(), P(), P()), P(), P())
-        enter = P(), P(), parts, P()
-        state = over_replicas(replica, mesh, enter, leave)(seed, inputs, params, model_state)
+        enter, leave = (P(), P(), parts, P()), (trained, P())
+        made, state = over_replicas(replica, mesh, enter, leave)(seed, inputs, params, model_state)
+        state = state.replace(params=made)
         step.optimizer.check(state.params)
         layout = shardings(step.optimizer.layouts(state.params), mesh)
         divided = jax.tree.map(lambda x: step.placement.layout(x.shape), state.params)
@@ -263,8 +268,8 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
             own = functools.partial(own_parts, step.placement.division, platform(mesh) == "cpu")
             state = state.replace(params=over_replicas(own, mesh, (P(),), placed)(state.params))
         state = step.average.init(state)
-        made = functools.partial(step.optimizer.init, shapes=shapes)
-        optimizer = over_replicas(made, mesh, (placed,), layout)
+        start = functools.partial(step.optimizer.init, shapes=shapes)
+        optimizer = over_replicas(start, mesh, (placed,), layout)
         return state.replace(opt_state=optimizer(state.params))
 
     # Where it keeps many threads busy, XLA:CPU begins all parameters before it divides the first,
@@ -299,12 +304,14 @@ def given_layouts(step: Step, params: Params) -> PyTree:
     return thaw(trained, jax.tree.map(lambda _: Replicated(), rest))[0]
 
 
-def put_given(step: Step, mesh: Mesh, values: Values) -> Values:
+def put_given(
+    step: Step, mesh: Mesh, values: tuple[Params, ModelState | None]
+) -> tuple[Params, ModelState | None]:
     """Puts given values on the mesh, array by array: no device has the whole of a divided one."""
     params, model_state = values
     layouts = given_layouts(step, params)
 
-    def place(x: Leaf, layout: Layout) -> jax.Array:
+    def place(x: HostOrDevice, layout: Layout) -> jax.Array:
         return put(x, sharding_of(layout, mesh))
 
     return jax.tree.map(place, params, layouts), replicate(model_state, mesh)

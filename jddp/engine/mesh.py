@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jddp.engine.state import Inputs, Layout, TrainState
 from jddp.ground.errors import ConfigError
-from jddp.ground.typing import Batch, Leaf, PyTree
+from jddp.ground.typing import Batch, PyTree, Tree
 from jddp.modules.base import stream
 from jddp.modules.rows import check_rows, count_rows
 
@@ -114,7 +114,7 @@ def shardings(layouts: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda layout: sharding_of(layout, mesh), layouts)
 
 
-def with_shardings(tree: PyTree, layouts: PyTree, mesh: Mesh) -> PyTree:
+def with_shardings(tree: Tree, layouts: PyTree, mesh: Mesh) -> Tree:
     """The same arrays, which lie as these layouts say, by the names of their shardings."""
 
     # JAX names what a program returns by the mesh of its arguments: of a program that makes arrays
@@ -145,8 +145,8 @@ def mapped_over(axis: str) -> Iterator[None]:
 
 
 def over_replicas(
-    function: Callable[..., PyTree], mesh: Mesh | AbstractMesh, in_specs: PyTree, out_specs: PyTree
-) -> Callable[..., PyTree]:
+    function: Callable[..., Tree], mesh: Mesh | AbstractMesh, in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., Tree]:
     """Maps a replica's function over the mesh; it must return equal values for `P()`.
 
     Args:
@@ -164,7 +164,7 @@ def over_replicas(
     enter, leave = (functools.partial(_relabelled, leaves=x) for x in (False, True))
 
     @functools.wraps(function)  # its name becomes the name of the compiled program
-    def call(*given: PyTree) -> PyTree:
+    def call(*given: PyTree) -> Tree:
         results = mapped(*jax.tree.map(enter, in_specs, given))
         return jax.tree.map(leave, out_specs, results)
 
@@ -232,15 +232,25 @@ def count_processes(mesh: Mesh) -> int:
     return len({device.process_index for device in mesh.devices.flat})
 
 
-def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
+HostOrDevice = jax.Array | np.ndarray
+
+
+def mesh_of(x: jax.Array) -> Mesh:
+    """The mesh on which an array lies."""
+    assert isinstance(x.sharding, NamedSharding)
+    assert isinstance(x.sharding.mesh, Mesh)
+    return x.sharding.mesh
+
+
+def replicate(tree: Tree, mesh: Mesh) -> Tree:
     """Puts a host or device tree, keys included, on every device of the mesh."""
     sharding = replicated(mesh)
     return jax.tree.map(lambda x: put(x, sharding), tree)
 
 
-def put(x: Leaf, sharding: NamedSharding) -> jax.Array:
+def put(x: HostOrDevice, sharding: NamedSharding) -> jax.Array:
     """Puts an array that all processes have on a mesh; each device gets its part alone."""
-    if getattr(x, "sharding", None) == sharding:
+    if isinstance(x, jax.Array) and x.sharding == sharding:
         return x
     if is_key(x):
         # A typed key cannot be put on devices of other processes; its data can.
@@ -250,12 +260,13 @@ def put(x: Leaf, sharding: NamedSharding) -> jax.Array:
     return jax.device_put(np.array(_fetch(x)), sharding)
 
 
-def _fetch(x: Leaf) -> Leaf:
+def _fetch(x: HostOrDevice) -> HostOrDevice:
     """A whole array; of a replicated one this process's view, without a collective."""
-    is_here = isinstance(x, jax.Array) and x.is_fully_replicated
-    if is_here:
+    if not isinstance(x, jax.Array):
+        return x
+    if x.is_fully_replicated:
         return x.addressable_data(0)
-    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+    if x.is_fully_addressable:
         return x
     # Divided over devices of other processes: gathered, this array alone.
     assert isinstance(x.sharding, NamedSharding)
@@ -268,18 +279,17 @@ def copy_off_mesh(x: jax.Array) -> jax.Array:
     return jnp.copy(_fetch(x)) if is_key(x) else jnp.array(np.asarray(_fetch(x)))
 
 
-def is_key(x: Leaf) -> bool:
+def is_key(x: object) -> bool:
     """Whether it is a typed key of random numbers, or an array of them."""
     return jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
 
 
-def _kept(x: Leaf) -> Leaf:
+def _kept(x: HostOrDevice) -> HostOrDevice:
     """A copy of a host array that could still be written: on CPUs JAX takes its memory as it is."""
-    is_open = isinstance(x, np.ndarray) and x.flags.writeable
-    return x.copy() if is_open else x
+    return x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x
 
 
-def put_rows(batch: Batch, mesh: Mesh) -> Batch:
+def put_rows(batch: Tree, mesh: Mesh) -> Tree:
     """Puts this process's rows on its devices; rows of all processes make the global batch."""
     sharding = sharded(mesh)
     if all(getattr(x, "sharding", None) == sharding for x in jax.tree.leaves(batch)):
@@ -289,7 +299,7 @@ def put_rows(batch: Batch, mesh: Mesh) -> Batch:
     if jax.process_count() == 1:
         return jax.device_put(batch, sharding)
 
-    def put(leaf: Leaf) -> jax.Array:
+    def put(leaf: HostOrDevice) -> jax.Array:
         # Already a global array, and this process holds a part of it: it must not be joined again.
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return jax.device_put(leaf, sharding)
@@ -390,7 +400,7 @@ def replica_key(state: TrainState, name: str = "replica") -> Array:
     Returns:
       Keys of shape (replicas,), one on each device.
     """
-    return _replica_keys(state.key, state.step, sharded(state.step.sharding.mesh), name)
+    return _replica_keys(state.key, state.step, sharded(mesh_of(state.step)), name)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

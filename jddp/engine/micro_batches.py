@@ -30,7 +30,7 @@ from jaxtyping import Array
 from jddp.engine.state import Inputs, TrainState, is_float, widened
 from jddp.engine.view import View
 from jddp.ground.errors import ConfigError
-from jddp.ground.typing import Batch, Grads, LossFn, ModelState, Params, Path, PyTree
+from jddp.ground.typing import Batch, Grads, LossFn, ModelState, Params, Path, PyTree, Tree
 from jddp.modules.base import FlaxModel
 from jddp.modules.forward import run_and_settle, trace_state
 from jddp.modules.metrics import Sums, mask_in
@@ -130,7 +130,7 @@ MicroBatch = tuple[Batch, Array, PyTree]  # its rows, key and constants
 Scale = float | Array
 ScaleOf = Callable[[TrainState], Scale]  # the loss scale of a step
 Guarded = tuple[ModelState, Callable[[Array], Array]]
-Loss = Callable[[Params], tuple[jax.Array, PyTree]]
+Loss = Callable[[Params], tuple[jax.Array, Tree]]
 Pullback = Callable[[jax.Array], tuple[Params]]
 
 
@@ -144,7 +144,7 @@ class ParameterSource:
         """Returns the view of a replica on the mean gradient, from the view of the packing."""
         return of_packing
 
-    def run(self, function: Callable[[Params], PyTree], params: Params) -> PyTree:
+    def run(self, function: Callable[[Params], Tree], params: Params) -> Tree:
         """Returns `function` of the whole parameters.
 
         Args:
@@ -153,13 +153,13 @@ class ParameterSource:
         """
         return function(params)
 
-    def linearize(self, loss: Loss, params: Params) -> tuple[jax.Array, Pullback, PyTree]:
+    def linearize(self, loss: Loss[Tree], params: Params) -> tuple[jax.Array, Pullback, Tree]:
         """Returns the loss, its pullback and its auxiliary values, as `jax.vjp` does.
 
         The pullback returns this replica's gradients of whole parameters, and of the others its
         part of the mean gradient of its group of replicas.
         """
-        linearized: tuple[jax.Array, Pullback, PyTree] = jax.vjp(loss, params, has_aux=True)
+        linearized: tuple[jax.Array, Pullback, Tree] = jax.vjp(loss, params, has_aux=True)
         return linearized
 
     def mean_of_groups(self, grads: Grads) -> Grads:

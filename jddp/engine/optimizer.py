@@ -40,7 +40,7 @@ from jddp.engine.step import Placement
 from jddp.engine.view import View, own_shards
 from jddp.ground.errors import ConfigError, check_choice
 from jddp.ground.jaxprs import Followed, aval_shape, called, follow
-from jddp.ground.typing import Grads, Leaf, OptState, Params, Path, PyTree, Settings
+from jddp.ground.typing import Grads, OptState, Params, Path, PyTree, Settings, Tree
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
 from jddp.reduce.shards import Division, Flat, Shape
@@ -133,7 +133,7 @@ class PlacedOptimizer:
                 "choose unused_parameters='zero' or 'skip'."
             )
 
-    def _kept(self, new: PyTree, old: PyTree, params: Params, plan: BucketPlan) -> PyTree:
+    def _kept(self, new: Tree, old: Tree, params: Params, plan: BucketPlan) -> Tree:
         """The parameters and optimizer state to keep of an update."""
         is_taken_back = plan.unused and self.unused == "skip"
         return take_back(new, old, params, plan.unused) if is_taken_back else new
@@ -198,12 +198,12 @@ class Zero1(PlacedOptimizer):
         return self._kept((params, opt_state), before, params, plan)
 
 
-def own(division: Division, tree: PyTree) -> PyTree:
+def own(division: Division, tree: Tree) -> Tree:
     """Returns the replica's parts of whole arrays; numbers are the same on all."""
     return jax.tree.map(lambda x: division.own(x) if jnp.ndim(x) else x, tree)
 
 
-def gathered(division: Division, parts: PyTree, shapes: PyTree) -> PyTree:
+def gathered(division: Division, parts: Tree, shapes: PyTree) -> Tree:
     """Returns whole arrays, from the parts of all replicas."""
     with jax.named_scope(GATHERED):
         return jax.tree.map(
@@ -274,7 +274,7 @@ def choose_optimizer(
     return Zero1(tx, unused_parameters, num_micro_batches, placement, sharded_by, shards)
 
 
-def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str]) -> PyTree:
+def take_back(new: Tree, old: Tree, params: Params, unused: Collection[str]) -> Tree:
     """Returns `new`, but with the arrays of `old` that belong to unused parameters.
 
     Args:
@@ -291,7 +291,7 @@ def take_back(new: PyTree, old: PyTree, params: Params, unused: Collection[str])
         _entries(path): name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
     }
 
-    def choose(path: Path, after: Leaf, before: Leaf) -> Leaf:
+    def choose(path: Path, after: jax.Array, before: jax.Array) -> jax.Array:
         owner = _owner(_entries(path), names)
         # An optimizer that flattens all parameters into one vector, such as `optax.flatten`, leaves
         # no array that belongs to one of them.
@@ -446,7 +446,9 @@ def _has_constant_array(jaxpr: Jaxpr) -> bool:
     return any(map(aval_shape, jaxpr.constvars))
 
 
-def is_same(function: Callable[..., PyTree], some: PyTree, others: PyTree) -> bool:
+def is_same(
+    function: Callable[..., PyTree], some: Sequence[PyTree], others: Sequence[PyTree]
+) -> bool:
     """Whether `function` has the same equations for arguments of other shapes, shapes aside."""
     return _form(_trace(function, some).jaxpr) == _form(_trace(function, others).jaxpr)
 

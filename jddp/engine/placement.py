@@ -9,7 +9,6 @@ References:
   FSDP", VLDB 2023. https://arxiv.org/abs/2304.11277.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import final
@@ -21,7 +20,7 @@ from jddp.engine.micro_batches import WHOLE, Loss, ParameterSource, Pullback
 from jddp.engine.state import Divided, Layout, Replicated, name_of
 from jddp.engine.step import Placement, TraceLoss
 from jddp.engine.view import View, view_of_parts
-from jddp.ground.typing import Grads, Leaf, Params, Path, PyTree
+from jddp.ground.typing import Grads, Params, Path, PyTree, Shaped, Tree
 from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, Origin, forget
 from jddp.reduce.plan import BucketPlan, in_mebibytes
 from jddp.reduce.shards import AlongDim, Groups, Shape, divided_dim
@@ -85,7 +84,7 @@ class FullySharded(Placement):
         units = [*list_units(program(), parts, self.lazy.unit_bytes, num_passes=num_passes)]
         return replace(plan, units=tuple(units))
 
-    def _part_of(self, path: Path, x: Leaf) -> Part | None:
+    def _part_of(self, path: Path, x: Shaped) -> Part | None:
         layout = self.layout(x.shape)
         if not isinstance(layout, Divided):
             return None
@@ -116,8 +115,8 @@ class DividedParameters(ParameterSource):
         return view_of_parts(of_packing.axis, self.dims, self.groups)
 
     def run(
-        self, function: Callable[[Params], PyTree], params: Params, lazy: Lazy | None = None
-    ) -> PyTree:
+        self, function: Callable[[Params], Tree], params: Params, lazy: Lazy | None = None
+    ) -> Tree:
         """Traces the function for whole parameters, and gathers them as it evaluates the trace."""
         # By default nothing is kept apart for a backward pass, as there is none.
         lazy = lazy or replace(self.lazy, keeps=True)
@@ -131,15 +130,18 @@ class DividedParameters(ParameterSource):
         made = [Origin(PARAMETERS if isinstance(x, Part) else CONSTANT, moves=True) for x in parts]
         return jax.tree.unflatten(jax.tree.structure(results), lazy.evaluate(traced, parts, made))
 
-    def linearize(self, loss: Loss, params: Params) -> tuple[jax.Array, Pullback, PyTree]:
+    def linearize(self, loss: Loss[Tree], params: Params) -> tuple[jax.Array, Pullback, Tree]:
         """Differentiates; the backward pass gathers parameters again, unless they are kept."""
-        run: Loss = functools.partial(self.run, loss, lazy=self.lazy)
+
+        def run(params: Params) -> tuple[jax.Array, Tree]:
+            return self.run(loss, params, self.lazy)
+
         if self.lazy.keeps:
             return WHOLE.linearize(run, params)
         # CSE may merge what a model computes twice, as it may without the call: parameters are
         # kept apart below.
-        run = jax.checkpoint(run, policy=forget, prevent_cse=False)
-        value, pullback, aux = jax.vjp(run, params, has_aux=True)
+        repeated = jax.checkpoint(run, policy=forget, prevent_cse=False)
+        value, pullback, aux = jax.vjp(repeated, params, has_aux=True)
         # A result that is a constant is no array yet, behind a checkpoint.
         return value, _after(pullback, params, value), jax.tree.map(jax.numpy.asarray, aux)
 
@@ -162,12 +164,12 @@ class DividedParameters(ParameterSource):
         return Part(x, dim, shape)
 
 
-def _size_of(params: list[Leaf]) -> str:
+def _size_of(params: list[Shaped]) -> str:
     size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in params))
     return f"{len(params)} parameter{'' if len(params) == 1 else 's'}, {size} MiB"
 
 
-def _after(pullback: PyTree, params: Params, value: jax.Array) -> PyTree:
+def _after(pullback: Pullback, params: Params, value: jax.Array) -> Pullback:
     """The pullback, whose parameters are there only after the forward pass."""
     # XLA would see that the backward pass gathers what the forward pass has gathered, and keep it.
     mine = {id(x) for x in jax.tree.leaves(params)}

@@ -21,6 +21,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ from jax import P
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import tree_leaves_with_path
+from jax.typing import ArrayLike
 
 from jddp.engine.calls import call
 from jddp.engine.mesh import RowSplit, over_replicas
@@ -38,7 +40,7 @@ from jddp.engine.state import Inputs, TrainState, form_key, name_of, shapes_of
 from jddp.engine.step import Step, TraceLoss
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import DRAWING, Followed, follow, has_random_bits
-from jddp.ground.typing import Batch, Leaf, ModelState, Params, Path, PyTree
+from jddp.ground.typing import Batch, ModelState, Params, Path, PyTree, Shaped
 from jddp.modules.base import LOSS
 from jddp.modules.metrics import Sums, weights_in
 from jddp.modules.precision import MODEL
@@ -88,7 +90,7 @@ def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inpu
     """
     traced = []
 
-    def replica(state: TrainState, inputs: Inputs) -> tuple[Sums, ModelState, list[Leaf]]:
+    def replica(state: TrainState, inputs: Inputs) -> tuple[Sums, ModelState, list[jax.Array]]:
         backward, sums, model_state = step.backward.trace(state, inputs)
         traced.append(backward)
         return sums, model_state, backward.traced.consts
@@ -287,7 +289,7 @@ class Form:
       num_micro_batches: Number of micro-batches of a replica.
     """
 
-    rows: Mapping[str, list[PyTree]]
+    rows: Mapping[str, list[Any]]
     num_replicas: int
     num_micro_batches: int
 
@@ -305,7 +307,7 @@ class Form:
         """
         num_rows = {shape[0] for shape, _ in self.rows.values()}
 
-        def one(path: Path, x: Leaf) -> jax.ShapeDtypeStruct:
+        def one(path: Path, x: Shaped) -> jax.ShapeDtypeStruct:
             shape, dtype = self.rows.get(name_of(path), ((*num_rows, *x.shape[1:]), x.dtype))
             return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
@@ -417,7 +419,7 @@ def _text(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], labels: Mapping[Var, str]) -> 
     return [own.pretty_print(use_color=False), *labeled, *map(_value, _constants(eqns))]
 
 
-def _constants(eqns: Iterable[JaxprEqn]) -> Iterator[Leaf]:
+def _constants(eqns: Iterable[JaxprEqn]) -> Iterator[ArrayLike]:
     """The arrays that are constants of programs inside equations."""
     for eqn in eqns:
         params = [*eqn.params.values()]
@@ -428,7 +430,7 @@ def _constants(eqns: Iterable[JaxprEqn]) -> Iterator[Leaf]:
                 yield from _constants(x.eqns)
 
 
-def _value(x: Leaf) -> str:
+def _value(x: ArrayLike) -> str:
     """Type and digest of a constant; the type alone where other processes have parts of it."""
     kind = str(jax.typeof(x))
     if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):

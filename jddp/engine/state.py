@@ -14,7 +14,7 @@ and every reader would see replica 0's.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jax import P
@@ -23,18 +23,19 @@ from jax.sharding import NamedSharding
 from jddp.ground.typing import (
     Batch,
     HookState,
-    Leaf,
     ModelState,
     OptState,
     Params,
     Path,
     PyTree,
+    Shaped,
     Shown,
+    Tree,
 )
 from jddp.reduce.plan import in_mebibytes
 from jddp.reduce.shards import Shape
 
-KeepsOwn = Callable[[Path, Leaf], bool]  # whether each replica has its own of a leaf
+KeepsOwn = Callable[[Path, Shaped], bool]  # whether each replica has its own of a leaf
 Values = tuple[Params, ModelState]  # the arrays that a model computes with
 # The fields of a state that hold trees of arrays.
 ARRAYS = ("params", "ema_params", "model_state", "ema_state", "opt_state", "comm_state")
@@ -157,15 +158,16 @@ class TrainState(Shown):
       ema_state: Moving average of the floating values of `model_state`; None without `ema_params`.
     """
 
-    step: Leaf
+    # JAX also fills these fields with shapes, layouts and shardings.
+    step: Any
     params: Params
     ema_params: Params
     model_state: ModelState
     opt_state: OptState
     comm_state: CommState
-    skipped: Leaf
-    key: Leaf
-    ema_state: ModelState = None
+    skipped: Any
+    key: Any
+    ema_state: ModelState | None = None
     has_given_params: ClassVar[bool] = False
     _taken_by: ClassVar[int | None] = None
 
@@ -185,7 +187,8 @@ class TrainState(Shown):
 
     def replace(self, **changes: PyTree) -> "TrainState":
         """Returns a copy with some fields changed; given `params` are evaluated as they are."""
-        state = dataclasses.replace(self, **changes)
+        fields: dict[str, Any] = changes
+        state = dataclasses.replace(self, **fields)
         # x of a schedule-free optimizer may be put here to be evaluated: it is not converted again.
         is_given = "opt_state" not in changes and (self.has_given_params or "params" in changes)
         object.__setattr__(state, "has_given_params", is_given)
@@ -203,15 +206,15 @@ class Inputs(NamedTuple):
 
     rows: Batch
     constants: PyTree = None
-    loss_limit: PyTree = None
+    loss_limit: Any = None
 
 
-def enter(state: PyTree, layouts: PyTree) -> PyTree:
+def enter(state: Tree, layouts: PyTree) -> Tree:
     """Squeezes the leading dim of 1 that a replica sees on its per-replica leaves."""
     return jax.tree.map(lambda x, layout: x[0] if layout.is_per_replica else x, state, layouts)
 
 
-def leave(state: PyTree, layouts: PyTree) -> PyTree:
+def leave(state: Tree, layouts: PyTree) -> Tree:
     """Adds the leading dim again; the inverse of `enter`."""
     return jax.tree.map(lambda x, layout: x[None] if layout.is_per_replica else x, state, layouts)
 
@@ -235,18 +238,18 @@ def name_of(path: Path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def by_path(tree: PyTree) -> dict[str, Leaf]:
+def by_path(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by their paths, such as "params/Dense_0/kernel", in the tree's order."""
     return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def parts_in(tree: PyTree, *kinds: type) -> list[PyTree]:
+def parts_in(tree: PyTree, *kinds: type[Tree]) -> list[Tree]:
     """The parts of a tree that are of these types."""
     found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
     return [x for x in found if isinstance(x, kinds)]
 
 
-def is_float(x: Leaf) -> bool:
+def is_float(x: Shaped) -> bool:
     """Whether a leaf is of floating values: whole numbers count steps, and keys are shared."""
     return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
@@ -257,12 +260,12 @@ def form_key(tree: PyTree) -> Hashable:
     return treedef, tuple((x.shape, x.dtype) for x in leaves)
 
 
-def shapes_of(tree: PyTree) -> PyTree:
+def shapes_of(tree: Tree) -> Tree:
     """Shapes and dtypes, as JAX would take them."""
     return jax.eval_shape(lambda x: x, tree)
 
 
-def stack_rows(tree: PyTree, layouts: PyTree, rows: NamedSharding, num: int) -> PyTree:
+def stack_rows(tree: Tree, layouts: PyTree, rows: NamedSharding, num: int) -> Tree:
     """Gives each of `num` replicas its row of every per-replica leaf; the tree may be donated."""
     if not any(layout.is_per_replica for layout in jax.tree.leaves(layouts)):
         return tree
@@ -278,7 +281,7 @@ def stack_rows(tree: PyTree, layouts: PyTree, rows: NamedSharding, num: int) -> 
     return jax.jit(lambda tree: jax.tree.map(stack, tree, layouts), donate_argnums=donated)(tree)
 
 
-def merge_rows(tree: PyTree, layouts: PyTree, everywhere: NamedSharding) -> PyTree:
+def merge_rows(tree: Tree, layouts: PyTree, everywhere: NamedSharding) -> Tree:
     """Averages the rows of every per-replica leaf; the rest is left as it is."""
     leaves, treedef = jax.tree.flatten(tree)
     kinds = tuple(jax.tree.leaves(layouts))
@@ -289,12 +292,14 @@ def merge_rows(tree: PyTree, layouts: PyTree, everywhere: NamedSharding) -> PyTr
 
 # One function for all calls: `jax.jit` of a new one would compile for each evaluation.
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _merge(leaves: list[Leaf], kinds: tuple[Layout, ...], everywhere: NamedSharding) -> list[Leaf]:
+def _merge(
+    leaves: list[jax.Array], kinds: tuple[Layout, ...], everywhere: NamedSharding
+) -> list[jax.Array]:
     # All rows on every device, and then their mean: so it is the same on any number of them.
     return [*map(merged, jax.lax.with_sharding_constraint(leaves, everywhere), kinds)]
 
 
-def merged(x: Leaf, layout: Layout) -> Leaf:
+def merged(x: jax.Array, layout: Layout) -> jax.Array:
     """The mean of the rows of a per-replica leaf, in its dtype; any other leaf as it is."""
     if not layout.is_per_replica or is_float(x):
         return widened(x).mean(0).astype(x.dtype) if layout.is_per_replica else x
@@ -303,6 +308,6 @@ def merged(x: Leaf, layout: Layout) -> Leaf:
     return whole.sum(0, dtype=x.dtype) + (rest.sum(0) // len(x)).astype(x.dtype)
 
 
-def widened(tree: PyTree) -> PyTree:
+def widened(tree: Tree) -> Tree:
     """Floating values in float32 at least: sums in half precision lose their last digits."""
     return jax.tree.map(lambda x: x.astype(jax.numpy.promote_types(x.dtype, "float32")), tree)

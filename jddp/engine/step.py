@@ -62,6 +62,8 @@ from jddp.ground.typing import (
     Params,
     Path,
     PyTree,
+    Shaped,
+    Tree,
 )
 from jddp.modules.base import FlaxModel
 from jddp.modules.metrics import Sums, mean_tree, means, sum_over_replicas
@@ -110,11 +112,11 @@ class Replicas:
         """Returns the function jitted, with options of XLA and the donated arguments."""
         return jax.jit(function, compiler_options=options, donate_argnums=donated)
 
-    def enter(self, state: PyTree, layouts: PyTree) -> PyTree:
+    def enter(self, state: Tree, layouts: PyTree) -> Tree:
         """Returns the state as one replica sees it, from this device's part of the global one."""
         return enter(state, layouts)
 
-    def leave(self, state: PyTree, layouts: PyTree) -> PyTree:
+    def leave(self, state: Tree, layouts: PyTree) -> Tree:
         """Returns this device's part of the global state; the inverse of `enter`."""
         return leave(state, layouts)
 
@@ -141,7 +143,7 @@ class Replicas:
         """Returns the mean number of valid entries of a replica, from the sums over all."""
         return sums["loss"].count / lax.axis_size(self.axis)
 
-    def separate(self, function: Function, state: TrainState, *given: PyTree) -> PyTree:
+    def separate(self, function: Callable[..., Tree], state: TrainState, *given: PyTree) -> Tree:
         """Returns `function(*given)`, kept apart from the computation of its arguments or not."""
         return function(*given)
 
@@ -179,7 +181,7 @@ class Synchronization:
           ConfigError: If there is such a leaf.
         """
 
-    def keeps_own(self, path: Path, x: PyTree) -> bool:
+    def keeps_own(self, path: Path, x: Shaped) -> bool:
         """Whether each replica has its own of a leaf of parameters or the optimizer's state."""
         return False
 
@@ -396,7 +398,7 @@ def replica_step(
 
 def global_mean(
     step: Step, plan: BucketPlan, state: TrainState, local: Local
-) -> tuple[Grads, TrainState, Metrics]:
+) -> tuple[Grads, TrainState, dict[str, Array]]:
     """The mean gradient and the metrics of the global batch, and the state that its rows leave."""
     grads, hook = step.sync.mean(step.reducer, plan, local, state)
     # Once for all micro-batches: links between groups may be slow.

@@ -16,7 +16,7 @@ here.
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import final
 
 import jax
@@ -36,7 +36,7 @@ from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layou
 from jddp.engine.step import EVERY_STEP, Averaged, Placement, Replicas, Synchronization
 from jddp.engine.view import View
 from jddp.ground.errors import ConfigError
-from jddp.ground.typing import ModelState, Params, Path, PyTree
+from jddp.ground.typing import ModelState, Params, Path, PyTree, Shaped
 from jddp.modules.base import FlaxModel
 from jddp.reduce.backward import Finished
 from jddp.reduce.hooks import CommHook, as_is
@@ -271,7 +271,7 @@ class LocalSteps(Strategy, Synchronization):
                     "own, and their mean is evaluated."
                 )
 
-    def keeps_own(self, path: Path, x: PyTree) -> bool:
+    def keeps_own(self, path: Path, x: Shaped) -> bool:
         """Returns True for floating leaves, which differ between outer steps."""
         return is_float(x)
 
@@ -335,7 +335,7 @@ class LocalSteps(Strategy, Synchronization):
         taken = before.step - before.skipped + 1
         is_due = ((taken - self.start) % self.every == 0).astype(jnp.int32)
 
-        branches: list[Callable[[Params, PyTree], tuple[Params, PyTree]]] = [
+        branches: list[Callable[[Params, Mapping[str, PyTree]], tuple[Params, PyTree]]] = [
             lambda params, outer: (params, outer),
             functools.partial(self._outer_step, reducer),
         ]
@@ -348,7 +348,9 @@ class LocalSteps(Strategy, Synchronization):
         comm_state = dataclasses.replace(after.comm_state, outer=outer)
         return after.replace(params=params, opt_state=opt_state, comm_state=comm_state)
 
-    def _outer_step(self, reducer: Reducer, params: Params, outer: PyTree) -> tuple[Params, PyTree]:
+    def _outer_step(
+        self, reducer: Reducer, params: Params, outer: Mapping[str, PyTree]
+    ) -> tuple[Params, PyTree]:
         """Returns the same parameters for all replicas, and their shared state."""
         start = outer["params"]
         with jax.named_scope("outer_step"):

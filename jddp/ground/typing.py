@@ -12,15 +12,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
 
 # A nest of dicts, tuples and registered classes with arrays, shapes, specs or None as leaves.
-PyTree = Any
-# One leaf of a tree: an array of the host or of the devices, or its shape and dtype.
-Leaf = PyTree
+PyTree = object
 # A tree of which a function returns one of the same structure.
 Tree = TypeVar("Tree")
 
@@ -29,14 +27,14 @@ Params = PyTree
 # A tree like `Params`: gradients, and the updates that an optimizer makes of them.
 Grads = PyTree
 # State that a model changes in the forward pass, such as batch statistics; {} if none.
-ModelState = PyTree
+ModelState = Mapping[str, PyTree]
 # The state of an optax optimizer.
 OptState = PyTree
 # State of a `CommHook` between steps, such as the residuals of PowerSGD; () if none.
 HookState = PyTree
 
 # The keys on the way from the root of a tree to a leaf.
-Path = tuple[Any, ...]
+Path = tuple[object, ...]
 
 # Examples: a tree of arrays that have one row for each, on the host or on the devices.
 Batch = PyTree
@@ -47,9 +45,9 @@ TRANSFORM = "transform"
 # An object of JSON, or of YAML: nested values by name.
 JsonObject = dict[str, Any]
 # Settings or facts by name, perhaps nested, which are only read: a config, a manifest.
-Settings = Mapping[str, Any]
+Settings = Mapping[str, object]
 # Metrics by name, "loss" among them: scalars of a step, or results of an evaluation.
-Metrics = dict[str, Any]
+Metrics = Mapping[str, SupportsFloat]
 # A line of metrics.jsonl: metrics, with their step and split.
 Record = Mapping[str, Any]
 # The names in records that are jddp's own, and that no metric of a loss may have.

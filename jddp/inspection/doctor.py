@@ -232,7 +232,7 @@ def measure_all_reduce(
         seconds = _median_seconds(functools.partial(run, rows))
         moved = 2 * (mesh.size - 1) / mesh.size * size
         table.append(Exchange(size, seconds, moved / seconds))
-        if from_process_zero(np.float64(seconds)) > SLOW_SECONDS:
+        if float(from_process_zero(np.float64(seconds))) > SLOW_SECONDS:
             break
     if wrong:
         what = f"Sums of {', '.join(map(str, wrong))} bytes over the devices came out wrong."

@@ -118,36 +118,24 @@ def run_forward(
 
 
 def run_and_settle(
-    model: FlaxModel,
-    loss_fn: LossFn,
-    params: Params,
-    model_state: ModelState,
-    batch: Batch,
-    key: Array,
-    constants: PyTree,
+    model: FlaxModel, loss_fn: LossFn, params: Params, model_state: ModelState, *inputs: PyTree
 ) -> LossAndState:
     """`run_forward` in training, with the new state synchronized over the replicas.
 
     Raises:
       ConfigError: If state depends on a replica's rows, and no rule is declared for it.
     """
-    run = functools.partial(run_forward, model, loss_fn, train=True)
+    run: Forward = functools.partial(run_forward, model, loss_fn, train=True)
     if not jax.tree.leaves(model_state) or model.sync.num_replicas == 1:
-        return run(params, model_state, batch, key, constants)
-    evaluate, labels = trace_state(model, run, params, model_state, batch, key, constants)
+        return run(params, model_state, *inputs)
+    evaluate, labels = trace_state(model, run, params, model_state, *inputs)
     loss, (sums, new) = evaluate()
     with jax.named_scope(SYNC):
-        return loss, (sums, settle(model_state, new, labels, model, mask_in(batch)))
+        return loss, (sums, settle(model_state, new, labels, model, mask_in(inputs[0])))
 
 
 def trace_state(
-    model: FlaxModel,
-    run: Forward,
-    params: Params,
-    model_state: ModelState,
-    batch: Batch,
-    key: Array,
-    constants: PyTree,
+    model: FlaxModel, run: Forward, params: Params, model_state: ModelState, *inputs: PyTree
 ) -> tuple[Callable[[], LossAndState], ModelState]:
     """Traces `run`, for rows, a key, and constants.
 
@@ -158,13 +146,14 @@ def trace_state(
     def label(path: Path, x: Any) -> int:
         return VARYING if model.keeps_own(path, x) else EQUAL
 
+    *own, constants = inputs
     labels = (
         jax.tree.map(lambda _: EQUAL, params),
         jax.tree_util.tree_map_with_path(label, model_state),
-        *jax.tree.map(lambda _: VARYING, (batch, key)),
+        *jax.tree.map(lambda _: VARYING, own),
         jax.tree.map(lambda _: EQUAL, constants),
     )
-    given = (params, model_state, batch, key, constants)
+    given = (params, model_state, *inputs)
     evaluate, (_, (_, found)) = find_varying(run, given, labels, model.sync.axis)
     return evaluate, found
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from jddp.ground.errors import ConfigError, DataError
-from jddp.ground.typing import TRANSFORM, Batch, Leaf, PyTree
+from jddp.ground.typing import TRANSFORM, Batch, PyTree, Shaped, Tree
 
 # Columns of batches that hold no numbers and were left out, and what they hold.
 LEFT_OUT: dict[str, str] = {}
@@ -56,7 +56,7 @@ def check_rows(rows: int, divisor: int, what: str, called: str = "rows") -> None
         raise ConfigError(f"{rows} {called} do not divide over {what}. Nearest that do: {sizes}.")
 
 
-def split_rows(batch: Batch, num: int) -> Batch:
+def split_rows(batch: Tree, num: int) -> Tree:
     """Cuts the rows into `num` equal parts, in order: (num, rows of a part, ...)."""
     # Not -1, which JAX cannot tell from the size of an array without elements.
     return jax.tree.map(lambda x: x.reshape(num, len(x) // num, *x.shape[1:]), batch)
@@ -141,7 +141,7 @@ def _leaves(x: object) -> list[object]:
     return [leaf for item in x for leaf in _leaves(item)] if isinstance(x, list) else [x]
 
 
-def _array(where: str, x: object) -> Leaf:
+def _array(where: str, x: object) -> Shaped:
     """A leaf as an array of numbers.
 
     Raises:

@@ -291,14 +291,11 @@ def _leaf(position: int, path: Path, leaf: PyTree, wire_dtype: np.dtype | None) 
             "Keep it out of the parameters."
         )
     dtype = np.dtype(leaf.dtype)
-    return _Leaf(position, name, tuple(leaf.shape), dtype, _on_the_wire(dtype, wire_dtype))
-
-
-def _on_the_wire(dtype: np.dtype, wire_dtype: np.dtype | None) -> np.dtype:
-    """`wire_dtype` for wider real floats; a complex or equally narrow leaf is sent as it is."""
-    if wire_dtype is None or not jax.numpy.issubdtype(dtype, np.floating):
-        return dtype
-    return wire_dtype if wire_dtype.itemsize < dtype.itemsize else dtype
+    is_narrower = wire_dtype is not None and wire_dtype.itemsize < dtype.itemsize
+    # A complex or equally narrow leaf is sent as it is.
+    if wire_dtype is None or not (is_narrower and jax.numpy.issubdtype(dtype, np.floating)):
+        wire_dtype = dtype
+    return _Leaf(position, name, tuple(leaf.shape), dtype, wire_dtype)
 
 
 def in_mebibytes(num_bytes: float) -> str:

@@ -193,7 +193,7 @@ def bucket_sizes(bucket_mb: float | Sequence[float]) -> tuple[int, ...]:
             f"A bucket holds at least one byte: got bucket_mb={bucket_mb}. Give positive sizes, in "
             "MiB."
         )
-    return tuple(map(_bytes, sizes))
+    return tuple(max(1, int(size * MEBIBYTE)) for size in sizes)
 
 
 def make_reducer(
@@ -312,10 +312,6 @@ def half_precision(option: str, dtype: DTypeLike | None) -> np.dtype | None:
     name = dtype if isinstance(dtype, str | None) else jnp.dtype(dtype).name
     check_choice(option, name, ("bfloat16", "float16", None))
     return None if name is None else jnp.dtype(name)
-
-
-def _bytes(mebibytes: float) -> int:
-    return max(1, int(mebibytes * MEBIBYTE))
 
 
 def compiler_options(reducer: Reducer, platform: str) -> dict[str, bool | int | str]:

@@ -31,7 +31,7 @@ from jddp.ground.errors import ConfigError, FileSystemError
 from jddp.ground.names import refuses_unknown
 from jddp.ground.names.plugins import RUN_ENDED, added
 from jddp.ground.names.synonyms import OF_FIT
-from jddp.ground.typing import Batch, Batches, Settings
+from jddp.ground.typing import Batch, Batches, JsonObject
 from jddp.modules.rows import as_arrays
 from jddp.trainer.loop import Loop, run_to_the_end
 from jddp.trainer.options import CHECKS, Checks, Evaluation, Keep, Options
@@ -64,7 +64,7 @@ def fit(
     seed: int = 0,
     log_every_steps: int | Epochs = 50,
     learning_rate: Callable[[int], ArrayLike] | None = None,
-    config: Settings | None = None,
+    config: JsonObject | None = None,
     checks: Checks = CHECKS,
 ) -> Run:
     """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.

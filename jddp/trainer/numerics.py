@@ -37,11 +37,12 @@ from jddp.engine.compiled import Trainable
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.evaluation import own_rows
 from jddp.engine.guard import LEAST
+from jddp.engine.mesh import mesh_of
 from jddp.engine.state import TrainState, by_path
 from jddp.ground.errors import NumericsError, ReplicaMismatchError, words_of
 from jddp.ground.files import SameFolder, make_folder, opener, replace_file
 from jddp.ground.names import few
-from jddp.ground.typing import Batch, JsonObject, Leaf, Metrics, Settings
+from jddp.ground.typing import Batch, JsonObject, Metrics, Settings
 from jddp.inspection.layers import Layers, diagnose, num_outputs
 from jddp.trainer.options import Checks
 from jddp.trainer.prefetch import Source
@@ -123,7 +124,7 @@ class ReplicaCheck:
 
     def begin(self, step: int, state: TrainState) -> None:
         """Digests a state after `step` finished steps, if due; asynchronous."""
-        if self._every and step % self._every == 0 and state.step.sharding.mesh.size > 1:
+        if self._every and step % self._every == 0 and mesh_of(state.step).size > 1:
             self._begun = step, digests(state), state
 
     def finish(self) -> None:
@@ -158,7 +159,7 @@ class Sent(NamedTuple):
     metrics: Metrics
     batch: Batch
     position: JsonObject
-    updates: Leaf | None = None
+    updates: jax.Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,8 +253,9 @@ class Numerics:
     def _labels_beyond(self, batch: Batch) -> str:
         """A sentence about labels or tokens for which the model has no output, or ""."""
         outputs = num_outputs(self.ddp, batch) or 1
-        for name in LABELS if outputs > 1 and isinstance(batch, Mapping) else ():
-            x = batch.get(name, np.zeros(1))
+        columns = batch if isinstance(batch, Mapping) else {}
+        for name in LABELS if outputs > 1 else ():
+            x: np.ndarray = columns.get(name, np.zeros(1))
             lowest, highest = x.min(), x.max()
             if x.dtype.kind in "iu" and not 0 <= lowest <= highest < outputs:
                 return (

@@ -164,7 +164,7 @@ class Options:
     profile_steps: Sequence[int] | None = None
     seed: int = 0
     run_dir: str | Path | None = None
-    config: Settings | None = None
+    config: JsonObject | None = None
     facts: Settings = field(default_factory=dict)
     callbacks: Sequence[Callback] = ()
     sinks: Sequence[ChosenSink] = ()

@@ -23,7 +23,7 @@ from jddp.distributed.coordination import gather
 from jddp.distributed.exits import ending_forked_children
 from jddp.engine.state import by_path
 from jddp.ground.errors import DataError, ProcessMismatchError
-from jddp.ground.typing import Batch, JsonObject, PyTree
+from jddp.ground.typing import Batch, JsonObject, Shaped
 from jddp.modules.rows import as_arrays
 
 # Batches that wait on the devices: one more than needed, because reading sometimes takes longer.
@@ -229,7 +229,7 @@ class Source:
         return True
 
 
-def _form(x: PyTree) -> str:
+def _form(x: Shaped) -> str:
     """Dtype and dims of a leaf of a batch, without the number of rows, which may differ."""
     dims = ", ".join(map(str, ("rows", *x.shape[1:])))
     dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "iufc" else x.dtype

@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import numpy as np
 from jddp.data.periods import Epochs, Reached
 from jddp.engine.compiled import Trainable
 from jddp.engine.state import name_of
-from jddp.ground.typing import Batch, JsonObject, Record
+from jddp.ground.typing import Batch, JsonObject, Metrics, Record
 from jddp.inspection.flops import count_flops, seconds_at_peak, uncounted
 from jddp.inspection.memory import compiled_bytes, limit_bytes, peak_bytes
 from jddp.modules.rows import count_rows
@@ -267,7 +267,7 @@ class Reporter:
         schedule, updates = self.options.learning_rate, self.run.progress.updates
         return None if schedule is None or updates < 0 else float(np.asarray(schedule(updates)))
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, metrics: Metrics) -> None:
         """Reports an evaluation of the newest state."""
         run = self.run
         record: JsonObject = {**self.reached.fields, "split": "eval", **metrics}

@@ -123,7 +123,7 @@ def _resume_records(run: Run, files: RunDirectory) -> list[JsonObject]:
     return list(evaluations)
 
 
-def _program(trace: Trace, manifest: Settings) -> JsonObject:
+def _program(trace: Trace, manifest: JsonObject) -> JsonObject:
     """The program of a run, as a checkpoint keeps it."""
     program = trace(None)
     made_by = {name: manifest["versions"][name] for name in PACKAGES}

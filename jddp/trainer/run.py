@@ -28,16 +28,7 @@ from jddp.distributed.requests import Request
 from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState
 from jddp.ground.errors import ConfigError, UsageError
-from jddp.ground.typing import (
-    Batches,
-    JsonObject,
-    LossFn,
-    Metrics,
-    PyTree,
-    Record,
-    Settings,
-    Shown,
-)
+from jddp.ground.typing import Batches, JsonObject, LossFn, Metrics, PyTree, Record, Settings, Shown
 from jddp.modules.inputs import outputs
 from jddp.trainer.reports.files import as_json
 from jddp.trainer.reports.lines import is_metric, plot
@@ -94,9 +85,9 @@ class Progress:
       learning_rate: Learning rate of the last step, if it is known.
       buckets: Buckets of a step.
       program: Digests of model, loss and optimizer.
-      config: Settings of the run; None where there are none.
+      config: JsonObject of the run; None where there are none.
       manifest: Versions of the software, and facts.
-      plan: Settings that may differ when the run resumes.
+      plan: JsonObject that may differ when the run resumes.
     """
 
     step: int = 0
@@ -113,9 +104,9 @@ class Progress:
     learning_rate: float | None = None
     buckets: list[JsonObject] = dataclasses.field(default_factory=list)
     program: JsonObject | None = None
-    config: Settings | None = None
-    manifest: Settings = dataclasses.field(default_factory=dict)
-    plan: Settings = dataclasses.field(default_factory=dict)
+    config: JsonObject | None = None
+    manifest: JsonObject = dataclasses.field(default_factory=dict)
+    plan: JsonObject = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> JsonObject:
         """Values of JSON, without the step, which a checkpoint has anyway.
@@ -131,7 +122,7 @@ class Progress:
         return fields
 
     @classmethod
-    def from_json(cls, step: int, beside: Settings) -> "Progress":
+    def from_json(cls, step: int, beside: JsonObject) -> "Progress":
         """The progress of a checkpoint, which an earlier version may have written.
 
         Raises:
@@ -167,7 +158,7 @@ class Run(Shown):
         run_dir: Path | None = None,
         evaluation: Batches | None = None,
         eval_params: str = "params",
-        config: Settings | None = None,
+        config: JsonObject | None = None,
     ) -> None:
         self.state = state
         self.progress = Progress()

@@ -25,7 +25,7 @@ from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import AXIS, count_processes
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import did_you_mean
-from jddp.ground.typing import Batch, Leaf
+from jddp.ground.typing import Batch, Shaped
 from jddp.inspection.hlo import HloProgram, read_program
 from jddp.modules.rows import count_rows
 from jddp.reduce.plan import MEBIBYTE
@@ -325,7 +325,7 @@ def rows_of_host(target: Target, steps: CompiledSteps, batch: Batch) -> Batch:
             f"Choose a multiple of {num_hosts}."
         )
 
-    def shape(x: Leaf) -> jax.ShapeDtypeStruct:
+    def shape(x: Shaped) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows // num_hosts, *x.shape[1:]), x.dtype)
 
     return jax.tree.map(shape, batch)

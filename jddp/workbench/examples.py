@@ -6,14 +6,13 @@
 Batches are read one by one, so memory does not grow with their number.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
 from jddp.ground.errors import UsageError
-from jddp.ground.typing import Batch
 from jddp.trainer.run import Run
 from jddp.workbench.pages import draw_matrix, draw_scores, picture
 
@@ -98,7 +97,8 @@ def examples_of(run: Run) -> TestAnswers:
     worst = list[WrongAnswer]()
     confusion = np.zeros((0, 0), int)
     for batch in run.test_batches:
-        logits = run.predict([batch])
+        assert isinstance(batch, Mapping)
+        logits = np.asarray(run.predict([batch]))
         counted = np.flatnonzero(batch.get("mask", np.ones(len(logits))))
         labels, logits = np.asarray(batch["label"])[counted], logits[counted]
         if not confusion.size:
@@ -110,7 +110,7 @@ def examples_of(run: Run) -> TestAnswers:
     return TestAnswers(run.step, int(confusion.sum()), confusion.tolist(), worst)
 
 
-def _images_of(batch: Batch) -> np.ndarray | None:
+def _images_of(batch: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """The images of a batch; None for other inputs, such as tables, and for other channels."""
     images = np.asarray(batch.get("image", 0))
     return images if images.ndim == 3 or (images.ndim == 4 and images.shape[3] in (1, 3)) else None

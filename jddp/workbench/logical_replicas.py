@@ -22,7 +22,7 @@ an option replaces the flag of its name.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ from jddp.engine.step import Evaluate, Function, Places, Replicas, XlaOptions
 from jddp.engine.strategy import Strategy
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import axes_of, equations
-from jddp.ground.typing import Batch, HookState, ModelState, Path, PyTree
+from jddp.ground.typing import Batch, HookState, ModelState, Path, PyTree, Tree
 from jddp.modules.base import FlaxModel
 from jddp.modules.forward import combine
 from jddp.modules.metrics import Sums, add_sums
@@ -50,7 +50,6 @@ from jddp.reduce.hooks import CommHook, GradBucket, leaves_of
 from jddp.reduce.packing import BucketLayout, Packed, Packing
 from jddp.reduce.shards import add_in_pairs, pack, unpack
 
-Operation = Any  # of MLIR, whose classes a type checker does not know
 DISABLED = "xla_disable_hlo_passes"
 # They depend on the number of partitions: what is merged before or after other rewrites; on GPUs
 # alone, too, what is simplified before the partitioner, where products are not yet in one form, and
@@ -111,11 +110,11 @@ class FixedReplicas(Replicas):
         """Jits to a program that XLA simplifies the same way on any mesh."""
         return MergedProgram(function, options, donated)
 
-    def enter(self, state: PyTree, layouts: PyTree) -> PyTree:
+    def enter(self, state: Tree, layouts: PyTree) -> Tree:
         """Returns the state as it is: a device has a row for each of its replicas."""
         return state
 
-    def leave(self, state: PyTree, layouts: PyTree) -> PyTree:
+    def leave(self, state: Tree, layouts: PyTree) -> Tree:
         """Returns the state as it is."""
         return state
 
@@ -151,7 +150,7 @@ class FixedReplicas(Replicas):
             )
             return jax.tree.map(lambda x: x[i], rows), state.replace(model_state=model_state)
 
-        def one(i: Array) -> tuple[PyTree, PyTree]:
+        def one(i: Array) -> tuple[PyTree, tuple[Sums, ModelState]]:
             # Barriers on both sides: a replica's program is compiled the same whether it is one of
             # many in a loop or the only one, which decides about the last bit.
             its_rows, replica = lax.optimization_barrier(own(i))
@@ -178,7 +177,7 @@ class FixedReplicas(Replicas):
         """Divides by the number of logical replicas."""
         return sums["loss"].count / self.num
 
-    def separate(self, function: Function, state: TrainState, *given: PyTree) -> PyTree:
+    def separate(self, function: Callable[..., Tree], state: TrainState, *given: PyTree) -> Tree:
         """Keeps the function from being fused with the computation of its arguments.
 
         Sums are slices of the array that a device has received, and the slices depend on the
@@ -237,8 +236,8 @@ def _agree(model: FlaxModel, old: ModelState, rows: ModelState, labels: PyTree) 
 
 
 def sum_in_pairs(
-    function: Callable[[jax.Array], tuple[PyTree, PyTree]], num: int
-) -> tuple[PyTree, PyTree]:
+    function: Callable[[jax.Array], tuple[Tree, tuple[Sums, ModelState]]], num: int
+) -> tuple[Tree, tuple[Sums, ModelState]]:
     """Adds up the first results of `function(0)` to `function(num - 1)`, one after the other.
 
     `function` is traced once; of its first results there are 2 log2(num) at a time.
@@ -256,7 +255,7 @@ def sum_in_pairs(
     # be.
     block = num & -num
 
-    def branch(start: jax.Array, size: int) -> tuple[PyTree, PyTree]:
+    def branch(start: jax.Array, size: int) -> tuple[Tree, tuple[Sums, ModelState]]:
         if size == 1:
             total, kept = function(start)
             return total, jax.tree.map(lambda x: x[None], kept)
@@ -270,7 +269,7 @@ def sum_in_pairs(
     return totals, _in_one(kept)
 
 
-def _in_one(tree: PyTree) -> PyTree:
+def _in_one(tree: Tree) -> Tree:
     """Merges the first two dims."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
@@ -334,7 +333,8 @@ class MergedProgram:
         """Lowers the function for arguments, or for their shapes."""
         lowered: jax.stages.Lowered = self._jitted.lower(*args)
         # In place: `lowered.compile()` compiles the module that this returns.
-        module: Operation = lowered.compiler_ir("stablehlo")
+        module = lowered.compiler_ir("stablehlo")
+        assert isinstance(module, ir.Module)
         with module.context, ir.Location.unknown():
             _inline_calls(module)
             passmanager.PassManager.parse("builtin.module(symbol-dce,cse)").run(module.operation)
@@ -356,12 +356,14 @@ class MergedProgram:
         return self._compiled[form](*args)
 
 
-def _inline_calls(module: Operation) -> None:
+def _inline_calls(module: ir.Module) -> None:
     """Puts the body of each called function in the place of its call, nested ones included."""
-    functions = {op.operation.attributes["sym_name"].value: op.operation for op in module.body}
+    functions = {
+        ir.StringAttr(op.operation.attributes["sym_name"]).value: op.operation for op in module.body
+    }
     while calls := _calls(functions["main"]):
         for call in calls:
-            callee = functions[call.attributes["callee"].value].clone()
+            callee = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value].clone()
             [block] = callee.regions[0].blocks
             for parameter, value in zip(block.arguments, call.operands, strict=True):
                 parameter.replace_all_uses_with(value)
@@ -374,10 +376,10 @@ def _inline_calls(module: Operation) -> None:
             callee.erase()
 
 
-def _calls(function: Operation) -> list[Operation]:
+def _calls(function: ir.Operation) -> list[ir.Operation]:
     found = []
 
-    def note(op: Operation) -> Operation:
+    def note(op: ir.Operation) -> ir.WalkResult:
         if op.name == "func.call":
             found.append(op)
         return ir.WalkResult.ADVANCE

@@ -22,8 +22,7 @@ from jaxtyping import Array, Float
 from jddp.config.schema import Config
 from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, UsageError
-from jddp.ground.typing import Batch
-from jddp.modules.inputs import Model, call_model
+from jddp.modules.inputs import ArrayBatch, Model, call_model
 from jddp.trainer.job.parts import find_source
 from jddp.trainer.options import check_counts
 from jddp.trainer.run import Callback, Run
@@ -132,7 +131,7 @@ def next_logits(
     return np.asarray(logits, np.float64)
 
 
-def _logits_of_next(model: Model, batch: Batch) -> Float[Array, "b vocab"]:
+def _logits_of_next(model: Model, batch: ArrayBatch) -> Float[Array, "b vocab"]:
     """The logits of the token after the last of each row."""
     logits = call_model(model, batch["tokens"], train=False)
     if logits.ndim != 3:

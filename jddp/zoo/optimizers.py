@@ -21,7 +21,7 @@ import optax
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import accepted_names, check_arguments, find_attribute, name_of_callable
 
-Arguments = Mapping[str, Any]
+Arguments = Mapping[str, object]
 Transformation = optax.GradientTransformation  # for modules that do not import optax
 NOTHING: Arguments = MappingProxyType({})
 PEAK_NAMES = ("peak_value", "value", "init_value")  # The first that a schedule has is the peak.

@@ -57,7 +57,7 @@ from jddp.ground.typing import JsonObject
 
 log = logging.getLogger("jddp")
 
-Row = dict[str, Any]  # by the names of columns
+Row = Mapping[str, object]  # by the names of columns
 
 
 def hugging_face(
@@ -250,10 +250,10 @@ def _with_images(row: Row, *, where: str, modes: Mapping[str, str | None]) -> Ro
     images = {}
     for name in modes.keys() & row.keys():
         stored, here = row[name], f"{where}: an image of column {name!r}"
-        if stored is None or stored["bytes"] is None:
+        if not isinstance(stored, dict) or stored["bytes"] is None:
             raise DataError(f"{here} is only a path, which is not read. Embed its bytes.")
         images[name] = decode_image(stored["bytes"], mode=modes[name], where=here)
-    return row | images
+    return {**row, **images}
 
 
 class StoredRows(RowExamples):
@@ -430,8 +430,10 @@ def _sample(
     rest = others({name: x for name, x in row.items() if name not in ("image", *PLACE)})
     if size is None:
         return rest
-    where = _called(*(row[name] for name in PLACE))
-    return image_or_mask(row["image"]["bytes"], size, margin, where=where, masked=masked) | rest
+    where, image = _called(*(str(row[name]) for name in PLACE)), row["image"]
+    assert isinstance(image, dict)
+    found = image_or_mask(image["bytes"], size, margin, where=where, masked=masked)
+    return {**found, **rest}
 
 
 def _called(path: str, sample: str) -> str:

@@ -27,7 +27,7 @@ from jddp.engine.step import Step, replica_gradients, replica_step
 from jddp.engine.strategy import FSDP
 from jddp.ground.errors import UsageError
 from jddp.ground.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
-from jddp.ground.typing import Batch, Grads, Leaf, LossFn, Metrics, ModelState, Params, PyTree
+from jddp.ground.typing import Batch, Grads, LossFn, Metrics, ModelState, Params, PyTree
 from jddp.inspection.verification import findings
 from jddp.inspection.verification.findings import (
     Comparison,
@@ -66,7 +66,7 @@ def side_by_side(
 
     split = functools.partial(split_rows, num=ddp.mesh.size)
 
-    def rows(x: Leaf, layout: Layout) -> Leaf:
+    def rows(x: jax.Array, layout: Layout) -> jax.Array:
         if isinstance(layout, Divided):
             return jnp.stack(jnp.split(x, ddp.mesh.size, axis=layout.dim))
         return split(x) if isinstance(layout, Sharded) else x
@@ -77,7 +77,7 @@ def side_by_side(
     mapped = jax.jit(jax.vmap(replica, in_axes=(axes, Inputs(0, None)), axis_name=spec.axis))
     grads, new, metrics = mapped(*given)
 
-    def joined(x: Leaf, layout: Layout) -> Leaf:
+    def joined(x: jax.Array, layout: Layout) -> jax.Array:
         if isinstance(layout, Divided):
             return jnp.concatenate([*x], axis=layout.dim)
         return x[0] if layout == Replicated() else x
@@ -293,10 +293,10 @@ def _first_state(ddp: DataParallel, seed: int, batch: Batch, params: Params = No
     """A first state; its loss scale, if it has one, is reduced until a step is not skipped."""
     state = ddp.init(seed, batch, params)
     while ddp.steps.spec.guard.follows_overflows:
-        after = ddp.step(state, batch)[0].comm_state
-        if not after.loss_scale.scale < state.comm_state.loss_scale.scale:
+        after, scale = ddp.step(state, batch)[0], ddp.steps.spec.guard.scale
+        if not scale(after) < scale(state):
             break
-        state = state.replace(comm_state=after)
+        state = state.replace(comm_state=after.comm_state)
     return state
 
 

@@ -140,8 +140,8 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
         dtype = parts.source.spec.get("image", (None, None))[1]
         if stream is not None:  # before any listed transform
             batch = job.batch_spec
-            has_images = isinstance(batch, Mapping) and "image" in batch
-            dtype = batch["image"].dtype if has_images else None
+            images = batch.get("image") if isinstance(batch, Mapping) else None
+            dtype = getattr(images, "dtype", None)
         warn_of_bytes(config, dtype)
     return job
 

@@ -131,7 +131,7 @@ class OfStream:
         named = rows if isinstance(rows, Mapping) else {}
         dtypes = {name: x.dtype for name, x in named.items()}
         _check_rows("the stream", dtypes, self._chain.transforms)
-        return {**rows, TRANSFORM: self._chain}
+        return {**named, TRANSFORM: self._chain}
 
 
 class _Made:

@@ -15,7 +15,7 @@ import jax
 
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.reader import read_object
-from jddp.config.options import Kwargs, Section
+from jddp.config.options import Section
 from jddp.config.permissions import absolute, is_url
 from jddp.config.schema import Config
 from jddp.data import count_steps
@@ -23,6 +23,7 @@ from jddp.data.periods import Epochs
 from jddp.engine.state import TrainState
 from jddp.ground.errors import FileSystemError
 from jddp.ground.names import name_of_callable, named
+from jddp.ground.typing import JsonObject
 from jddp.modules.base import COLLECTION
 from jddp.zoo.groups import (
     REST,
@@ -56,7 +57,7 @@ class OptimizerSpec(NamedTuple):
 
     factory: Callable[..., Any]
     learning_rate: float
-    kwargs: Kwargs
+    kwargs: JsonObject
     key: str
 
 
@@ -74,7 +75,7 @@ def optimizer_of(
       ConfigError: If a name or an argument is unknown.
     """
     section = config.optimizer
-    length: Kwargs = {"num_steps": num_steps, "warmup_steps": section.warmup_steps}
+    length: JsonObject = {"num_steps": num_steps, "warmup_steps": section.warmup_steps}
     made: dict[str, Any] = {}
     for name, (factory, peak, kwargs, key) in _specs(config).items():
         rate = make_schedule(**section.schedule.model_dump(), learning_rate=peak, **length)

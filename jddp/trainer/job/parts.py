@@ -15,7 +15,6 @@ import numpy as np
 from jddp.config.files import with_overrides
 from jddp.config.options import (
     CommHookConfig,
-    Kwargs,
     NamedSection,
     Precision,
     Reduction,
@@ -31,7 +30,7 @@ from jddp.engine.strategy import FSDP, LocalSteps, Strategy
 from jddp.ground.errors import ConfigError, DataError
 from jddp.ground.names import accepted_names, check_arguments, defaults_of, named, resolve_target
 from jddp.ground.names.plugins import ADDED_CALLBACKS, added, tool
-from jddp.ground.typing import LossFn, Settings
+from jddp.ground.typing import JsonObject, LossFn, Settings
 from jddp.reduce.hooks import CommHook
 from jddp.reduce.powersgd import powersgd
 from jddp.trainer.job.data import check_listed, source_of_batches, stream_arguments
@@ -70,7 +69,7 @@ class Parts:
     source: DataSource
     loss_fn: LossFn
     eval_fn: LossFn | None
-    ddp_options: Kwargs
+    ddp_options: JsonObject
     sinks: Sequence[ChosenSink]
 
 
@@ -141,7 +140,7 @@ def _model(config: Config, source: DataSource | None) -> tuple[Config, Module]:
     return config, make_model(factory, kwargs=config.model.kwargs, seed=config.seed)
 
 
-def _ddp_options(config: Config) -> Kwargs:
+def _ddp_options(config: Config) -> JsonObject:
     """Options of `DataParallel`, with the objects that the config names."""
     ddp = config.ddp
     hook = _hook(ddp.reduction.hook)

@@ -76,7 +76,7 @@ class RunDirectory:
         self._holder = ""
 
     @contextlib.contextmanager
-    def held(self, config: Settings | None, manifest: Settings) -> Iterator[None]:
+    def held(self, config: Settings | None, manifest: JsonObject) -> Iterator[None]:
         """While open, the directory is this run's: made or found to be so, and locked.
 
         A run that ended before its first step leaves nothing to resume from: another run takes over
@@ -193,7 +193,7 @@ class RunDirectory:
         """The folder for the traces of a process."""
         return self.path / "profile" / f"process_{process_index}"
 
-    def _checked_starts(self, config: Settings | None, manifest: Settings) -> list[Settings]:
+    def _checked_starts(self, config: Settings | None, manifest: JsonObject) -> list[Settings]:
         """The manifests of all starts; none if the directory is taken over.
 
         Raises:
@@ -250,7 +250,7 @@ class RunDirectory:
         folders = [x for x in self.path.iterdir() if x.is_dir() and x.name not in ("logs", "wandb")]
         return any(map(os.listdir, folders)) or bool(self.metrics.read())
 
-    def _write(self, config: Settings | None, starts: list[Settings], manifest: Settings) -> None:
+    def _write(self, config: Settings | None, starts: list[Settings], manifest: JsonObject) -> None:
         if not starts and self._manifest.exists():
             log.warning(
                 "run.dir %s is taken over from a run that ended before its first step.", self.where

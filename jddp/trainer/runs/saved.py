@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jddp.checkpoint import reader
 from jddp.checkpoint.folders import finished
@@ -24,7 +24,7 @@ from jddp.engine.evaluation import with_average
 from jddp.engine.state import Values
 from jddp.ground.errors import FileSystemError, UsageError, check_choice
 from jddp.ground.names import resolve_target
-from jddp.ground.typing import JsonObject, PyTree
+from jddp.ground.typing import JsonObject
 from jddp.trainer.saving import BEST
 from jddp.zoo.models import Module, is_module_class, make_model
 
@@ -48,7 +48,7 @@ class Saved:
         """The parameters that the run itself evaluated, "params" or "ema"."""
         return str(self.beside.get("plan", {}).get("eval_params", "params"))
 
-    def read(self, fields: Sequence[str]) -> list[PyTree]:
+    def read(self, fields: Sequence[str]) -> list[Any]:
         """The fields, and the model's other state; per-replica arrays are averaged."""
         saved = reader.read_values(self.folder, [*fields, "model_state"])
         return [saved[name] for name in (*fields, "model_state")]
