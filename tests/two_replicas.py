@@ -5,11 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 
-from jddp.engine.micro_batches import Local
-from jddp.engine.state import CommState, TrainState
-from jddp.modules.metrics import Sum
-from jddp.reduce.backward import Finished
-from jddp.reduce.hooks import PLAIN
 from jddp.reduce.packing import choose_packing
 from jddp.reduce.reducer import make_reducer
 from jddp.workbench.logical_replicas import pack_rows
@@ -30,29 +25,6 @@ def on_two(function, *rows):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), (AXIS,))
     mapped = jax.shard_map(replica, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
     return jax.device_get(jax.jit(mapped)(*jax.tree.map(jnp.asarray, rows)))
-
-
-def state_of(params, **fields):
-    """A state of one replica before its first step."""
-    fields = {
-        "step": jnp.int32(0),
-        "params": params,
-        "ema_params": None,
-        "ema_state": {},
-        "model_state": {},
-        "opt_state": (),
-        "comm_state": CommState(),
-        "skipped": jnp.int32(0),
-        "key": jax.random.key(0),
-        **fields,
-    }
-    return TrainState(**fields)
-
-
-def local_of(grads, count=1.0):
-    """What a replica has computed from rows with so many valid entries."""
-    sums = {"loss": Sum(jnp.float32(0), jnp.asarray(count, jnp.float32))}
-    return Local(Finished(grads), sums, {}, PLAIN)
 
 
 def reduction_of(layout="leaf", *, wire_dtype=None, hook=None, is_sharded=False, num=None):

@@ -54,29 +54,6 @@ def noise(m, x):
     return m.param("w", nn.initializers.ones, ()) * jax.random.uniform(m.make_rng("noise"), x.shape)
 
 
-class NnxNoise(nnx.Module):
-    def __init__(self, rngs):
-        self.w, self.rngs = nnx.Param(jnp.ones(())), rngs
-
-    def __call__(self, x):
-        return self.w[...] * self.rngs.noise.uniform(x.shape)
-
-
-@pytest.mark.parametrize("model", [Of(noise), NnxNoise(nnx.Rngs(noise=3))], ids=["linen", "nnx"])
-def test_keys_differ_per_replica_and_step_and_repeat_from_a_state(model):
-    def loss(model, batch):
-        own = jax.nn.one_hot(jax.lax.axis_index("data"), 8) * model(batch["x"])[0, 0]
-        return 0 * own.sum(), {f"replica {i}": own[i] * 8 for i in range(8)}
-
-    ddp, batch = wrapped(model, loss=loss, donate=False), make_batch(8)
-    start = ddp.init(0, batch)
-    second, first = ddp.step(start, batch)
-    _, then = ddp.step(second, batch)
-    drawn = [float(m[f"replica {i}"]) for m in (first, then) for i in range(8)]
-    assert len(set(drawn)) == 16
-    equal(first, ddp.step(start, batch)[1])
-
-
 def test_keys_are_those_of_a_step_a_replica_and_a_stream():
     # A checkpoint resumes with it: the same step uses the same random numbers in any version.
     ddp = wrapped(Of(noise), loss=lambda model, batch: model(batch["x"]), mesh=1)
@@ -145,21 +122,6 @@ def test_a_user_s_values_outlive_a_donated_step_and_a_donated_state_is_refused()
     assert float(mine.sum()) == 256
 
 
-def test_an_average_of_parameters_follows_its_decay_and_can_be_evaluated():
-    ddp, batch, plain = wrapped(ema_decay=0.75), make_batch(), wrapped()
-    state = ddp.init(0, batch)
-    want = host(state.params)
-    for seed in range(3):
-        state, _ = ddp.step(state, make_batch(seed=seed))
-        want = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, want, host(state.params))
-    close(state.ema_params, want, atol=0)
-    alone = plain.init(0, batch, params=want)
-    got, want = ddp.evaluate(state, [batch], params="ema"), plain.evaluate(alone, [batch])
-    np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
-    with pytest.raises(ConfigError, match="ema_decay"):
-        plain.evaluate(alone, [batch], params="ema")
-
-
 def test_an_average_of_bfloat16_parameters_moves_like_one_in_float32():
     exact = {"kernel_init": nn.initializers.ones, "dtype": jnp.float32}
     half = Of(lambda m, x: nn.Dense(3, param_dtype=jnp.bfloat16, **exact)(x))
@@ -174,15 +136,6 @@ def test_an_average_of_bfloat16_parameters_moves_like_one_in_float32():
     # Two roundings of bfloat16: XLA may average parameters before they are rounded.
     close(moved, wanted, rtol=2**-7)
     assert jax.tree.leaves(ddp.model(state, params="ema"))[0].dtype == jnp.bfloat16
-
-
-def test_an_optimizer_that_asks_for_the_loss_gets_the_global_one(mesh):
-    def update(updates, state, params=None, *, value, **_):
-        return updates, value
-
-    spy = optax.GradientTransformationExtraArgs(lambda params: jnp.float32(0), update)
-    state, metrics = take_steps(wrapped(optimizer=spy, mesh=mesh), [make_batch()])
-    equal(state.opt_state, metrics["loss"])
 
 
 def test_an_optimizer_may_name_the_parameters_beside_accumulate_steps(mesh):

@@ -110,20 +110,6 @@ def test_a_gradient_that_a_custom_rule_makes_without_the_cotangent_is_averaged(p
     np.testing.assert_allclose(state.params["scale"], want, rtol=1e-5)
 
 
-def test_an_unused_parameter_is_not_taken_for_what_an_optimizer_calls_alike():
-    def counting(m, x):
-        m.param("count", nn.initializers.ones, ())  # as optimizers call their updates
-        return nn.Dense(1, name="last")(x)[:, 0]
-
-    ddp = wrapped(Of(counting), optimizer=optax.adam(0.1), unused_parameters="skip")
-    state = start(ddp, make_rows())
-    before = float(state.params["count"])
-    state, _ = take_steps(ddp, [make_rows(seed=seed) for seed in range(2)], state)
-    assert ddp.plan.unused == ("count",)
-    assert state.opt_state[0].count == 2
-    assert state.params["count"] == before
-
-
 def by_layer(params):
     return {name: "slow" if name in ("last", "side") else "fast" for name in params}
 
@@ -264,3 +250,17 @@ def test_what_other_batches_do_not_use_is_refused_by_name(place):
     state, _ = ddp.step(start(ddp, WITH), WITH)
     with pytest.raises(ConfigError, match="^No gradient reaches extra/bias, extra/kernel. Use"):
         ddp.step(state, WITHOUT)
+
+
+def test_an_unused_parameter_is_not_taken_for_what_an_optimizer_calls_alike():
+    def counting(m, x):
+        m.param("count", nn.initializers.ones, ())  # as optimizers call their updates
+        return nn.Dense(1, name="last")(x)[:, 0]
+
+    ddp = wrapped(Of(counting), optimizer=optax.adam(0.1), unused_parameters="skip")
+    state = start(ddp, make_rows())
+    before = float(state.params["count"])
+    state, _ = take_steps(ddp, [make_rows(seed=seed) for seed in range(2)], state)
+    assert ddp.plan.unused == ("count",)
+    assert state.opt_state[0].count == 2
+    assert state.params["count"] == before

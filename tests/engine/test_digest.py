@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import P
 
-from jddp.engine.digest import _on, as_words, digests, find_divergence
+from jddp.engine.digest import as_words, digests, find_divergence
 from jddp.engine.mesh import make_mesh
 from jddp.ground.errors import UsageError
-from jddp.ground.jaxprs import equations
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint32", "bool", "complex64"]
 DTYPES += ["int4", "float4_e2m1fn"]
@@ -106,34 +105,3 @@ def test_small_arrays_that_are_alike_are_digested_at_once_each_as_if_alone():
     arrays += [rng.normal(size=(4, 3)).astype("bfloat16"), np.zeros(2**15, np.float32)]
     tree = [put(x) for x in arrays] + [put(x, spec=P("data")) for x in arrays[1:2] * 2]
     assert as_words(digests(tree), tree) == [word(x) for x in [*arrays, arrays[1], arrays[1]]]
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_the_operations_on_many_small_arrays_are_those_on_a_few(split):
-    spec = P("data") if split else P()
-
-    def num_equations(num):
-        leaves = [put(np.zeros(2 * split + 2, np.float32), spec=spec)] * num
-        placed = (jax.NamedSharding(make_mesh(2), spec),) * num
-        return len([*equations(_on(make_mesh(2), placed).trace(leaves).jaxpr.jaxpr)])
-
-    assert num_equations(100) == num_equations(10)
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_large_arrays_of_one_shape_are_computed_by_one_function(split):
-    spec = P("data") if split else P()
-
-    def lowered(num_leaves, num_shapes=1):
-        shapes = [(2**14, 2 + 2 * (i % num_shapes)) for i in range(num_leaves)]
-        leaves = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-        placed = (jax.NamedSharding(make_mesh(2), spec),) * num_leaves
-        return _on(make_mesh(2), placed).lower(leaves)
-
-    def num_functions(*nums):
-        return lowered(*nums).as_text().count("func.func private @_digest")
-
-    assert num_functions(3, 3) == num_functions(12, 3) == num_functions(12) + 2
-    # No word is written to memory: each kernel adds up what it mixes.
-    compiled = lowered(3, 3).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**14

@@ -19,7 +19,6 @@ from jddp.checkpoint.weights import read_weights
 from jddp.commands.checkpoint import main
 from jddp.engine.evaluation import optimizer_params
 from jddp.engine.state import by_path
-from jddp.trainer.runs.saved import Saved
 from jddp.trainer.watching import KeepBest
 
 BATCHES = [make_batch(seed=seed) for seed in range(4)]
@@ -117,17 +116,6 @@ def test_a_checkpoint_without_averaged_statistics_resumes_from_the_raw_ones(tmp_
     means = jax.tree.map(lambda x: x.mean(0), statistics)
     close(opened._ddp.model(opened.state, "ema")["batch_stats"], means["batch_stats"])
     assert "batch statistics" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["params", "ema"])
-def test_an_export_by_the_names_of_a_library_has_the_statistics_of_its_parameters(tmp_path, name):
-    ddp = averaging()
-    state, _ = ddp.step(ddp.init(0, BATCHES[0]), BATCHES[0])
-    checkpoints = jddp.Checkpoints(tmp_path)
-    checkpoints.save(ddp, state)
-    checkpoints.wait()
-    params, others = Saved(tmp_path / "1", {"plan": {"eval_params": name}}).evaluated_values()
-    equal({"params": params, **others}, ddp.model(state, name))
 
 
 FREE = optax.contrib.schedule_free_sgd(0.5, warmup_steps=2)

@@ -8,25 +8,10 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from judge import Net, make_rows, squares, wrapped
 from sweeps import swept
-from test_option_pairs import hold_options
 from tiny import ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.checkpoint.reader import read_newest
-
-OPTIONS = {
-    "mean": {},
-    "ZeRO": {"strategy": "zero1"},
-    "overlap": {"reduction": jddp.Reduction(layout="flat", overlap=True)},
-    "local SGD": {"strategy": jddp.LocalSteps(2), "ema_decay": 0.5},
-    "guard": {"skip_nonfinite": True, "max_grad_norm": 0.05, "accumulate_steps": 2},
-}
-
-
-@pytest.mark.parametrize("options", swept(OPTIONS, every=3))
-def test_the_other_parameters_train_as_if_the_frozen_ones_were_constants(options):
-    """Pairs with all options are in test_option_pairs."""
-    hold_options(options | {"frozen": ["first/.*"]}, mask="row", optimizer="adamw")
 
 
 def test_frozen_parameters_are_neither_sent_nor_in_the_optimizer_state():

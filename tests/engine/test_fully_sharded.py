@@ -15,14 +15,12 @@ from models import GALLERY
 from tiny import Of, take_steps
 
 import jddp
-from jddp.config.schema import Config
 from jddp.engine.initial_state import put_given
 from jddp.engine.state import Divided, Inputs, Replicated, by_path
 from jddp.ground.errors import ConfigError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import read_program
 from jddp.modules.base import thaw
-from jddp.trainer.job.build import build
 
 
 def of_one_branch(model, batch):
@@ -58,14 +56,6 @@ def test_what_does_not_divide_stays_whole_and_the_plan_says_so():
     assert "divided over 4 replicas, in no bucket: " in str(ddp.plan)
     assert "all-gathered twice and reduce-scattered once" in str(ddp.plan)
     assert max(map(len, str(ddp.plan).splitlines())) <= 80
-
-
-def test_a_job_has_the_shapes_of_whole_parameters():
-    def shapes(strategy):
-        config = Config(train={"num_steps": 1}, ddp={"strategy": strategy})
-        return build(config, needs_data=False).parameter_shapes
-
-    assert shapes("fsdp") == shapes("ddp") == shapes("zero1")
 
 
 def test_what_travels_is_each_parameter_twice_and_each_gradient_once():

@@ -7,56 +7,16 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from judge import Net, make_rows, wrapped
 from states import close
-from sweeps import swept
 
 import jddp
 from jddp.commands.summary import preview
 from jddp.config.files import load_config
 from jddp.trainer.job.build import build
 from jddp.trainer.job.optimizers import optimizer_of
-from jddp.zoo.groups import ParameterGroup, by_group, decay_by_layer, scales_of
+from jddp.zoo.groups import ParameterGroup, by_group, scales_of
 
-OPTIONS = {
-    "mean": {},
-    "ZeRO": {"strategy": "zero1"},
-    "overlap": {"reduction": jddp.Reduction(layout="flat", overlap=True)},
-    "accumulation": {"accumulate_steps": 2},
-    "logical replicas": {"strategy": jddp.LogicalReplicas(4), "mesh": 2},
-    "frozen": {"frozen": ["first/kernel"]},
-}
 PATHS = ["embed/w", "block_0/w", "block_2/w", "block_10/w", "head/w"]
 LAYERS = ["embed/.*", "block_([0-9]+)/.*"]
-
-
-@pytest.mark.parametrize("options", swept(OPTIONS, every=3))
-def test_each_group_trains_as_by_its_own_optimizer_on_one_device(options):
-    """The judge updates each layer by itself, with the optimizers of optax alone."""
-    alone, is_still = {"first": optax.adam(0.01), "last": optax.sgd(0.1, 0.9)}, "frozen" in options
-    optimizer = by_group({"head": ParameterGroup(["last/.*"], alone["last"])}, alone["first"])
-    optimizer = decay_by_layer(optimizer, ["first/kernel"] * (not is_still), 0.5)
-    ddp = wrapped(Net(), optimizer=optimizer, **options)
-    state = ddp.init(0, make_rows())
-    params = jax.device_get(ddp.model(state)["params"])
-    still = {"kernel": params["first"].pop("kernel")} if is_still else {}
-    opt_states = {name: alone[name].init(params[name]) for name in alone}
-
-    @jax.grad
-    def gradient(params, batch):
-        given = {"params": params | {"first": params["first"] | still}}
-        return ((Net().apply(given, batch["x"]) - batch["y"]) ** 2).mean()
-
-    for seed in range(3):
-        batch = make_rows(seed=seed)
-        grads = gradient(params, batch)
-        for name, tx in alone.items():
-            updates, opt_states[name] = tx.update(grads[name], opt_states[name], params[name])
-            if name == "first" and not is_still:
-                updates["kernel"] = 0.5 * updates["kernel"]
-            params[name] = optax.apply_updates(params[name], updates)
-        state, _ = ddp.step(state, batch)
-    params["first"] |= still
-    # Adam divides by the root of a gradient's square, which keeps no rounding of the mean small.
-    close(ddp.model(state)["params"], params, rtol=1e-4)
 
 
 def test_layers_are_counted_downwards_from_what_no_pattern_matches():

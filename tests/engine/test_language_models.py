@@ -106,17 +106,6 @@ def test_a_sample_is_in_the_terminal_the_records_and_the_page_and_is_that_of_pre
 
 
 @pytest.mark.slow
-def test_several_texts_have_names_of_their_own_and_are_those_of_each_alone(folder):
-    def texts(*prompts):
-        run = train(config_of(folder, train=EVALUATED, callbacks=sampled(*prompts)))
-        return [x for x in run.history if x["split"] == "callback"][-1]
-
-    both = texts("ab", "b")
-    assert both["sample/1"] == texts("ab")["sample"]
-    assert both["sample/2"] == texts("b")["sample"]
-
-
-@pytest.mark.slow
 def test_a_sampled_run_has_the_parameters_of_another_also_after_it_resumes(folder, tmp_path):
     def parameters(run_dir, num_steps, **sections):
         sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}

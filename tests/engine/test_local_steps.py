@@ -1,6 +1,5 @@
 """Replicas that step alone and synchronize now and then: held to as many models on one device."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -30,7 +29,6 @@ import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.weights import export
 from jddp.engine.digest import digests, find_divergence
-from jddp.engine.step import EVERY_STEP
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.trainer.job.build import build
 from jddp.trainer.resume import differences
@@ -125,18 +123,6 @@ def test_what_replicas_move_by_on_the_mean_is_that_of_plain_steps(begins):
         meet = step <= begins or (step - begins) % 2 == 0
         last = 1.5 if meet else np.arange(4)
         np.testing.assert_array_equal(-rows, 1.5 * (step - 1) + last)
-
-
-@dataclasses.dataclass(frozen=True)
-class Largest:
-    """An outer step of a user's own."""
-
-    def init(self, params):
-        return {"params": params}
-
-    def __call__(self, reducer, params, outer):
-        largest = jax.tree.map(lambda x: jax.lax.pmax(x, reducer.axis), params)
-        return largest, {"params": largest}
 
 
 @pytest.mark.parametrize(
@@ -269,21 +255,6 @@ def configured(**options):
         mesh={"num_devices": 4},
         checkpoint={"every_steps": 2},
         ddp={"strategy": {"name": "local_steps", **options} if options else {}},
-    )
-
-
-def test_a_config_describes_it():
-    outer = {"kwargs": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}}
-    job, plain = build(configured(every=16, start=3, outer=outer)), build(configured())
-    plan = job.ddp.steps.spec.sync
-    assert (plan.every, plan.start) == (16, 3)
-    params, grads = {"w": np.ones(2, np.float32)}, {"w": np.array([1.0, 2.0], np.float32)}
-    for optimizer in (plan.outer, DILOCO):
-        updates, _ = optimizer.update(grads, optimizer.init(params), params)
-        np.testing.assert_allclose(updates["w"], [-1.33, -2.66], rtol=1e-6)
-    assert (job.parameter_shapes, plain.ddp.steps.spec.sync) == (
-        plain.parameter_shapes,
-        EVERY_STEP,
     )
 
 

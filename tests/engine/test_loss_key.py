@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 from sweeps import swept
 from tiny import MLP, loss_fn, make_batch
@@ -113,20 +112,6 @@ def test_a_model_that_takes_its_streams_as_an_argument_is_verified():
     assert "Each replica draws its own random numbers" in report.findings[0]
     found = jddp.verify(model, optax.sgd(0.1), of_one_seed, batch, **options).findings
     assert "give the loss an argument `key`" in found[0]
-
-
-def test_a_linen_loss_is_given_a_key_where_its_parameters_are_made():
-    class Noisy(nn.Module):
-        @nn.compact
-        def __call__(self, x, noise):
-            return nn.Dense(4)(x + noise)
-
-    def loss(model, batch, train, key):
-        noise = jax.random.normal(key, batch["x"].shape) if train else jnp.zeros_like(batch["x"])
-        return cross_entropy(model(batch["x"], noise), batch["y"])
-
-    report = jddp.verify(Noisy(), optax.sgd(0.1), loss, make_batch(), mesh=2)
-    assert report.passed, report
 
 
 def test_an_argument_key_with_a_value_stays_the_losses_own():

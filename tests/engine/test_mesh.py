@@ -7,7 +7,7 @@ import pytest
 
 from jddp.distributed.join import configure_devices
 from jddp.engine import mesh as mesh_module
-from jddp.engine.mesh import copy_off_mesh, make_mesh, over_replicas, replicate, sharded
+from jddp.engine.mesh import copy_off_mesh, make_mesh, replicate, sharded
 from jddp.ground.errors import ConfigError
 from jddp.modules.rows import check_rows
 
@@ -83,14 +83,6 @@ def test_values_are_copied_to_every_device_and_back_keys_included(mesh):
     np.testing.assert_array_equal(back["w"], [0, 1, 2, 3])
     assert back["key"] == mine["key"]
     assert (back["w"] + jnp.ones(4)).shape == (4,)
-
-
-def test_a_compiled_program_has_the_name_of_its_function(mesh):
-    def step(x):
-        return x
-
-    program = jax.jit(over_replicas(step, mesh, jax.P(), jax.P())).lower(jnp.ones(2)).as_text()
-    assert "module @jit_step" in program
 
 
 def test_devices_of_several_kinds_in_a_mesh_that_was_not_chosen_are_reported(monkeypatch, caplog):

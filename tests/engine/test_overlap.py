@@ -9,10 +9,9 @@ import pytest
 from compiled import collectives
 from flax import linen as nn
 from judge import joined
-from states import close
 from sweeps import swept
 from test_option_pairs import hold_options
-from tiny import MLP, MODELS, NUM_CLASSES, Of, Transformer, loss_fn, make_batch, take_steps
+from tiny import MLP, MODELS, NUM_CLASSES, Of, Transformer, loss_fn, make_batch
 
 import jddp
 from jddp.reduce.backward import trace_backward
@@ -86,31 +85,6 @@ def test_the_order_of_an_nnx_model_is_a_guess_until_a_batch_was_seen():
     assert "by guess" in str(ddp.plan)
     ddp.step(state, make_batch())
     assert "as the backward pass finishes them" in str(ddp.plan)
-
-
-@pytest.mark.parametrize("name, parts", swept([("nnx", 2), ("transformer", 1)], every=2))
-def test_numbers_do_not_depend_on_the_place(name, parts):
-    """tests/engine/test_step.py holds all models in one of these places to one device."""
-    options, ends = (
-        {
-            "reduction": jddp.Reduction(bucket_mb=200 * BYTES, layout="flat"),
-            "accumulate_steps": parts,
-        },
-        [],
-    )
-    for overlap in (False, True):
-        optimizer = optax.sgd(0.2, momentum=0.9)
-        ddp = jddp.DataParallel(
-            MODELS[name](),
-            optimizer,
-            loss_fn,
-            **joined(options, reduction=jddp.Reduction(overlap=overlap)),
-        )
-        state, metrics = take_steps(ddp, [make_batch(32, masked=True)] * 2)
-        ends.append((state.params, state.opt_state, metrics))
-    assert len(ddp.plan) > 1
-    # The same sums in the same order; the compiler may contract a product and a sum.
-    close(*ends, rtol=1e-6, atol=1e-7)
 
 
 def operations(ddp, batch):

@@ -93,41 +93,6 @@ def test_keys_may_be_rows_of_a_batch():
     np.testing.assert_allclose(metrics["loss"], jax.vmap(jax.random.uniform)(keys).mean(), 1e-6)
 
 
-def perturbed(model, batch, train):
-    """Each replica moves the weights by noise of its own, and learns from what comes of it."""
-    if not train or model.is_initializing():
-        return loss_fn(model, batch, train)[0]
-    key = model.make_rng("perturbation")
-    module, variables = model.unbind()
-    leaves, treedef = jax.tree.flatten(variables)
-    keys = jax.random.split(key, len(leaves))
-    noisy = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return loss_fn(module.bind(jax.tree.unflatten(treedef, noisy)), batch, train)[0]
-
-
-def test_weights_that_each_replica_perturbs_have_the_mean_of_all_gradients(mesh):
-    batch = make_batch()
-    ddp = wrapped(MLP(), perturbed, mesh=mesh)
-    state = ddp.init(0, batch)
-    params = host(state.params)
-    grads, _ = ddp.gradients(state, batch)
-
-    def on_replica(i):
-        key = functools.reduce(jax.random.fold_in, (0, i), jax.random.key(0))
-        rngs = {"params": jax.random.fold_in(key, zlib.crc32(b"params"))}
-        rows = jax.tree.map(lambda x: np.split(x, mesh.size)[i], batch)
-
-        def loss(params):
-            run = nn.apply(lambda m: perturbed(m, rows, True), MLP())
-            return run({"params": params}, rngs=rngs).mean()
-
-        return jax.grad(loss)(params)
-
-    each = [host(on_replica(i)) for i in range(mesh.size)]
-    close(host(grads), jax.tree.map(lambda *g: np.mean(g, 0), *each))
-    assert mesh.size == 1 or not np.allclose(*[jax.tree.leaves(g)[0] for g in each[:2]], rtol=0.01)
-
-
 def wander(m, x, train):
     own = m.variable("own", "w", jnp.zeros, (x.shape[-1], 4))
     calls = m.variable("own", "calls", jnp.zeros, (), jnp.int32)
@@ -197,19 +162,6 @@ def test_the_mean_of_whole_numbers_is_rounded_down_and_fits_where_they_do(dtype,
     read = merged(rows, PerReplica())
     np.testing.assert_array_equal(read, [top - 1, 4, 0])
     assert read.dtype == dtype
-
-
-def test_a_second_evaluation_of_what_each_replica_has_compiles_nothing(caplog):
-    make, kind = WANDERERS["linen"]
-    batch, ddp = make_batch(), wrapped(make(), state={**dict.fromkeys([kind], "per_replica")})
-    state, _ = take_steps(ddp, [batch])
-    first = ddp.evaluate(state, [batch])
-    with jax.log_compiles():
-        second = ddp.evaluate(state, [batch])
-        assert "ompil" not in caplog.text
-        jax.jit(lambda x: x + 1)(3.0)
-        assert "ompil" in caplog.text
-    assert first == second
 
 
 @pytest.mark.parametrize("make, kind", swept(WANDERERS, every=2))

@@ -9,7 +9,6 @@ from states import close, copied, equal
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp import verify
 from jddp.data import Mix, TrainBatches, eval_batches
 from jddp.data.sources.arrays import image_examples
 from jddp.data.transforms import CropAndFlip, FlipAndShift
@@ -114,14 +113,6 @@ def test_a_run_on_bytes_is_the_run_on_rows_that_the_host_has_transformed():
     # Pixels differ by up to 2e-5, and so do updates of the size of a tenth of a gradient.
     close(got.state.params, want.state.params, rtol=1e-4, atol=2e-5)
     assert got.metrics["loss"] == pytest.approx(want.metrics["loss"], rel=1e-5)
-
-
-def test_one_device_is_the_judge_of_transformed_rows_too():
-    training, _ = image_batches(on_device=True)
-    batch = next(training)
-    assert batch["image"].dtype == np.uint8
-    report = verify(Convolution(), optax.adam(1e-2), cross_entropy, batch, mesh=4)
-    assert report.passed, str(report)
 
 
 def test_a_user_may_call_a_column_transform_if_it_holds_numbers():

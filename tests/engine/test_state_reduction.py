@@ -132,12 +132,6 @@ def test_names_and_rules_that_are_not_known_are_refused():
             train(make(), 1, **options)
 
 
-def test_verify_passes_declared_counts():
-    options = {"state": {"counts": "sum"}}
-    report = jddp.verify(Counts(), optax.sgd(0.1), loss_fn, make_batch(32), **options)
-    assert report.passed, report
-
-
 def codebook(m, x, train):
     center = m.variable("ema", "center", jnp.zeros, x.shape[-1:])
     y = MLP()(x - center.value[None], train)

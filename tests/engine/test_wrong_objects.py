@@ -1,8 +1,6 @@
 """Objects that are not what a call takes are refused where they are given, with the way out."""
 
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,6 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from runs import environment
 from sweeps import swept
 from tiny import MLP, MODELS, Of, loss_fn, make_batch
 
@@ -24,35 +21,13 @@ def wrapped(loss=loss_fn, model=None, **options):
     return jddp.DataParallel(model or MLP(), optax.adam(0.1), loss, mesh=2, **options)
 
 
-# In a process of its own, for in this one calls are held against their annotations.
-WRONG = """
-import jddp, optax
-from flax import nnx
-from tiny import MLP, NnxConvNet, loss_fn
-
-of_nnx = nnx.Optimizer(NnxConvNet(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
-for optimizer in (optax.adam, of_nnx, "adam"):
-    try:
-        jddp.DataParallel(MLP(), optimizer, loss_fn)
-    except jddp.ConfigError as error:
-        print(error)
-try:
-    jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, strategy=16)
-except jddp.ConfigError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_an_optimizer_or_local_steps_that_are_none_are_refused_with_what_to_give():
-    command = [sys.executable, "-c", WRONG]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    *lines, steps = done.stdout.splitlines()
-    assert steps.startswith("strategy=16 is none. Choose 'ddp', 'zero1', 'fsdp', jddp.")
-    kinds = [line.partition("optimizer is of type ")[2].split(".")[0] for line in lines]
-    assert kinds == ["function", "Optimizer", "str"]
-    way_out = "optax.adam(1e-3), not optax.adam; of an nnx.Optimizer its .tx."
-    assert all(line.endswith(way_out) for line in lines)
+def test_an_optimizer_or_a_strategy_that_is_none_is_refused_with_what_to_give():
+    of_nnx = nnx.Optimizer(MODELS["nnx"](), optax.adam(0.1), wrt=nnx.Param)
+    for optimizer, kind in ((optax.adam, "function"), (of_nnx, "Optimizer"), ("adam", "str")):
+        with pytest.raises(ConfigError, match=rf"optimizer is of type {kind}.*optax.adam\(1e-3\)"):
+            jddp.DataParallel(MLP(), optimizer, loss_fn)
+    with pytest.raises(ConfigError, match="strategy=16 is none. Choose 'ddp'"):
+        wrapped(strategy=16)
 
 
 MEANT = {"bucket_cap_mb": "reduction", "find_unused_parameters": "unused_parameters"}
@@ -92,45 +67,39 @@ def test_a_state_of_another_model_is_refused_by_name_and_one_of_another_object_t
     other = wrapped(model=wide).init(0, batch)
     ddp, elsewhere = (wrapped(model=MODELS[model]()) for _ in range(2))
     same = elsewhere.init(1, batch)
-    reported = "state has the parameters of another model: make one with init"
+    reported = "parameters of another model"
     with pytest.raises(UsageError, match=reported):  # also before this one has a state of its own
         ddp.step(other, batch)
     assert ddp.evaluate(same, [batch]) == elsewhere.evaluate(same, [batch])
     state = ddp.init(0, batch)
-    calls = [(x, other, batch) for x in (ddp.step, ddp.gradients)]
-    calls += [(ddp.evaluate, other, [batch]), (ddp.predict, other, [batch]), (ddp.model, other)]
-    for call, *given in calls:
+    for call in (*calls_of(ddp, batch), ddp.model):
         with pytest.raises(UsageError, match=reported):
-            call(*given)
+            call(other)
     ddp.step(state, batch)
     ddp.step(same, batch)
 
 
-def test_a_state_on_other_devices_is_refused_in_one_line():
-    ddp, batch = wrapped(), make_batch()
-    other = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=4).init(0, batch)
-    for call, given in ((ddp.step, batch), (ddp.evaluate, [batch]), (ddp.predict, [batch])):
-        with pytest.raises(UsageError, match="^This state lies on other devices: make one with"):
-            call(other, given)
+def calls_of(ddp, batch):
+    """Every call that takes a state, with rows."""
+    yield from (lambda state, call=x: call(state, batch) for x in (ddp.step, ddp.gradients))
+    yield from (lambda state, call=x: call(state, [batch]) for x in (ddp.evaluate, ddp.predict))
 
 
-def test_what_is_no_state_of_a_device_is_refused_by_name():
+def test_what_is_no_state_of_a_device_or_of_others_is_refused_by_name():
     ddp, batch = wrapped(), make_batch()
     state = ddp.init(0, batch)
     run = jddp.fit(ddp, [batch], num_steps=1, state=state)
-    on_host = jax.device_get(state)
+    other = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=4).init(0, batch)
     for given, message in (
-        (None, "of type NoneType. Give the state that init"),
-        (state.params, "of type dict. Give the state"),
-        (run, "of type Run. .* a run's .state"),
-        (on_host, r"lies on the host.*init\(params=state.params\)"),
+        (None, "of type NoneType"),
+        (state.params, "of type dict"),
+        (run, "of type Run"),
+        (jax.device_get(state), r"lies on the host.*init\(params=state.params\)"),
+        (other, "^This state lies on other devices"),
     ):
-        for call in (ddp.step, ddp.gradients):
+        for call in calls_of(ddp, batch):
             with pytest.raises(UsageError, match=message):
-                call(given, batch)
-        for call in (ddp.evaluate, ddp.predict):
-            with pytest.raises(UsageError, match=message):
-                call(given, [batch])
+                call(given)
         if given is not None:
             with pytest.raises(UsageError, match=message):
                 jddp.fit(ddp, [batch], num_steps=1, state=given)
@@ -144,9 +113,7 @@ def test_a_state_of_another_optimizer_is_refused_where_the_optimizer_is_used(has
     if has_state:
         ddp.init(0, batch)
     for call in (ddp.step, ddp.gradients):
-        with pytest.raises(
-            UsageError, match=r"from another optimizer.*init\(params=state.params\)"
-        ):
+        with pytest.raises(UsageError, match="from another optimizer"):
             call(state, batch)
     assert ddp.evaluate(state, [batch]) == other.evaluate(state, [batch])
 
