@@ -28,8 +28,6 @@ def loss_fn(model, batch):
 
 
 OPTIONS = {
-    "plain": {},
-    "micro-batches": {"accumulate_steps": 3},
     "ZeRO-1": {"strategy": "zero1"},
     "overlap": {"reduction": jddp.Reduction(layout="flat", overlap=True), "accumulate_steps": 2},
     "logical replicas": {"strategy": jddp.LogicalReplicas(4)},

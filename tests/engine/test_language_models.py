@@ -17,6 +17,7 @@ from jddp.workbench.sampling import SampleText, continue_text
 from jddp.workbench.tokenize import BYTES, write_tokens
 
 LENGTH = 8
+SIZES = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +32,9 @@ def config_of(folder, run_dir=None, **sections):
     """A small GPT on two devices."""
     kwargs = {"sequence_length": LENGTH}
     data = {"name": "tokens", "dir": str(folder / "tokens"), "global_batch_size": 8}
-    sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}
     given = {
         "data": {**data, "kwargs": kwargs},
-        "model": {"name": "gpt", "kwargs": sizes},
+        "model": {"name": "gpt", "kwargs": SIZES},
         "loss": {"name": "next_token"},
         "optimizer": {"name": "adam", "learning_rate": 0.02},
         "mesh": {"num_devices": 2},
@@ -100,16 +100,13 @@ def test_a_sample_is_in_the_terminal_the_records_and_the_page_and_is_that_of_pre
     assert all(text.startswith("aba") for text in texts.values())
     assert [x for x in capsys.readouterr().out.splitlines() if x.startswith("sample 4  aba")]
     page = (tmp_path / "report.html").read_text()
-    assert (
-        page.index("<h3>sample</h3>") < page.index("step 4</p><pre>aba") < page.index("step 2</p>")
-    )
+    assert page.index("step 4</p><pre>aba") < page.index("step 2</p>")
 
 
 @pytest.mark.slow
 def test_a_sampled_run_has_the_parameters_of_another_also_after_it_resumes(folder, tmp_path):
     def parameters(run_dir, num_steps, **sections):
-        sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}
-        model = {"name": "gpt", "kwargs": {**sizes, "dropout_rate": 0.5}}
+        model = {"name": "gpt", "kwargs": {**SIZES, "dropout_rate": 0.5}}
         length = {"num_steps": num_steps, "eval_every_steps": 2}
         schedule = {"name": "adam", "schedule": {"name": "constant_schedule"}}
         given = {"model": model, "train": length, "optimizer": schedule, **sections}
@@ -139,8 +136,7 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_step(folder, kwargs,
 
 @pytest.mark.slow
 def test_tokens_that_are_not_bytes_need_their_tokenizer(folder):
-    sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}
-    model = {"name": "gpt", "kwargs": {**sizes, "vocab_size": 300}}
+    model = {"name": "gpt", "kwargs": {**SIZES, "vocab_size": 300}}
     with pytest.raises(ConfigError, match="the model scores 300 tokens, and bytes are 256. Give"):
         train(config_of(folder, model=model, callbacks=sampled("a")))
     given = sampled("a", tokenizer="bytes")

@@ -4,11 +4,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from compiled import collectives
 from flax import linen as nn
-from judge import joined
 from sweeps import swept
 from test_option_pairs import hold_options
 from tiny import MLP, MODELS, NUM_CLASSES, Of, Transformer, loss_fn, make_batch
@@ -19,8 +19,12 @@ from jddp.reduce.backward import trace_backward
 BYTES = 1 / 2**20
 
 
-def wrapped(model=None, **options):
-    return jddp.DataParallel(model or MLP(), optax.sgd(0.1), loss_fn, **options)
+def wrapped(model=None, *, bucket=200, layout="flat", overlap=True, **options):
+    sizes = [x * BYTES for x in np.atleast_1d(bucket)]
+    reduction = jddp.Reduction(bucket_mb=sizes, layout=layout, overlap=overlap)
+    return jddp.DataParallel(
+        model or MLP(), optax.sgd(0.1), loss_fn, reduction=reduction, **options
+    )
 
 
 def params():
@@ -72,7 +76,7 @@ def test_the_plan_follows_the_network_and_not_the_alphabet():
         x = nn.tanh(nn.Dense(16, name="c_second")(x))
         return nn.Dense(4, name="a_last")(x)
 
-    ddp = wrapped(Of(net), reduction=jddp.Reduction(bucket_mb=[300 * BYTES, 1100 * BYTES]))
+    ddp = wrapped(Of(net), bucket=[300, 1100], layout="auto", overlap="auto")
     plan = ddp.steps.planned(make_batch()).plan
     layers = [{path.partition("/")[0] for path in bucket.paths} for bucket in plan.buckets]
     assert layers == [{"a_last"}, {"c_second"}, {"b_first"}]
@@ -80,7 +84,7 @@ def test_the_plan_follows_the_network_and_not_the_alphabet():
 
 
 def test_the_order_of_an_nnx_model_is_a_guess_until_a_batch_was_seen():
-    ddp = wrapped(MODELS["nnx"]())
+    ddp = wrapped(MODELS["nnx"](), overlap="auto")
     state = ddp.init()
     assert "by guess" in str(ddp.plan)
     ddp.step(state, make_batch())
@@ -95,11 +99,7 @@ def operations(ddp, batch):
 
 
 def test_a_bucket_leaves_where_its_last_gradient_is_made():
-    options = {"reduction": jddp.Reduction(bucket_mb=200 * BYTES, layout="flat")}
-    ready, end = (
-        wrapped(**joined(options, reduction=jddp.Reduction(overlap=overlap)))
-        for overlap in (True, False)
-    )
+    ready, end = (wrapped(overlap=overlap) for overlap in (True, False))
     # Two products forward. Then, backward: the last bias; the last kernel; what goes on to the
     # first layer, and its bias; its kernel. The one vector of loss and metrics is reduced last.
     assert operations(ready, make_batch()) == "..br.br.br.brr"
@@ -114,7 +114,7 @@ def test_a_bucket_leaves_where_its_last_gradient_is_made():
     held = [len(re.findall(r"%[\w#]+", line.split("=")[1])) for line in barriers]
     assert held == [1 + 1, 1 + 1 + 1, 1 + 1 + 1, 1 + 1]
     with pytest.raises(jddp.ConfigError, match="overlap must be .* or 'auto', not 'ready'"):
-        wrapped(reduction=jddp.Reduction(overlap="ready"), strategy=jddp.LocalSteps(2))
+        wrapped(overlap="ready", strategy=jddp.LocalSteps(2))
 
 
 @pytest.mark.parametrize("mode, parts", [("local", 2), ("broadcast", 1)])
@@ -125,19 +125,8 @@ def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode
         x = nn.BatchNorm(not train)(nn.Dense(16)(x))
         return nn.Dense(NUM_CLASSES)(nn.relu(x))
 
-    options = {
-        "reduction": jddp.Reduction(bucket_mb=200 * BYTES, layout="flat"),
-        "accumulate_steps": parts,
-    }
-    overlaps, batch = (True, False), make_batch(32, masked=True)
-    ready, at_end = (
-        wrapped(
-            Of(normed),
-            batch_norm=mode,
-            **joined(options, reduction=jddp.Reduction(overlap=overlap)),
-        )
-        for overlap in overlaps
-    )
+    batch, options = make_batch(32, masked=True), {"batch_norm": mode, "accumulate_steps": parts}
+    ready, at_end = (wrapped(Of(normed), overlap=overlap, **options) for overlap in (True, False))
     assert operations(ready, batch).endswith("br.br.br.brr")
     assert "b" not in operations(at_end, batch)
     plans = [ddp.steps.planned(batch).plan for ddp in (ready, at_end)]
@@ -160,7 +149,7 @@ def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode, overlap)
 
 
 def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
-    ddp = wrapped(Transformer(), reduction=jddp.Reduction(bucket_mb=200 * BYTES, overlap=True))
+    ddp = wrapped(Transformer())
     plan = ddp.steps.planned(make_batch()).plan
     assert len(collectives(ddp.steps.lower(make_batch()).compile().as_text())) == len(plan) + 1
     layers = [path for bucket in plan.buckets for path in bucket.paths if "Scan" in path]
@@ -169,4 +158,7 @@ def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
 
 def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch):
     monkeypatch.setattr("jddp.engine.strategy.platform", lambda mesh: "gpu")
-    assert [wrapped(mesh=num).steps.spec.backward.overlaps for num in (1, 2)] == [False, True]
+    assert [wrapped(mesh=num, overlap="auto").steps.spec.backward.overlaps for num in (1, 2)] == [
+        False,
+        True,
+    ]
