@@ -1,5 +1,6 @@
-"""PyTorch DDP's cases of numerical equality (NUM) and of buckets (BKT): see README.md here."""
+"""PyTorch DDP's cases of equality (NUM), buckets (BKT) and accumulation (ACC): see README.md."""
 
+import jax
 import jax.numpy as jnp
 import judge
 import numpy as np
@@ -7,8 +8,10 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from judge import WIDTH, beside_one_device, in_both_places, joined, make_rows, sent, wrapped
-from tiny import Of
+from judge import Net, beside_one_device, in_both_places, joined, make_rows, sent, start, wrapped
+from states import assert_same, copied
+from test_transforms import by_rows, by_shares
+from tiny import ConvNet, Of, loss_fn, make_batch
 
 import jddp
 
@@ -33,7 +36,7 @@ class Layers(nn.Module):
     @nn.compact
     def __call__(self, x):
         for i, dtype in enumerate(self.dtypes):
-            y = nn.Dense(WIDTH, use_bias=False, param_dtype=dtype, name=f"layer_{i}")(x)
+            y = nn.Dense(judge.WIDTH, use_bias=False, param_dtype=dtype, name=f"layer_{i}")(x)
             x = nn.tanh(y) if self.used is None or i < self.used else x
         return x.sum(-1)
 
@@ -79,3 +82,117 @@ def test_a_bucket_of_unused_parameters_is_not_sent():
         )
         assert sorted(x.num_elements for x in sent(ddp)) == want
     beside_one_device(Layers(("float32",) * 2, used=1), places=["flat-ready"])
+
+
+# All rows, all but the last, and those of one micro-batch of one replica.
+MASKS = [np.ones(32, bool), np.arange(32) < 27, np.arange(32) // 2 == 9]
+
+
+def test_k_micro_batches_equal_one_device_on_the_joined_batch():
+    """ACC-1: entries count alike, however they are spread over replicas and micro-batches."""
+    batches = [{**make_rows(32, seed=i), "mask": mask} for i, mask in enumerate(MASKS)]
+    beside_one_device(Net(), batches=batches, accumulate_steps=4)
+
+
+@in_both_places
+def test_what_travels_depends_neither_on_k_nor_on_the_rows(place):
+    """ACC-1: not its number, not its bytes; and nothing travels inside of the loop over parts."""
+
+    def collectives(num_parts, rows_of_a_part):
+        ddp = wrapped(Net(), accumulate_steps=num_parts, **place)
+        found = judge.sent(ddp, make_rows(judge.REPLICAS * num_parts * rows_of_a_part))
+        return sorted((x.op, x.dtypes, x.bytes, x.is_in_loop, x.num_runs) for x in found)
+
+    want = collectives(1, 2)
+    assert all(op == "all-reduce" and num_runs == 1 for op, *_, num_runs in want)
+    assert (
+        sum(x[2] for x in want)
+        == 4 * (judge.WIDTH * judge.WIDTH + judge.WIDTH + judge.WIDTH + 1) + 8
+    )
+    assert collectives(2, 2) == collectives(8, 5) == want
+
+
+@in_both_places
+def test_memory_does_not_grow_with_k(place):
+    """As many rows in each part. The batch is an argument, and not counted.
+
+    What each part may add is its key, and the sum and the count of its losses: sixteen bytes.
+    """
+
+    wide = Of(lambda m, x: nn.Dense(1)(nn.tanh(nn.Dense(64)(nn.tanh(nn.Dense(64)(x)))))[:, 0])
+
+    def temporaries(num_parts):
+        ddp = wrapped(wide, mesh=2, accumulate_steps=num_parts, **place)
+        compiled = ddp.steps.lower(make_rows(2 * 32 * num_parts)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(12) <= temporaries(3) + 9 * 16
+
+
+@in_both_places
+def test_half_precision_gradients_are_summed_in_float32(place):
+    """256 and 1 and 1: bfloat16 knows nothing between 256 and 258."""
+    half = Of(lambda m, x: m.param("w", nn.initializers.zeros, (), jnp.bfloat16) * x)
+    batch = {"x": np.repeat(np.array([[256, 1, 1]], np.float32), 4, 0).ravel()}
+    options = {"accumulate_steps": 3, "optimizer": optax.sgd(1.0), **place}
+    ddp = wrapped(half, lambda m, b: m(b["x"].astype(jnp.bfloat16)), **options)
+    state, _ = ddp.step(ddp.init(0, batch), batch)
+    assert state.params["w"].dtype == jnp.bfloat16
+    assert float(state.params["w"]) == -258 / 3
+
+
+@in_both_places
+def test_a_hook_sees_each_bucket_once_however_many_micro_batches_there_are(place):
+    """ACC-2: and what it multiplies by two and divides by two is what it was."""
+    calls = []
+
+    def reduce(bucket, comm_state, axis):
+        calls.append(bucket.index)
+        doubled = jax.tree.map(lambda x: 2 * x, bucket)
+        return jax.tree.map(lambda x: x / 2, jax.lax.pmean(doubled, axis)), comm_state
+
+    hooks = (None, jddp.CommHook(lambda plan: (), reduce))
+    plain, ddp = (
+        wrapped(Net(), accumulate_steps=4, **joined(place, reduction=jddp.Reduction(hook=x)))
+        for x in hooks
+    )
+    got, want = (x.step(start(x, make_rows()), make_rows())[0].params for x in (ddp, plain))
+    assert_same(got, want)
+    assert calls == list(range(len(ddp.plan)))
+
+
+def test_replicas_may_use_other_layers_in_each_micro_batch():
+    """ACC-4: four replicas, four parts, each with a choice of its own; one row in each."""
+    ddp, _ = beside_one_device(judge.Either(), by_shares, alone=by_rows, accumulate_steps=4)
+    assert ddp.plan.unused == ()
+
+
+def test_evaluation_in_between_leaves_no_trace():
+    """ACC-1, ACC-5: what is run without gradients is added to nothing."""
+    options, batch = (
+        {"accumulate_steps": 2, "donate": False, "reduction": jddp.Reduction(overlap=True)},
+        make_batch(32),
+    )
+    ddp = jddp.DataParallel(ConvNet(), optax.adam(0.1), loss_fn, **options)
+    state = ddp.init(0, batch)
+    want, kept = ddp.step(state, batch)[0], copied(state)
+    ddp.evaluate(state, [make_batch(32, seed=1), make_batch(5)])
+    assert_same(state, kept)
+    assert_same(ddp.step(state, batch)[0], want)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_micro_batches_draw_random_numbers_of_their_own(overlap):
+    def drop(m, x, train):
+        kept = nn.Dropout(0.5, deterministic=not train)(x)
+        return m.param("weight", nn.initializers.ones, ()) * kept
+
+    def loss(model, batch, train):
+        kept = model(batch["x"], train=train).mean(-1)
+        return kept, {"square": kept**2}
+
+    options = {"mesh": 1, "accumulate_steps": 2, "reduction": jddp.Reduction(overlap=overlap)}
+    ddp = jddp.DataParallel(Of(drop), optax.sgd(0.1), loss, **options)
+    batch = {"x": np.ones((2, 101), np.float32)}  # odd: two draws hardly keep alike many
+    _, metrics = ddp.step(ddp.init(0, batch), batch)
+    assert metrics["square"] > metrics["loss"] ** 2 + 1e-6

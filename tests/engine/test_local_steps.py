@@ -8,18 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from judge import (
-    REPLICAS,
-    Net,
-    assert_close,
-    host,
-    joined,
-    make_rows,
-    sent,
-    squares,
-    start,
-    wrapped,
-)
+from judge import Net, assert_close, host, joined, make_rows, sent, squares, start, wrapped
 from states import assert_same
 from sweeps import swept
 from test_option_pairs import hold_options
@@ -59,7 +48,7 @@ def mean_of(tree):
     return jax.tree.map(lambda x: x.mean(0), host(tree))
 
 
-def assert_meet(state, num=REPLICAS):
+def assert_meet(state, num=judge.REPLICAS):
     for rows in jax.tree.leaves(host(state.params)):
         assert len(rows) == num
         assert (rows == rows[0]).all()

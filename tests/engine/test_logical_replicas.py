@@ -34,6 +34,14 @@ def wrapped(num, model=None, loss=loss_fn, **options):
     return jddp.DataParallel(model, optimizer, loss, mesh=num, **options)
 
 
+@pytest.fixture
+def as_users_compile():
+    """Undoes what the other tests ask of JAX: what is fused may change bits."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 def trained(num, batches=BATCHES, evaluated=PARTIAL, **options):
     """All that a run says and keeps: the state, the metrics of each step, an evaluation."""
     ddp = wrapped(num, **options)

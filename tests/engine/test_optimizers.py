@@ -6,23 +6,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import judge
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from judge import (
-    WIDTH,
-    Either,
-    Net,
-    assert_close,
-    hold,
-    host,
-    make_rows,
-    on_one_device,
-    squares,
-    start,
-    wrapped,
-)
+from judge import Net, assert_close, hold, host, make_rows, squares, start, wrapped
 from sweeps import swept
 from tiny import Of, take_steps
 
@@ -48,7 +37,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, _):
-        return x + nn.Dense(WIDTH, use_bias=False)(nn.tanh(nn.Dense(8)(x))), None
+        return x + nn.Dense(judge.WIDTH, use_bias=False)(nn.tanh(nn.Dense(8)(x))), None
 
 
 class Deep(nn.Module):
@@ -219,7 +208,7 @@ def test_matrices_and_momentum_without_a_gradient_stay_as_they_are(strategy):
         return (model.a(batch["x"]) - batch["y"]) ** 2
 
     options = {"optimizer": muon(), "strategy": strategy, "unused_parameters": "skip"}
-    ddp = wrapped(Either(), of_one_branch, **options)
+    ddp = wrapped(judge.Either(), of_one_branch, **options)
     state = start(ddp, make_rows())
     first = host(state.params["b"])
     state, _ = take_steps(ddp, [make_rows(seed=seed) for seed in range(2)], state)
@@ -287,7 +276,7 @@ def test_a_checkpoint_resumes_with_any_strategy_on_any_number_of_devices(tmp_pat
                 moving, _ = ddp.step(moving, make_rows(24, seed=step))
                 state, _ = alone.step(state, make_rows(24, seed=step))
                 checkpoints.save(step + 1, moving, {}, ddp.steps.layouts(moving))
-            whole = on_one_device(moving, state.opt_state)
+            whole = judge.on_one_device(moving, state.opt_state)
             for got, want in ((whole.params, state.params), (whole.opt_state, state.opt_state)):
                 assert_close(host(got), host(want), rtol=ROUNDING)
         other = wrapped(model, optimizer=optax.sgd(0.1, momentum=0.9), mesh=4)
