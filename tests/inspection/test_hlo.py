@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from jax import P, lax
 from jax.experimental import topologies
-from networks import Network, make_network
+from networks import Network
 
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import HloShape, read_program
-from jddp.reduce.plan import MEBIBYTE
 from jddp.workbench.described import GPUS, described_mesh, target_config
 from jddp.workbench.schedule import cost, walk
 
@@ -284,14 +283,6 @@ def test_a_loop_that_communicates_is_walked_as_often_as_it_runs():
     assert (timeline.compute_seconds, timeline.step_seconds) == (11.0, 21.0)
 
 
-def test_small_transfers_are_counted_apart():
-    small = "%s = f32[4]{0} all-reduce(%g), to_apply=%sum"
-    timeline = walked("%g = f32[4]{0} constant(0)", small)
-    assert (len(timeline.small), len(timeline.large)) == (1, 0)
-    assert timeline.step_seconds == 0.5
-    assert (timeline.exposed_share, timeline.small_exposed_share) == (0.0, 1.0)
-
-
 def test_a_product_costs_its_operations_and_a_fusion_what_is_in_it():
     assert cost_of(PRODUCT.format("r")).seconds == 1.0
     fused = cost_of("%r = bf16[10,10]{1,0} fusion(%x), kind=kCustom, calls=%multiplying")
@@ -371,38 +362,6 @@ def test_what_cannot_be_modelled_is_refused():
     ):
         with pytest.raises(UsageError, match=message):
             walked(line, **options)
-
-
-def test_a_network_keeps_to_its_table_and_rises_between():
-    network = make_network()
-    for mebibytes, gigabytes_per_second in {1: 72, 32: 298, 1024: 464}.items():
-        num_bytes = mebibytes * MEBIBYTE
-        want = 2 * 7 / 8 * num_bytes / (gigabytes_per_second * 1e9)
-        assert network.seconds(num_bytes) == pytest.approx(want)
-    assert network.seconds(4) == network.seconds(32 * 1024) == 18e-6
-    assert network.seconds(2048 * MEBIBYTE) == pytest.approx(2 * network.seconds(1024 * MEBIBYTE))
-    times = [network.seconds(2**i) for i in range(14, 34)]
-    assert times == sorted(times)
-    slower = network.slower(4).seconds(5 * MEBIBYTE)
-    assert slower == pytest.approx(4 * network.seconds(5 * MEBIBYTE))
-
-
-def test_some_devices_have_the_links_between_them():
-    network = make_network(num_hosts=2, devices_per_host=4)
-    assert network.among(()) == network == network.among(range(8))
-    for devices, hosts, each in (((4, 5, 6, 7), 1, 4), ((0, 4), 2, 1), ((0, 1, 4, 5), 2, 2)):
-        assert network.among(devices) == make_network(num_hosts=hosts, devices_per_host=each)
-    slower = network.slower(3)
-    assert slower.among((0, 4)).seconds(2**20) == 3 * network.among((0, 4)).seconds(2**20)
-
-
-@pytest.mark.parametrize("mebibytes", [1e-5, 1, 25, 150])
-def test_hosts_further_apart_and_fewer_gpus_to_share_the_way_take_longer(mebibytes):
-    def seconds(hosts, devices):
-        network = make_network(num_hosts=hosts, devices_per_host=devices)
-        return network.seconds(mebibytes * MEBIBYTE)
-
-    assert seconds(1, 2) <= seconds(1, 8) < seconds(2, 8) <= seconds(2, 4) <= seconds(4, 4)
 
 
 def test_a_gpu_is_described_in_the_words_of_xla_and_one_that_cannot_be_is_refused(monkeypatch):

@@ -4,7 +4,6 @@ import importlib
 import inspect
 from html.parser import HTMLParser
 
-import jax
 import numpy as np
 import optax
 from house import DOORS, MODULES, name_of
@@ -112,21 +111,6 @@ def test_a_table_escapes_its_text_and_aligns_numbers_at_the_right():
     assert reader.text.count(ODD) == 4
     assert html.count("text-align: right") == 3
     assert Reader(str(TextTable("empty"))).rows == []
-
-
-def test_a_state_shows_the_parameters_of_each_module_and_their_layout():
-    ddp, batch = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2), make_batch()
-    first = ddp.init(0, batch)
-    state, _ = ddp.step(first, batch)
-    rows = {row[0]: row for row in rows_of(state)}
-    kernel, bias = state.params["Dense_0"]["kernel"], state.params["Dense_0"]["bias"]
-    assert rows["Dense_0"][1:3] == [f"{kernel.size + bias.size:,}", "2"]
-    assert rows["Dense_0"][-2:] == ["float32", "replicated"]
-    assert rows["params"][1] == f"{sum(x.size for x in jax.tree.leaves(state.params)):,}"
-    assert "donated" in first._repr_html_()
-    assert rows_of(jax.device_get(state))[1][-1] == "not placed"
-    sharded = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2, strategy="zero1")
-    assert "'data'" in row_of(sharded.init(0, batch), "opt_state")[-1]
 
 
 def test_a_plan_and_an_explanation_show_a_row_for_each_bucket_and_collective():

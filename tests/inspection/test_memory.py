@@ -14,8 +14,6 @@ from flax import linen as nn
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.engine.mesh import make_mesh, replicate, sharded
-from jddp.engine.state import PerReplica, Replicated, stack_rows
 from jddp.ground.errors import OutOfMemoryError
 from jddp.inspection import memory as memory_module
 from jddp.inspection.hlo import read_program
@@ -77,18 +75,6 @@ def test_where_one_row_is_too_much_nothing_is_suggested_and_other_errors_stay_wh
             jddp.fit(wrapped(loss, mesh), [make_batch(4)], num_steps=1)
 
 
-def test_memory_is_that_of_the_arrays_of_a_state():
-    ddp = wrapped(loss_fn, ema_decay=0.5)
-    state = ddp.init(0, make_batch(8))
-    memory = jddp.memory(ddp, make_batch(8))
-    num_bytes = sum(x.nbytes for x in jax.tree.leaves(state.params))
-    assert (memory.parameters, memory.gradients) == (2 * num_bytes, num_bytes)
-    assert memory.optimizer == 2 * num_bytes + 4  # two moments, and a count
-    assert memory.batch == 4 * (16 * 4 + 4)
-    assert memory.fits
-    assert memory.total < memory.limit <= HOST
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", jddp.LocalSteps(2)])
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 def test_the_sum_is_what_the_compiler_assigns_and_the_start_holds_the_state(
@@ -122,15 +108,6 @@ def test_no_device_holds_all_parameters_while_parts_of_them_are_made():
     memory = jddp.memory(ddp, batch)
     beside = memory.start - memory.parameters - memory.optimizer
     assert beside <= WHILE_MADE * 4 * width * width < 4 * num * width * width / 2
-
-
-def test_rows_of_replicas_take_the_memory_of_the_values_that_they_copy():
-    mesh = make_mesh(2)
-    values = replicate({"own": np.ones((4, 2), np.float32), "common": np.zeros(3)}, mesh)
-    layouts = {"own": PerReplica(), "common": Replicated()}
-    stacked = stack_rows(values, layouts, sharded(mesh), 2)
-    assert {name: x.shape for name, x in stacked.items()} == {"own": (2, 4, 2), "common": (3,)}
-    assert all(x.is_deleted() for x in values.values())
 
 
 def test_where_the_start_is_too_much_no_smaller_step_is_suggested():

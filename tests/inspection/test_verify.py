@@ -53,13 +53,6 @@ def test_coarse_numbers_are_allowed_their_roundings():
     assert {x.allowed for x in report.comparisons} == {8 * 2**-8, 0.05}
 
 
-def test_constants_are_handed_on():
-    def loss(model, batch, train, constants):
-        return constants * loss_fn(model, batch, train)[0]
-
-    assert verified(loss=loss, constants=np.float32(2)).passed
-
-
 def random_bits(x):
     return x
 
@@ -96,17 +89,6 @@ def test_an_optimizer_that_draws_is_judged_beside_the_whole_batch():
     assert report.passed, report
     assert not report.is_side_by_side
     assert not report.findings
-
-
-def test_rows_of_a_form_seen_before_bring_back_what_was_found_of_them():
-    def loss(model, batch, train):
-        losses = loss_fn(model, batch, train)[0]
-        return losses.mean() * jax.random.uniform(jax.random.key(0)) if "z" in batch else losses
-
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
-    batch = make_batch()
-    for rows, found in ((batch, (False, ())), (batch | {"z": batch["y"]}, (True, ("loss",)))) * 2:
-        assert (ddp.steps.planned(rows).uses_rng, ddp.steps.planned(rows).scalars) == found
 
 
 def of_one_key(model, batch, train):
@@ -225,25 +207,16 @@ def compared_in_tf32():
 
 
 @pytest.mark.slow
-def test_tf32_alone_makes_gradients_differ():
+def test_products_are_compared_exactly_on_a_gpu_where_tf32_alone_makes_gradients_differ(gpu):
     report = compared_in_tf32()
-    assert [x.what for x in report.comparisons if not x.passed] == ["gradients"]
-    assert report.comparisons[1].error < 1e-2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", swept([None, "tensorfloat32"], every=2))
-def test_products_are_compared_exactly_on_a_gpu_and_the_precision_of_training_is_named(
-    gpu, precision
-):
-    with jax.default_matmul_precision(precision):
-        report = compared_in_tf32()
     assert report.passed, report
-    assert report.comparisons[1].error < 1e-5
     (finding,) = report.findings
-    used = repr(precision) if precision else "the device's default, TF32 on A100 and newer"
-    assert f"Training will use {used}." in finding
+    assert "Training will use the device's default, TF32" in finding
     assert max(map(len, finding.splitlines())) <= 80
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jddp.inspection.verification.verify.platform", lambda mesh: "cpu")
+        report = compared_in_tf32()
+    assert [x.what for x in report.comparisons if not x.passed] == ["gradients"]
 
 
 @pytest.mark.slow
@@ -265,41 +238,19 @@ def test_products_of_a_precision_that_the_model_names_are_allowed_its_roundings(
     assert {x.allowed for x in report.comparisons} == {8 * 2**-11, 0.05}
 
 
-def cast_before_the_gather(m, x, train):
-    return nn.Embed(311, NUM_CLASSES, dtype=jnp.bfloat16)(x).mean(1).astype(jnp.float32)
+def gathered(dtype, m, x, train):
+    table = m.param("table", nn.initializers.normal(1.0), (311, NUM_CLASSES))
+    return table.astype(dtype)[x].mean(1)
 
 
-def cast_after_the_gather(m, x, train):
-    rows = nn.Embed(311, NUM_CLASSES)(x).astype(jnp.bfloat16)
-    return rows.mean(1).astype(jnp.float32)
-
-
-@pytest.mark.slow
-def test_a_long_sum_in_16_bits_is_a_finding_and_no_failure():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_long_sum_in_16_bits_is_a_finding_and_no_failure(dtype):
     tokens = np.arange(64 * 40, dtype=np.int32).reshape(64, 40) % 311
     batch = {"x": tokens, "y": make_batch(64)["y"]}
-    report = verified(Of(cast_before_the_gather), batch=batch)
+    report = verified(Of(functools.partial(gathered, dtype)), batch=batch, precision="bfloat16")
     assert report.passed, report
-    (finding,) = report.findings
-    assert "scatter-add of 320 terms in bfloat16" in finding
-    assert max(map(len, finding.splitlines())) <= 80
-    assert "compute_dtype" not in finding
-    assert verified(Of(cast_after_the_gather), batch=batch).findings == ()
-
-
-def test_a_long_sum_in_the_dtype_of_compute_dtype_names_the_option():
-    def gather(dtype, m, x, train):
-        table = m.param("table", nn.initializers.normal(1.0), (311, NUM_CLASSES))
-        return table.astype(dtype)[x].mean(1)
-
-    tokens = np.arange(64 * 40, dtype=np.int32).reshape(64, 40) % 311
-    batch = {"x": tokens, "y": make_batch(64)["y"]}
-    found = []
-    for dtype in ("bfloat16", "float32"):
-        model = Of(functools.partial(gather, dtype))
-        report = verified(model, batch=batch, precision="bfloat16")
-        found.append(["precision casts" in finding for finding in report.findings])
-    assert found == [[True], []]
+    found = ["scatter-add of 320 terms in bfloat16\nprecision casts" in x for x in report.findings]
+    assert found == [True] * (dtype == "bfloat16")
 
 
 def test_what_is_not_finite_on_both_is_named_and_nothing_else_guessed():
@@ -308,50 +259,6 @@ def test_what_is_not_finite_on_both_is_named_and_nothing_else_guessed():
     (finding,) = report.findings
     assert finding.startswith("Not finite, on many devices and on one: loss, the gradient of Dense")
     assert max(map(len, finding.splitlines())) <= 80
-
-
-class Codebook(nn.Module):
-    """Vector quantization by a codebook that is a ratio of moving averages: sums over counts."""
-
-    axis_name: str | None
-
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.Dense(4)(x)
-        start = nn.initializers.normal(1.0)
-        sums = self.variable("codebook", "sums", lambda: start(jax.random.key(0), (8, 4)))
-        counts = self.variable("codebook", "counts", jnp.ones, 8)
-        codes = self.variable("codebook", "codes", lambda: start(jax.random.key(0), (8, 4)))
-        nearest = jnp.square(x[:, None] - codes.value[None]).sum(-1).argmin(-1)
-        hits = jax.nn.one_hot(nearest, 8)
-        if train and not self.is_initializing():
-            new = hits.T @ jax.lax.stop_gradient(x), hits.sum(0)
-            if self.axis_name is not None:
-                new = jax.lax.psum(new, self.axis_name)
-            sums.value = 0.5 * sums.value + 0.5 * new[0]
-            counts.value = 0.5 * counts.value + 0.5 * new[1]
-            codes.value = sums.value / jnp.maximum(counts.value, 1e-3)[:, None]
-        return x + jax.lax.stop_gradient(hits @ codes.value - x)
-
-
-@pytest.mark.slow
-def test_a_codebook_is_exact_by_counts_and_sums_over_the_replicas_and_no_mean_of_ratios():
-    batch = make_batch(64)
-    assert verified(Codebook(jddp.AXIS), batch=batch).passed
-    report = verified(Codebook(None), batch=batch, state={"codebook": "mean"})
-    assert {x.what: x.passed for x in report.comparisons}["other state"] is False
-    assert "sum counts and totals with jax.lax.psum(x, jddp.AXIS)" in report.findings[0]
-
-
-def test_the_worst_leaf_is_named():
-    def loss(model, batch, train):
-        losses, _ = loss_fn(model, batch, train)
-        bias = model.variables["params"]["Dense_1"]["bias"]
-        return losses + bias.sum() * jax.lax.axis_index(jddp.AXIS)
-
-    report = verified(loss=loss, optimizer=optax.sgd(0.1))
-    apart = {x.what: x.leaf for x in report.comparisons if not x.passed}
-    assert apart == {"gradients": "Dense_1/bias", "update": "Dense_1/bias"}
 
 
 @pytest.mark.slow

@@ -15,12 +15,9 @@ from jddp.workbench.charts import (
     Thinned,
     bar,
     curves,
-    number,
     series_of,
-    smoothed,
     ticks,
 )
-from jddp.workbench.pages import make_page, table
 
 
 def drawn(html):
@@ -90,24 +87,11 @@ def test_a_curve_without_values_is_not_drawn_and_one_value_or_a_constant_is():
         assert "nan" not in ElementTree.tostring(svg, encoding="unicode")
 
 
-def test_the_smoothed_line_is_not_late():
-    ramp = [float(x) for x in range(200)]
-    assert smoothed(ramp, 5)[60:140] == pytest.approx(ramp[60:140], abs=1e-3)
-    assert smoothed([3.0] * 50, 10) == pytest.approx([3.0] * 50)
-
-
 def test_names_cannot_leave_their_place():
     name = '</script><script>alert("&")</script>'
     html = curves([Series(name, [1, 2], [1, 2])], name, name) + bar({name: 1.0}, "s")
     assert html.count("<script") == html.count("</script>") == 1
     assert drawn(html)[1][0]["name"] == name
-
-
-def test_parts_of_a_whole_are_named_with_their_shares():
-    html = bar({"data wait": 0.03, "computing": 0.09, "saving": 0.0}, "s")
-    assert "data wait 0.03 s (25%)" in html
-    assert "computing 0.09 s (75%)" in html
-    assert "saving" not in html
 
 
 @pytest.mark.parametrize(
@@ -120,16 +104,3 @@ def test_parts_of_a_whole_are_named_with_their_shares():
 )
 def test_ticks_are_round(low, high, found):
     assert ticks(low, high, 5 if low >= 0 else 2) == pytest.approx(found)
-
-
-def test_numbers_are_short():
-    numbers = [0.000012345, 0.0123, 2.3026, 1500, 12_345, 4_500_000, -12_345, 0]
-    shown = ["1.23e-5", "0.0123", "2.3", "1,500", "12.3k", "4.5M", "-12.3k", "0"]
-    assert [*map(number, numbers)] == shown
-
-
-def test_a_page_loads_nothing_and_escapes_its_title():
-    html = make_page("a < b", table(["name"], [["1"]], numbers={0}), script="let x")
-    assert "<title>a &lt; b</title>" in html
-    assert '<td class="number">1</td>' in html
-    assert not re.search(r"https?:|src=|@import|url\(", html)

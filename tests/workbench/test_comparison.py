@@ -109,71 +109,42 @@ def test_data_are_told_apart_by_their_digest_and_not_by_their_folder(make):
     assert len(compare(runs[:2]).groups) == 2
 
 
-def test_one_seed_twice_is_one_value(make):
-    runs = [make(f"a{i}", [0.9], rate=0.1, seed=7) for i in range(2)]
+def test_groups_and_runs_are_named_by_what_they_have_in_common_and_a_seed_counts_once(make):
+    runs = [make(f"x/seed={seed},x=1", [0.9], seed=seed, rate=0.1) for seed in (8, 9, 9)[:2]]
+    runs.append(make("y/seed=9", [0.8], seed=9, rate=0.1))
     (group,) = compare(runs).groups
-    assert (group.values, group.variance) == ((0.9,), None)
-    assert group.name == "a* (1 seed)"
-    runs.append(make("a2", [0.8], rate=0.1, seed=8))
-    (group,) = compare(runs).groups
-    assert (group.mean, group.name) == (pytest.approx(0.85), "a* (2 seeds)")
+    assert [x.name for x in group.results] == ["x/seed=8,x=1", "x/seed=9,x=1", "y/seed=9"]
+    assert (group.values, group.name) == ((0.9, 0.8), "* (2 seeds)")
+    assert compare(runs[:2]).groups[0].name == "seed=*,x=1 (2 seeds)"
+    assert compare(runs[:1]).groups[0].name == str(runs[0])
 
 
-def test_equal_values_are_called_equal(make):
-    runs = [make("a", [0.9], rate=0.1), make("b", [0.9], rate=0.2)]
-    assert compare(runs).verdict.startswith("a and b are equal: accuracy is 0.9. ")
-
-
-def test_language_models_are_compared_by_their_loss(make):
-    runs = [make(name, [0.5], metric="accuracy") for name in ("a", "b")]
-    for run, loss in zip(runs, (3.1, 2.9), strict=True):
-        line = {"step": 2, "split": "eval", "loss": loss, "accuracy": 0.5, "perplexity": 20.0}
-        (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    found = compare(runs)
-    assert (found.metric, found.mode, found.groups[0].name) == ("loss", "min", "b")
-    assert compare(runs, "accuracy").verdict.startswith("a and b are equal")
-
-
-def test_a_smaller_loss_is_better_and_numbers_that_are_none_are_left_out(make):
+def test_a_smaller_loss_is_better_by_which_language_models_are_compared(make):
     worse, better = make("worse", [1.0, 0.9], metric="loss"), make("c", [0.8, None], metric="loss")
-    found = compare([worse, better])
+    found = compare([worse, better, make("broken", [])])  # before its first evaluation
     assert (found.mode, found.groups[0].results[0].path) == ("min", str(better))
     assert (found.groups[0].results[0].step, found.groups[0].results[0].last) == (1, 0.8)
-    assert compare([better]).verdict == f"loss is 0.8: {better}."
+    for run, loss in ((worse, 3.1), (better, 2.9)):
+        line = {"step": 2, "split": "eval", "loss": loss, "accuracy": 0.5, "perplexity": 20.0}
+        (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert compare([worse, better]).metric == "loss"
+    assert "equal: accuracy is 0.5" in compare([worse, better], "accuracy").verdict
 
 
-def test_what_cannot_be_compared_is_refused_in_one_line(make, tmp_path):
-    run = make("run", [0.5], metric="oddness")
-    with pytest.raises(UsageError, match=r"No evaluation .* 'auc'. They have oddness\."):
-        compare([run], "auc")
-    with pytest.raises(UsageError, match=r"no accuracy or loss in common: .*run .oddness"):
-        compare([run])
-    with pytest.raises(ConfigError, match="--mode 'auto': the name 'oddness' does not show"):
-        compare([run], "oddness")
+def test_what_cannot_be_compared_is_refused(make, tmp_path):
+    run, other = make("run", [0.5], metric="oddness"), make("other", [0.9])
+    for options, error, message in (
+        (([run], "auc"), UsageError, "auc"),
+        (([run],), UsageError, "--metric"),
+        (([run, other],), UsageError, r"run \(oddness\), other \(accuracy\)"),
+        (([run], "oddness"), ConfigError, "--mode"),
+    ):
+        with pytest.raises(error, match=message):
+            compare(*options)
     assert compare([run], "oddness", "min").groups[0].mean == 0.5
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="empty holds no metrics.jsonl, and no run"):
+    with pytest.raises(UsageError, match="empty"):
         find_runs([tmp_path / "empty"])
-
-
-def test_runs_are_compared_by_a_metric_that_all_of_them_have(make):
-    classifier, other = make("a", [0.9]), make("b", [0.5], metric="perplexity")
-    with pytest.raises(UsageError) as error:
-        compare([classifier, other])
-    assert str(error.value) == (
-        "These runs have no accuracy or loss in common: a (accuracy), b (perplexity). Give "
-        "--metric."
-    )
-    found = compare([classifier, other], "perplexity")
-    assert [x.results[0].name for x in found.groups] == ["b", "a"]
-    broken = make("broken", [])  # before its first evaluation
-    assert compare([broken, classifier]).groups[0].results[0].name == "a"
-
-
-def test_names_leave_out_the_folders_that_all_runs_have_in_common(make):
-    runs = [make("x/a/run", [0.9]), make("x/b/run", [0.8])]
-    assert [x.name for x in compare(runs).groups] == ["a/run", "b/run"]
-    assert compare(runs[:1]).groups[0].name == str(runs[0])
 
 
 def test_the_command_prints_a_table_of_a_folder_of_runs_or_json(make, tmp_path, capsys):
@@ -192,8 +163,3 @@ def test_the_command_prints_a_table_of_a_folder_of_runs_or_json(make, tmp_path, 
     assert told["differing"] == ["optimizer.learning_rate"]
     assert [group["mean"] for group in told["groups"]] == [0.91, 0.8]
     assert main([str(tmp_path / "none")]) == 2
-
-
-def test_seeds_are_named_by_what_their_names_have_in_common(make):
-    runs = [make(f"seed={seed},x=1", [0.9], seed=seed, rate=0.1) for seed in (8, 9, 10)]
-    assert compare(runs).groups[0].name == "seed=*,x=1 (3 seeds)"

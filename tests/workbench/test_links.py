@@ -88,11 +88,6 @@ def test_groups_of_gpus_have_the_links_between_them():
     assert larger.among((0, 1, 2, 3)) == larger.among((4, 5, 6, 7)) == Fabric(2, 2, TOY)
 
 
-def test_one_gpu_and_one_gpu_a_host_are_fabrics_too():
-    assert Fabric(1, 1, TOY).sent(100) == 0
-    assert Fabric(4, 1, TOY).best(10**9).bytes_per_second == 10e9
-
-
 @pytest.mark.parametrize("mebibytes", [0.03, 1, 4, 8, 16, 32, 64, 128, 256, 1024])
 def test_eight_gpus_take_what_others_have_measured_within_thirty_percent(mebibytes):
     measured = make_network().seconds(mebibytes * MEBIBYTE)

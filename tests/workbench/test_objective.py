@@ -55,17 +55,6 @@ def test_a_trial_whose_numbers_go_wrong_fails_and_the_study_continues(tmp_path):
     assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
 
 
-def test_other_keys_are_those_of_all_trials_and_a_config_without_a_directory_leaves_nothing(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    study = optuna.create_study()
-    one = objective(config("x"), suggest, metric="loss", **{"train.num_steps": 2, "run.dir": None})
-    study.optimize(one, n_trials=1)
-    assert [*study.trials[0].intermediate_values] == [2]
-    assert not [*tmp_path.iterdir()]
-
-
 def test_the_folder_of_a_trial_with_other_values_is_refused(tmp_path):
     def search(num_steps, **others):
         study = optuna.create_study(study_name="anew")  # in memory, so its trials begin at 0

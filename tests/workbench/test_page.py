@@ -9,7 +9,6 @@ import pytest
 from jddp.config.files import dump_values, load_config
 from jddp.ground.errors import ExitCode
 from jddp.trainer.reports.run_directory import held, holder_of
-from jddp.workbench import facts as reading
 from jddp.workbench.facts import read_facts, read_history
 from jddp.workbench.report import main
 from jddp.workbench.run_page import SECTIONS, draw_run
@@ -99,6 +98,9 @@ def test_a_page_has_all_sections_in_order_and_loads_nothing(run):
         assert words in html
     assert "computing and sending 39.2 s (69%)" in html
     assert not re.search(r"https?:|src=|@import|url\(|<link", html)
+    table = html[html.index("Config") : html.index("<details>", html.index("Config"))]
+    assert "<code>train.num_steps</code>" in table
+    assert "<code>train.log_every_steps</code>" not in table
 
 
 def test_starts_and_marks_are_read_from_the_events(run):
@@ -125,13 +127,6 @@ def test_arrays_become_a_matrix_scores_of_classes_and_a_curve(run):
     assert "<b>loss_by_position</b>" in html
 
 
-def test_a_config_is_shown_by_what_differs_from_the_defaults(run):
-    html = draw_run(read_facts(run))
-    table = html[html.index("Config") : html.index("<details>", html.index("Config"))]
-    assert "<code>train.num_steps</code>" in table
-    assert "<code>train.log_every_steps</code>" not in table
-
-
 def test_a_directory_with_nothing_to_read_has_a_page_that_says_so(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     html = draw_run(read_facts(tmp_path))
@@ -149,16 +144,6 @@ def test_lines_that_are_no_records_are_counted_and_half_a_line_at_the_end_is_not
     assert "3 lines are no records" in draw_run(facts)
 
 
-def test_numbers_that_are_not_finite_are_gaps(tmp_path):
-    values = ["1.0", "NaN", "null", "-Infinity", "1e999", "2.0", "1e308"]
-    lines = [f'{{"step": {i}, "split": "train", "loss": {x}}}\n' for i, x in enumerate(values)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    facts = read_facts(tmp_path)
-    assert facts.records.train["loss"].values == [1.0, 2.0]
-    paths = " ".join(re.findall(' d="([^"]*)"', draw_run(facts)))
-    assert not re.search("nan|inf", paths)
-
-
 def test_a_run_that_is_running_says_which_process_runs_it(run):
     assert holder_of(run / "lock") == ""
     with held(run / "lock"):
@@ -172,7 +157,7 @@ def test_a_run_that_is_running_says_which_process_runs_it(run):
 ODD = ["null", "NaN", "1e999", "-1e308", "[]", "[1,[2]]", "{}", "true", "9" * 30, "[[1],[null]]"]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_damaged_or_foreign_run_has_a_page(run, seed):
     rng = random.Random(seed)
     for name in ("metrics.jsonl", "config.yaml", "manifest.json", "logs/events.jsonl"):
@@ -210,19 +195,3 @@ def test_mistakes_are_one_line(arguments, code, words, run, monkeypatch, capsys)
     assert main(arguments) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
-
-
-def test_the_error_that_ended_a_run_is_kept_and_half_an_event_is_left_out(run):
-    events = run / "logs" / "events.jsonl"
-    failed = '{"time": "2026-01-01T11:00:31.000", "kind": "failed", "text": "", "error": "E: no"}\n'
-    with events.open("a") as file:
-        file.write(f"{failed}{failed[:30]}")
-    assert read_history(events).error == "E: no"
-
-
-def test_the_last_events_of_a_kind_are_kept(run, monkeypatch):
-    monkeypatch.setattr(reading, "MOST_EVENTS", 2)
-    events = "\n".join(f'10:00:0{i}.000 warning {{"text": "{i}"}}' for i in range(5))
-    (run / "logs" / "events.jsonl").write_text("\n".join(lines_of(events)) + "\n")
-    found = read_history(run / "logs" / "events.jsonl").events["warning"]
-    assert [mark.text for mark in found] == ["3", "4"]

@@ -1,7 +1,6 @@
 """A modelled step is told in words and numbers that say that it is modelled."""
 
 import dataclasses
-import json
 import re
 
 import numpy as np
@@ -104,14 +103,6 @@ def test_larger_worlds_say_which_schedule_they_run_and_how_far_published_runs_ar
     assert "weak scaling" not in str(of_buckets(3))
 
 
-def test_the_same_is_told_as_json():
-    told = json.loads(json.dumps(of_buckets(2).as_json()))
-    assert told["is_modelled"] is True
-    assert [x["label"] for x in told["transfers"]] == ["bucket 0", "bucket 1", ""]
-    assert told["transfers"][1]["algorithm"] == "ring LL"
-    assert told["links"]["nvlink"]["bytes_per_second"] == 450e9
-
-
 def test_each_bucket_has_its_algorithm_and_what_that_moves():
     found = of_buckets(2, topology="8x8")
     sent, by_host = 2 * 63 / 64 * 100_000, 2 * 7 / 8 * 100_000
@@ -136,13 +127,6 @@ def test_gathers_are_named_by_the_units_of_their_sizes_forward_and_back():
     assert "parameters of 0.14 MB are sent in 6 collectives" in found.verdict
 
 
-def test_all_runs_of_a_collective_in_a_loop_are_one_row():
-    runs = [transfer(0, "bucket_0", 0.01 * i) for i in range(1, 9)]
-    found = prediction(runs, BucketPlan((bucket(0),)))
-    (group,) = found.groups
-    assert (len(group.transfers), group.bytes) == (8, 8 * 100_000)
-
-
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -157,8 +141,3 @@ def test_all_runs_of_a_collective_in_a_loop_are_one_row():
 def test_unknown_targets_topologies_and_links_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         Target.named(*words)
-
-
-def test_a_gpu_is_named_by_its_beginning():
-    assert Target.named("H100").gpu == Target.named("h100_sxm").gpu
-    assert str(Target.named("a100", "2x4")) == "8 x NVIDIA A100-SXM4-80GB"

@@ -85,22 +85,6 @@ def run_on(folder, data, model, loss):
     return jddp.open_run(folder / "run", mesh=1)
 
 
-def test_a_classifier_of_tables_has_a_confusion_matrix_and_no_images(tmp_path):
-    rows = [f"{i % 7},{'ab'[i % 2]},{'yes' if i % 3 else 'no'}\n" for i in range(60)]
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.csv").write_text("x,c,y\n" + "".join(rows))
-    columns = {"inputs": ["x", "c"], "categorical": ["c"], "target": "y"}
-    run = run_on(
-        tmp_path, {"name": "table", "kwargs": columns}, {"name": "tabular"}, "cross_entropy"
-    )
-    found = examples_of(run)
-    assert np.sum(found.confusion, axis=1).tolist() == [20, 40]
-    assert np.trace(found.confusion) / 60 == pytest.approx(run.evaluate()["accuracy"])
-    assert found.mistakes == []
-    assert main([str(run.run_dir), "--examples"]) == ExitCode.DONE
-    assert "label by prediction" in (run.run_dir / "report.html").read_text()
-
-
 def test_masked_rows_count_in_nothing_and_images_of_other_channels_are_not_drawn(tmp_path):
     arrays = images(48, seed=1)
     arrays["image"] = np.repeat(arrays["image"], 4, axis=3)

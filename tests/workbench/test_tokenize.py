@@ -128,21 +128,3 @@ def test_the_command_writes_tokens_and_says_how_to_train(tmp_path, capsys):
     assert main(["tokenize", str(tmp_path / "out"), *texts]) == 2
     assert "holds .npy files already" in capsys.readouterr().err
     assert main(["tokenize", str(tmp_path / "more"), str(tmp_path / "none")]) == 65
-
-
-def test_written_tokens_are_packed_and_their_description_has_the_padding(tmp_path):
-    texts = [f"document {i} " * (i % 5 + 1) for i in range(60)]
-    write_tokens(texts, tmp_path / "tokens", tokenizer=BYTES, shard_tokens=500)
-    kwargs = {"sequence_length": 63, "documents": "pack"}
-    source = make_source("tokens", directory=str(tmp_path / "tokens"), kwargs=kwargs)
-    data = source.load()
-    assert spec_of(data.train) == source.spec
-    assert f"packed with {100 * data.train.padding:.2g} % padding" in data.description
-    found = [text for part in (data.train, data.test) for text in documents_of(part)]
-    assert sorted(found) == sorted(text.encode() for text in texts)
-
-
-def documents_of(examples):
-    """The texts in rows, which end with zeros, as padding does."""
-    rows = take_all(examples)["tokens"].astype("u1")
-    return [text for row in rows for text in bytes(row).split(b"\0") if text]

@@ -5,7 +5,6 @@ import json
 import math
 
 import pytest
-import yaml
 
 from jddp.config.files import load_config, with_overrides
 from jddp.config.schema import Config
@@ -46,19 +45,15 @@ def test_each_key_is_varied_from_the_best_so_far_and_the_best_is_a_config(tmp_pa
     (tmp_path / "best.yaml").write_text(found.fragment)
     config, _ = load_config(["fashion_mnist_cnn", str(tmp_path / "best.yaml")])
     assert config.ddp.reduction.bucket_mb == [1.0, 50.0]
-    assert config.ddp.reduction.layout == "flat"
-
-
-def test_the_table_has_the_fastest_first_and_names_what_was_refused():
-    found = tune(small(), scored, "modelled for 1x8 h100")
     lines = str(found).splitlines()
     assert lines[4] == "      7.00   25.0%   40.0  bucket_mb=[1.0,50.0] layout=flat"
-    assert f"     10.00   25.0%   40.0  {AS_IT_IS}" in lines
     assert any(x.startswith("refused: ") and x.endswith(": overlap is refused.") for x in lines)
-    assert yaml.safe_load(str(found).split("\n\n")[-1])["ddp"]["reduction"]["layout"] == "flat"
     told = json.loads(json.dumps(found.as_json()))
     assert told["candidates"][0]["seconds"] == 0.010
     assert told["best"]["ddp.reduction.layout"] == "flat"
+    found = tune(small(), scored, "modelled", seconds=-1.0)
+    assert [x.keys for x in found.candidates] == [{}]
+    assert "not tried, for want of time: 11 or more" in str(found)
 
 
 def test_a_config_that_cannot_be_bettered_stays_and_one_that_does_not_fit_is_named():
@@ -91,13 +86,7 @@ def test_gathers_are_varied_under_fsdp_alone():
     assert regather not in keys(small())
 
 
-def test_no_candidate_is_begun_when_the_time_is_over():
-    found = tune(small(), scored, "modelled", seconds=-1.0)
-    assert [x.keys for x in found.candidates] == [{}]
-    assert "not tried, for want of time: 11 or more" in str(found)
-
-
-@pytest.mark.parametrize("rows", [8, 9, 100, 1000, 12_345])
+@pytest.mark.parametrize("rows", [8, 100, 12_345])
 def test_the_largest_batch_is_found_to_three_per_cent(rows):
     def score(config):
         return Score(0.01, config.data.global_batch_size * GB, rows * GB)
@@ -123,17 +112,6 @@ def test_a_batch_is_no_larger_than_the_data_and_too_large_a_model_is_refused():
         ConfigError, match=r"A batch of 8 rows needs 90.0 GB of a device, which has"
     ):
         largest_batch(small(), lambda config: Score(0.01, 90 * GB, 80 * GB), multiple_of=8)
-
-
-def test_steps_are_measured_in_turn_with_those_of_the_config_as_it_is():
-    config, _ = load_config([], JOB)
-    score = measured()
-    first, again = score(config), score(config)
-    for found in (first, again):
-        assert found.seconds > 0
-        assert found.bytes > 0
-        assert found.exposed_share is None
-    assert again.bytes == first.bytes
 
 
 def test_one_program_has_one_time_whatever_its_config_says():
