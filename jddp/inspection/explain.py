@@ -155,14 +155,22 @@ class Explanation(Shown):
             units = [x for x in self.compiled if UNIT in x.op_name]
             if not units:
                 return [f"Gradients of an optimizer step are {moves}", into]
-            size = self._size_of(units)
-            return [
-                *([f"Gradients in buckets are {moves}", into] if wire_bytes else []),
+            lines = [f"Gradients in buckets are {moves}", into] if wire_bytes else []
+            size, planned = self._size_of(units), self.plan.units
+            gathers = [x for x in units if purpose_of(x).startswith("parameters, forward")]
+            lines += [
                 f"Parameters and gradients of units are {size} MiB a step, each array counted",
                 "once for each time that it is sent.",
-                *self._between_groups([x for x in units if BETWEEN in x.op_name]),
-                *self._of_units(units),
-                *self._of_memory(),
+            ]
+            if between := [x for x in units if BETWEEN in x.op_name]:
+                size = self._size_of(between)
+                lines.append(f"Of these, {size} MiB of gradients are averaged between groups")
+                lines.append(f"of {self.plan.group_size} devices.")
+            in_loops = sum(x.num_slices > 1 for x in planned), sum(x.is_in_loop for x in gathers)
+            return [
+                *lines,
+                f"Planned are {len(planned)} units, {in_loops[0]} of them in loops; the program "
+                f"gathers\n{len(gathers)} in the forward pass, {in_loops[1]} of them in loops.",
             ]
         lines = []
         if local.start:
@@ -177,42 +185,6 @@ class Explanation(Shown):
 
     def _size_of(self, found: Sequence[Collective]) -> str:
         return in_mebibytes(sum(x.bytes * self._runs(x) for x in found))
-
-    def _between_groups(self, found: Sequence[Collective]) -> Iterator[str]:
-        if found:
-            yield f"Of these, {self._size_of(found)} MiB of gradients are averaged between groups"
-            yield f"of {self.plan.group_size} devices."
-
-    def _of_units(self, found: Sequence[Collective]) -> list[str]:
-        """The planned units next to the gathers of the program."""
-        gathers = [x for x in found if purpose_of(x).startswith("parameters, forward")]
-        planned = len(self.plan.units), sum(x.num_slices > 1 for x in self.plan.units)
-        compiled = len(gathers), sum(x.is_in_loop for x in gathers)
-        lines = [
-            f"Planned are {planned[0]} units, {planned[1]} of them in loops; the program gathers",
-            f"{compiled[0]} in the forward pass, {compiled[1]} of them in loops.",
-        ]
-        if compiled[0] != planned[0] or compiled[1] < planned[1]:
-            lines.append(
-                "The compiler has merged, split or dropped some, or moved them out of loops."
-            )
-        return lines
-
-    def _of_memory(self) -> list[str]:
-        """Memory of the compiled step, with the bound on parameters and gradients in it."""
-        memory = self.memory
-        part = memory.gradients  # as many bytes as the device's part of the parameters
-        if not (self.plan.units and part):
-            return []
-        kept = memory.parameters + memory.optimizer
-        largest = max(unit.bytes for unit in self.plan.units)
-        text = (
-            f"At rest a device keeps {in_mebibytes(kept)} MiB, {kept / part:.1f} times its part of "
-            f"the parameters. A step takes {in_mebibytes(part + memory.temporaries)} MiB more: at "
-            f"most {in_mebibytes(2 * part + 3 * largest)} for parameters and gradients (two parts "
-            "and three units), and the activations."
-        )
-        return textwrap.wrap(text, 79)
 
 
 def explain(

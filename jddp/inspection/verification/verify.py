@@ -11,7 +11,7 @@ that runs the N replica batches side by side, with the N keys.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jddp.engine.data_parallel import DataParallel
 from jddp.engine.mesh import mapped_over, platform
 from jddp.engine.state import Divided, Inputs, Layout, Replicated, Sharded, TrainState
-from jddp.engine.step import Step, replica_gradients, replica_step
+from jddp.engine.step import replica_gradients, replica_step
 from jddp.engine.strategy import FSDP
 from jddp.ground.errors import UsageError
 from jddp.ground.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
@@ -142,7 +142,13 @@ def verify(
 
     many = wrapped(**options)
     rows = as_arrays(batch)
-    _refuse(many.steps.spec)
+    if many.steps.spec.model.sync.group_size is not None:
+        raise UsageError(
+            "With batch_norm.group_size each group of replicas has its own statistics, which one "
+            "device cannot have: verify without it."
+        )
+    if alone := many.steps.spec.sync.alone:
+        raise UsageError(f"{alone}: verify without it.")
     compared = functools.partial(_compared, wrapped, options, rows, seed, constants)
     if not _is_coarse(many, rows):
         return compared()
@@ -168,15 +174,20 @@ def _compared(
     state = _first_state(many, seed, batch)
     got = _step(many, state, batch)
     # With logical replicas one device has all of them too, and uses the same random numbers.
-    has_all = many.steps.spec.replicas.num is not None
-    draws = many.steps.planned(batch).uses_rng and not has_all
-    is_repeatable = _lowered(many, batch) == _lowered(wrapped(**options), batch)
+    spec, planned = many.steps.spec, many.steps.planned(batch)
+    has_all = spec.replicas.num is not None
+    draws = planned.uses_rng and not has_all
+    traces = {ddp.steps.lower(batch).as_text() for ddp in (many, wrapped(**options))}
+    is_repeatable = len(traces) == 1
     found = [] if is_repeatable else [findings.NOT_REPEATABLE]
-    planned = many.steps.planned(batch)
     if planned.traced is not None and planned.traced.has_batch_statistics:
         found.append(findings.MICRO_BATCHES)
     if draws:
-        together = _in_one_group(many, wrapped, options)
+        together, strategy = many, options.get("strategy")
+        if isinstance(strategy, FSDP) and strategy.group_size is not None:
+            # Over all replicas, since `vmap` has no collectives of groups.
+            strategy = dataclasses.replace(strategy, group_size=None)
+            together = wrapped(**{**options, "strategy": strategy})
         want = _Taken(*jax.device_get(side_by_side(together, state, batch, constants)))
         again = _step(many, state.replace(key=jax.random.fold_in(state.key, 1)), batch)
         same = jax.tree.map(_is_same, got.gradients, again.gradients)
@@ -189,7 +200,7 @@ def _compared(
         want = _step(one, alone, batch if has_all else _in_order(batch, many))
     comparisons = _compare(got, want, many, state, batch)
     if sums := sums_in_16_bits(many.steps.trace(batch).jaxpr.jaxpr):
-        found.append(findings.long_sums(sums, many.steps.spec.model.compute_dtype))
+        found.append(findings.long_sums(sums, spec.model.compute_dtype))
     if names := _not_finite(got, want):
         found.append(findings.not_finite(names))
     elif not all(comparison.passed for comparison in comparisons):
@@ -197,35 +208,23 @@ def _compared(
         if not (draws or has_all or jax.tree.leaves(alone.model_state)):
             plain = wrapped(**here | {"accumulate_steps": 1})
             combined = _combined(plain, alone, batch, many.mesh.size, comparisons[1].allowed)
-        quantized = _quantizations(many, state, batch, constants)
-        causes = [*_causes(many, got, want, batch, combined, quantized)]
+        call = many.steps.gradients_for(state, batch, constants)  # without the optimizer
+        quantized = quantizations(call.run.trace(call.state, call.inputs).jaxpr.jaxpr)
+        causes = [
+            *findings.causes(
+                spec,
+                num_devices=many.mesh.size,
+                losses=(float(got.metrics["loss"]), float(want.metrics["loss"])),
+                is_scalar="loss" in planned.scalars,
+                is_weighted=bool(weights_in(batch)),
+                combined=combined,
+                quantized=quantized,
+            )
+        ]
         if is_repeatable and not causes:
             causes = [findings.UNKNOWN]
         found += causes
     return Verification(many.mesh.size, count_rows(batch), draws, comparisons, tuple(found))
-
-
-def _lowered(ddp: DataParallel, batch: Batch) -> str:
-    return ddp.steps.lower(batch).as_text()
-
-
-def _causes(
-    many: DataParallel,
-    got: _Taken,
-    want: _Taken,
-    batch: Batch,
-    combined: str | None,
-    quantized: set[str],
-) -> Iterator[str]:
-    return findings.causes(
-        many.steps.spec,
-        num_devices=many.mesh.size,
-        losses=(float(got.metrics["loss"]), float(want.metrics["loss"])),
-        is_scalar="loss" in many.steps.planned(batch).scalars,
-        is_weighted=bool(weights_in(batch)),
-        combined=combined,
-        quantized=quantized,
-    )
 
 
 def _is_coarse(ddp: DataParallel, batch: Batch) -> bool:
@@ -242,26 +241,6 @@ def _not_finite(got: _Taken, want: _Taken) -> list[str]:
     ]
 
 
-def _quantizations(
-    ddp: DataParallel, state: TrainState, batch: Batch, constants: PyTree
-) -> set[str]:
-    """How the loss and its backward pass quantize; the optimizer is left out."""
-    call = ddp.steps.gradients_for(state, batch, constants)
-    traced = call.run.trace(call.state, call.inputs)
-    return quantizations(traced.jaxpr.jaxpr)
-
-
-def _refuse(spec: Step) -> None:
-    """Refuses options that one device cannot have."""
-    if spec.model.sync.group_size is not None:
-        raise UsageError(
-            "With batch_norm.group_size each group of replicas has its own statistics, which one "
-            "device cannot have: verify without it."
-        )
-    if spec.sync.alone:
-        raise UsageError(f"{spec.sync.alone}: verify without it.")
-
-
 def _options_of_one(many: DataParallel, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the step on one device: all but the ones that change only roundings."""
     given = {name: x for name, x in options.items() if name not in ("reduction", "strategy")}
@@ -272,17 +251,6 @@ def _options_of_one(many: DataParallel, options: Mapping[str, Any]) -> dict[str,
     given["mesh"] = Mesh(many.mesh.devices.flat[:1], many.mesh.axis_names)
     given["accumulate_steps"] = spec.backward.num
     return given
-
-
-def _in_one_group(
-    many: DataParallel, wrapped: Callable[..., DataParallel], options: Mapping[str, Any]
-) -> DataParallel:
-    """The same with parameters that are divided over all replicas, if they are divided."""
-    # `vmap` has no collectives of groups.
-    strategy = options.get("strategy")
-    if not isinstance(strategy, FSDP) or strategy.group_size is None:
-        return many
-    return wrapped(**{**options, "strategy": dataclasses.replace(strategy, group_size=None)})
 
 
 def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Taken:
