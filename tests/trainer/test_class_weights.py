@@ -11,7 +11,6 @@ from jddp.config.files import read_yaml, with_overrides
 from jddp.config.schema import Config
 from jddp.ground.errors import ConfigError, DataError
 from jddp.trainer.job.build import build, train
-from jddp.trainer.job.parts import balanced_weights
 from jddp.trainer.runs.opened import open_run
 from jddp.zoo.losses import cross_entropy
 
@@ -52,14 +51,6 @@ def test_the_loss_is_the_weighted_mean_of_pytorch_however_classes_are_spread(num
     shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) - np.eye(3)[LABELS]
     gradient = (of_rows[:, None] * shares).sum(0) / of_rows.sum()
     np.testing.assert_allclose(before["bias"] - state.params["bias"], gradient, rtol=1e-4)
-
-
-def test_balanced_weights_give_each_class_the_same_sum():
-    weights = balanced_weights(LABELS)
-    assert weights == pytest.approx([16 / 36, 16 / 9, 16 / 3])
-    np.testing.assert_allclose(np.bincount(LABELS, np.array(weights)[LABELS]), 16 / 3)
-    with pytest.raises(DataError, match="class 3 has no training example"):
-        balanced_weights(LABELS, 4)
 
 
 def test_smoothed_targets_are_weighed_by_class_as_in_pytorch():

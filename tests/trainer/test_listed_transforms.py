@@ -87,24 +87,3 @@ def test_whole_numbers_are_normalized_by_their_range_or_refused(tmp_path, caplog
         job_of_images(tmp_path, np.int32, {"name": "normalize"})
     job_of_images(tmp_path, np.uint16)
     assert "images are uint16 from 0 to 65,535" in caplog.text
-
-
-def test_bytes_that_nothing_scales_are_warned_about(tmp_path, caplog):
-    for part in ("train", "test"):
-        np.savez(tmp_path / part, image=np.ones((4, 28, 28, 1), np.uint8), label=np.arange(4))
-    data = {"name": "npz", "dir": str(tmp_path), "global_batch_size": 4}
-    model, steps = {"name": "mlp"}, {"num_steps": 1}
-    build(Config(data=data | {"transforms": [{"name": "normalize"}]}, model=model, train=steps))
-    assert not caplog.messages
-    build(Config(data=data, model=model, train=steps))
-    assert "images are uint8 from 0 to 255, and model.name=mlp does not scale them" in caplog.text
-
-
-def test_both_ways_of_mixing_may_be_asked_for_at_once():
-    batch = next(
-        job_with(
-            transforms=[{"name": "mix", "kwargs": {"mixup": 0.2, "cutmix": 1.0}}]
-        ).train_batches()
-    )
-    assert set(np.unique(batch["mix"][:, 0])) == {0, 1}
-    assert batch["other_image"].dtype == np.uint8

@@ -86,38 +86,31 @@ def test_a_directory_of_a_run_of_another_kind_or_of_something_else_is_refused(tm
 def test_a_directory_is_taken_over_from_a_run_that_never_took_a_step(tmp_path, caplog):
     other, of_objects = {**CONFIG, "seed": 2}, None
     other_data = {**MANIFEST, "data": {"sha256": "0" * 64}}
-    for config, manifest in ((other, MANIFEST), (of_objects, MANIFEST), (CONFIG, other_data)):
-        prepared(tmp_path)
-        (tmp_path / "checkpoints").mkdir(exist_ok=True)
-        (tmp_path / "metrics.jsonl").write_text("a note\n")
+    cases = (other, MANIFEST), (of_objects, MANIFEST), (CONFIG, other_data)
+    for number, (config, manifest) in enumerate(cases):
+        path = prepared(tmp_path / str(number)).path
+        (path / "checkpoints").mkdir()
+        (path / "metrics.jsonl").write_text("a note\n")
         caplog.clear()
-        prepared(tmp_path, config, manifest, is_writer=False)  # waits for the writer
+        prepared(path, config, manifest, is_writer=False)  # waits for the writer
         assert not caplog.records
-        prepared(tmp_path, config, manifest)
+        prepared(path, config, manifest)
         assert "taken over from a run that ended before its first step" in caplog.text
         caplog.clear()
-        prepared(tmp_path, config, manifest)
+        prepared(path, config, manifest)
         assert not caplog.records
-        assert "later_starts" not in json.loads((tmp_path / "manifest.json").read_text())
-        (tmp_path / "manifest.json").unlink()
-        (tmp_path / "config.yaml").unlink(missing_ok=True)
-        (tmp_path / "metrics.jsonl").unlink()
-        (tmp_path / "checkpoints").rmdir()
-
-
-def test_a_directory_with_anything_of_a_step_or_in_use_is_not_taken_over(tmp_path):
+        assert "later_starts" not in json.loads((path / "manifest.json").read_text())
     for name in ("checkpoints/4", "checkpoints/4.damaged", "best/2"):
-        path = tmp_path / name.replace("/", "-")
-        prepared(path)
+        path = prepared(tmp_path / name.replace("/", "-")).path
         (path / name).mkdir(parents=True)
         with pytest.raises(ConfigError, match="another config"):
-            prepared(path, {**CONFIG, "seed": 2})
+            prepared(path, other)
     used = prepared(tmp_path / "used")
     before = contents(used.path)
     in_use = pytest.raises(ConfigError, match="in use by another run of this process")
     with used.held(CONFIG, MANIFEST), in_use:
-        prepared(used.path, {**CONFIG, "seed": 2})
-    assert contents(used.path) == {**before, Path("lock"): b""}
+        prepared(used.path, other)
+    assert contents(used.path) == before
 
 
 def test_other_data_under_the_same_config_are_refused(tmp_path):
@@ -207,9 +200,9 @@ def test_a_train_line_says_all_and_fits():
 
 def test_a_train_line_has_the_wait_for_data_if_it_is_noticeable():
     waits = RECORD | {"step_seconds": 0.02, "data_wait_seconds": 0.0025}
-    assert "  data wait 12 %  ETA" in train_line(waits, Course(1170), columns=100)
-    assert "lr" not in train_line(waits, Course(1170))  # the wait matters more
-    assert "data wait 12 %" in train_line(waits, Course(1170))
+    line = train_line(waits, Course(1170))
+    assert "data wait 12 %" in line
+    assert "lr" not in line  # the wait matters more
     seldom = waits | {"data_wait_seconds": 0.0009}
     assert "wait" not in train_line(seldom, Course(1170), columns=100)
 
@@ -304,29 +297,23 @@ def test_metrics_are_cut_after_a_step_and_lines_of_somebody_else_are_kept_and_pa
 
 def test_metrics_keep_every_digit_lines_stay_json_and_what_cannot_be_read_is_an_error(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.log({"step": 1, "loss": 0.1 + 0.2, "bad": float("nan")})
-    assert metrics.read() == [{"step": 1, "loss": 0.1 + 0.2, "bad": None}]
+    metrics.log({"step": 1, "loss": 0.1 + 0.2, "bad": float("nan"), "a": [[1, float("inf")]]})
+    with metrics.path.open("ab") as file:
+        file.write(b'{"step": 2, "spl')  # a full disk: the next line does not continue it
+    metrics.log({"step": 3, "b": np.ones(2), "c": np.float32(0.5)})
+    first = {"step": 1, "loss": 0.1 + 0.2, "bad": None, "a": [[1, None]]}
+    assert metrics.read() == [first, {"step": 3, "b": [1.0, 1.0], "c": 0.5}]
+    metrics.close()
+    assert metrics.lost is None
     assert MetricsFile(tmp_path / "none").read() == []
-    metrics, message = MetricsFile(tmp_path), "cannot be read: Is a directory"
+    metrics = MetricsFile(tmp_path)
     for act in (metrics.read, lambda: metrics.resume_at(1)):
-        with pytest.raises(FileSystemError, match=rf"{tmp_path.name}: {message}"):
+        with pytest.raises(FileSystemError, match=f"{tmp_path.name}: cannot be read"):
             act()
 
 
-def test_half_a_line_that_a_full_disk_left_is_not_continued(tmp_path, monkeypatch):
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.log({"step": 1, "split": "train"})
-    with metrics.path.open("ab") as file:
-        file.write(b'{"step": 2, "spl')
-    metrics.log({"step": 3, "split": "train"})
-    assert [record["step"] for record in metrics.read()] == [1, 3]
-    metrics.close()
-    assert metrics.lost is None
-
-
-MANIFESTS = ["", "\0", '{"versions": ', "[]", "3", '"x"', "null", "[" * 9999]
-MANIFESTS += ['{"later_starts": 5}', '{"later_starts": [3]}', '{"data": "x"}']
-MANIFESTS += ['{"data": {"sha256": 7}}', '{"data": {"description": "caf\udce9"}}']
+MANIFESTS = ["", '{"versions": ', "[]", '"x"', "null", "[" * 9999, '{"later_starts": 5}']
+MANIFESTS += ['{"later_starts": [3]}', '{"data": "x"}', '{"data": {"sha256": 7}}']
 
 
 @pytest.mark.parametrize("damage", MANIFESTS, ids=lambda text: ascii(text[:20]))
@@ -370,21 +357,20 @@ def as_somebody():
 
 
 UNUSABLE = {
-    "a file": ("one", lambda path: path.write_text(""), "Not a directory"),
-    "below a file": ("one/run", lambda path: path.parent.write_text(""), "Not a directory"),
-    "a link to nowhere": ("one", lambda path: path.symlink_to("nowhere"), "No such file"),
-    "a link to itself": ("one", lambda path: path.symlink_to(path), "Not a directory|symbolic"),
-    "below a closed folder": ("one/run", lambda path: path.parent.mkdir(0o500), "Permission"),
-    "a closed folder": ("one", lambda path: path.mkdir(0o500), "Permission denied"),
-    "below one that cannot be seen into": ("a/b/c", lambda path: path.parents[1].mkdir(0), "Perm"),
+    "a file": ("one", lambda path: path.write_text("")),
+    "below a file": ("one/run", lambda path: path.parent.write_text("")),
+    "a link to nowhere": ("one", lambda path: path.symlink_to("nowhere")),
+    "a link to itself": ("one", lambda path: path.symlink_to(path)),
+    "a closed folder": ("one", lambda path: path.mkdir(0o500)),
+    "below one that cannot be seen into": ("a/b/c", lambda path: path.parents[1].mkdir(0)),
 }
 
 
-@pytest.mark.parametrize("name, make, reported", UNUSABLE.values(), ids=UNUSABLE)
-def test_a_run_directory_of_no_use_is_found_without_writing(as_somebody, name, make, reported):
+@pytest.mark.parametrize("name, make", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_run_directory_of_no_use_is_found_without_writing(as_somebody, name, make):
     def check(folder):
         make(path := folder / name)
-        message = rf"^run\.dir {path}: .*({reported}).*Choose a folder that can be written\."
+        message = rf"^run\.dir {path}: .*Choose a folder that can be written\."
         with pytest.raises(FileSystemError, match=message):
             RunDirectory(path, is_writer=True).check_usable()
 
@@ -437,37 +423,10 @@ def test_a_metric_that_is_an_array_is_printed_below_its_evaluation(capsys):
     assert len(lines) < 20
 
 
-def test_arrays_are_nested_lists_in_a_record_and_null_where_they_are_not_finite(tmp_path):
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.log({"step": 1, "a": [[1, float("nan")], [float("inf"), 2.5]], "b": np.ones(2)})
-    metrics.log({"step": 2, "c": np.float32(0.5), "d": np.arange(1)})
-    first, second = metrics.read()
-    assert first == {"step": 1, "a": [[1, None], [None, 2.5]], "b": [1.0, 1.0]}
-    assert second == {"step": 2, "c": 0.5, "d": [0]}
-
-
 def test_an_evaluation_that_is_not_finite_gets_a_line_and_its_arrays_none(capsys):
     record = {"step": 4, "split": "eval", "examples": 9, "recall": [math.nan, 0.5]}
-    record |= {"loss": math.nan, "f1": math.inf}
-    Display(Course(8), is_writer=True).log(record)
-    lines = " ".join(capsys.readouterr().out.split())
-    assert "eval 4 is not finite: loss nan, f1 inf. Look for examples with NaN" in lines
+    Display(Course(8), is_writer=True).log(record | {"loss": math.nan, "f1": math.inf})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "eval 4 is not finite: loss nan, f1 inf." in said
     Display(Course(8), is_writer=True).log({**record, "loss": 1.0, "f1": 0.5})
     assert "not finite" not in capsys.readouterr().out
-
-
-NAMELESS = OSError(errno.EDQUOT, "Disk quota exceeded"), OSError("is another directory")
-
-
-@pytest.mark.parametrize("error", NAMELESS, ids=str)
-def test_an_error_without_a_path_is_reported_in_its_own_words(tmp_path, monkeypatch, error):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(FileSystemError) as caught:
-        prepared(tmp_path / "run")
-    words = error.strerror or str(error)
-    assert str(caught.value) == (
-        f"run.dir {tmp_path / 'run'}: {words}. Choose a folder that can be written."
-    )

@@ -107,6 +107,9 @@ def test_another_model_and_other_rows_are_refused_in_one_line(of_objects):
         opened.predict([{"y": OTHER[0]["y"]}])
 
 
+OWN = {"data": {"target": "mine:data", "global_batch_size": 4}, "run": {"dir": "own"}}
+OWN |= {"train": {"num_steps": 2}, "mesh": {"num_devices": 2}}
+OWN |= {"model": {"target": "mine:make"}, "loss": {"target": "mine:loss"}}
 MINE = """
 import jddp
 import jax.numpy as jnp
@@ -180,25 +183,19 @@ def test_a_run_of_a_config_is_evaluated_on_its_data_or_on_others(here, capsys):
         assert "an evaluation reads only the keys of data and loss" in last_line(capsys)
 
 
-@pytest.mark.parametrize(
-    "given", [["evaluate"], ["predict", "--data", "data/new.npz", "--out", "a.npz"]]
-)
+@pytest.mark.parametrize("given", ["evaluate run", "predict run --data data/new.npz --out a.npz"])
 def test_commands_leave_the_memory_of_gpus_to_a_run_that_may_still_train(here, given, monkeypatch):
-    preallocate = "XLA_PYTHON_CLIENT_PREALLOCATE"
-    monkeypatch.setenv(preallocate, "")  # so that it is as before in the end
-    monkeypatch.delenv(preallocate)
-    command, *options = given
-    assert main([command, "run", *options]) == 0
-    assert os.environ[preallocate] == "false"
+    monkeypatch.delitem(os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    assert main(given.split()) == 0
+    assert os.environ.pop("XLA_PYTHON_CLIENT_PREALLOCATE") == "false"
 
 
 def test_metrics_that_are_arrays_are_arrays_in_text_and_lists_in_json_and_in_the_records(
     here, capsys
 ):
     """A run with a confusion matrix, as docs/data.md has it."""
-    own = {"data": {"target": "mine:data", "global_batch_size": 4}, "run": {"dir": "own"}}
-    own |= {"model": {"target": "mine:Net"}, "loss": {"target": "mine:table"}}
-    run = train(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
+    own = {"model": {"target": "mine:Net"}, "loss": {"target": "mine:table"}}
+    run = train(Config(**OWN | own))
     tables = ["confusion", "[[9. 9.]", " [9. 9.]]", "recall", "[ 1. nan]"]
     assert "\n".join(tables) in capsys.readouterr().out
     assert "confusion 2 x 2, recall 2" in repr(run)
@@ -237,16 +234,15 @@ def test_rows_of_a_file_are_predicted_in_their_order(here, capsys):
 @pytest.mark.parametrize("by", ["the data", "the config"])
 def test_images_of_bytes_are_normalized_for_predict_as_in_training(by, tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (16, 4, 4, 1)).astype(np.uint8)
-    labels = np.arange(16) % 2
-    scale, arguments = {"mean": 0.25, "std": 0.5}, {"image_size": 4, "num_channels": 1}
+    labels, scale = np.arange(16) % 2, {"mean": 0.25, "std": 0.5}
     for part in ("train", "test"):
         np.savez(tmp_path / part, image=images, label=labels)
         np.save(tmp_path / f"{part}_images.npy", images)
         np.save(tmp_path / f"{part}_labels.npy", labels)
+    data = {"name": "npz", "transforms": [{"name": "normalize", "kwargs": scale}]}
     if by == "the data":
-        data = {"name": "npy", "kwargs": {"num_classes": 2, **arguments, **scale}}
-    else:
-        data = {"name": "npz", "transforms": [{"name": "normalize", "kwargs": scale}]}
+        kwargs = {"num_classes": 2, "image_size": 4, "num_channels": 1, **scale}
+        data = {"name": "npy", "kwargs": kwargs}
     config = Config(
         data={"dir": str(tmp_path), "global_batch_size": 8, **data},
         model={"name": "mlp", "kwargs": {"widths": [4]}},
@@ -255,15 +251,12 @@ def test_images_of_bytes_are_normalized_for_predict_as_in_training(by, tmp_path)
         run={"dir": str(tmp_path / "run")},
     )
     run = train(config)
-    np.save(tmp_path / "new.npy", images[:11])
-    assert predict_file(tmp_path / "run", tmp_path / "new.npy", tmp_path / "out.npz") == 11
-    found = np.load(tmp_path / "out.npz", allow_pickle=False)["predictions"]
     scaled = (images[:11].astype(np.float32) / 255 - 0.25) / 0.5
     want = run.predict([{"image": scaled}])
-    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
-    for others in (scaled, images[:11].astype(np.uint16) * 257):  # 65,535 is white
-        np.save(tmp_path / "new.npy", others)
-        predict_file(tmp_path / "run", tmp_path / "new.npy", tmp_path / "out.npz")
+    white = images[:11].astype(np.uint16) * 257  # 65,535 is white
+    for rows in (images[:11], scaled, white):
+        np.save(tmp_path / "new.npy", rows)
+        assert predict_file(tmp_path / "run", tmp_path / "new.npy", tmp_path / "out.npz") == 11
         found = np.load(tmp_path / "out.npz", allow_pickle=False)["predictions"]
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
@@ -307,9 +300,7 @@ def test_code_that_a_run_directory_names_is_imported_only_where_it_is_trusted(he
 
 
 def test_a_run_whose_code_lies_in_the_current_folder_is_opened_by_one_flag(here, capsys):
-    own = {"data": {"target": "mine:data", "global_batch_size": 4}, "run": {"dir": "own"}}
-    own |= {"model": {"target": "mine:make"}, "loss": {"target": "mine:loss"}}
-    train(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
+    train(Config(**OWN))
     assert main(["evaluate", "own"]) == 2
     line = last_line(capsys)
     assert "--trust here" in line
@@ -342,9 +333,7 @@ def test_trust_here_covers_neither_what_a_file_imports_nor_the_run_directory(
 
 
 def test_a_trusted_config_evaluates_its_own_code_or_names_what_is_gone(here, capsys):
-    own = {"data": {"target": "mine:data", "global_batch_size": 4}, "run": {"dir": "own"}}
-    own |= {"model": {"target": "mine:make"}, "loss": {"target": "mine:loss"}}
-    train(Config(train={"num_steps": 2}, mesh={"num_devices": 2}, **own))
+    train(Config(**OWN))
     with pytest.raises(UsageError, match="is no Flax module class"):
         jddp.open_run("own", trust="package")
     assert jddp.open_run("own", trust="config").evaluate()["examples"] == 9

@@ -109,13 +109,6 @@ def test_live_lines_leave_out_what_matters_least():
     assert all(len(line) <= 40 for line in lines)
 
 
-def test_a_train_line_has_the_epoch_if_there_is_room():
-    line = "step 400/1170  epoch 3.4/10  loss 0.2384  lr 0.0016  10.8k images/s  ETA 0:15"
-    record = {name: x for name, x in RECORD.items() if name != "accuracy"}
-    assert train_line(record, COURSE) == line
-    assert train_line(record, COURSE, 76) == line.replace("epoch 3.4/10  ", "")
-
-
 def test_the_remaining_time_counts_evaluations_and_saves_to_come():
     evaluations, saves = Pause(100, seconds=2.0), Pause(math.inf, seconds=5.0)
     # A step is recorded before its evaluation: those after 400, 500 and 600 are to come.
