@@ -147,31 +147,24 @@ MISTAKES = (
 )
 
 
-def test_arrays_of_64_bits_are_verified_and_exported_as_they_are(tmp_path):
+def test_the_whole_state_and_arrays_of_64_bits_are_exported_bitwise_identical(run, tmp_path):
+    (path, state), file = run, tmp_path / "all.safetensors"
+    assert main(["export", str(path), str(file), "--all"]) == 0
+    arrays, want = read_file(file), by_path(state)
+    assert arrays.keys() == want.keys()
+    for name, x in want.items():
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        numbers = jax.random.key_data(x) if is_key else x
+        assert arrays[name].dtype == numbers.dtype, name
+        np.testing.assert_array_equal(arrays[name], numbers, err_msg=name)
     with (
         jax.enable_x64(True),
         contextlib.closing(CheckpointFolder(tmp_path / "a", keep=1)) as saved,
     ):
         saved.save(3, replicate({"x": np.array([1 / 3])}, make_mesh(1)), {})
     assert main(["verify", str(tmp_path / "a")]) == 0
-    file = tmp_path / "x.safetensors"
-    assert main(["export", "--all", str(tmp_path / "a"), str(file)]) == 0
-    assert read_file(file)["x"].tolist() == [1 / 3]
-
-
-def test_the_whole_state_is_exported_bitwise_identical(run, tmp_path):
-    path, state = run
-    file = tmp_path / "all.safetensors"
-    assert main(["export", str(path), str(file), "--all"]) == 0
-    want = {
-        name: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        for name, x in by_path(state).items()
-    }
-    arrays = read_file(file)
-    assert arrays.keys() == want.keys()
-    for name, x in want.items():
-        assert arrays[name].dtype == x.dtype, name
-        np.testing.assert_array_equal(arrays[name], x, err_msg=name)
+    assert main(["export", "--all", str(tmp_path / "a"), str(tmp_path / "x.safetensors")]) == 0
+    assert read_file(tmp_path / "x.safetensors")["x"].tolist() == [1 / 3]
 
 
 def test_a_bit_that_flips_in_an_export_is_found_when_it_is_read(run, tmp_path):

@@ -68,19 +68,6 @@ def test_what_was_uploaded_is_fetched_elsewhere_as_far_as_it_is_kept(url):
     assert complete(url) == [30, 40]
 
 
-def test_files_are_uploaded_again_where_they_have_changed(url, monkeypatch):
-    remote, metrics = Remote(url), "metrics.jsonl"
-    (remote.folder / metrics).write_text("1\n")
-    (remote.folder / "config.yaml").write_text("a: 1\n")
-    remote.upload()
-    (remote.folder / metrics).write_text("1\n2\n")
-    sent = []
-    # Of the class: fsspec keeps the object, and monkeypatch would leave an attribute there.
-    monkeypatch.setattr(type(remote._files), "put_file", lambda _, path, to: sent.append(to))
-    remote.upload()
-    assert [target.rpartition("/")[2] for target in sent] == [metrics]
-
-
 class Cut:
     """A file system whose connection is cut after some number of writes."""
 
@@ -190,9 +177,8 @@ def test_names_that_lead_out_of_the_folder_are_left_there(monkeypatch):
 
 @pytest.mark.parametrize("url", ["nothing://bucket/run", "gs://bucket/run"])
 def test_a_url_without_its_packages_is_refused_in_one_line(url):
-    with pytest.raises(ConfigError, match=f"{url}: .* or give a folder.") as caught:
+    with pytest.raises(ConfigError, match=rf"\A{url}: .* or give a folder\.\Z"):
         Remote(url)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_folder_is_named_as_it_was_typed(tmp_path, monkeypatch):
