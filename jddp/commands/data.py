@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list_rows(arguments: argparse.Namespace) -> None:
-    from jddp.trainer.runs.rows import rows_of_step
+    from jddp.trainer.runs.predictions import rows_of_step
 
     found = rows_of_step(arguments.run_dir, arguments.step, trust=arguments.trust)
     show(json.dumps(dataclasses.asdict(found)) if arguments.json else str(found))

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jddp.checkpoint.folders import finished
-from jddp.checkpoint.plain import from_plain, to_plain
 from jddp.data import eval_batches
 from jddp.data.periods import Reached
 from jddp.distributed.requests import Request
@@ -30,7 +29,7 @@ from jddp.engine.state import TrainState
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.ground.typing import Batches, JsonObject, LossFn, Metrics, PyTree, Record, Settings, Shown
 from jddp.modules.inputs import outputs
-from jddp.trainer.reports.files import as_json
+from jddp.trainer.reports.files import as_json, from_plain, to_plain
 from jddp.trainer.reports.lines import is_metric, plot
 from jddp.trainer.reports.run_directory import OWN_NAMES
 

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 
 from jddp.checkpoint.checkpoints import SECONDS, CheckpointFolder
 from jddp.checkpoint.folders import finished
-from jddp.checkpoint.plain import from_plain, to_plain
 from jddp.checkpoint.restore import Restored
 from jddp.config.permissions import absolute
 from jddp.distributed.coordination import from_first
@@ -32,6 +31,7 @@ from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState, is_float
 from jddp.ground.errors import ConfigError, Error, FileSystemError, NumericsError, UsageError
 from jddp.trainer.options import Keep, Options
+from jddp.trainer.reports.files import from_plain, to_plain
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Progress
 

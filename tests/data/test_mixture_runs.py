@@ -9,7 +9,7 @@ from jddp.commands.summary import opening
 from jddp.config.schema import Config
 from jddp.ground.errors import ConfigError
 from jddp.trainer.job.build import build, train
-from jddp.trainer.runs.rows import rows_of_step
+from jddp.trainer.runs.predictions import rows_of_step
 from jddp.workbench.tokenize import BYTES, write_tokens
 
 pytestmark = pytest.mark.usefixtures("started_devices")

@@ -11,7 +11,7 @@ from jddp.__main__ import main
 from jddp.config.files import load_config
 from jddp.ground.errors import ConfigError, DataError, UsageError
 from jddp.trainer.job.build import build
-from jddp.trainer.runs.rows import rows_of_step
+from jddp.trainer.runs.predictions import rows_of_step
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 

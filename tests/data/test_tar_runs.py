@@ -11,8 +11,7 @@ from states import assert_same
 
 from jddp.config.schema import Config
 from jddp.trainer.job.build import train
-from jddp.trainer.runs.predictions import predict_file
-from jddp.trainer.runs.rows import rows_of_step
+from jddp.trainer.runs.predictions import predict_file, rows_of_step
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 

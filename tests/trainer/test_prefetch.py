@@ -9,9 +9,9 @@ import datasets
 import grain
 import pytest
 
-from jddp.checkpoint.plain import from_plain, to_plain
 from jddp.ground.errors import DataError
 from jddp.trainer.prefetch import DEPTH, Source
+from jddp.trainer.reports.files import from_plain, to_plain
 
 
 def put(batch):

@@ -13,7 +13,7 @@ from jddp.commands.data import main
 from jddp.config.files import load_config
 from jddp.ground.errors import ConfigError, DataError, ExitCode, UsageError
 from jddp.trainer.job.build import build
-from jddp.trainer.runs.rows import rows_of_step
+from jddp.trainer.runs.predictions import rows_of_step
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 SMALL = {"model": {"name": "mlp"}, "mesh": {"num_devices": 2}}

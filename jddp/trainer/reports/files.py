@@ -14,8 +14,12 @@ event or is a warning, with its `time`, `kind` and `text`, and the facts of its 
 
     begin: host    step, eval: step, num_steps    resumed, stopped, signal, spike, skipped: step
     failed: error  warning
+
+JSON turns keys into text and tuples into lists, and knows no bytes. Values of a run's state that it
+would change are written as the text of a literal, which is read back without running code.
 """
 
+import ast
 import contextlib
 import json
 import logging
@@ -27,9 +31,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import numpy as np
 
 from jddp.ground.errors import (
+    ConfigError,
     FileSystemError,
     file_errors,
     printable,
@@ -273,3 +280,34 @@ def _opened(path: Path, lines: logging.Formatter) -> _LogFile:
         make_folder(path.parent)
         open(path, "ab", opener=opener).close()
         return _LogFile(path, lines)
+
+
+LITERAL = "@python"  # the only key of an object that holds a literal
+
+
+def to_plain(value: object, called: str) -> Any:
+    """Returns values of JSON for a value: itself, or the text of a literal.
+
+    Args:
+      value: Numbers, text, bytes, None, and lists, tuples and dicts of them. NumPy's numbers come
+        back as Python's numbers.
+      called: Name of the value, for an error.
+
+    Raises:
+      ConfigError: If it holds anything else.
+    """
+    for given in (value, {LITERAL: repr(value)}):
+        with contextlib.suppress(TypeError, ValueError, SyntaxError, RecursionError):
+            plain = json.loads(json.dumps(given, default=np.generic.item))
+            back = from_plain(plain)
+            if back == value or repr(back) == repr(value):  # NaN is not equal to itself.
+                return plain
+    raise ConfigError(
+        f"{called} cannot be saved: {str(value)[:80]!r}. Give numbers, text, lists, tuples, dicts."
+    )
+
+
+def from_plain(plain: Any) -> Any:
+    """Returns the value that `to_plain` has converted to this one."""
+    is_literal = isinstance(plain, dict) and plain.keys() == {LITERAL}
+    return ast.literal_eval(plain[LITERAL]) if is_literal else plain

@@ -334,12 +334,21 @@ def held(path: Path) -> Iterator[str]:
       InUse: If another holder has it.
       OSError: If it cannot be opened, or is a link.
     """
+
+    def opened(path: str, flags: int) -> int:
+        return opener(path, flags | os.O_NOFOLLOW)  # The target of a link would be emptied.
+
     # A child shares the descriptor, and would keep the lock after the end of its parent.
-    with _opened(path) as file, in_forked_children(file.close):
+    with open(path, "a+b", 0, opener=opened) as file, in_forked_children(file.close):
         if not _is_locked(file):
             raise InUse(_name_of_holder(file))
+        name = ""
+        with contextlib.suppress(OSError):  # A full disk has locks, and no room for a name.
+            file.truncate(0)
+            file.write(f"{_own_name()}\n".encode())
+            name = f"{_own_name()}\n"
         try:
-            yield _write_name(file)
+            yield name
         finally:
             if not file.closed:  # as it is in a forked child
                 with contextlib.suppress(OSError):
@@ -357,11 +366,6 @@ def holder_of(path: Path) -> str:
     return ""
 
 
-def _opened(path: Path) -> IO[bytes]:
-    # The target of a link would be emptied.
-    return open(path, "a+b", buffering=0, opener=lambda p, flags: opener(p, flags | os.O_NOFOLLOW))
-
-
 def _is_locked(file: IO[bytes], kind: int = fcntl.LOCK_EX) -> bool:
     """Locks an open file; returns False if another holder has it."""
     try:
@@ -371,15 +375,6 @@ def _is_locked(file: IO[bytes], kind: int = fcntl.LOCK_EX) -> bool:
     except OSError as error:
         log.warning("%s cannot be locked: %s.", file.name, words_of(error))
     return True
-
-
-def _write_name(file: IO[bytes]) -> str:
-    name = f"{_own_name()}\n"
-    with contextlib.suppress(OSError):  # A full disk has locks, and no room for a name.
-        file.truncate(0)
-        file.write(name.encode())
-        return name
-    return ""
 
 
 def _name_of_holder(file: IO[bytes]) -> str:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jddp.checkpoint.plain import from_plain, to_plain
 from jddp.ground.errors import ConfigError
+from jddp.trainer.reports.files import from_plain, to_plain
 
 VALUES = [
     {0: 3, 1: {"next": None}},

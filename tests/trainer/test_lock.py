@@ -1,8 +1,8 @@
 import contextlib
 import errno
 import fcntl
-import io
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -128,13 +128,13 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     assert (tmp_path / "mine").read_text() == "text"
 
 
-def test_on_a_full_disk_the_lock_holds_without_a_name(tmp_path, monkeypatch):
-    class Full(io.FileIO):
-        def write(self, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(lock, "_opened", lambda path: Full(path, "a+"))
-    with lock.held(path := tmp_path / "lock") as name:
-        assert name == path.read_text() == ""
-        with pytest.raises(lock.InUse, match="^another process$"), lock.held(path):
-            pass
+def test_on_a_full_disk_the_lock_holds_without_a_name(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with lock.held(path := tmp_path / "lock") as name:
+            assert name == path.read_text() == ""
+            with pytest.raises(lock.InUse, match="^another process$"), lock.held(path):
+                pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
