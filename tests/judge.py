@@ -194,12 +194,6 @@ def leaves_with_path(tree):
     return jax.tree_util.tree_leaves_with_path(tree)
 
 
-def at(tree, path):
-    for entry in path:
-        tree = tree[entry.key]
-    return tree
-
-
 def is_float(x):
     return jnp.issubdtype(x.dtype, np.inexact)
 

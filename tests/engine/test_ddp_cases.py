@@ -84,16 +84,6 @@ def test_a_bucket_of_unused_parameters_is_not_sent():
     beside_one_device(Layers(("float32",) * 2, used=1), places=["flat-ready"])
 
 
-# All rows, all but the last, and those of one micro-batch of one replica.
-MASKS = [np.ones(32, bool), np.arange(32) < 27, np.arange(32) // 2 == 9]
-
-
-def test_k_micro_batches_equal_one_device_on_the_joined_batch():
-    """ACC-1: entries count alike, however they are spread over replicas and micro-batches."""
-    batches = [{**make_rows(32, seed=i), "mask": mask} for i, mask in enumerate(MASKS)]
-    beside_one_device(Net(), batches=batches, accumulate_steps=4)
-
-
 @in_both_places
 def test_what_travels_depends_neither_on_k_nor_on_the_rows(place):
     """ACC-1: not its number, not its bytes; and nothing travels inside of the loop over parts."""

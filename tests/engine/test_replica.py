@@ -85,14 +85,6 @@ def test_a_replica_s_key_follows_the_rule_of_all_random_numbers(mesh):
         assert jax.random.key_data(keys[i]).tolist() == jax.random.key_data(want).tolist()
 
 
-def test_keys_may_be_rows_of_a_batch():
-    ddp = wrapped(nn.Dense(1), lambda model, batch: jax.vmap(jax.random.uniform)(batch["key"]))
-    state = ddp.init(0, params={"params": {}})
-    keys = jddp.replica_key(state)
-    _, metrics = ddp.step(state, {"key": keys})
-    np.testing.assert_allclose(metrics["loss"], jax.vmap(jax.random.uniform)(keys).mean(), 1e-6)
-
-
 def wander(m, x, train):
     own = m.variable("own", "w", jnp.zeros, (x.shape[-1], 4))
     calls = m.variable("own", "calls", jnp.zeros, (), jnp.int32)
@@ -130,7 +122,7 @@ def own_of(model_state):
 
 @in_both
 def test_what_is_declared_per_replica_differs_and_no_digest_minds(make, kind):
-    batch, ddp = make_batch(), wrapped(make(), state={**dict.fromkeys([kind], "per_replica")})
+    batch, ddp = make_batch(), wrapped(make(), state={kind: "per_replica"})
     state, _ = take_steps(ddp, [batch] * 2)
     rows = host(own_of(state.model_state))
     assert rows.shape == (8, 16, 4)
@@ -147,7 +139,7 @@ def test_what_is_declared_per_replica_differs_and_no_digest_minds(make, kind):
 def test_a_replica_without_valid_rows_keeps_its_state_and_counts_the_step():
     make, kind = WANDERERS["linen"]
     batch = make_batch() | {"mask": np.float32(np.arange(16) < 2)}  # the rows of replica 0
-    ddp = wrapped(make(), state={**dict.fromkeys([kind], "per_replica")}, batch_norm="local")
+    ddp = wrapped(make(), state={kind: "per_replica"}, batch_norm="local")
     state, _ = take_steps(ddp, [batch])
     own = host(state.model_state["own"])
     assert [bool(row.any()) for row in own["w"]] == [True, *[False] * 7]
@@ -169,7 +161,7 @@ def test_a_run_goes_on_with_what_each_replica_had(make, kind, tmp_path):
     def fit(num_steps, run_dir):
         options = {"num_steps": num_steps, "run_dir": tmp_path / run_dir}
         return jddp.fit(
-            wrapped(make(), state={**dict.fromkeys([kind], "per_replica")}),
+            wrapped(make(), state={kind: "per_replica"}),
             [make_batch()] * 4,
             **options,
         ).state

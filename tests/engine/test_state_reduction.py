@@ -5,7 +5,6 @@ The judge is one device that is given the whole batch.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -104,20 +103,6 @@ def test_the_first_is_replica_zero_s_and_the_same_everywhere(make, kind):
     _, state = train(make(), 1, state={kind: "first"})
     equal(counted(state)[0], signs_of(make_batch(32, seed=0)["x"][:4]))
     assert find_divergence(digests(state), state) is None
-
-
-@in_both
-def test_counts_may_be_kept_by_each_replica(make, kind):
-    ddp, state = train(make(), state={kind: "per_replica"})
-    seen, calls = counted(state)
-    np.testing.assert_array_equal(seen.sum(1), [3 * 4] * 8)
-    np.testing.assert_array_equal(calls, [3] * 8)
-    np.testing.assert_array_equal(seen.sum(0), counted(train(make(), mesh=1)[1])[0])
-    assert find_divergence(digests(state), state) is None
-    read = ddp.model(state)
-    kept = read["counts"]["seen"] if kind == "counts" else read.seen[...]
-    np.testing.assert_array_equal(kept, seen.sum(0) // 8)
-    assert ddp.evaluate(state, [make_batch(32)])["examples"] == 32
 
 
 def test_names_and_rules_that_are_not_known_are_refused():
