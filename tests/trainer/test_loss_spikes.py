@@ -10,7 +10,7 @@ from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.ground.errors import ConfigError, NumericsError
+from jddp.ground.errors import NumericsError
 
 BAD = 60  # the step of the poisoned batch
 
@@ -115,8 +115,3 @@ def test_too_many_spikes_in_a_row_end_the_run_with_the_evidence(tmp_path):
     with pytest.raises(NumericsError, match=message):
         fit(wrapped(), "skip", batches(bad), run_dir=tmp_path, **checks)
     assert (tmp_path / "nonfinite" / f"step_{BAD + 2}" / "report.json").exists()
-
-
-def test_an_unknown_action_is_refused():
-    with pytest.raises(ConfigError, match="on_spike 'stop' is unknown. Choose one of 'warn'"):
-        jddp.Checks(on_spike="stop")

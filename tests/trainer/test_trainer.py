@@ -16,7 +16,7 @@ import optax
 import pytest
 from flax import nnx
 from runs import contents, printed, records
-from states import assert_same, close, copied
+from states import assert_same, copied
 from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
@@ -265,33 +265,6 @@ def test_the_length_of_epochs_that_are_made_longer_is_kept_and_reported(tmp_path
     assert kept["plan"]["num_steps"] == run.step == 4
 
 
-WORLDS = {
-    "micro-batches": (MLP(), [(2, 1), (2, 2), (1, 4)]),
-    "devices under batch norm": (ConvNet(), [(4, 1), (1, 1), (2, 1)]),
-}
-
-
-@pytest.mark.parametrize("model, worlds", swept(WORLDS, every=2))
-@pytest.mark.slow
-def test_a_run_moves_from_world_to_world_up_to_rounding(tmp_path, capsys, model, worlds):
-    def train(world, run_dir, num_steps):
-        options = dict(zip(("mesh", "accumulate_steps"), world, strict=True))
-        ddp = wrapped(model, optax.sgd(0.05, 0.9), **options)
-        return fit(ddp, endless(), run_dir, num_steps=num_steps)
-
-    want = train(worlds[0], tmp_path / "whole", 9).state
-    for num_steps, world in zip((3, 6, 9), worlds, strict=True):
-        capsys.readouterr()
-        got = train(world, tmp_path / "moved", num_steps).state
-        said = printed(capsys)
-        reported = "all counts continue exactly; all else is equal within rounding" in said
-        assert reported == (num_steps > 3)
-    for name in ("params", "model_state", "opt_state"):
-        # Nine steps' sums, each in another order.
-        close(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-5)
-    assert [r["count"] for r in records(tmp_path / "moved") if r["split"] == "train"] == [8] * 9
-
-
 RANDOM = "random numbers differ (keys depend on replica and micro-batch)"
 STATISTICS = "batch norm computes statistics over other parts of a batch"
 OWN = "each replica starts from the mean of the"
@@ -448,16 +421,6 @@ def test_a_run_that_a_signal_stops_before_its_first_step_evaluates_nothing_of_it
     assert [x["step"] for x in run.evaluations] == [3, NUM_STEPS]
 
 
-def test_an_error_of_data_that_are_replayed_stays_what_it_is(plain, tmp_path):
-    def broken():
-        yield make_batch(8)
-        raise ValueError("row 9 is no number")
-
-    fit(plain, batches(), tmp_path)
-    with pytest.raises(ValueError, match="row 9 is no number"):
-        fit(plain, broken(), tmp_path, num_steps=NUM_STEPS + 1)
-
-
 def test_a_run_in_another_thread_leaves_the_signals_alone(plain):
     def handlers():
         return list(map(signal.getsignal, stop_signals()))
@@ -518,6 +481,7 @@ PARTS = [
     (jddp.Evaluation, {"batches": EVALUATION, "limit": 0}, "limit"),
     (jddp.Keep, {"every_steps": 0}, "keep_every_steps"),
     (jddp.Checks, {"max_consecutive_skips": 2.5}, "max_consecutive_skips is a whole number"),
+    (jddp.Checks, {"on_spike": "stop"}, "on_spike 'stop' is unknown"),
     (jddp.EarlyStopping, {"metric": "score"}, "'score' does not show"),
     (jddp.EarlyStopping, {"metric": "accuracy", "mode": "most"}, "mode 'most'"),
     (jddp.EarlyStopping, {"patience": 0}, "patience"),
@@ -628,16 +592,6 @@ def test_what_a_run_has_learnt_is_saved_whatever_raises(ddp, tmp_path, source, o
     assert_same(run.state, want.state)
     assert records(tmp_path / "broken") == records(tmp_path / "whole")
     assert run.evaluations == want.evaluations
-
-
-def test_an_error_carries_the_run_without_a_directory_too(plain):
-    recorder = Recorder()
-    with pytest.raises(Broken) as caught:
-        jddp.fit(plain, batches(), num_steps=6, callbacks=[At(3, break_off), recorder])
-    run = caught.value.run
-    assert run.step == 4
-    assert recorder.metrics[-1]["step"] == 4
-    assert plain.evaluate(run.state, EVALUATION) == run.evaluate(EVALUATION)
 
 
 def test_a_batch_of_another_form_is_refused_with_its_step_and_both_forms(plain):
