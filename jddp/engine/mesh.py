@@ -159,7 +159,9 @@ def over_replicas(
     # under it autodiff sums gradients leaf by leaf, before they could be put into buckets. Tests
     # prove in its place that replicas end with the same state: N devices equal one.
     function = mapped_over(axis_of(mesh))(function)
-    ins, outs = (jax.tree.map(_spec_of, x) for x in (in_specs, out_specs))
+    ins, outs = (
+        jax.tree.map(lambda x: getattr(x, "spec", x), tree) for tree in (in_specs, out_specs)
+    )
     mapped = jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
     enter, leave = (functools.partial(_relabelled, leaves=x) for x in (False, True))
 
@@ -172,10 +174,6 @@ def over_replicas(
 
 
 Placed = P | NamedSharding
-
-
-def _spec_of(placed: Placed) -> P:
-    return placed.spec if isinstance(placed, NamedSharding) else placed
 
 
 def _relabelled(placed: Placed, tree: PyTree, *, leaves: bool) -> PyTree:

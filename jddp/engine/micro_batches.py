@@ -129,7 +129,6 @@ Number = int | Array  # of a micro-batch
 MicroBatch = tuple[Batch, Array, PyTree]  # its rows, key and constants
 Scale = float | Array
 ScaleOf = Callable[[TrainState], Scale]  # the loss scale of a step
-Guarded = tuple[ModelState, Callable[[Array], Array]]
 Loss = Callable[[Params], tuple[jax.Array, Tree]]
 Pullback = Callable[[jax.Array], tuple[Params]]
 
@@ -271,13 +270,9 @@ class MicroBatches:
           key: Key of its random numbers in this step.
           loss_scale: Function of the state that returns the loss scale of the step.
         """
-        run = self._with_last_pass if self.overlaps else self._all_passes
-        return run(state, inputs, key, loss_scale)
-
-    def _all_passes(
-        self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf
-    ) -> Local:
-        """Runs all micro-batches in one loop; gradients are finished before a bucket leaves."""
+        if self.overlaps:
+            return self._with_last_pass(state, inputs, key, loss_scale)
+        # All micro-batches in one loop: gradients are finished before a bucket leaves.
         scale, running = loss_scale(state), self.running(state, inputs)
         take = self.split(inputs, key)
         total = self.accumulate(state, running, take, self.num, scale)
@@ -360,13 +355,24 @@ class MicroBatches:
         # The loss is a sum over valid entries, not a mean: a replica knows its own count, but the
         # mean needs the global one. With sums, no bucket waits for it.
         start = self.start(state.params, sums["loss"].num_entries * self.num)
-        # The guard works leaf by leaf: one decision over all gradients would hold back the first
-        # bucket until the last gradient is finished.
-        finish: Callable[[Array], Array] = _as_it_is
         # The global batch has valid rows whenever the step has; one replica's rows may all be
         # masked, and statistics of no row are 0 / 0, which is NaN.
+        is_empty: Array | None = None
         if self.model.batch_norm != "sync" and jax.tree.leaves(before):
-            model_state, finish = drop_empty(self.model, sums["loss"].count, before, model_state)
+            is_empty = sums["loss"].count == 0
+
+            def keep(path: Path, old: Array, new: Array) -> Array:
+                # Counters, which are whole numbers, advance with an empty micro-batch too, or
+                # replicas would count different numbers of steps.
+                is_own = self.model.keeps_own(path, new) and is_float(new)
+                return jnp.where(is_empty, old, new) if is_own else new
+
+            model_state = jax.tree_util.tree_map_with_path(keep, before, model_state)
+
+        # Leaf by leaf: one decision over all gradients would hold back the first bucket until the
+        # last gradient is finished.
+        def finish(grad: Array) -> Array:
+            return grad if is_empty is None else jnp.where(is_empty, 0, grad)
 
         def backward(scale: Array) -> Grads:
             # The cotangent has the dtype of the loss, which may be float64.
@@ -441,33 +447,3 @@ class MicroBatches:
         first = Accumulated(zeros, running.start(), {})
         total, sums = lax.scan(add, first, jnp.arange(num))
         return total._replace(sums=jax.tree.map(lambda x: x.sum(0), sums))
-
-
-def _as_it_is(grad: Array) -> Array:
-    return grad
-
-
-def drop_empty(model: FlaxModel, count: Array, before: ModelState, after: ModelState) -> Guarded:
-    """Keeps out the NaN that batch norm makes of a micro-batch without a valid row.
-
-    The guard takes one gradient at a time, so that a bucket need not wait for all of them.
-
-    Args:
-      model: The model.
-      count: Number of valid entries of the micro-batch.
-      before: The model's other state before it.
-      after: The model's other state after it.
-
-    Returns:
-      The state to continue with, and a function to apply to each gradient.
-    """
-    is_empty = count == 0
-
-    def keep(path: Path, old: Array, new: Array) -> Array:
-        # Counters, which are whole numbers, advance with an empty micro-batch too, or replicas
-        # would count different numbers of steps.
-        is_own = model.keeps_own(path, new) and is_float(new)
-        return jnp.where(is_empty, old, new) if is_own else new
-
-    state = jax.tree_util.tree_map_with_path(keep, before, after)
-    return state, lambda grad: jnp.where(is_empty, 0, grad)

@@ -398,7 +398,19 @@ def choose_reducer(
     Raises:
       ConfigError: If the two cannot be combined, with the reason, or the hook is none.
     """
-    _refuse_pairs(strategy, reduction, batch_norm)
+    given = {
+        strategy.name: True,
+        "local steps from the first": strategy.name == "local steps" and not strategy.sync.start,
+        "reduction.hook": reduction.hook is not None,
+        "reduction.wire_dtype": reduction.wire_dtype is not None,
+        "reduction.wire_dtype='float16'": reduction.wire_dtype == "float16",
+        "batch_norm='local' or 'broadcast'": batch_norm != "sync",
+        "reduction.overlap=True": reduction.overlap is True,
+        "reduction.layout='leaf'": reduction.layout == "leaf",
+    }
+    for pair, why in REFUSED.items():
+        if all(given.get(name) for name in pair):
+            raise ConfigError(f"{' and '.join(pair)} cannot be combined: {why}. Leave one out.")
     # There is nothing to overlap where a step sends no gradients; and where some steps do, the
     # program, which holds steps with and without a mean, would hold the backward pass twice.
     sends = (mesh.size > 1 and strategy.sends_buckets) or reduction.overlap is True
@@ -413,19 +425,3 @@ def choose_reducer(
             reducer, is_divided=lambda shape: divided_dim(shape, size) is not None
         )
     return reducer, overlaps
-
-
-def _refuse_pairs(strategy: Strategy, reduction: Reduction, batch_norm: str) -> None:
-    given = {
-        strategy.name: True,
-        "local steps from the first": strategy.name == "local steps" and not strategy.sync.start,
-        "reduction.hook": reduction.hook is not None,
-        "reduction.wire_dtype": reduction.wire_dtype is not None,
-        "reduction.wire_dtype='float16'": reduction.wire_dtype == "float16",
-        "batch_norm='local' or 'broadcast'": batch_norm != "sync",
-        "reduction.overlap=True": reduction.overlap is True,
-        "reduction.layout='leaf'": reduction.layout == "leaf",
-    }
-    for pair, why in REFUSED.items():
-        if all(given.get(name) for name in pair):
-            raise ConfigError(f"{' and '.join(pair)} cannot be combined: {why}. Leave one out.")
