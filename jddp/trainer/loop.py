@@ -135,11 +135,6 @@ class Loop:
         """Total number of steps."""
         return self.options.num_steps or 0  # counted where a run begins
 
-    def set_length(self, num_steps: int) -> None:
-        """Sets the number of steps of a run of some epochs."""
-        self.options = replace(self.options, num_steps=num_steps)
-        self.reporter.course.num_steps = num_steps
-
     def begin(self) -> None:
         """Prints the notes, checks replicas and evaluation, and starts to read batches."""
         run = self.run

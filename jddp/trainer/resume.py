@@ -105,7 +105,9 @@ def _continue(loop: Loop, before: Progress, trace: Trace) -> None:
 def _count_steps(loop: Loop) -> None:
     """Counts the steps of some epochs, which end with their last example."""
     if loop.options.num_epochs is not None:
-        loop.set_length(loop.run.step + loop.source.num_left)
+        num_steps = loop.run.step + loop.source.num_left
+        loop.options = replace(loop.options, num_steps=num_steps)
+        loop.reporter.course.num_steps = num_steps
 
 
 def _resume_records(run: Run, files: RunDirectory) -> list[JsonObject]:

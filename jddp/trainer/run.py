@@ -84,9 +84,9 @@ class Progress:
       learning_rate: Learning rate of the last step, if it is known.
       buckets: Buckets of a step.
       program: Digests of model, loss and optimizer.
-      config: JsonObject of the run; None where there are none.
+      config: Settings of the run; None where there are none.
       manifest: Versions of the software, and facts.
-      plan: JsonObject that may differ when the run resumes.
+      plan: Settings that may differ when the run resumes.
     """
 
     step: int = 0
