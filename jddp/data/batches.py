@@ -348,8 +348,7 @@ class _EvalBatches(Shown):
         for first in range(0, len(self.examples), self.global_batch_size):
             last = min(first + end, len(self.examples))
             rows = self.examples.take(np.arange(first + begin, last))
-            is_sent = self.on_device and self.chain.transforms
-            yield rows | {TRANSFORM: self.chain} if is_sent else self.chain(rows)
+            yield rows | {TRANSFORM: self.chain} if self.on_device else self.chain(rows)
 
 
 @refuses_unknown("eval_batches", OF_EVAL_BATCHES)

@@ -75,26 +75,14 @@ def images(global_batch_size):
     train = (pixels(global_batch_size, i) for i in itertools.count())
     return train, [pixels(global_batch_size, 10**6)]
 
-def fixed():
-    return Positioned(8), [rows(8, 10**6)]
-
-def short(global_batch_size):
-    return iter([rows(global_batch_size, 0)]), [rows(global_batch_size, 0)]
-
-def empty():
-    return iter([]), []
-
-def single():
-    return iter([{"image": np.float32(1.0), "label": 1}]), [rows(8, 0)]
-
-def nothing():
-    return iter([{}]), [rows(8, 0)]
-
-def once(global_batch_size):
-    return Positioned(global_batch_size), iter([rows(global_batch_size, 0)])
-
-def arrays(global_batch_size):
-    return Positioned(global_batch_size), rows(8, 0)
+TEST = [rows(8, 0)]
+fixed = lambda: (Positioned(8), TEST)
+short = lambda global_batch_size: (iter([rows(global_batch_size, 0)]), TEST)
+empty = lambda: (iter([]), [])
+single = lambda: (iter([{"image": np.float32(1.0), "label": 1}]), TEST)
+nothing = lambda: (iter([{}]), TEST)
+once = lambda global_batch_size: (Positioned(global_batch_size), iter(TEST))
+arrays = lambda global_batch_size: (Positioned(global_batch_size), TEST[0])
 """
 
 DATA = ["data.name=null", "data.global_batch_size=16", "model.kwargs.num_outputs=4"]

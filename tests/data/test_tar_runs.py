@@ -1,12 +1,8 @@
 """Tar files of samples: trained from a config, resumed, and their samples named."""
 
-import io
-import tarfile
-
-import datasets
 import numpy as np
 import pytest
-from PIL import Image
+from data_files import file_of, write_images, write_tar
 from states import assert_same
 
 from jddp.config.schema import Config
@@ -16,35 +12,23 @@ from jddp.trainer.runs.predictions import predict_file, rows_of_step
 pytestmark = pytest.mark.usefixtures("started_devices")
 
 
-def add(tar, name, content):
-    header = tarfile.TarInfo(name)
-    header.size = len(content)
-    tar.addfile(header, io.BytesIO(content))
-
-
 @pytest.fixture
-def tars(tmp_path, monkeypatch):
+def tars(tmp_path):
     """Two shards of images of three classes."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rng = np.random.default_rng(0)
     for part in ("train-0", "train-1", "test-0"):
-        with tarfile.open(tmp_path / f"{part}.tar", "w") as tar:
-            for number in range(12):
-                pixels = rng.integers(0, 256, (8, 8, 3), "u1")
-                Image.fromarray(pixels).save(image := io.BytesIO(), "PNG")
-                add(tar, f"{part}-{number:02}.png", image.getvalue())
-                add(tar, f"{part}-{number:02}.cls", b"%d" % (number % 3))
+        samples = {}
+        for number in range(12):
+            samples[f"{part}-{number:02}.png"] = file_of(rng.integers(0, 256, (8, 8, 3), "u1"))
+            samples[f"{part}-{number:02}.cls"] = b"%d" % (number % 3)
+        write_tar(tmp_path / f"{part}.tar", samples)
     return tmp_path
 
 
 def config(tars, name, num_steps, **kwargs):
+    kwargs = {"image_size": 8, **kwargs}
     return Config(
-        data={
-            "name": "webdataset",
-            "dir": str(tars),
-            "kwargs": {"image_size": 8, **kwargs},
-            "global_batch_size": 8,
-        },
+        data={"name": "webdataset", "dir": str(tars), "global_batch_size": 8, "kwargs": kwargs},
         model={"name": "mlp", "kwargs": {"num_outputs": 3}},
         train={"num_steps": num_steps},
         mesh={"num_devices": 2},
@@ -63,9 +47,8 @@ def test_a_run_of_tar_files_resumes_bitwise_names_its_samples_and_predicts_image
     epoch = [name for step in (1, 2, 3) for name in rows_of_step(whole.run_dir, step).names]
     assert len({*epoch}) == 24
     assert "train-1.tar: train-1-11" in epoch
-    (tars / "new").mkdir()
-    for number in range(3):
-        Image.fromarray(np.full((9, 9, 3), number, "u1")).save(tars / "new" / f"{number}.png")
+    images = {f"{number}.png": file_of(np.full((9, 9, 3), number, "u1")) for number in range(3)}
+    write_images(tars / "new", images)
     assert predict_file(whole.run_dir, tars / "new", tars / "out.csv") == 3
 
 

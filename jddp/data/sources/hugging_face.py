@@ -278,7 +278,10 @@ class StoredRows(RowExamples):
     def _rows_at(self, indices: list[int]) -> Iterable[Row]:
         with refusing_damage(self._where, "file of rows"):
             stored = self._rows.__getitems__(indices)
-        return [self._decode(row) for row in stored]
+        return [self._row(row) for row in stored]
+
+    def _row(self, row: Row) -> Row:
+        return self._decode(row)
 
 
 class RowStream:
@@ -401,9 +404,7 @@ class SampleExamples(StoredRows):
         self, rows: Any, where: str, size: int | None, margin: float, masked: set[str] | None
     ) -> None:
         super().__init__(rows, where)
-        self._decode = functools.partial(
-            _sample, others=self._decode, size=size, margin=margin, masked=masked
-        )
+        self._size, self._margin, self._masked = size, margin, masked
 
     @property
     def files(self) -> list[str]:
@@ -417,23 +418,16 @@ class SampleExamples(StoredRows):
         numbers = b"" if labels is None else labels.astype(np.int32).tobytes()
         return sha256("\n".join(self.files).encode() + numbers).hexdigest()
 
-
-def _sample(
-    row: Row,
-    *,
-    others: Callable[[Row], Row],
-    size: int | None,
-    margin: float,
-    masked: set[str] | None,
-) -> Row:
-    """The row of a sample: its image, and what the function makes of its other members."""
-    rest = others({name: x for name, x in row.items() if name not in ("image", *PLACE)})
-    if size is None:
-        return rest
-    where, image = _called(*(str(row[name]) for name in PLACE)), row["image"]
-    assert isinstance(image, dict)
-    found = image_or_mask(image["bytes"], size, margin, where=where, masked=masked)
-    return {**found, **rest}
+    def _row(self, row: Row) -> Row:
+        rest = self._decode({x: y for x, y in row.items() if x not in ("image", *PLACE)})
+        if self._size is None:
+            return rest
+        where, image = _called(*(str(row[name]) for name in PLACE)), row["image"]
+        assert isinstance(image, dict)
+        found = image_or_mask(
+            image["bytes"], self._size, self._margin, where=where, masked=self._masked
+        )
+        return {**found, **rest}
 
 
 def _called(path: str, sample: str) -> str:

@@ -121,7 +121,7 @@ def table_in_files(
         spec_of(data.train),
         lambda: data,
         sizes={"num_classes": len(classes)} if classes else {},
-        num_categories=encoding.num_categories,
+        num_categories=[len(x) + encoding.reserves_unseen for x in encoding.categories.values()],
     )
 
 
@@ -143,11 +143,6 @@ class Encoding:
     categories: Mapping[str, Sequence[str]]
     reserves_unseen: bool = False
     fills_missing: bool = False
-
-    @property
-    def num_categories(self) -> list[int]:
-        """Number of categories of each categorical column, with the reserved one."""
-        return [len(names) + self.reserves_unseen for names in self.categories.values()]
 
     def arrays(self, rows: Any) -> NumpyBatch:
         """float32 "x" `(rows, numbers)`, and int32 "categories" `(rows, columns)` if there are any.
