@@ -257,6 +257,7 @@ def test_what_is_computed_meanwhile_hides_a_transfer_and_half_an_all_reduce_take
     assert (transfer.num_products, transfer.waited_seconds) == (1, 2.0)
     assert (timeline.compute_seconds, timeline.step_seconds) == (3.0, 5.0)
     assert timeline.exposed_share == 0.4
+    assert (timeline.small, timeline.small_exposed_share) == ((), 0.0)
     for half in ("reduce-scatter", "all-gather"):
         (transfer,) = walked(f"%r = f32[32768]{{0}} {half}(%v), dimensions={{0}}").transfers
         assert transfer.needed_seconds == 1.5

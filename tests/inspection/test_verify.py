@@ -270,11 +270,24 @@ def test_random_numbers_of_the_host_or_of_one_key_are_found_and_nan_is_never_the
     assert not verified(loss=lambda *given: loss_fn(*given)[0] * jnp.nan).passed
 
 
+def test_the_worst_leaf_is_named():
+    def loss(model, batch, train):
+        losses, _ = loss_fn(model, batch, train)
+        bias = model.variables["params"]["Dense_1"]["bias"]
+        return losses + bias.sum() * jax.lax.axis_index(jddp.AXIS)
+
+    report = verified(loss=loss, optimizer=optax.sgd(0.1))
+    apart = {x.what: x.leaf for x in report.comparisons if not x.passed}
+    assert apart == {"gradients": "Dense_1/bias", "update": "Dense_1/bias"}
+
+
 def test_what_cannot_be_compared_is_refused():
     with pytest.raises(UsageError, match="there is only one"):
         verified(ConvNet(), mesh=1)
     with pytest.raises(UsageError, match="one device cannot have"):
         verified(ConvNet(), batch_norm=jddp.SyncBatchNorm(group_size=2))
+    with pytest.raises(UsageError, match="LocalSteps"):
+        verified(strategy=jddp.LocalSteps(2))
 
 
 JOB = ["model.name=mlp", "data.global_batch_size=16", "mesh.num_devices=4"]

@@ -124,6 +124,7 @@ def test_a_smaller_loss_is_better_by_which_language_models_are_compared(make):
     found = compare([worse, better, make("broken", [])])  # before its first evaluation
     assert (found.mode, found.groups[0].results[0].path) == ("min", str(better))
     assert (found.groups[0].results[0].step, found.groups[0].results[0].last) == (1, 0.8)
+    assert compare([better]).verdict.startswith("loss is 0.8: ")
     for run, loss in ((worse, 3.1), (better, 2.9)):
         line = {"step": 2, "split": "eval", "loss": loss, "accuracy": 0.5, "perplexity": 20.0}
         (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
