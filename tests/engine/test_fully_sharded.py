@@ -33,7 +33,8 @@ def of_one_branch(model, batch):
 @pytest.mark.parametrize("options", [{}, {"regather": False}, {"group_size": 2}], ids=str)
 def test_several_forward_passes_and_an_unused_branch_are_those_of_one_device(options):
     batches = [make_rows(seed=i) for i in range(3)]
-    ddp, state = hold(Either(), of_one_branch, batches, mesh=4, strategy=jddp.FSDP(**options))
+    more = {"mesh": 4, "strategy": jddp.FSDP(**options), "max_grad_norm": 0.1}
+    ddp, state = hold(Either(), of_one_branch, batches, **more)
     assert {path[0] for path in ddp.plan.unused} == {"b"}
     layouts = jax.tree.leaves(ddp.steps.layouts(state).params)
     assert {x.num for x in layouts if isinstance(x, Divided)} == {options.get("group_size", 4)}
