@@ -69,7 +69,6 @@ OBJECTS = {
         lambda: jddp.Reduction(overlaps=True),
         "jddp.Reduction: unknown key 'overlaps'. Did",
     ),
-    "no replica": (lambda: jddp.LogicalReplicas(0), "number is at least 1; got 0"),
     "no strategy": (
         lambda: jddp.DataParallel(*[None] * 3, strategy="fsdpp"),
         "strategy='fsdpp' is",

@@ -228,6 +228,8 @@ def meeting(model, batch, train):
 
 def test_what_would_change_bits_is_refused():
     """Pairs of options are in test_option_pairs.py."""
+    with pytest.raises(ConfigError, match="number is at least 1; got 0"):
+        jddp.LogicalReplicas(0)
     for options, message in (
         ({"strategy": jddp.LogicalReplicas(6)}, "6 LogicalReplicas do not divide.*: 4 and 8"),
         ({"model": MODELS["conv"](), "batch_norm": "sync"}, "choose batch_norm='local'"),
