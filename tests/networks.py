@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jddp.reduce.plan import MEBIBYTE
+from jddp.ground.numbers import MEBIBYTE
 from jddp.workbench.links import ALL_REDUCE, SHARES
 
 

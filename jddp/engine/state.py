@@ -20,6 +20,7 @@ import jax
 from jax import P
 from jax.sharding import NamedSharding
 
+from jddp.ground.numbers import in_mebibytes
 from jddp.ground.typing import (
     Batch,
     HookState,
@@ -32,7 +33,6 @@ from jddp.ground.typing import (
     Shown,
     Tree,
 )
-from jddp.reduce.plan import in_mebibytes
 from jddp.reduce.shards import Shape
 
 KeepsOwn = Callable[[Path, Shaped], bool]  # whether each replica has its own of a leaf

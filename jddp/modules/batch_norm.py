@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.ground.errors import ConfigError
-from jddp.reduce.shards import add_in_pairs
+from jddp.ground.numbers import add_in_pairs
 
 _REGISTERED: set[type] = set()
 

@@ -18,11 +18,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jddp.ground.errors import ConfigError, check_choice
+from jddp.ground.numbers import half_precision
 from jddp.modules.base import FlaxModel, Frozen, name_constants, name_key, refuse_constants, stream
 from jddp.modules.batch_norm import Sync
 from jddp.modules.linen import LinenModel, synced_linen
 from jddp.modules.nnx import NnxModel, sync_nnx
-from jddp.reduce.reducer import half_precision
 
 MODES = ("sync", "broadcast", "local")
 REDUCTIONS = ("mean", "sum", "first")

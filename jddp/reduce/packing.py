@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jddp.ground.errors import ConfigError, check_choice
+from jddp.ground.numbers import add_in_pairs
 from jddp.ground.typing import HookState, PyTree, Tree
 from jddp.reduce.hooks import (
     ON_RESIZE,
@@ -31,7 +32,7 @@ from jddp.reduce.hooks import (
     split,
 )
 from jddp.reduce.plan import Bucket
-from jddp.reduce.shards import Groups, add_in_pairs, own_shard, pack, shard_shape
+from jddp.reduce.shards import Groups, own_shard, pack, shard_shape
 
 BucketLayout = Literal["leaf", "flat"]
 SMALL_BYTES = 64 * 1024  # Smaller leaves are packed: a copy costs less than a round of the network.

@@ -18,9 +18,8 @@ import jax
 import numpy as np
 
 from jddp.ground.errors import ConfigError
+from jddp.ground.numbers import in_mebibytes
 from jddp.ground.typing import Path, PyTree, Shaped, Shown, TextTable
-
-MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -296,12 +295,6 @@ def _leaf(position: int, path: Path, leaf: PyTree, wire_dtype: np.dtype | None) 
     if wire_dtype is None or not (is_narrower and jax.numpy.issubdtype(dtype, np.floating)):
         wire_dtype = dtype
     return _Leaf(position, name, tuple(leaf.shape), dtype, wire_dtype)
-
-
-def in_mebibytes(num_bytes: float) -> str:
-    """A number of bytes in MiB, with three significant digits."""
-    mebibytes = num_bytes / MEBIBYTE
-    return f"{mebibytes:,.3f}" if mebibytes >= 1 else f"{mebibytes:.3g}"
 
 
 def _shorten(text: str, width: int) -> str:

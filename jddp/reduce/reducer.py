@@ -35,11 +35,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jddp.ground.errors import ConfigError, check_choice
+from jddp.ground.numbers import MEBIBYTE, half_precision
 from jddp.ground.typing import Grads, HookState, Params, PyTree
 from jddp.reduce.backward import Finished, Gradients
 from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is, varies
 from jddp.reduce.packing import NOTES, BucketLayout, Packed, Packing, bucketed
-from jddp.reduce.plan import MEBIBYTE, BucketPlan, plan_buckets
+from jddp.reduce.plan import BucketPlan, plan_buckets
 from jddp.reduce.shards import Shape, unpack
 
 
@@ -301,17 +302,6 @@ def choose_layout(
     if layout == "auto":
         layout = "flat" if on_gpu or overlap else "leaf"
     return cast(BucketLayout, layout), bool(overlap)
-
-
-def half_precision(option: str, dtype: DTypeLike | None) -> np.dtype | None:
-    """Returns the dtype that is given for an option.
-
-    Raises:
-      ConfigError: If it is not bfloat16, float16 or None.
-    """
-    name = dtype if isinstance(dtype, str | None) else jnp.dtype(dtype).name
-    check_choice(option, name, ("bfloat16", "float16", None))
-    return None if name is None else jnp.dtype(name)
 
 
 def compiler_options(reducer: Reducer, platform: str) -> dict[str, bool | int | str]:

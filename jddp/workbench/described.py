@@ -25,10 +25,10 @@ from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import AXIS, count_processes
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import did_you_mean
+from jddp.ground.numbers import MEBIBYTE
 from jddp.ground.typing import Batch, Shaped
 from jddp.inspection.hlo import HloProgram, read_program
 from jddp.modules.rows import count_rows
-from jddp.reduce.plan import MEBIBYTE
 from jddp.workbench.links import AMPERE, HOPPER, Fabric, Link, with_links
 
 

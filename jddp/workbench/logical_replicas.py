@@ -40,6 +40,7 @@ from jddp.engine.step import Evaluate, Function, Places, Replicas, XlaOptions
 from jddp.engine.strategy import Strategy
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import axes_of, equations
+from jddp.ground.numbers import add_in_pairs
 from jddp.ground.typing import Batch, HookState, ModelState, Path, PyTree, Tree
 from jddp.modules.base import FlaxModel
 from jddp.modules.forward import combine
@@ -48,7 +49,7 @@ from jddp.modules.rows import check_rows, split_rows
 from jddp.reduce.backward import Finished
 from jddp.reduce.hooks import CommHook, GradBucket, leaves_of
 from jddp.reduce.packing import BucketLayout, Packed, Packing
-from jddp.reduce.shards import add_in_pairs, pack, unpack
+from jddp.reduce.shards import pack, unpack
 
 DISABLED = "xla_disable_hlo_passes"
 # They depend on the number of partitions: what is merged before or after other rewrites; on GPUs
