@@ -13,7 +13,7 @@ from jddp.commands.summary import preview
 from jddp.config.files import load_config
 from jddp.trainer.job.build import build
 from jddp.trainer.job.optimizers import optimizer_of
-from jddp.zoo.groups import ParameterGroup, by_group, scales_of
+from jddp.zoo.optimizers import ParameterGroup, by_group, scales_of
 
 PATHS = ["embed/w", "block_0/w", "block_2/w", "block_10/w", "head/w"]
 LAYERS = ["embed/.*", "block_([0-9]+)/.*"]

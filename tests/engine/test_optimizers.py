@@ -18,8 +18,12 @@ from tiny import Of, take_steps
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.ground.errors import ConfigError
-from jddp.zoo.groups import ParameterGroup, by_group, decay_by_layer
-from jddp.zoo.optimizers import decay_mask
+from jddp.zoo.optimizers import (
+    ParameterGroup,
+    by_group,
+    decay_by_layer,
+    decay_mask,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 # Made of the namespace of optax: a new optimizer fails here until it has arguments there.

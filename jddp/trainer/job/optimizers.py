@@ -25,21 +25,19 @@ from jddp.ground.errors import FileSystemError
 from jddp.ground.names import name_of_callable, named
 from jddp.ground.typing import JsonObject
 from jddp.modules.base import COLLECTION
-from jddp.zoo.groups import (
+from jddp.zoo.optimizers import (
     REST,
     ParameterGroup,
+    Transformation,
     by_group,
     decay_by_layer,
-    groups_of,
-    paths_of,
-    scales_of,
-)
-from jddp.zoo.optimizers import (
-    Transformation,
     factory_of,
+    groups_of,
     hold_peak,
     make_optimizer,
     make_schedule,
+    paths_of,
+    scales_of,
 )
 
 Schedule = Callable[[int], jax.typing.ArrayLike]
