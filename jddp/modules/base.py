@@ -143,15 +143,6 @@ def thaw(params: Params, model_state: ModelState) -> tuple[Params, ModelState]:
     return unflatten_dict(both[0] | both[1]), rest
 
 
-def describe_frozen(model_state: ModelState) -> list[str]:
-    """A sentence on the parameters that are not trained; none where there are none."""
-    leaves = jax.tree.leaves(model_state.get(COLLECTION, {}))
-    if not leaves:
-        return []
-    size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
-    return [f"{len(leaves)} frozen leaves, {size} MiB: neither trained nor sent"]
-
-
 STATISTICS = {"batch_stats", "BatchStat"}  # kinds of state, in Linen and in NNX
 OVERWRITTEN = "_overwrite_with_gradient"  # the kind of the scales of fp8 layers
 
@@ -188,7 +179,9 @@ class FlaxModel(abc.ABC):
 
     def notes(self, model_state: ModelState) -> list[str]:
         """Returns notes on parameters that are in no plan."""
-        return describe_frozen(model_state)
+        leaves = jax.tree.leaves(model_state.get(COLLECTION, {}))
+        size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
+        return [f"{len(leaves)} frozen leaves, {size} MiB: neither trained nor sent"] * bool(leaves)
 
     def keeps_own(self, path: Path, x: Any) -> bool:
         """Whether each replica keeps its own of `x`, which is at `path` in the other state."""

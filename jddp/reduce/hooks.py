@@ -30,8 +30,6 @@ from jddp.ground.typing import HookState, Tree
 from jddp.reduce.plan import Bucket, BucketPlan
 from jddp.reduce.shards import Shape
 
-SplitVector = Callable[[jax.Array, list[Shape]], list[jax.Array]]
-
 
 @runtime_checkable
 class TakeMean(Protocol):
@@ -80,7 +78,9 @@ class GradBucket:
         return dataclasses.replace(self, values=values)
 
 
-def leaves_of(bucket: GradBucket, split: SplitVector) -> list[jax.Array]:
+def leaves_of(
+    bucket: GradBucket, split: Callable[[jax.Array, list[Shape]], list[jax.Array]]
+) -> list[jax.Array]:
     """The leaves of a bucket, in the order of the plan: `split(value, shapes)` for each array."""
     shapes = bucket.planned.shapes
     leaves: dict[int, jax.Array] = {}

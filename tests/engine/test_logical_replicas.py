@@ -17,7 +17,7 @@ from tiny import MODELS, NUM_CLASSES, Of, loss_fn, make_batch
 
 import jddp
 from jddp.ground.errors import ConfigError
-from jddp.reduce.shards import add_in_pairs
+from jddp.ground.numbers import add_in_pairs
 from jddp.workbench.logical_replicas import sum_in_pairs
 
 SHARDS = 8

@@ -11,7 +11,6 @@ from jax.experimental import topologies
 from networks import Network
 
 from jddp.ground.errors import ConfigError, UsageError
-from jddp.ground.numbers import MEBIBYTE
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import HloShape, read_program
 from jddp.workbench.described import GPUS, described_mesh, target_config

@@ -343,14 +343,6 @@ def test_a_plan_says_what_is_known_of_its_layout_and_a_hook_is_named_by_its_func
     assert (reduction(comm_hook=hook).hook_name, reduction().hook_name) == ("jit", "")
 
 
-@pytest.mark.parametrize("excess", [0, 1])
-def test_long_names_lose_their_beginning(excess):
-    sent, unused = "s" * (45 + excess), "u" * (55 + excess)
-    lines = text({sent: shape(1), unused: shape(1)}, [1, None])
-    assert lines[2].endswith("   " + ("..." + "s" * 42 if excess else sent))
-    assert lines[3].endswith(": " + ("..." + "u" * 52 if excess else unused))
-
-
 @pytest.mark.parametrize("average", [scatter_mean, exchange_mean])
 def test_a_replica_gets_its_row_of_the_mean(average):
     rows = np.arange(48.0, dtype=np.float32).reshape(4, 4, 3)  # of each replica one for each
