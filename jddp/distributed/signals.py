@@ -225,17 +225,15 @@ class Hearing:
     def _listen(self) -> None:
         while (number := os.read(self._reads, 1)[0]) != _END:
             self._heard.add(number)
-            if number in self._signals and not self._repeats.is_repeat():
-                self._take(number)
-
-    def _take(self, number: int) -> None:
-        self._num_heard += 1
-        if self._num_heard == 1:
-            self._hear(number)
-        elif not (is_at_prompt() and number == signal.SIGINT):
-            write_line(f"{signal.Signals(number).name} again: exiting now")
-            show_cursor()
-            exit_now(128 + number)
+            if number not in self._signals or self._repeats.is_repeat():
+                continue
+            self._num_heard += 1
+            if self._num_heard == 1:
+                self._hear(number)
+            elif not (is_at_prompt() and number == signal.SIGINT):
+                write_line(f"{signal.Signals(number).name} again: exiting now")
+                show_cursor()
+                exit_now(128 + number)
 
     def _give_up(self) -> None:
         """Leaves the pipe to the parent, in a forked child."""

@@ -162,7 +162,14 @@ class Watchdog:
         self._file.flush()
         if process.is_owned and failure.blame_who_left():
             return True
-        progress = self._progress_of_all()
+        own: JsonObject = {"host": socket.gethostname(), "phase": self.phase}
+        own |= {"step": self._step, "seconds": self._ran - self._since}
+        me = service.process_index()
+        service.try_publish(f"{self._key}/{me}", json.dumps(own))
+        progress: dict[int, JsonObject | None] = {me: own}
+        for number in {*range(service.num_processes())} - {me}:
+            text = service.try_read(f"{self._key}/{number}", _ANSWER_SECONDS)
+            progress[number] = json.loads(text or "null")
         behind, message = describe_hang(progress, self._limits, self._longest_step)
         message += f" Stacks: {self._path or 'above'}."
         if process.is_owned:
@@ -173,15 +180,6 @@ class Watchdog:
             )
         logging.getLogger("jddp").error("%s", message)
         return True
-
-    def _progress_of_all(self) -> dict[int, JsonObject | None]:
-        own: JsonObject = {"host": socket.gethostname(), "phase": self.phase}
-        own |= {"step": self._step, "seconds": self._ran - self._since}
-        me = service.process_index()
-        numbers = range(service.num_processes())
-        service.try_publish(f"{self._key}/{me}", json.dumps(own))
-        texts = [service.try_read(f"{self._key}/{i}", _ANSWER_SECONDS) for i in numbers]
-        return {i: own if i == me else json.loads(x or "null") for i, x in enumerate(texts)}
 
 
 def describe_hang(
