@@ -150,25 +150,6 @@ def test_mpirun_on_the_first_host_or_with_the_option_that_it_needs_on_a_third(cl
     assert "coordinator h1:" in job.text or f"coordinator {cluster.addresses['h1']}:" in job.text
 
 
-@pytest.mark.long
-def test_a_link_that_goes_down_ends_the_job_on_both_sides_and_the_command_resumes(cluster, golden):
-    quickly = {"time": "2", "intvl": "1", "probes": "3"}
-    keepalive = [x for k, v in quickly.items() for x in ("--mca", f"oob_tcp_keepalive_{k}", v)]
-    arguments = [*OFTEN, "mesh.num_devices=4"]
-    command = ["mpirun", *X, *TWO_HOSTS, *keepalive, *train_command("linked", *arguments)]
-    with cluster.job("h1", *command) as job:
-        job.wait_until_saved("linked", 60)
-        cluster.set_link("h2", "down")
-        assert job.end() != 0
-    assert "lost communication with a remote daemon" in job.text
-    cluster.set_link("h2", "up")
-    with cluster.job("h1", *command) as job:
-        assert job.end() == 0, job.text
-    assert "resumed from step" in job.text
-    undisturbed = golden(*arguments, num_processes=2)
-    assert result(cluster.folder, "linked") == result(undisturbed.run_dir, ".")
-
-
 @pytest.mark.slow
 def test_the_template_trains_on_the_machines_of_its_file(cluster, one):
     arguments = ["--config", "job.yaml", "run.dir=template", *FEW]

@@ -11,7 +11,7 @@ from faults.jobs import FEW, Job, assert_alike, result, train_command, variables
 from runs import wait_until
 
 from clusters.hosts import Hosts
-from clusters.launching import LONGER, OnHost, assert_empty, two_launchers, workers_of
+from clusters.launching import LONGER, assert_empty, two_launchers, workers_of
 from jddp.distributed.identity import VARIABLES
 from jddp.ground.errors import ExitCode
 
@@ -60,24 +60,6 @@ def test_hosts_of_which_one_is_late_and_badly_named_train_as_one(tmp_path, jobs,
                 assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
     assert "job      4 processes, set by jddp.launch" in first.out
     assert_alike(result(jobs, "late")[0], one)
-
-
-@pytest.mark.long
-def test_the_default_job_on_two_hosts_of_four_devices_is_that_of_one_process_of_eight(hosts, jobs):
-    few = ["-m", "jddp.train", "train.num_steps=4", "train.log_every_steps=1"]
-    one = ["--devices-per-process", "8", "--logs", "logs-whole", *few, "run.dir=whole"]
-    with OnHost(hosts, "h1", jobs, *one) as whole:
-        assert whole.end() == 0, whole.err
-    both = ["--devices-per-process", "4", "--num-nodes", "2", "--coordinator", "h1:61500"]
-
-    def node(rank):
-        mine = ["--node-rank", str(rank), "--logs", f"logs-halves-{rank}"]
-        return OnHost(hosts, f"h{rank + 1}", jobs, *both, *mine, *few, "run.dir=halves")
-
-    with ends_of(lambda: node(0), lambda: node(1)) as (first, _):
-        pass
-    assert "2 processes x 4 cpu devices" in first.out
-    assert_alike(result(jobs, "halves")[0], result(jobs, "whole")[0])
 
 
 ENDLESS = ["train.num_steps=100000000", "checkpoint.every_steps=20"]
