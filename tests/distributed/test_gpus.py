@@ -10,6 +10,7 @@ import jax
 import pytest
 from runs import ROOT, environment
 
+from jddp.config.schema import Config
 from jddp.distributed import gpus, join
 from jddp.distributed.gpus import (
     FLAG,
@@ -19,7 +20,7 @@ from jddp.distributed.gpus import (
     why_missing,
 )
 from jddp.ground.errors import DeviceError
-from jddp.trainer.job.build import _report_lacks
+from jddp.trainer.job import build
 
 VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
 
@@ -106,10 +107,11 @@ def test_the_shared_memory_is_that_of_the_file_system_or_none(host):
 
 def test_training_reports_small_shared_memory_only_where_gpus_communicate(monkeypatch, capsys):
     monkeypatch.setattr(gpus, "shared_memory", lambda: 2**26)
+    monkeypatch.setattr(build, "require_devices", lambda: None)
     for backend, num, is_told in (("gpu", 8, True), ("gpu", 1, False), ("cpu", 8, False)):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         monkeypatch.setattr(jax, "device_count", lambda num=num: num)
-        _report_lacks(None)
+        build.join(Config(train={"num_steps": 1}), "auto")
         assert ("jddp: /dev/shm holds 64 MiB, but" in capsys.readouterr().err) == is_told
 
 

@@ -166,7 +166,7 @@ def join(config: Config, num_devices: int | str) -> None:
       num_devices: Number of devices of all processes, or "auto".
 
     Raises:
-      ConfigError: If processes share a GPU, or one is not there.
+      ConfigError: If the devices do not divide over the processes.
       DeviceError: If JAX finds no device.
       ProcessMismatchError: If processes have different configs or versions.
     """
