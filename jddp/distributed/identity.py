@@ -243,7 +243,7 @@ def resolve_identity(
         Detected if None.
 
     Raises:
-      ConfigError: If numbers are incomplete, out of range or contradictory.
+      ConfigError: If numbers are incomplete or out of range.
     """
     if is_interactive is None:
         # At a prompt, in a notebook, or in the shell of `srun --pty`.
