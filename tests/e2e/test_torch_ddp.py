@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from runs import free_port
 from workers.against_torch import CASES, train_case, write_cases
-from workers.start import run_module
-
-from jddp.distributed.identity import VARIABLES
+from workers.start import of_job, run_module
 
 # In one group: the processes run once for all tests.
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.xdist_group("torch")]
@@ -24,9 +22,7 @@ def folder(tmp_path_factory):
         pytest.skip("PyTorch is not installed: pip install -c constraints.txt -e '.[peers]'")
     folder = tmp_path_factory.mktemp("cases")
     write_cases(folder, CASES)
-    environ = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    environ |= dict(zip(VARIABLES, (f"127.0.0.1:{free_port()}", "2"), strict=False))
-    jobs = [environ | {"JAX_PROCESS_ID": str(process)} for process in range(2)]
+    jobs = of_job(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     run_module("workers.against_torch", folder, jobs, SECONDS)
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     run_module("peers.torch_ddp", folder, [environ | {"RANK": str(i)} for i in range(2)], SECONDS)

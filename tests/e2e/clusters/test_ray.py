@@ -221,13 +221,14 @@ def test_the_template_is_what_ray_takes():
     if importlib.util.find_spec("ray") is None:
         pytest.skip(MISSING)
     text = TEMPLATE.read_text()
-    wrong = {"max_workers: 2\n\n": "max_workers: two\n\n", "head_node_type: head": "head: head"}
-    wrong |= {"rsync_exclude:": "rsync_excludes:", "    node_config": "    node_configs"}
-    assert all(before in text for before in wrong)
-    texts = [text, *(text.replace(*change) for change in wrong.items())]
-    command, how = [sys.executable, "-c", PARSE, *texts], {"capture_output": True, "text": True}
+    wrong = text.replace("head_node_type: head", "head: head")
+    assert wrong != text
+    command, how = (
+        [sys.executable, "-c", PARSE, text, wrong],
+        {"capture_output": True, "text": True},
+    )
     done = subprocess.run(command, env=environment(**QUIET), check=True, **how)
-    assert done.stdout.split() == ["taken", *["refused"] * len(wrong)], done.stdout
+    assert done.stdout.split() == ["taken", "refused"], done.stdout
 
 
 def test_the_command_of_the_template_is_one_of_the_launcher():
