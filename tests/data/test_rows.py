@@ -351,13 +351,6 @@ def test_a_shuffled_stream_begins_its_next_epoch_on_another_number_of_processes(
     np.testing.assert_array_equal(np.concatenate(first(5, again))[:, 0], rows)
 
 
-def test_images_of_a_stream_are_decoded_here(tmp_path):
-    write(tmp_path, images_in_columns(*[file_of(PIXELS)] * 4))
-    batch = next(iter(streams(tmp_path, 2).train))
-    want = {"image": np.stack([PIXELS] * 2), "label": np.array([0, 1], np.int32)}
-    equal(batch, want)
-
-
 PHOTO = np.arange(24 * 20 * 3, dtype=np.uint8).reshape(24, 20, 3)
 JPEG = file_of(PHOTO, "JPEG")
 
