@@ -13,7 +13,7 @@ from house import MODULES, PACKAGE, name_of, room_of
 ROOT = PACKAGE.parent
 ROOMS = {"checkpoint", "config", "data", "distributed", "engine", "ground", "inspection", "modules"}
 ROOMS |= {"reduce", "trainer", "zoo"}
-QUICK = ["ground", "config/test_options.py", "engine/test_separable.py", "trainer/test_spikes.py"]
+QUICK = ["ground", "config/test_versions.py", "engine/test_separable.py", "trainer/test_spikes.py"]
 REFUSED = ["report x", "tune", "compare x", "train --sweep seed=0,1", "launch --ray -m jddp.train"]
 REFUSED += ["explain --target h100", "data tokenize a b"]
 REFUSED += ["train --dry-run ddp.strategy=logical_replicas ddp.strategy.number=8"]
