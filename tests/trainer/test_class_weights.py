@@ -100,6 +100,8 @@ def test_a_run_keeps_its_balanced_weights_and_evaluates_with_them(config):
 def test_balanced_weights_of_rows_without_a_class_or_all_masked_out_are_refused(tmp_path):
     with pytest.raises(DataError, match="class 0 has no training example"):
         build(arrays_in(tmp_path, mask=np.zeros(1000)))
+    with pytest.raises(DataError, match="1,000 labels are negative"):
+        build(arrays_in(tmp_path, label=np.full(1000, -1)))
     with pytest.raises(ConfigError, match="have no classes"):
         build(arrays_in(tmp_path, label=np.zeros((1000, 2), int)))
 
