@@ -16,9 +16,8 @@ import jddp
 # docs/architecture.md.
 FLOORS = {
     "ground": {"ground"},
-    "gradients, processes, options": {"reduce", "distributed", "config"},
-    "models and data": {"modules", "data"},
-    "the step, and what it trains": {"engine", "zoo"},
+    "gradients, models, processes, options": {"reduce", "modules", "distributed", "config"},
+    "the step, and what it trains": {"engine", "zoo", "data"},
     "what becomes of a step": {"checkpoint", "inspection"},
     "training": {"trainer"},
     "commands and tools": {"commands", "workbench"},
