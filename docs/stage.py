@@ -91,7 +91,7 @@ API = {
     "Gradients": ["average_gradients", "CommHook", "powersgd", "AXIS"],
     "Parts of a run": ["Checks", "Evaluation", "Keep"],
     "Callbacks": ["Callback", "EarlyStopping", "KeepBest"],
-    "Jobs": ["Config", "train", "objective", "launch"],
+    "Jobs": ["Config", "train", "launch"],
     "Errors": ["Error", "ConfigError", "DataError"],
 }
 # Keys of a config have a page, and the methods of local steps are called by the engine alone.

@@ -100,6 +100,6 @@ def _export(arguments: argparse.Namespace) -> None:
             export(folder, file, None if arguments.all else EVALUATED)
         return folder.name
 
-    step = reader.read_standing(find, write)  # which a run that goes on does not remove meanwhile
+    step = reader.read_standing(find, write)
     sizes = [x.stat().st_size for x in ([file] if file.is_file() else file.iterdir())]
     show(f"step {step} is in {file}, {sum(sizes) / 2**20:.2g} MiB")

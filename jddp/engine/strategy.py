@@ -5,7 +5,7 @@
     "fsdp"             each replica keeps a part of parameters, their average and that state
     LocalSteps(16)     each replica's own, averaged every 16 steps
 
-One is chosen, and decides on several parts of the step together. `Strategy` says what it decides;
+One is chosen, and decides on several parts of the step together. `Strategy` lists its decisions;
 `jddp.LogicalReplicas`, in the workbench, is another. The pairs of options that conflict are refused
 here.
 

@@ -1,4 +1,4 @@
-"""What a saved run says of rows: the predictions for a file, and the examples of a step.
+"""Predictions of a saved run for the rows of a file, and the examples of a step.
 
     predict_file("runs/mine", Path("new.npz"), Path("predictions.csv"))
     rows_of_step("runs/mine", 1200).examples    # their numbers in the training data, in order
