@@ -100,8 +100,8 @@ def fit(
       log_every_steps: Steps between train records, or epochs.
       learning_rate: Learning rate as a function of the step, for the records.
       config: Settings to keep in the run directory; a directory with others is refused.
-      checks: What the run checks: that replicas stay equal, that not all steps are skipped, that
-        processes have rows of their own, that none hangs.
+      checks: Checks of the run: replicas stay equal, not all steps are skipped, processes have rows
+        of their own, and none hangs.
 
     Returns:
       The finished run: its state, its metrics, its directory.
@@ -147,14 +147,14 @@ def fit(
         checks=checks,
         seed=seed,
         run_dir=None if run_dir is None else folder_or_url(run_dir),
-        config=copy.deepcopy(config),  # The caller's may change while the run keeps it.
+        config=copy.deepcopy(config),  # A copy: the caller may change the original.
         callbacks=callbacks,
         sinks=choose_sinks(sinks, key="sinks"),
     )
     return start(ddp, batches, options, state)
 
 
-SECONDS = 600.0  # for process 0 to write the remaining records
+SECONDS = 600.0  # Limit for process 0 to write the remaining records.
 log = logging.getLogger("jddp")
 METHODS = [name for name in vars(Callback) if name.startswith("on_")]
 FirstState = TrainState | Callable[[Batch], TrainState]
@@ -177,7 +177,7 @@ def start(ddp: Trainable, batches: Batches, options: Options, state: FirstState 
     check_callbacks(options.callbacks)
     if options.num_steps is None:
         assert isinstance(batches, TrainBatches), "others have a number of steps"
-        # None are left where the run starts from another one, which has ended.
+        # No position is left if the run starts from another run that has ended.
         num_left = max(1, len(batches.positions_left()))
         options = dataclasses.replace(options, num_steps=num_left)
     compare_calls(options, batches, state)
@@ -246,12 +246,12 @@ def _train(
             vars(error)["run"] = loop.run
             raise
         finally:
-            loop.reporter.close()  # behind the checkpoints: a process may be killed soon
+            loop.reporter.close()  # Checkpoints come first: the process may be killed soon.
         return loop.run
 
 
 def _close(loop: Loop, *, failed: bool = False) -> None:
-    """Waits for checkpoints, restores the terminal, and writes what other packages make of a run.
+    """Waits for checkpoints, restores the terminal, and writes the files of other packages.
 
     After a failure it waits for no other process, and raises no second error. `jddp.workbench`
     makes report.html.
@@ -282,7 +282,7 @@ def _close(loop: Loop, *, failed: bool = False) -> None:
 
 
 def _finish(files: RunDirectory) -> FileSystemError | None:
-    """Writes what other packages make of a run, and the rest; returns an error if some is lost."""
+    """Writes the files of other packages and the last records; returns an error if any are lost."""
     for name, make in added(RUN_ENDED) if jax.process_index() == 0 else ():
         try:
             for file, content in make(files.path, str(files.where)).items():
@@ -309,10 +309,10 @@ def epochs_of(
       num_epochs: Number of epochs, or None.
 
     Raises:
-      ConfigError: If one that is needed is missing, or two exclude each other.
+      ConfigError: If a needed argument is missing, or two exclude each other.
     """
     are_batches = global_batch_size is None
-    if are_batches and isinstance(batches, Mapping):  # which iterates over its keys
+    if are_batches and isinstance(batches, Mapping):  # A dict iterates over its keys.
         raise ConfigError("global_batch_size= is missing, by which a dict of arrays is split.")
     if not are_batches and isinstance(batches, TrainBatches):
         raise ConfigError(f"{global_batch_size=} splits data, and these are batches already.")

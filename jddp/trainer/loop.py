@@ -40,7 +40,7 @@ from jddp.trainer.watching import best_steps, watching
 
 # After these errors the newest state must not be saved.
 RUINED = (NumericsError, ReplicaMismatchError, jax.errors.JaxRuntimeError)
-TOGETHER_SECONDS = 2.0  # between the first and the last process that fail with the same mistake
+TOGETHER_SECONDS = 2.0  # Time within which all processes fail if they make the same mistake.
 log = logging.getLogger("jddp")
 
 
@@ -86,7 +86,7 @@ class Loop:
             config=copy.deepcopy(options.config),
         )
         self.run.ask = self._ask
-        step = 0 if state.step.is_deleted() else int(state.step)  # which the step refuses
+        step = 0 if state.step.is_deleted() else int(state.step)  # A step refuses a deleted state.
         self.run.progress = Progress(
             step,
             source.position,
@@ -133,7 +133,7 @@ class Loop:
     @property
     def num_steps(self) -> int:
         """Total number of steps."""
-        return self.options.num_steps or 0  # counted where a run begins
+        return self.options.num_steps or 0  # `start` has counted the steps of epochs.
 
     def begin(self) -> None:
         """Prints the notes, checks replicas and evaluation, and starts to read batches."""
@@ -144,8 +144,8 @@ class Loop:
         self.reporter.reached = self.reached
         call_each(self.options.callbacks, lambda callback: callback.on_begin(run))
         if self.notes and self._is_due(self.options.eval_every):
-            self._evaluate()  # if it was interrupted
-        self.replica_check.begin(0, run.state)  # as it was made or read
+            self._evaluate()  # The run may have ended before this evaluation.
+        self.replica_check.begin(0, run.state)  # The state as it was made or read.
         self.replica_check.finish()
         self._check_evaluation()
         self.source.start(self.num_steps - run.step, run.step + 1)
@@ -165,7 +165,7 @@ class Loop:
         self.act(self.requests.last())
 
     def take_steps(self) -> None:
-        """Steps until all are done or a callback has stopped the run.
+        """Takes steps until all are done or a callback has stopped the run.
 
         Raises:
           Interrupted: At a signal, before the end.
@@ -190,19 +190,19 @@ class Loop:
             with self.reporter.clock.measure("devices"):
                 self.replica_check.finish()
             self.replica_check.begin(run.step, run.state)
-            # Copied, since the next step takes it; most optimizers have none, which is known.
+            # A copy, since the next step takes the count. Most optimizers have none.
             count = jax.tree.map(jax.numpy.copy, self._own_count(run.state.opt_state))
             self.reporter.next(Sent(run.step, metrics, batch, position, count))
             if run.step == first:
                 jax.block_until_ready(metrics)
-                process.is_early = False  # there is something to save
+                process.is_early = False  # From here on there is a step to save.
                 self.reporter.measured(measure(self.ddp, batch))
             self.watchdog.enter("step", run.step)
             is_due = self._is_due(self.options.eval_every, self.options.save_every)
-            if is_due or run.progress.skipped.in_a_row:  # which may end the run with this state
+            if is_due or run.progress.skipped.in_a_row:  # Skips may end the run with this state.
                 self.reporter.next()
                 self.act(self.requests.due())
-            if is_due and not self.is_over:  # at the end all is due
+            if is_due and not self.is_over:  # At the end `end` does both.
                 with self.reporter.clock.measure("pause"):
                     self._evaluate_and_save()
         self.reporter.next()
@@ -222,7 +222,7 @@ class Loop:
         run = self.run
         if self.files is not None and (at_end or self._is_due(self.options.save_every)):
             self.save(LATEST)
-            if at_end or not run.evaluations:  # so that mistakes in evaluation show
+            if at_end or not run.evaluations:  # The first evaluation may fail: save before it.
                 self.saving.settle()
         if at_end or self._is_due(self.options.eval_every):
             self._evaluate()
@@ -240,7 +240,7 @@ class Loop:
         batches = iter(self._evaluation)
         if not (first := list(itertools.islice(batches, 1))):
             raise UsageError("evaluate= holds no batches. Was its iterator already used up?")
-        if batches is self._evaluation:  # an iterator, which can be read only once
+        if batches is self._evaluation:  # An iterator can be read only once.
             self._evaluation = itertools.chain(first, batches)
         if not self.options.checks.same_batches:
             refuse_same_rows("evaluate", first[0])
@@ -277,7 +277,7 @@ class Loop:
             self.act([request])
 
     def act(self, requests: Sequence[Request]) -> None:
-        """Does what any process has asked for; a signal is only kept."""
+        """Carries out the requests of all processes; a signal is only kept."""
         run = self.run
         phase = self.watchdog.phase
         for kind, value in requests:
@@ -336,14 +336,14 @@ def run_to_the_end(loop: Loop) -> None:
                 saved = f"saved step {run.step} of {num_steps}"
                 note = f"{loop.signal}: {saved}, from which the same call resumes"
             reporter.note(note, "signal", step=run.step)
-        except KeyboardInterrupt:  # the second one, to leave at once
+        except KeyboardInterrupt:  # The second Ctrl-C leaves at once.
             raise
         except BaseException as error:
             if run.step > begun_at and not isinstance(error, RUINED):
                 _save_after(loop, error)
             try:
                 call_each(loop.options.callbacks, lambda each: each.on_exception(run, error))
-            except (Exception, SystemExit) as later:  # the error that ends the run is to be raised
+            except (Exception, SystemExit) as later:  # The first error is the one to raise.
                 log.error("A callback has failed in on_exception: %r", later, exc_info=later)
             raise
 
@@ -360,11 +360,11 @@ def _save_after(loop: Loop, error: BaseException) -> None:
     """
     if loop.run.state.step.is_deleted():
         return
-    # The error that ends the run is to be raised.
+    # The caller raises the error that ends the run.
     with contextlib.suppress(Exception, SystemExit):
         key = f"saved at an error/{loop.run.step}"
-        gather(key, "", timeout_seconds=TOGETHER_SECONDS)  # raises if one is not there
-        try:  # So records, callbacks and the checkpoint end with the same step.
+        gather(key, "", timeout_seconds=TOGETHER_SECONDS)  # Raises if a process is missing.
+        try:  # Records, callbacks and the checkpoint must end with the same step.
             loop.reporter.next()
         except RUINED:
             raise
@@ -384,5 +384,5 @@ def _save_here(loop: Loop) -> None:
     try:
         loop.act(loop.requests.last())
         loop.save(LATEST)
-    finally:  # also where a callback raises
+    finally:  # A callback may have raised.
         loop.saving.wait()

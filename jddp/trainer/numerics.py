@@ -48,16 +48,16 @@ from jddp.trainer.options import Checks
 from jddp.trainer.prefetch import Source
 from jddp.trainer.run import Losses, Progress, Skips
 
-WINDOW = 100  # finite losses that a loss is compared with
-LEAST_LOSSES = 50  # without which nothing is a spike: a run begins with few
-NUM_MADS = 20.0  # from the median, above which a loss is a spike
-LEAST_MAD = 0.005  # of the median: a constant loss has no MAD
-LAG = 2  # steps from the last loss that a limit depends on, to the step that it is for
+WINDOW = 100  # Number of finite losses with which a loss is compared.
+LEAST_LOSSES = 50  # With fewer losses nothing is a spike: a run begins with few.
+NUM_MADS = 20.0  # Distance from the median above which a loss is a spike.
+LEAST_MAD = 0.005  # Fraction of the median: the MAD of a constant loss is 0.
+LAG = 2  # Steps from the newest loss behind a limit to the step that the limit judges.
 
 WAY_OUT = "Lower the learning rate, clip with max_grad_norm, or look at the data"
 NOT_FINITE = "loss, gradients or other state are not finite"
 LABELS = ("label", "labels", "target", "targets", "y", "tokens")
-SECONDS = 600.0  # for other processes to check their rows
+SECONDS = 600.0  # Limit for other processes to check their rows.
 log = logging.getLogger("jddp")
 
 
@@ -73,7 +73,7 @@ def limit_after(losses: Sequence[float]) -> float:
     if len(losses) < LEAST_LOSSES:
         return math.inf
     median, mad = level(losses)
-    # In float32, as the devices have the loss: both compare the same numbers.
+    # Rounded to float32, as the loss on the devices is: both compare the same numbers.
     return float(np.float32(median + NUM_MADS * mad)) if mad > 0 else math.inf
 
 
@@ -152,7 +152,7 @@ class Sent(NamedTuple):
       metrics: Metrics of the step, perhaps not yet computed.
       batch: Rows of the step, on the devices.
       position: Position in the data after the step.
-      updates: Updates so far of an optimizer that leaves out steps by itself; None of another.
+      updates: Updates so far of an optimizer that skips steps by itself; None for any other.
     """
 
     step: int
@@ -170,7 +170,7 @@ class Numerics:
       ddp: A `jddp.DataParallel`, which takes the steps.
       source: The training batches.
       run_dir: Folder of the run, for the diagnostics; None keeps none.
-      checks: What is done about spikes, and the number of skipped steps that ends the run.
+      checks: Action at a spike, and the number of skipped steps that ends the run.
       rows: Command that prints the examples of a step, without its number; "" for none.
     """
 
@@ -212,12 +212,12 @@ class Numerics:
             losses = (*losses, (sent.step, loss))[-WINDOW - LAG :]
         before = progress.skipped
         was_skipped = num_skipped > before.total
-        # One that leaves out steps by itself shows the last update; its schedule begins with 0.
+        # An optimizer that skips steps by itself shows its last update; its schedule begins at 0.
         own = None if sent.updates is None else max(int(sent.updates) - 1, 0)
         updates = sent.step - 1 - before.total if own is None else own
         left_out = spike if self.checks.on_spike == "skip" else None
-        # The loss scale is coming down; the forward pass was finite. A step that is skipped because
-        # of other state leaves the loss scale as it was.
+        # A step that only lowers the loss scale has a finite forward pass. A step that is skipped
+        # because of other state leaves the loss scale as it was.
         is_good = math.isfinite(loss) and left_out is None
         is_scaled = was_skipped and is_good and scale > LEAST and scale != before.loss_scale
         in_a_row = before.in_a_row + (not is_scaled) if was_skipped else 0
@@ -269,16 +269,16 @@ class Numerics:
     ) -> str:
         """Writes the diagnostics of the step; returns sentences on their place and contents."""
         rows = {name: own_rows(x) for name, x in by_path(sent.batch).items()}
-        # Norms of the step, with the same random numbers.
+        # The number of the step gives the norms the same random numbers.
         first = state.replace(step=state.step - (int(state.step) - sent.step + 1))
         layers: Layers = {}
         try:
             layers = diagnose(self.ddp, first, sent.batch)
-        except jax.errors.JaxRuntimeError as error:  # must not hide the first error
+        except jax.errors.JaxRuntimeError as error:  # It must not hide the first error.
             log.warning("The norms of the layers cannot be computed: %s", error)
         examples = self.source.examples_before(sent.position)
         broken = _broken_rows(rows)
-        if examples is not None:  # without padding
+        if examples is not None:  # Padded rows have no example.
             broken = [examples[row] for row in broken if row < len(examples)]
         report = {
             "step": sent.step,
@@ -297,7 +297,7 @@ class Numerics:
         wrong = [name for name, layer in layers.items() if layer["not_finite"]]
         kind = "rows" if examples is None else "examples"
         found = [f"inputs of {kind} {few(broken)}"] if broken else []
-        if wrong and in_a_row:  # else the state is not finite as a whole
+        if wrong and in_a_row:  # Without skips the whole state is not finite.
             found.append(f"gradients of {few(wrong)}")
         not_finite = f" Not finite: {'; '.join(found)}." if found else ""
         return f" {folder} has its rows and norms.{not_finite}"
@@ -322,7 +322,7 @@ def write_evidence(
     try:
         run_dir.check()
         make_folder(folder)
-        # Others than numpy's dtypes, such as bfloat16, could not be read back.
+        # NumPy could not read back dtypes of other libraries, such as bfloat16.
         plain: Any = {k: x.astype("float32") if x.dtype.kind == "V" else x for k, x in rows.items()}
         rows_file = folder / f"process_{jax.process_index()}.npz"
         with open(rows_file, "wb", opener=opener) as file:

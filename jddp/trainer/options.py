@@ -20,7 +20,7 @@ from jddp.trainer.run import Callback
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuses counts that are no positive whole numbers; None is none.
+    """Refuses counts that are not positive whole numbers; accepts None.
 
     Raises:
       ConfigError: If one is not, with its name.
@@ -67,9 +67,9 @@ class Evaluation:
       batches: This process's batches, iterated from the beginning each time; or a dict of arrays,
         the same on every process; or None.
       params: Parameters to evaluate, "params" or "ema".
-      limit: Number of batches that an evaluation reads; None reads all. Of examples they hold rows
-        that are spread evenly over all, the same ones each time; of other iterables they are the
-        first ones. Means are exact over the rows that were read, which "examples" counts.
+      limit: Number of batches that an evaluation reads; None reads all. Batches of examples
+        hold rows spread evenly over all, the same ones each time; other iterables give their first
+        batches. Means are exact over the rows that were read; "examples" counts them.
 
     Raises:
       ConfigError: If the parameters are unknown, or the limit is not positive.

@@ -33,12 +33,12 @@ _TOGETHER = "jddp.train --dry-run, or jddp.memory on each process, finds what wo
 # A whole message of each, and its source, stand in tests/trainer/test_out_of_memory.py.
 WORDS = (
     r"Out of memory (?:while trying to allocate|allocating)",  # XLA's clients of GPUs and CPUs
-    r"ran out of memory",  # its allocator (BFC), and its command buffers (CUDA graphs)
-    r"[Ff]ailed to allocate",  # its requests, constants and scratch memory
+    r"ran out of memory",  # XLA's allocator (BFC) and command buffers (CUDA graphs)
+    r"[Ff]ailed to allocate",  # XLA's requests, constants and scratch memory
     r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation",  # CUDA: driver and runtime
-    r"Cuda failure (?:\d+ )?'out of memory'",  # NCCL, which allocates for itself
+    r"Cuda failure (?:\d+ )?'out of memory'",  # NCCL's own allocations
     r"CU[A-Z]+_STATUS_ALLOC_FAILED|the resource allocation failed",  # cuDNN, cuBLAS, cuSOLVER
-    # Whatever else has no memory, but the memory that the threads of one kernel share.
+    # Any other lack of memory, except the memory that the threads of one kernel share.
     r"RESOURCE_EXHAUSTED: (?!(?:Shared|Tensor) memory size limit)[^\n]*[Mm]emory",
     # Libraries that do not start, mostly because they lack memory.
     r"DNN library initialization failed|[Cc]ould not create cudnn handle",
@@ -57,7 +57,8 @@ def explained(ddp: Trainable, batch: Batch, watchdog: Watchdog) -> Iterator[None
       watchdog: Watchdog, which has the phase and allows time for compiling smaller steps.
 
     Raises:
-      OutOfMemoryError: With the largest arrays, and what would fit; or with what else takes memory.
+      OutOfMemoryError: With the largest arrays and smaller steps that would fit; or, if the step
+        itself fits, with other uses of memory.
     """
     try:
         yield
@@ -68,7 +69,7 @@ def explained(ddp: Trainable, batch: Batch, watchdog: Watchdog) -> Iterator[None
         watchdog.enter("compile", 0)
         text = f"out of memory in phase {phase}: {_explain(ddp, batch, reason)}"
         explanation = OutOfMemoryError(text)
-        vars(explanation).update(vars(error))  # with the run, if one had begun
+        vars(explanation).update(vars(error))  # The run, if one had begun.
         raise explanation from error
 
 
@@ -87,7 +88,7 @@ def _explain(ddp: Trainable, batch: Batch, reason: str) -> str:
             found += f". The largest arrays: {', '.join(large)}"
         ways = ", or ".join(ways_out(ddp, batch, memory, autotune=False))
         return f"{found}. " + (f"What would fit: {ways}." if ways else NOTHING_FITS)
-    except (RuntimeError, MemoryError):  # of XLA, which may need memory to compile
+    except (RuntimeError, MemoryError):  # XLA may need memory to compile.
         return f"{reason}."
 
 

@@ -30,8 +30,8 @@ from jddp.modules.rows import as_arrays
 DEPTH = 2
 NUM_AHEAD = DEPTH + 1  # batches on the devices besides the step's batch: one waits for its place
 _END = object()
-SECONDS = 120.0  # the other processes may still be busy
-MOST_BYTES = 128  # of rows that may be equal by chance, or because there are no others
+SECONDS = 120.0  # Limit for other processes, which may still be busy.
+MOST_BYTES = 128  # Largest size at which rows may be equal by chance.
 WAY_OUT = (
     "Give each process its own rows, as jddp.data.TrainBatches and eval_batches do if the process "
     "has joined its job before. If equal rows are intended: checks=jddp.Checks(same_batches=True)."
@@ -64,7 +64,7 @@ class Source:
         self._put = put
         self._change = change
         self._peeked: list[tuple[Batch, JsonObject]] = []
-        self._first: Batch = None  # of `TrainBatches`, until reading begins
+        self._first: Batch = None  # First batch of `TrainBatches`, until reading begins.
         self._num_read = 0
         self._num_before = 0  # batches before the position to resume from
         self.position = self._position()  # The iterator may have delivered batches before.
@@ -76,7 +76,7 @@ class Source:
         """The first batch, as arrays on the host, without taking it."""
         if self._train is not None:
             if self._first is None:
-                self._first = as_arrays(self._train.batch(0))  # which starts no workers
+                self._first = as_arrays(self._train.batch(0))  # Reading it here starts no workers.
             return self._first
         if not self._peeked:
             self._peeked.append(self._read_next())
@@ -162,7 +162,7 @@ class Source:
     def close(self) -> None:
         """Ends the thread."""
         self._closed.set()
-        while not self._ready.empty():  # so that the thread finds room, and then the end
+        while not self._ready.empty():  # The thread needs room to put its batch and end.
             self._ready.get_nowait()
         if self._thread is not None:
             self._thread.join(timeout=1)  # An iterator may block forever.
@@ -181,7 +181,7 @@ class Source:
                 _refuse_another_form(step, first, form)
                 # The iterator may overwrite the batch once it is asked for the next.
                 item = jax.block_until_ready(self._put(batch)), position
-            except BaseException as error:  # raised in the loop
+            except BaseException as error:  # `__next__` raises it in the loop.
                 item = error, {}
             self._ready.put(item)
             if self._closed.is_set() or isinstance(item[0], BaseException):

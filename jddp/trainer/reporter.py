@@ -1,14 +1,14 @@
 """Reads the metrics of each step after the next step was sent, and reports them with their rates.
 
 A step's metrics are read late, so that the devices never wait for the host. They go to the check
-for NaN and infinity, to the callbacks and, if due, as a record to the sinks: the terminal and the
-metrics file, and those that the user has chosen.
+for NaN and infinity, to the callbacks and, if due, as a record to the sinks: the terminal, the
+metrics file and the sinks that the user has chosen.
 
     work = measure(ddp, batch)       # once, after the first step: traces and compiles nothing again
     work.rates(record, num_rows)     # fields of a record, from the time and the rows of a step
 
-The work of a step is in proportion to its rows, so a record costs divisions alone. Tokens are those
-that are predicted and count: the valid entries of the loss.
+The work of a step is in proportion to its rows, so a record costs divisions alone. Only tokens
+that are predicted and not masked count: the valid entries of the loss.
 """
 
 import copy
@@ -38,7 +38,7 @@ from jddp.trainer.run import Run, call_each
 from jddp.trainer.timing import Clock, Processes
 from jddp.trainer.watching import Watching, watching
 
-# Names of arrays in a batch by which its examples are images, or sequences of tokens.
+# Names of arrays that mark the examples of a batch as images, or as sequences of tokens.
 _IMAGES = {"image", "images", "pixel_values"}
 _TOKENS = {"tokens", "input_ids", "inputs"}
 
@@ -58,7 +58,7 @@ class Work:
       unit: Unit of its examples, for people.
       memory: Memory that the compiler has assigned to it on a device, and memory that a device can
         give out, by name of the field in records; empty if devices have no statistics.
-      buckets: What it sends: the bytes, the dtype, and the first and last path of each bucket.
+      buckets: Buckets that it sends: the bytes, the dtype, and the first and last path of each.
     """
 
     devices: Sequence[jax.Device]
@@ -70,7 +70,7 @@ class Work:
     buckets: list[JsonObject] = dataclasses.field(default_factory=list)
 
     def rates(self, record: Record, num_rows: int) -> dict[str, float | None]:
-        """Further fields of a record, of those that are known, for steps of so many rows.
+        """Further fields of a record, as far as they are known, for steps of so many rows.
 
         Args:
           record: Record with "step_seconds", and with "count", which may count tokens.
@@ -164,8 +164,8 @@ class Reporter:
       work: The work of a step, for its rates.
       course: Facts of the run for its progress.
       evaluations: Evaluations of the run, whose time is measured.
-      saves: Checkpoints of the run, too.
-      progress: Sink that prints, or shows in a notebook, also sentences.
+      saves: Checkpoints of the run, whose time is measured too.
+      progress: Sink that prints records and sentences, or shows them in a notebook.
       processes: Comparison of the processes of the job.
       note: Function that prints a sentence.
     """
@@ -191,7 +191,7 @@ class Reporter:
         chosen = self.options.sinks if is_writer else ()
         self._guarded = [GuardedSink(sink.name, sink.make) for sink in chosen]
         file = [] if self.files is None else [self.files.metrics]
-        self._kept: list[Sink] = [*file, *self._guarded]  # which the terminal does not
+        self._kept: list[Sink] = [*file, *self._guarded]  # The terminal keeps no records.
         self.clock = Clock(0)
         self.work = Work((), 0, {})
         self.processes = Processes(self.note)
@@ -204,7 +204,7 @@ class Reporter:
             sink.begin(Start(self.run.run_dir, self.run.config or {}, self.run.step))
 
     def close(self) -> None:
-        """Closes the sinks that the user has chosen, for which it may wait."""
+        """Closes the sinks that the user has chosen; may wait for them."""
         for sink in self._guarded:
             sink.close()
 
@@ -221,7 +221,7 @@ class Reporter:
             return
         now = self.source.reached(late.step, late.position)
         values = {"step": late.step, **self._record(late, now)}
-        # Before callbacks: the step is counted, also if one of them fails.
+        # Counted before the callbacks, since one of them may fail.
         before, self.reached = self.reached, now
         callbacks = self.options.callbacks
         call_each(callbacks, lambda callback: callback.on_step(self.run, dict(values)))
@@ -230,7 +230,7 @@ class Reporter:
 
     def _record(self, sent: Sent, now: Reached) -> dict[str, float]:
         """Waits for a step, and records its metrics if due; returns them if they were read."""
-        with self.clock.measure("devices"):  # at each step: no later state may be saved
+        with self.clock.measure("devices"):  # Each step is checked before its state is saved.
             looked = self.numerics.look(self.run.progress, sent, self.run.state)
         self.run.progress, note, spike = looked
         if note:
@@ -253,7 +253,7 @@ class Reporter:
         metrics = copy.deepcopy(record)  # a callback may change it
         self.run.progress = dataclasses.replace(self.run.progress, metrics=metrics)
         self.run.records.append(record)
-        # Before callbacks, which may save this step: a run that resumes there has its record.
+        # Kept before the callbacks: one may save this step, and a run that resumes there needs it.
         self._keep(record)
         self.progress.log(record)
         return values
@@ -280,12 +280,12 @@ class Reporter:
                 self.options.callbacks,
                 lambda callback: callback.on_eval(run, copy.deepcopy(record)),
             )
-        finally:  # A run that is killed before this evaluates, and calls them, again.
+        finally:  # A run that is killed before this line evaluates again.
             self._keep(record)
         self.course.best = self._best()
 
     def give(self, record: JsonObject) -> None:
-        """Gives a record of a callback to the sinks; arrays only to those that the user chose."""
+        """Gives a record of a callback to the sinks; only sinks that the user chose get arrays."""
         plain = {name: x for name, x in record.items() if not isinstance(x, np.ndarray)}
         self.run.records.append(plain)
         if self.files is not None:

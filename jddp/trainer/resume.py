@@ -1,4 +1,4 @@
-"""The beginning of a run that resumes: its newest checkpoint, and notes on what has changed since.
+"""The beginning of a run that resumes: its newest checkpoint, and notes on changes since then.
 
 The effect of a key, in `config.schema`, decides whether it may differ at all. `run.json` keeps
 digests of the program, too, and a run that resumes compares its own. If a config allows a change
@@ -28,7 +28,7 @@ from jddp.trainer.run import Progress, Run
 from jddp.trainer.saving import BEST
 from jddp.trainer.watching import judge_again
 
-SECONDS = 600.0  # for process 0 to read the file of records
+SECONDS = 600.0  # Limit for process 0 to read the file of records.
 # Packages whose versions may trace the same code to different equations.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jddp")
 Trace = Callable[[Form | None], Program]
@@ -153,7 +153,7 @@ def _compare_programs(
     if old["form"] != kept["form"]:  # Programs are compared in the same form.
         try:
             digests = trace(Form(**old["form"])).digests
-        except Exception:  # of the loss, which does not accept rows of that form
+        except Exception:  # The loss does not accept rows of that form.
             digests = dict.fromkeys(PARTS)
     if not (differ := [part for part in PARTS if old["digests"][part] != digests[part]]):
         return None, kept

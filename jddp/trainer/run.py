@@ -36,11 +36,11 @@ from jddp.trainer.reports.run_directory import OWN_NAMES
 log = logging.getLogger("jddp")
 
 
-EVAL_BATCH_SIZE = 1024  # examples in a batch of a dict of arrays by default
+EVAL_BATCH_SIZE = 1024  # Default number of examples in a batch of a dict of arrays.
 _NAME = re.compile(r"\w[\w-]*", re.ASCII)
 
 
-Losses = tuple[tuple[int, float], ...]  # of the last steps, each with its step
+Losses = tuple[tuple[int, float], ...]  # The last losses, each with its step.
 
 
 class Skips(NamedTuple):
@@ -64,7 +64,7 @@ BEGUN = Reached(0)
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run has come, and what it has come by.
+    """How far a run has come, and the facts that a resumed run compares.
 
     A default is the value for a checkpoint of an earlier version, which has no such field.
 
@@ -78,7 +78,7 @@ class Progress:
       stopped: Reason that a callback gave for ending the run, or None.
       skipped: The steps that were skipped.
       updates: Number of updates before the last step that was reported; -1 before one.
-      losses: The last losses, in which spikes are found.
+      losses: The last losses, by which spikes are judged.
       best: Steps of the best checkpoints, the best first.
       world: Processes, devices and options by which a step divides rows.
       learning_rate: Learning rate of the last step, if it is known.
@@ -161,8 +161,8 @@ class Run(Shown):
     ) -> None:
         self.state = state
         self.progress = Progress()
-        self.records: list[JsonObject] = []  # since it began or resumed
-        self.read_earlier: Callable[[], list[JsonObject]] | None = None  # for `history`
+        self.records: list[JsonObject] = []  # Records since the run began or resumed.
+        self.read_earlier: Callable[[], list[JsonObject]] | None = None  # Used by `history`.
         self.lost: set[int] = set()  # steps of evaluations before a resume that no checkpoint has
         self.run_dir = run_dir
         self.config = config
@@ -201,7 +201,7 @@ class Run(Shown):
 
         With a run directory they include the records before a resume.
         """
-        # A run of weeks leaves millions of records, and resumes without them.
+        # Read only here: a run of weeks leaves millions of records, and resumes without them.
         if self.read_earlier is not None:
             self.records[:0] = self.read_earlier()
             self.read_earlier = None
@@ -266,7 +266,7 @@ class Run(Shown):
         """
         if self.ask is None:
             raise UsageError("An opened run is read-only: call fit with its run_dir to resume it.")
-        if not _NAME.fullmatch(where) or where.lower() in OWN_NAMES:  # on any disk
+        if not _NAME.fullmatch(where) or where.lower() in OWN_NAMES:  # Some disks ignore case.
             raise ConfigError(
                 f"run.save({where!r}): not a plain name for a folder of the run directory, or the "
                 "name of its own files. Use letters, digits, '_' and '-', as in 'kept'."
@@ -325,7 +325,7 @@ class Run(Shown):
 
 
 def _shown(record: Record) -> str:
-    """The metrics of a record, then the shapes of those that are arrays."""
+    """The numbers of a record, then the shapes of its arrays."""
     numbers = [f"{name} {x:.4g}" for name, x in record.items() if is_metric(name, x)]
     arrays = {name: np.shape(x) for name, x in record.items() if isinstance(x, list)}
     shapes = [f"{name} {' x '.join(map(str, shape))}" for name, shape in arrays.items()]
@@ -333,10 +333,10 @@ def _shown(record: Record) -> str:
 
 
 def _taken(value: object) -> object:
-    """A number or text, or a copy of an array as one of numpy, in float32 or uint8."""
+    """A number or text, or a copy of an array as a NumPy array, in float32 or uint8."""
     if isinstance(value, str):
         return value
-    array = np.array(value)  # A sink reads it later, when the caller's may have changed.
+    array = np.array(value)  # A sink reads it later; the caller may change the original.
     if array.ndim == 0:
         return array.item()
     return array if array.dtype == np.uint8 else array.astype(np.float32)
@@ -363,7 +363,7 @@ class Callback:
 
         Args:
           run: The run, which may be one step ahead.
-          number: Number of epochs since the beginning of the run, those before a resume included.
+          number: Number of epochs since the beginning of the run, including epochs before a resume.
         """
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
@@ -378,7 +378,7 @@ class Callback:
     def on_exception(self, run: Run, error: BaseException) -> None:
         """Called where an exception ends the run, after a checkpoint was saved, if one could be.
 
-        The exception is raised afterwards; one of this method is logged. Of several processes those
+        The exception is raised afterwards; an exception in this method is logged. Only processes
         that fail call it: do not communicate here. A signal is no exception.
         """
 
@@ -396,7 +396,7 @@ def call_each(callbacks: Sequence[Callback], hook: Callable[[Callback], None]) -
     for callback in callbacks:
         try:
             hook(callback)
-        except KeyboardInterrupt:  # to exit at once
+        except KeyboardInterrupt:  # Ctrl-C exits at once.
             raise
         except BaseException as error:
             errors.append(error)

@@ -128,7 +128,7 @@ class Saving:
         self._folder(LATEST).wait()
 
     def close(self, *, failed: bool) -> None:
-        """Waits for all checkpoints; after a failure, which raises its own error, only if alone."""
+        """Waits for all checkpoints; after a failure only if alone, and without errors."""
         if failed and jax.process_count() > 1:
             return  # Others may wait for this process, as it would for them.
         ignored = (Error,) if failed else ()
@@ -159,7 +159,7 @@ class Saving:
         return self._folders[name]
 
 
-# By directory, for all objects of this process: one waits for checkpoints that another writes.
+# Shared by all objects of this process: one waits for checkpoints that another writes.
 _written: dict[Path, CheckpointFolder] = {}
 
 
@@ -267,7 +267,7 @@ class Checkpoints:
             return None
         with contextlib.closing(CheckpointFolder(folder, keep=1, is_written=False)) as checkpoints:
             found = checkpoints.restore(like, ddp.steps.layouts(like))
-        assert found is not None  # of none that is undamaged it raises
+        assert found is not None  # `restore` raises if none is undamaged.
         plain = found.beside.get("extra", found.beside)
         self._last[folder] = found.step, weakref.ref(found.state), json.dumps(plain)
         ddp.latest = found.state
@@ -289,7 +289,7 @@ def _report_unfinished(process: int) -> None:
         try:
             checkpoints.wait()
         except FileSystemError:
-            pass  # It has been logged.
+            pass  # The error has been logged.
         except RuntimeError:  # A process that ends starts no threads, and a save needs some.
             log.error(
                 "%s: the last checkpoint is not complete; the one before it stays. Call wait() of "
@@ -299,7 +299,7 @@ def _report_unfinished(process: int) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    return os.path.exists(folder / "manifest.json")  # False where it cannot be read
+    return os.path.exists(folder / "manifest.json")  # False if it cannot be read.
 
 
 def _newest_in(folder: Path) -> int | None:

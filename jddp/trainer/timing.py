@@ -34,9 +34,9 @@ from jddp.engine.state import TrainState
 from jddp.ground.typing import JsonObject
 
 STEP, DATA = "jddp step", "jddp data"  # names of the annotations in a run's traces
-SLOW = 1.2  # times the others
-NUM_RECORDS = 3  # in a row, before a process is reported
-RECORDS_BEHIND = 2  # from the times that process 0 reads to its own: by then all have published
+SLOW = 1.2  # Ratio to the other processes from which a process is slow.
+NUM_RECORDS = 3  # Slow records in a row before a process is reported.
+RECORDS_BEHIND = 2  # Age, in records, of the times that process 0 reads: all have published them.
 WAYS_OUT = {
     "data": "look at its disk and its network, or read in more processes (data.num_workers)",
     "host": "look at callbacks, at the disk of the run directory and at other programs",
@@ -50,8 +50,8 @@ class Spent(NamedTuple):
 
     Attributes:
       step: Time without evaluation and saving.
-      data: Part of it in which the loop waits for data.
-      devices: Time in which it waits for devices, also in evaluations.
+      data: Part of `step` spent waiting for data.
+      devices: Time spent waiting for devices, also in evaluations.
       host: Rest of all time: callbacks, saving, reports.
     """
 
@@ -133,7 +133,7 @@ class Profile:
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # Calls of Python slow the host, and fill the file.
+        options.python_tracer_level = 0  # Traced Python calls slow the host and fill the file.
         try:
             jax.profiler.start_trace(str(self._folder), profiler_options=options)
             self._is_open = True

@@ -25,7 +25,7 @@ class Watching(Callback):
       metric: Name of the metric.
     """
 
-    called = "Watching"  # its name in errors, with the key of the config
+    called = "Watching"  # Name in errors, with the key of the config.
 
     def __init__(self, metric: str, mode: str) -> None:
         self.metric = metric
@@ -60,7 +60,7 @@ class Watching(Callback):
             )
 
     def best_of(self, run: Run) -> Record | None:
-        """The record of the best evaluation, including those before a resume; None without any."""
+        """The record of the best evaluation, also from before a resume; None without any."""
         best = max(run.evaluations, key=self._goodness, default=None)
         return None if best is None or self._goodness(best) == -math.inf else best
 
@@ -188,8 +188,8 @@ class KeepBest(Watching):
             run.save(BEST)
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """Saves the state if it is among the best so far, those before a resume included."""
-        run.lost.discard(run.step)  # of a run that has gone back
+        """Saves the state if it is among the best of all evaluations, also from before a resume."""
+        run.lost.discard(run.step)  # The run may have gone back and lost it.
         if (best := self.best_of(run)) is not None:
             self.step, self.best = best["step"], best[self.metric]
         if run.evaluations[-1]["step"] in self.steps(run):

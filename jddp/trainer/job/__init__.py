@@ -1,5 +1,5 @@
 """Builds and runs the job that a config describes.
 
-`parts` resolves what a config names, `data` opens its data, `build` puts the parts together, and
+`parts` resolves the names in a config, `data` opens its data, `build` puts the parts together, and
 `job` runs them. No package below this one knows a `Config`.
 """

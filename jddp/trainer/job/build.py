@@ -61,15 +61,15 @@ SHORT: Settings = {
     "checkpoint.every_steps": None,
     "checkpoint.every_epochs": None,
     "checkpoint.resume": "auto",
-    "report.sinks": [],  # which may keep records elsewhere
+    "report.sinks": [],  # Sinks may keep records elsewhere.
 }
-SECONDS = 600.0  # for process 0 to make the folder
+SECONDS = 600.0  # Limit for process 0 to make the folder.
 
 
 def train(
     config: Config | str | Path, *, callbacks: Sequence[Callback] = (), **overrides: Any
 ) -> Run:
-    """Trains what a config describes: the command line as a function.
+    """Trains a model as a config describes: the command line as a function.
 
     Args:
       config: A config, a YAML file or the name of a preset.
@@ -86,7 +86,7 @@ def train(
         resolved = with_overrides(config, overrides)
     else:
         resolved, _ = load_config([str(config)], overrides)
-    if resolved.run.dir is not None:  # before the data are read
+    if resolved.run.dir is not None:  # Checked before the data are read.
         RunDirectory(resolved.run.dir, is_writer=True).check_usable()
     return build(resolved).run(callbacks)
 
@@ -97,7 +97,7 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     Args:
       config: Config of the job.
       needs_data: Whether absent data are an error. A preview needs none.
-      mesh: Devices to compile for, in the place of those that the config names.
+      mesh: Devices to compile for, instead of the devices that the config names.
 
     Raises:
       ConfigError: With all names of the config that cannot be resolved, one line each.
@@ -115,7 +115,7 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     try:
         data = open_data(parts.source, config)
     except DataError as error:
-        if needs_data or not parts.source.spec:  # A stream has the shapes of its batch.
+        if needs_data or not parts.source.spec:  # Without data a stream has no shapes.
             raise
         data_error = str(error)
     num_steps = config.train.num_steps
@@ -138,7 +138,7 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
         _check_outputs(job, num_classes)
     if job.is_writer:
         dtype = parts.source.spec.get("image", (None, None))[1]
-        if stream is not None:  # before any listed transform
+        if stream is not None:  # The dtype before any listed transform.
             batch = job.batch_spec
             images = batch.get("image") if isinstance(batch, Mapping) else None
             dtype = getattr(images, "dtype", None)

@@ -1,12 +1,12 @@
 """The data of a job: examples or streams, and the transforms of their rows.
 
-A stream is batches that come one after the other, and not examples that have numbers:
+A stream is batches that come one after the other, instead of numbered examples:
 
     def stream(global_batch_size, seed, process_index, num_processes):    # of your module
         return train_batches, test_batches
 
-Its position is known to the batches alone, and the first one has the shapes. What needs numbered
-examples is refused here.
+Only the batches know its position, and the first batch has the shapes. Keys that need numbered
+examples are refused here.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jddp.ground.names import check_arguments, defaults_of, look_up
 from jddp.ground.typing import TRANSFORM, Batch, Batches, Settings
 from jddp.modules.rows import as_arrays
 
-# Keys that need examples with numbers, and what to do in their place.
+# Keys that need numbered examples, and the way out for each.
 NOT_OF_STREAMS = {
     "train.num_epochs": "It has no epochs: give train.num_steps",
     "train.eval_every_epochs": "Give train.eval_every_steps",
@@ -170,7 +170,7 @@ def source_of_batches(name: str, train: Batches, test: object) -> DataSource:
 
 
 def stream_arguments(function: Callable[..., object], config: Config) -> Settings:
-    """Arguments of a function in a config that are filled in: those that have no default.
+    """Arguments that jddp fills in for a function in a config: all without a default.
 
     They are `global_batch_size`, `seed`, `process_index` and `num_processes`.
     """

@@ -168,7 +168,7 @@ class Job:
         model, seed = self.config.model, self.config.seed
         partial = model.weights_partial
         try:
-            read = find(OPTIONS, "init-from")  # knows the names of other libraries
+            read = find(OPTIONS, "init-from")  # It knows the names of other libraries.
             given, library = read(path, self.parts.model, partial=partial) if read else (path, "")
             state = self.ddp.init(seed, batch, given, partial=partial)
         except Misfit as error:
@@ -178,7 +178,7 @@ class Job:
             ) from error
         if self.is_writer:
             names = f", by the names of {library}" if library else ""
-            counts = "" if partial else f": {self.ddp.loaded}"  # which a warning has already
+            counts = "" if partial else f": {self.ddp.loaded}"  # If partial, a warning has them.
             report(f"started from {model.init_from}{names}{counts}")
         return state
 

@@ -121,7 +121,7 @@ def _specs(config: Config) -> dict[str, OptimizerSpec]:
         own = factory_of(named(group, key), key=key) if group.name or group.target else first
         kwargs = {**(section.kwargs if own is first else {}), **group.kwargs}
         specs[name] = OptimizerSpec(own, group.learning_rate or section.learning_rate, kwargs, key)
-    return specs  # where a group is called as the rest is, by_group refuses it
+    return specs  # `by_group` refuses a group with the name of the rest.
 
 
 def period_of(section: Section, prefix: str = "") -> int | Epochs | None:
@@ -129,7 +129,7 @@ def period_of(section: Section, prefix: str = "") -> int | Epochs | None:
 
     Args:
       section: A section of a config.
-      prefix: What is due, such as "eval_".
+      prefix: Beginning of the two keys, such as "eval_".
     """
     epochs = getattr(section, f"{prefix}every_epochs")
     every: int | None = getattr(section, f"{prefix}every_steps")
@@ -150,7 +150,7 @@ def num_steps_of(config: Config, num_examples: int, folder: Path) -> int:
     """
     train, data = config.train, config.data
     if train.num_epochs is None:
-        assert train.num_steps is not None  # as the config requires
+        assert train.num_steps is not None  # The config requires one of the two.
         return train.num_steps
     size, drops = data.global_batch_size, data.drop_remainder
     num_steps = count_steps(train.num_epochs, num_examples, size, drops)
@@ -174,4 +174,4 @@ def _newest(directory: Path) -> tuple[int, int] | None:
         taken = read_object(directory / str(steps[-1]) / "run.json")["position"]["state"]
         return steps[-1], min(int(taken["position"]), int(taken.get("end", taken["position"])))
     except (FileSystemError, LookupError, TypeError, ValueError, AttributeError):
-        return None  # no checkpoint of jddp, or a damaged one, which resuming reports
+        return None  # No checkpoint of jddp, or a damaged one: resuming reports it.

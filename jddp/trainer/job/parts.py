@@ -88,14 +88,14 @@ def resolve_parts(config: Config) -> Parts:
         except ConfigError as error:
             mistakes.append(str(error))
 
-    attempt(optimizer_of)  # before the data are read, which the number of steps may depend on
+    attempt(optimizer_of)  # Finds mistakes early; `build` makes it again with the number of steps.
     source = attempt(find_source)
     filled = attempt(functools.partial(_model, source=source))
     loss_fn = attempt(functools.partial(find_loss, source=source))
     eval_fn = attempt(find_eval_fn)
     options = attempt(_ddp_options)
     sinks = attempt(lambda config: choose_sinks(config.report.sinks, key="report.sinks"))
-    attempt(find_callbacks)  # which are made where the run begins
+    attempt(find_callbacks)  # Callbacks are made where the run begins.
     attempt(functools.partial(check_listed, source=source))
     if mistakes:
         raise ConfigError("\n".join(mistakes))
@@ -122,7 +122,7 @@ def find_source(config: Config) -> DataSource:
     train = pair[0]
     has_numbers = hasattr(train, "__len__") and hasattr(train, "__getitem__")
     if hasattr(train, "__iter__") and not has_numbers and not isinstance(train, Examples):
-        return source_of_batches(data.target, *pair)  # They can be iterated alone.
+        return source_of_batches(data.target, *pair)  # A stream can only be iterated.
     return source_of(data.target, *pair)
 
 
@@ -305,7 +305,7 @@ def counted_labels(
     if labels is None or labels.dtype.kind not in "iu" or labels.ndim != 1:
         return np.zeros(0, int), np.zeros(0)
     counts = np.ones(len(labels)) if frequencies is None else frequencies
-    # Where labels are at hand, so is a mask, but for the mask of images that do not decode.
+    # If labels are at hand, a mask is too, except the mask of images that do not decode.
     mask = column_of(examples, "mask", reads=column_of(examples, "label") is None)
     if mask is not None:
         counts = counts * (mask > 0).reshape(len(mask), -1).any(1)

@@ -160,7 +160,7 @@ class MetricsFile:
     def _lines_until(self, step: int) -> Iterator[tuple[bytes, JsonObject | None]]:
         """The lines that stay in a run that resumes at a step."""
         for line, record in self._lines():
-            is_whole = line.endswith(b"\n")  # A process may have died while it wrote the last one.
+            is_whole = line.endswith(b"\n")  # A process may have died while it wrote the last line.
             if is_whole if record is None else record["step"] <= step:
                 yield (line if is_whole else line + b"\n"), record
 
@@ -190,13 +190,13 @@ def as_json(value: object) -> object:
     """Converts a value to JSON: arrays to nested lists, numbers that are not finite to None."""
     if isinstance(value, Mapping):
         return {name: as_json(x) for name, x in value.items()}
-    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy and JAX
+    value = value.tolist() if hasattr(value, "tolist") else value  # Arrays of NumPy and JAX.
     if isinstance(value, list | tuple):
         return [as_json(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# For lines that are printed elsewhere already: of no other logger, so they reach the file alone.
+# Lines that are printed elsewhere already. Without a parent logger they reach the file alone.
 said = logging.Logger("jddp.lines", logging.INFO)
 
 
@@ -271,7 +271,7 @@ def logging_to(path: Path, events: Path | None = None) -> Iterator[None]:
         for handler in handlers:
             for logger in loggers:
                 logger.removeHandler(handler)
-            with contextlib.suppress(OSError):  # It has been reported.
+            with contextlib.suppress(OSError):  # The error has been reported.
                 handler.close()
 
 

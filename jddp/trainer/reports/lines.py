@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-COLUMNS = 80  # of a file or a pipe
-BESIDE_METRICS = ("grad_norm", "skipped", "loss_scale")  # shown in their line
-NOTICED_WAIT = 0.05  # share of a step
-MOST_NUMBERS = 1000  # of an array: of a larger one only the corners are shown
+COLUMNS = 80  # Width of a file or a pipe.
+BESIDE_METRICS = ("grad_norm", "skipped", "loss_scale")  # Fields in the line of the metrics.
+NOTICED_WAIT = 0.05  # Share of a step from which a wait is shown.
+MOST_NUMBERS = 1000  # Size of an array above which only its corners are shown.
 SECONDS_BETWEEN_LINES = 5.0
 SECONDS_BETWEEN_UPDATES, NOTEBOOK_COLUMNS = 1.0, 120
 NARROWEST, WIDEST = 40, 100
@@ -380,7 +380,7 @@ class _Terminal(_Lines):
 
     def print(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            self._live.console.print(text, markup=False, soft_wrap=True)  # above the bar
+            self._live.console.print(text, markup=False, soft_wrap=True)  # Printed above the bar.
 
     def close(self) -> None:
         self._live.stop()
@@ -434,12 +434,12 @@ def is_watched(stream: TextIO) -> bool:
     """
     try:
         return bool(stream.isatty() and os.tcgetpgrp(stream.fileno()))
-    except (OSError, ValueError, AttributeError):  # of no session, of another one, or closed
+    except (OSError, ValueError, AttributeError):  # No session, another one, or a closed stream.
         return False
 
 
 def columns_of(stream: TextIO) -> int:
-    """The width for text: the width of the terminal now, from 40 to 100; 80 of a file or a pipe."""
+    """The width for text: the terminal's width now, from 40 to 100; 80 for a file or a pipe."""
     if not is_watched(stream):
         return COLUMNS
     return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)

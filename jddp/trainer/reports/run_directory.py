@@ -113,7 +113,7 @@ class RunDirectory:
                     self._write(config, starts, manifest)
                 if self.path.exists():
                     self.folder.pin()
-            self.storage.upload()  # finds now whether it can be written
+            self.storage.upload()  # Finds out now if a URL cannot be written.
             try:
                 yield
             finally:
@@ -134,7 +134,7 @@ class RunDirectory:
             above = self.path.absolute().parents
             there = next(path for path in (self.path, *above) if os.path.lexists(path))
             inside = f"{there}/."
-            os.stat(inside)  # raises if it is not a directory
+            os.stat(inside)  # Raises if it is not a directory.
             if not os.access(inside, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "Permission denied", str(there))
 
@@ -163,12 +163,12 @@ class RunDirectory:
         Raises:
           FileSystemError: If this process does not.
         """
-        # With JAX, which a command imports after it has checked the directory, and set its cache.
+        # These modules import JAX; a command first checks the directory and sets its cache.
         from jddp.checkpoint.checkpoints import SECONDS, wait_until_seen
         from jddp.distributed.coordination import from_first
 
         holder = from_first("held", self._holder, timeout_seconds=SECONDS)
-        # No name on a full disk, no common folder for a URL.
+        # A full disk has no name of the holder, and a URL has no common folder.
         if holder and self.storage.is_shared and not self._is_writer:
             wait_until_seen(self.path / "lock", holder)
             self.folder.pin()
@@ -296,7 +296,7 @@ def changed_keys(before: Settings, now: Settings) -> list[str]:
 def _differing(before: Settings, now: Settings) -> Iterator[tuple[str, object, object]]:
     """The keys that differ, with the value before and now."""
     old, new = _flat(before), _flat(now)
-    # A run of an earlier version lacks newer keys, and was trained by their defaults.
+    # A run of an earlier version lacks newer keys, and was trained with their defaults.
     old |= {key: default_of(key, MISSING) for key in new.keys() - old.keys()}
     for key, was in old.items():
         if was != (becomes := new.get(key, MISSING)):
@@ -350,7 +350,7 @@ def held(path: Path) -> Iterator[str]:
         try:
             yield name
         finally:
-            if not file.closed:  # as it is in a forked child
+            if not file.closed:  # A forked child has closed it.
                 with contextlib.suppress(OSError):
                     file.truncate(0)
 

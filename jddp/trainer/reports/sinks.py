@@ -40,9 +40,9 @@ from jddp.ground.names import did_you_mean, name_of_callable, resolve_target
 from jddp.ground.typing import Record, Settings
 from jddp.trainer.reports.lines import array_lines
 
-MOST_WAITING = 1000  # records; more are lost
-SECONDS_TO_CLOSE = 30.0  # to take the waiting records too
-PAGE_COLUMNS = 240  # of a page
+MOST_WAITING = 1000  # Number of records that wait; further ones are lost.
+SECONDS_TO_CLOSE = 30.0  # Limit for taking the waiting records and closing.
+PAGE_COLUMNS = 240  # Width of a page.
 _GROUPS = {
     "optimizer": ("learning_rate", "grad_norm", "loss_scale", "skipped", "spike"),
     "time": ("epoch", "step_seconds", "data_wait_seconds", "host_seconds"),
@@ -69,7 +69,7 @@ class Sink(Protocol):
         """
 
     def close(self) -> None:
-        """Writes what is left; called once, after the last record, also if training has failed."""
+        """Writes the rest; called once, after the last record, also if training has failed."""
 
 
 class Start(NamedTuple):
@@ -90,7 +90,7 @@ class Start(NamedTuple):
 GivenSink = str | Sink | Callable[[Start], Sink]
 
 
-# By word: the package that it needs, and the sink.
+# The package that each word needs, and its sink.
 WORDS: dict[str, tuple[str, Callable[[Start], Sink]]] = {
     "tensorboard": ("tensorboardX", lambda start: TensorBoard(*start)),
     "wandb": ("wandb", lambda start: WeightsAndBiases(*start)),
@@ -197,7 +197,7 @@ class GuardedSink:
             sink = self._make(start)
             while (record := self._waiting.get()) is not None:
                 with self._reporting(f"take the record of step {record['step']}"):
-                    sink.log(copy.deepcopy(record))  # which it may change
+                    sink.log(copy.deepcopy(record))  # The sink may change it.
                     self._num_taken += 1
             with self._reporting("close"):
                 sink.close()
@@ -206,7 +206,7 @@ class GuardedSink:
     def _reporting(self, what: str) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:  # also an exit, with which a thread ends in silence
+        except BaseException as error:  # An exit, too: it would end the thread in silence.
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self._report(f"cannot {what}: {reason.rstrip('.')}")
 
@@ -265,7 +265,7 @@ class TensorBoard:
     """
 
     def __init__(self, run_dir: Path | None, config: Settings, step: int) -> None:
-        from tensorboardX import SummaryWriter  # which changes loggers and warnings
+        from tensorboardX import SummaryWriter  # The import changes loggers and warnings.
 
         resumed = {"purge_step": step + 1} if step else {}
         suffix = f".{step}"  # A start within the same second has a file of its own.
@@ -288,7 +288,7 @@ class TensorBoard:
                 self._writer.add_images(chart, value, step, dataformats="NHWC")
             else:
                 self._add_histogram(chart, value, step)
-        self._writer.flush()  # A page shows it now, and a process that is killed keeps it.
+        self._writer.flush()  # A page shows the values now, and they survive a kill.
 
     def close(self) -> None:
         """Closes the event file."""
@@ -302,7 +302,7 @@ class TensorBoard:
     def _add_histogram(self, chart: str, numbers: np.ndarray, step: int) -> None:
         try:
             self._writer.add_histogram(chart, numbers, step)
-        except ValueError as error:  # None is finite, or all are beyond 1e20.
+        except ValueError as error:  # No value is finite, or all are beyond 1e20.
             self._writer.add_text(chart, f"no histogram: {error}", step)
 
 
@@ -329,7 +329,7 @@ class WeightsAndBiases:
     def __init__(self, run_dir: Path | None, config: Settings, step: int) -> None:
         import wandb
 
-        assert run_dir is not None  # as `Options` requires
+        assert run_dir is not None  # `Options` requires a folder.
 
         # Checked here, because `wandb.init` would ask for a key in the middle of the progress.
         is_online = wandb.setup().settings.mode == "online"

@@ -90,7 +90,7 @@ def open_run(
     """
     run_dir = local_copy(run_dir)
     config = None
-    ignored = () if model is None else (ConfigMistakes,)  # of fit(config=settings)
+    ignored = () if model is None else (ConfigMistakes,)  # Settings of `fit` may be no config.
     with contextlib.suppress(*ignored):
         config = config_in(run_dir)
     module = model_in(run_dir, config, trust) if model is None else model
@@ -193,7 +193,7 @@ class OwnBatches:
             self._data = open_data(find_source(self._config), self._config)
             agree("data set", {"sha256": self._data.sha256})
             kept = kept_of_data(self._run_dir).get("encoding")
-            if kept and self._data.encoding != kept:  # of the columns of a table
+            if kept and self._data.encoding != kept:  # Encoding of the columns of a table.
                 raise DataError(
                     f"{self._data.description}: its training part gives other means or categories "
                     "than the run was trained with. Put the run's files train* beside the new "

@@ -51,7 +51,7 @@ from jddp.trainer.job.parts import find_source
 from jddp.trainer.runs.opened import open_run
 from jddp.trainer.runs.saved import TRUST, config_in, is_trusted, kept_of_data, refusal
 
-INPUTS = ("image", "tokens", "x")  # as `jddp.modules.inputs.outputs` looks for them
+INPUTS = ("image", "tokens", "x")  # Names that `jddp.modules.inputs.outputs` looks for.
 OF_IMAGES = ("image_folder", "webdataset")  # sources of images that are files
 
 Arrays = Mapping[str, np.ndarray]
@@ -166,7 +166,7 @@ def _classified(
 
 def _npz(arrays: Arrays) -> bytes:
     file = io.BytesIO()
-    # Other programs read no bfloat16.
+    # Other programs cannot read bfloat16.
     known = {name: x.astype("float32") if x.dtype.kind == "V" else x for name, x in arrays.items()}
     np.savez(file, allow_pickle=False, **known)
     return file.getvalue()
@@ -194,8 +194,8 @@ class Rows:
       step: Number of the step, from 1.
       epoch: Passes over the data before its first example.
       examples: Number of each example in the training data, in the order of the global batch.
-      names: Name of each example, where the data have names, such as files, or the folder and the
-        number there, of a mixture; else empty.
+      names: Name of each example, if the data have names: a file or, in a mixture, the folder and
+        the number there; else empty.
     """
 
     step: int

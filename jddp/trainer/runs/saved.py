@@ -133,7 +133,7 @@ def kept_of_data(run_dir: Path | None) -> JsonObject:
     try:
         first = json.loads((Path(run_dir or "") / "manifest.json").read_bytes())
         return dict(first.get("later_starts", [first])[-1]["data"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # of an earlier run
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # An old run kept none.
         return {}
 
 
