@@ -114,13 +114,14 @@ class TrainBatches(Shown):
         self._end = ENDLESS
         self._is_full = drop_remainder or num_epochs is None
         if num_epochs is not None:
-            count_steps(num_epochs, len(examples), global_batch_size, drop_remainder)  # or refuses
+            # Refuses a number of epochs without a step.
+            count_steps(num_epochs, len(examples), global_batch_size, drop_remainder)
             self._end = max(1, round(num_epochs * len(examples)))
         process_batch_size = self._rows_in_all // num_processes
         first = self.share.process_index * process_batch_size
         self._own = np.arange(process_batch_size) + first
         self._position = 0
-        self.num_masked = 0  # rows of examples whose mask is 0, in the batches delivered here
+        self.num_masked = 0  # Number of masked examples in the batches delivered here.
 
     @property
     def settings(self) -> dict[str, object]:
@@ -174,11 +175,11 @@ class TrainBatches(Shown):
         if self.is_padded:
             counts = is_valid.astype(np.float32)
             mask = batch.get("mask", np.ones(len(counts), np.float32))
-            batch = batch | {"mask": (mask.T * counts).T}  # along the rows
+            batch = batch | {"mask": (mask.T * counts).T}  # Multiplied along the rows.
         return batch if self._on_device else self._chain(batch)
 
     def _read(self, positions: np.ndarray) -> NumpyBatch:
-        """The examples at these positions, with those to mix them with, and random numbers."""
+        """The examples at these positions, the examples to mix them with, and random numbers."""
         batch = self._stored.take(self._order.examples_at(positions))
         if not self._chain.num_draws:
             return batch
@@ -278,7 +279,7 @@ class Share(NamedTuple):
         return f"share {self.process_index} of {self.num_processes}"
 
     def part_of(self, num_rows: int) -> tuple[int, int]:
-        """The first of this share's rows of a batch, and the first that is not its."""
+        """Number of the first row of this share of a batch, and of the first row after it."""
         index, count = self
         return index * num_rows // count, (index + 1) * num_rows // count
 
@@ -291,7 +292,7 @@ class Share(NamedTuple):
         """
         here = cls(0, 1)
         if "jax" in sys.modules:
-            from jddp.distributed import coordination  # which imports JAX
+            from jddp.distributed import coordination  # This imports JAX.
 
             here = cls(coordination.process_index(), coordination.num_processes())
         index = here.process_index if process_index is None else process_index
@@ -332,7 +333,7 @@ class _EvalBatches(Shown):
         """
         num_rows = min(num_batches * self.global_batch_size, len(self.examples))
         sections = np.arange(num_rows + 1) * len(self.examples) // num_rows
-        # At random: rows that take turns, such as classes, would else be of one kind.
+        # Random rows: if classes take turns, every n-th row could be of one class.
         shares = Order(num_rows, seed, shuffle=False).uniform(np.arange(num_rows), 1)[:, 0]
         rows = sections[:-1] + (shares * np.diff(sections)).astype(np.int64)
         return replace(self, examples=Subset(self.examples, rows))
@@ -366,7 +367,7 @@ def eval_batches(
     Args:
       examples: Examples to read, or a dict of arrays with a row for each.
       global_batch_size: Examples per batch, over all processes.
-      transforms: Transforms of rows; those that use random numbers are left out.
+      transforms: Transforms of rows; transforms that use random numbers are left out.
       on_device: Whether rows are transformed on the devices, as with `TrainBatches`.
       process_index: Number of this process; by default JAX's, once it has joined a job, else 0.
       num_processes: Number of processes; each takes an equal part of a batch. By default JAX's

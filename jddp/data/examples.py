@@ -1,7 +1,7 @@
 """Numbered examples: their number, and the rows at given indices as one batch.
 
 This is the whole interface of a data set. Arrays are examples as they are (`ArrayExamples`), and an
-object with `__len__` and `__getitem__` is a data set of rows (`RowExamples`), as of PyTorch,
+object with `__len__` and `__getitem__` is a data set of rows (`RowExamples`), as in PyTorch,
 Hugging Face, grain and plain lists: a row is a dict of arrays or numbers, or a tuple of them if
 names are given. Mistakes that can be found at the start are refused at the start.
 """
@@ -18,7 +18,7 @@ from jddp.ground.typing import Settings
 
 NumpyBatch = dict[str, np.ndarray]
 
-_NUM_READ = 1024  # examples at a time; only their labels are kept
+_NUM_READ = 1024  # Number of examples read at a time; only their labels are kept.
 
 # The dtypes that JAX would convert to; converted here, so that specs are known beforehand.
 _NARROW = {"float64": np.float32, "int64": np.int32, "uint64": np.uint32}
@@ -53,7 +53,7 @@ class ArrayExamples:
             raise DataError("the data holds no arrays. Give a dict such as {'x': ..., 'y': ...}.")
         refuse_masked(arrays)
         self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
-        # A mapped array stays one, also when it is sent to another process.
+        # A mapped array stays mapped, also when it is sent to another process.
         self._arrays |= {name: x for name, x in arrays.items() if isinstance(x, np.memmap)}
         for name, array in self._arrays.items():
             if array.ndim == 0 or array.dtype.kind not in "biuf":
@@ -131,7 +131,7 @@ def check_numbers(name: str, array: np.ndarray, row_names: Sequence[int] | np.nd
     """Refuses NaN, infinity and numbers that need 64 bits, and names the first row that has one."""
     limits = np.finfo(np.float32) if array.dtype.kind == "f" else np.iinfo(np.int32)
     is_narrow = array.dtype.kind in "biu" and array.dtype.itemsize < 8
-    # No array of the same size is made, unless it contains a mistake.
+    # No second array of this size is made, unless there is a mistake.
     if is_narrow or not array.size or (limits.min <= array.min() and array.max() <= limits.max):
         return
     is_wrong = ~((limits.min <= array) & (array <= limits.max))
@@ -170,7 +170,7 @@ class RowExamples:
         Raises:
           DataError: If a row has no names, rows differ in shape, or hold no numbers.
         """
-        if not len(indices):  # on a process without a row in the last batch
+        if not len(indices):  # A process may have no row in the last batch.
             return {name: x[:0] for name, x in self.take(np.zeros(1, int)).items()}
         named = [self._named(row) for row in self._rows_at(indices.tolist())]
         parts = {name: [row.get(name) for row in named] for name in named[0]}
@@ -214,7 +214,7 @@ def as_examples(data: object) -> Examples:
     if isinstance(data, Mapping):
         return ArrayExamples(data)
     if isinstance(data, Examples) and not (hasattr(data, "with_format") or hasattr(data, "dtype")):
-        return data  # Hugging Face's `take` returns the first rows; an array's, elements
+        return data  # Hugging Face's `take` returns the first rows, an array's `take` elements.
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple):
         return RowExamples(data)
     raise DataError(

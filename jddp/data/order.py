@@ -178,7 +178,7 @@ def _check_weights(weights: np.ndarray, num_examples: int) -> None:
         raise DataError("weights must be finite and not negative, and at least one positive.")
 
 
-SEEDS = 2**32  # The orders of sources of one size differ.
+SEEDS = 2**32  # Distance of the seeds of sources: sources of one size get different orders.
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
     pack_items(np.array([5, 3, 4, 2]), capacity=8)       # the row of each item: [0, 0, 1, 1]
 
-Items are placed from the longest to the shortest, each in the row in which it leaves least room.
+Items are placed from the longest to the shortest, each in the row where it leaves least room.
 Lengths are whole numbers, so items of one length are placed together, in rows with the same room:
 Python takes a step for a few of them at once, and ten million items take seconds.
 

@@ -38,8 +38,8 @@ class DataSet(Shown):
       description: One line for the log: name of the data, number of examples.
       sha256: Hash of the data, for the manifest of the run.
       classes: Names of the classes, in the order of their numbers; empty if there are none.
-      encoding: What new rows are prepared with, such as the means of columns, for the manifest of
-        the run; empty if there is nothing.
+      encoding: Values that prepare new rows, such as the means of columns, for the manifest of the
+        run; empty if there are none.
       order: Function of a seed that returns the order of a run; None for an order of permutations.
     """
 
@@ -72,7 +72,7 @@ class Streams:
       description: One line for the log.
       sha256: Hash of the data; empty, as it would need all of them.
       classes: Names of the classes, in the order of their numbers; empty if there are none.
-      encoding: What new rows are prepared with; empty.
+      encoding: Values that prepare new rows; empty.
     """
 
     train: Batches
@@ -131,7 +131,7 @@ def make_data_set(
       test: Test data.
       sha256_hex: Hash of the data; by default of its sizes and of the rows at both ends.
       classes: Names of the classes.
-      encoding: What new rows are prepared with.
+      encoding: Values that prepare new rows.
 
     Raises:
       DataError: If the data cannot be read (see `ArrayExamples` and `as_examples`).
@@ -248,7 +248,7 @@ def selected_parts(
       read: Function that returns the rows of the part "train" or "test"; of "", all.
       test_share: Fraction of all rows that is for testing; None to read both parts.
       select: Function of rows and indices that returns these rows.
-      draws: Function of rows that returns the numbers that decide which are for testing.
+      draws: Function of rows; its numbers decide which rows are for testing.
 
     Raises:
       ConfigError: If the share is not between 0 and 1.
@@ -309,13 +309,13 @@ def mixed_source(sources: Mapping[str, DataSource], weights: Sequence[float]) ->
             order=order_of,
         )
 
-    # The mean over all test examples is known if it is the same of each source.
+    # The mean over all test examples is known if it is the same for each source.
     known = bytes_per_token.pop() if len(bytes_per_token) == 1 else None
     return dataclasses.replace(first, load=load, bytes_per_token=known)
 
 
 def _content_of(source: DataSource) -> str:
-    """Words on what must be equal where sources are mixed."""
+    """Describes the facts that must be equal where sources are mixed."""
     arrays = ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in source.spec.items())
     sizes = [f"{name} {size:,}" for name, size in source.sizes.items()]
     tokenizer = [f"tokenizer {source.tokenizer!r}"] if source.tokenizer else []

@@ -163,7 +163,7 @@ def namespace_of(array: np.ndarray) -> ModuleType:
 
 
 IMAGES = ("image", "other_image")
-LARGEST = {"uint8": 255, "uint16": 65_535}  # by dtypes: black is 0, and white is this
+LARGEST = {"uint8": 255, "uint16": 65_535}  # White by dtype; black is 0.
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Normalize:
         dtype = batch["image"].dtype
         if dtype.name not in LARGEST:
             raise DataError(f"normalize: images are {dtype}. Give uint8 or uint16, of known range.")
-        # Of the rank of the images, for those who let JAX refuse arrays of different ranks.
+        # The rank of the images: a user may let JAX refuse arrays of different ranks.
         shape = [1] * (batch["image"].ndim - 1) + [-1]
         mean, std = (np.asarray(x, np.float32).reshape(shape) for x in (self.mean, self.std))
         scale, offset = np.float32(1 / LARGEST[dtype.name]) / std, mean / std
@@ -345,7 +345,7 @@ class Mix:
         Raises:
           ConfigError: If the examples are not images with labels.
         """
-        from scipy.special import betaincinv  # here, as its import takes a while
+        from scipy.special import betaincinv  # Imported here: the import takes a while.
 
         if not {"image", "label"} <= batch.keys():
             held = ", ".join(batch)

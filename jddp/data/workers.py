@@ -39,7 +39,7 @@ class WorkerBatches(TrainBatches):
     def __init__(self, batches: TrainBatches, *, num_workers: int) -> None:
         import_extra("grain", needed_by="data.num_workers")
         vars(self).update(vars(batches))
-        self._batches = batches  # for the workers
+        self._batches = batches  # The workers read these.
         self._num_workers = num_workers
         self._iterator: Any = None
 
@@ -64,7 +64,7 @@ class WorkerBatches(TrainBatches):
         import grain
         from absl import flags
 
-        if not flags.FLAGS.is_parsed():  # grain's workers read some
+        if not flags.FLAGS.is_parsed():  # Grain's workers read some flags.
             flags.FLAGS.mark_as_parsed()
         positions = grain.MapDataset.source(self.positions_left())
         batches = positions.map(self._batches.rows).to_iter_dataset(
@@ -78,7 +78,7 @@ class WorkerBatches(TrainBatches):
             return next(self._iterator)
         # The first batch starts the processes, which inherit this mask: Ctrl-C reaches all of a
         # terminal's processes, and the run is to end the workers, once it has saved.
-        resource_tracker.ensure_running()  # its start would lift the mask
+        resource_tracker.ensure_running()  # Started first: its start would lift the mask.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._iterator = self._start()
@@ -108,4 +108,4 @@ def _wait_until_memory_is_freed() -> None:
         from grain._src.python.ipc.shared_memory_array import SharedMemoryArray
 
         if SharedMemoryArray._del_thread_pool is not None:
-            SharedMemoryArray._del_thread_pool.apply(int)  # runs after its earlier tasks
+            SharedMemoryArray._del_thread_pool.apply(int)  # Runs after all earlier tasks.

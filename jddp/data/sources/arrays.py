@@ -145,7 +145,7 @@ CLASSES = (
     "Ankle boot",
 )
 NUM_CLASSES = len(CLASSES)
-MEAN, STD = 0.2860, 0.3530  # of the pixels of the 60,000 training images, over 255
+MEAN, STD = 0.2860, 0.3530  # Statistics of the 60,000 training images, over 255.
 
 FOLDER = Path(__file__).parent / "fashion_mnist"
 _DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -268,7 +268,7 @@ class MappedArray(np.memmap):
 
     def __reduce__(self) -> str | tuple[object, ...]:
         if not isinstance(self.base, mmap.mmap):
-            return np.array(self).__reduce__()  # a slice of one
+            return np.array(self).__reduce__()  # A slice is copied.
         order = "F" if self.flags.f_contiguous and not self.flags.c_contiguous else "C"
         return MappedArray, (self.filename, self.dtype, "r", self.offset, self.shape, order)
 

@@ -1,4 +1,4 @@
-"""Rows that Hugging Face's library `datasets` reads: of the Hub, of files, tar files and streams.
+"""Rows that Hugging Face's library `datasets` reads: from the Hub, files, tar files and streams.
 
     hugging_face(directory=Path("mnist"))     # of DatasetDict.save_to_disk, or a folder per split
     hugging_face(path="ylecun/mnist")         # downloaded once, into the cache of `datasets`
@@ -57,7 +57,7 @@ from jddp.ground.typing import JsonObject
 
 log = logging.getLogger("jddp")
 
-Row = Mapping[str, object]  # by the names of columns
+Row = Mapping[str, object]  # Values by the names of columns.
 
 
 def hugging_face(
@@ -151,7 +151,7 @@ def hugging_face(
 
 @contextlib.contextmanager
 def reading(where: object, way_out: str = "Write it again.") -> Iterator[Any]:
-    """The library `datasets`, quiet while this is open; what it raises becomes one line.
+    """The library `datasets`, quiet while this is open; its errors become one line.
 
     Args:
       where: Name of the data.
@@ -166,7 +166,7 @@ def reading(where: object, way_out: str = "Write it again.") -> Iterator[Any]:
         if not datasets.are_progress_bars_disabled():
             datasets.disable_progress_bars()
             afterwards.callback(datasets.enable_progress_bars)
-        for name in ("datasets", "huggingface_hub"):  # which log errors that are raised too
+        for name in ("datasets", "huggingface_hub"):  # They also log the errors that they raise.
             logger = logging.getLogger(name)
             afterwards.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.CRITICAL)
@@ -184,7 +184,7 @@ def _refusal(error: BaseException, where: object, way_out: str) -> Error:
     while (before := reasons[-1].__cause__ or reasons[-1].__context__) is not None:
         reasons.append(before)
     absent = (ConnectionError, TimeoutError, FileNotFoundError)
-    for reason in reasons:  # no home, or a full one
+    for reason in reasons:  # The home folder is missing, or full.
         if isinstance(reason, OSError) and reason.errno and not isinstance(reason, absent):
             return FileSystemError(
                 f"{where}: datasets cannot cache these files: {reason}. Set HF_HOME to a folder "
@@ -232,7 +232,7 @@ def undecoded(rows: Any, where: str) -> tuple[Any, Callable[[Row], Row]]:
     """
     datasets = import_extra("datasets", needed_by="this data set")
     modes: dict[str, str | None] = {}
-    for name, feature in (rows.features or {}).items():  # of a stream they may be unknown
+    for name, feature in (rows.features or {}).items():  # A stream may not know them.
         if isinstance(feature, datasets.Image):
             import_extra("PIL", needed_by=f"column {name!r}")
             modes[name] = feature.mode
@@ -342,7 +342,8 @@ class RowStream:
         rows = self._without_end() if self._is_endless else iter(self._rows)
         while together := self._next(rows):
             part = together[begin:end]
-            decoded = [self._decode(row) for row in part or together[:1]]  # for the dtypes
+            # Without a row of its own the process decodes one for the dtypes.
+            decoded = [self._decode(row) for row in part or together[:1]]
             yield RowExamples(decoded).take(np.arange(len(part)))
 
     def _next(self, rows: Iterator[Row]) -> list[Row]:
@@ -358,8 +359,8 @@ class RowStream:
                 yield row
             if is_empty and self._epoch > begins_at:
                 raise DataError(f"{self._where}: no rows. At least one is needed.")
-            self._rows.load_state_dict({})  # else each pass would begin where this one did
-            # By the number of the epoch `datasets` would shuffle the files; 0 keeps their order.
+            self._rows.load_state_dict({})  # Without it, each pass would begin where this one did.
+            # `datasets` would shuffle the files by the number of the epoch; 0 keeps their order.
             self._rows.set_epoch(0 if self.resumes_exactly else self._epoch + 1)
 
     def state_dict(self) -> JsonObject:

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
 
-# By the first bytes of a file, whatever its name. Other formats of Pillow start programs.
+# Recognized by the first bytes of a file, whatever its name. Some other formats start programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # Statistics of ImageNet.
 TEST_MARGIN = 0.125
-MOST_OF_JPEG = 65_535  # pixels of a side
+MOST_OF_JPEG = 65_535  # Longest side, in pixels.
 
 
 class UndecodableError(DataError):
@@ -58,7 +58,7 @@ def check_image_arguments(
     Args:
       mean: Value to subtract from pixels over 255.
       std: Divisor after that.
-      undecodable: What becomes of an image that does not decode.
+      undecodable: Treatment of an image that does not decode.
       needed_by: Name of the source.
 
     Raises:
@@ -100,14 +100,14 @@ def decode_image(
     try:
         with Image.open(io.BytesIO(file), formats=FORMATS) as image:
             if image.format == "JPEG" and image.mode == "RGB":
-                # At the smallest number of eighths of the size whose sides have as many pixels.
+                # JPEG decodes at n / 8 of its size: the smallest n with enough pixels a side.
                 least = MOST_OF_JPEG if size is None else math.ceil(size / (1 - margin))
                 least_size = {"min_height": least, "min_width": least, "min_factor": 1}
                 simplejpeg = import_extra("simplejpeg", needed_by="JPEG")
                 pixels = simplejpeg.decode_jpeg(file, "RGB", fastdct=False, **least_size)
                 whole: PillowImage = Image.fromarray(pixels)
             else:
-                image.load()  # which turns a TIFF
+                image.load()  # Loading turns a TIFF upright.
                 whole = image
             if mode in (None, "L", "RGB"):
                 whole = _as_shown(whole, where)
@@ -141,7 +141,7 @@ def _bytes_of(pixels: np.ndarray, transparent: int | None, where: str) -> np.nda
     low, high = pixels.min(), pixels.max()
     if pixels.dtype.kind == "u":
         pixels = np.where(pixels == transparent, 65_535, pixels) / 65_535
-    elif pixels.dtype.kind == "i" or not 0 <= low <= high <= 1:  # no NaN is
+    elif pixels.dtype.kind == "i" or not 0 <= low <= high <= 1:  # NaN fails the comparison.
         raise UndecodableError(
             f"{where}: the pixels are {pixels.dtype} from {low:g} to {high:g}, none of them known "
             "as white. Save it in 8 or 16 bits, or in floating point from 0, black, to 1, white."
@@ -153,7 +153,7 @@ def _upright(pixels: np.ndarray, image: "PillowImage") -> np.ndarray:
     """Pixels turned by the EXIF orientation of an image: 1 to 4 mirror them, 5 to 8 transpose."""
     try:
         number = image.getexif().get(0x0112)
-    except Exception:  # damaged bytes, which can raise anything
+    except Exception:  # Damaged bytes can raise anything.
         number = None
     turned = pixels.swapaxes(0, 1) if number in (5, 6, 7, 8) else pixels
     down, right = number in (3, 4, 7, 8), number in (2, 3, 6, 7)
@@ -183,7 +183,7 @@ def image_or_mask(
         if masked is None:
             way_out = "data.kwargs.undecodable=mask leaves out all such images."
             raise DataError(f"{error} {way_out}") from error
-        if where not in masked:  # once, not in each epoch
+        if where not in masked:  # Warns once, not in each epoch.
             masked.add(where)
             text = "%s Until then it is masked out (such images so far: %d)."
             logging.getLogger("jddp").warning(text, error, len(masked))

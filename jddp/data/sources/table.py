@@ -32,7 +32,8 @@ from jddp.ground.names import did_you_mean
 from jddp.ground.typing import JsonObject
 
 ENDINGS = (".csv", ".parquet")
-MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null", "None")  # for numbers
+# Entries that count as a missing number.
+MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null", "None")
 FILL = "fill_missing"
 FILE, ROW = "\0file", "\0row"  # two more columns: the place of a row
 
@@ -133,9 +134,9 @@ class Encoding:
       means: Number that is subtracted from a column of numbers, by its name.
       stds: Divisor after the subtraction, by the name of the column.
       categories: Categories of a categorical column, in the order of their numbers, by its name.
-      reserves_unseen: Whether any other category has the number after the last one; without, it is
+      reserves_unseen: Whether any other category has the number after the last one; if not, it is
         an error.
-      fills_missing: Whether a missing number is the mean of its column; without, it is an error.
+      fills_missing: Whether a missing number is the mean of its column; if not, it is an error.
     """
 
     means: Mapping[str, float]
@@ -161,7 +162,7 @@ class Encoding:
         return {"x": x, **({"categories": np.stack(categories, 1)} if categories else {})}
 
     def to_json(self) -> JsonObject:
-        """The arguments that make it again; without those that the manifests of old runs lack."""
+        """The arguments that make it again; lacks a false `fills_missing`, as old manifests do."""
         return {name: x for name, x in asdict(self).items() if x or name != "fills_missing"}
 
 
@@ -253,7 +254,7 @@ def _scale(rows: Any, name: str, fills: bool) -> tuple[float, float]:
     numbers = _numbers(rows, name, fills=fills)
     numbers = numbers[~np.isnan(numbers)]
     lowest, highest = float(numbers.min()), float(numbers.max())
-    if lowest == highest:  # whose mean would be rounded
+    if lowest == highest:  # The mean of equal numbers would be rounded.
         return lowest, 1.0
     rounding = {"halffloat": 2**-10, "float": 2**-23}.get(str(rows[name].type), 2**-52)
     std = float(numbers.std())

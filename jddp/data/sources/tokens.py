@@ -55,7 +55,7 @@ def tokens(
       directory: Folder of the shards.
       sequence_length: Tokens that are predicted per example.
       vocab_size: Number of tokens; larger ones are refused. By default from tokens.json.
-      documents: What becomes of documents: "cross", "mask" or "pack" (see `token_examples`).
+      documents: Treatment of documents: "cross", "mask" or "pack" (see `token_examples`).
 
     Raises:
       ConfigError: If an argument breaks its rule.
@@ -68,7 +68,7 @@ def tokens(
         with refusing_damage(index, "index"):
             facts = json.loads(index.read_text())
             vocab_size = vocab_size or int(facts["vocab_size"])
-    num_bytes = facts.get("bytes", {}).get("test")  # which an earlier version did not write
+    num_bytes = facts.get("bytes", {}).get("test")  # Earlier versions wrote none.
 
     def examples(part: str) -> Examples:
         found = [x for x in directory.glob(f"{part}-*.npy") if not x.name.endswith(DOCUMENTS)]
@@ -97,7 +97,7 @@ def python_stdlib(*, sequence_length: int = 256, documents: str = "cross") -> Da
 
     Args:
       sequence_length: Bytes that are predicted per example.
-      documents: What becomes of documents, each a file: "cross", "mask" or "pack" (see `tokens`).
+      documents: Treatment of documents, each a file: "cross", "mask" or "pack" (see `tokens`).
 
     Raises:
       ConfigError: If an argument breaks its rule.
@@ -209,7 +209,7 @@ def _tokens_at(tokens: np.ndarray, places: np.ndarray, vocab_size: int | None) -
       DataError: If a token is negative, not below `vocab_size`, or needs more than 32 bits.
     """
     taken = tokens[places]
-    end = vocab_size or 2**31  # as they become int32
+    end = vocab_size or 2**31  # Tokens become int32.
     if (is_wrong := (taken < 0) | (taken >= end)).any():
         place = places[is_wrong][0]
         raise DataError(
@@ -348,7 +348,7 @@ class PackedExamples:
         first = np.where(indices > 0, self._ends[indices - 1], 0)
         counts = self._ends[indices] - first
         shards, begins, sizes = self._pieces[_ranges(first, counts)].T
-        # Where each piece begins in its row, and where each token is in the batch.
+        # Place of each piece in its row, and of each token in the batch.
         offsets = np.cumsum(sizes) - sizes
         offsets -= np.repeat(offsets[np.cumsum(counts) - counts], counts)
         rows = np.repeat(np.arange(len(counts)), counts)
