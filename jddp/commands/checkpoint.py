@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Nothing here needs a GPU.
         import jax
 
-        with jax.enable_x64(True):  # Else arrays of 64 bits would be cast to 32.
+        with jax.enable_x64(True):  # Without it arrays of 64 bits would be cast to 32.
             arguments.command(arguments)
 
     return run_command(run)

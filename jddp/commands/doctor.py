@@ -21,7 +21,8 @@ from jddp.distributed.command import run_command
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
 from jddp.ground.errors import ExitCode, FileSystemError, UsageError, show
 
-ACCEPTANCE = Path(__file__).parents[2] / "benchmarks" / "gpu_acceptance.py"  # of a checkout
+# Only a checkout has this file.
+ACCEPTANCE = Path(__file__).parents[2] / "benchmarks" / "gpu_acceptance.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +51,7 @@ def _act(arguments: argparse.Namespace) -> int:
         return _accept(arguments)
     if arguments.run is not None:
         return _print_failures(arguments.run)
-    share_gpus()  # with a job that may run there
+    share_gpus()  # A job may be running there.
     from jddp.inspection.doctor import examine
 
     is_fit = examine(arguments.dir, num_devices=arguments.num_devices)

@@ -32,7 +32,7 @@ def _evaluate(*, json: bool, **chosen: Any) -> None:
     from jddp.distributed.coordination import process_index
     from jddp.trainer.runs.opened import open_run
 
-    share_gpus()  # with the run, which may still train
+    share_gpus()  # The run may still train.
     run = open_run(**chosen)
     metrics = run.evaluate()
     if process_index() == 0:

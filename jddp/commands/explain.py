@@ -46,7 +46,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     check_target(arguments, "scaling")
     if arguments.target or arguments.trace:
         if arguments.target:
-            # With GPUs of its own JAX, which is not imported yet, would compile for those alone.
+            # JAX is not imported yet. With GPUs here it would compile for these GPUs alone.
             os.environ["JAX_PLATFORMS"] = "cpu"
         return int(tool("explain", "--target or --trace")(arguments))
     from jddp.config.files import load_config
@@ -55,7 +55,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     from jddp.inspection.explain import explain
     from jddp.trainer.job.build import build
 
-    share_gpus()  # with a job that may run there
+    share_gpus()  # A job may be running there.
     job = build(config, needs_data=False)
     step = explain(job.ddp, job.batch_spec)
     show(json.dumps(step.as_json()) if arguments.json else str(step))

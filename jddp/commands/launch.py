@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _launch(arguments: argparse.Namespace) -> int:
     if arguments.start_seconds is not None:
-        os.environ[START] = str(arguments.start_seconds)  # which the processes inherit
+        os.environ[START] = str(arguments.start_seconds)  # The processes inherit it.
     return run_launch(plan_launch(arguments))
 
 

@@ -39,7 +39,7 @@ def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
         raise UsageError(
             "--data needs --out FILE; --prompt prints a text, without --out. See --help."
         )
-    share_gpus()  # with the run, which may still train
+    share_gpus()  # The run may still train.
     if prompt is not None:
         from jddp.trainer.runs.opened import open_run
 

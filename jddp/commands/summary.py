@@ -34,8 +34,8 @@ from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching
 
 MOST_MODULES = 6
-METRICS = ("accuracy", "loss")  # the first that an evaluation has, if the config names none
-PAGE = "report.html"  # of `jddp.workbench`
+METRICS = ("accuracy", "loss")  # Order of preference, if the config names none.
+PAGE = "report.html"  # Written by `jddp.workbench`.
 
 
 def opening(job: Job, name: str, detected: str, *, columns: int) -> str:

@@ -44,7 +44,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         code = process.exit_code = _start(_parse(argv))
         return code
     except (Exception, KeyboardInterrupt) as error:
-        process.is_early = False  # or a signal would replace the exit code
+        process.is_early = False  # A signal must not replace the exit code.
         return _leave(error)
 
 
@@ -60,9 +60,9 @@ def _start(arguments: argparse.Namespace) -> int:
         return ExitCode.DONE
     add_flag(os.environ)
     if arguments.dry_run:
-        share_gpus()  # with a job that may run there
+        share_gpus()  # A job may be running there.
     else:
-        if not (arguments.find_rate or arguments.fast_dev_run):  # which leave no run
+        if not (arguments.find_rate or arguments.fast_dev_run):  # Neither leaves a run.
             from jddp.trainer.reports.run_directory import RunDirectory
 
             RunDirectory(config.run.dir or "", is_writer=True).check_usable()
@@ -92,7 +92,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int
 
     job = build(config, needs_data=not is_dry_run)
     columns = columns_of(sys.stdout)
-    text = opening(job, name, detected, columns=columns)  # on all processes
+    text = opening(job, name, detected, columns=columns)  # All processes take part.
     if job.is_writer:
         show(text)
     if is_dry_run:
@@ -102,7 +102,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int
             show(f"\n{text}\n\ndry run: nothing was trained or written")
         return ExitCode.DONE
     run = job.run()
-    if path := os.environ.get(RESULT):  # for a launcher that asks
+    if path := os.environ.get(RESULT):  # The launcher asks for the result.
         facts = {"step": run.step, "run_dir": str(config.run.dir), **run.eval_metrics}
         Path(path).write_text(json.dumps(as_json(facts), default=str))
     if run.interrupted is not None:
@@ -153,7 +153,7 @@ def _turn_on_cache() -> None:
         try:
             cache = private_cache("xla", "the cache of compiled programs")
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-        except Error as error:  # without it the start is only slower
+        except Error as error:  # Without the cache the start is only slower.
             report(f"{error} Until then the cache is off.")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -175,6 +175,6 @@ def _leave(error: BaseException) -> int:
     else:
         traceback.print_exception(error)
     leave_job(code, error)
-    with contextlib.suppress(Error):  # the number of this process is not known
+    with contextlib.suppress(Error):  # The process may not know its number.
         write_failure(describe_failure(resolve_identity().process_id, code, error))
     return code

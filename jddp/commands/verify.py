@@ -26,7 +26,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     config, name = load_config(arguments.config, arguments.overrides)
     from jddp.trainer.job.build import build
 
-    share_gpus()  # with a job that may run there
+    share_gpus()  # A job may be running there.
     report = build(config).verify()
     show(f"{name}: {report}")
     return ExitCode.DONE if report.passed else ExitCode.REPLICA_MISMATCH
