@@ -35,7 +35,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a finished run: its directory, its checkpoint, what is trusted."""
+    """Adds the arguments of a finished run: its directory, its checkpoint and the trusted code."""
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="a run directory, or its URL")
     add("--checkpoint", metavar="WHICH", help="a step, best, or best/STEP (the newest step)")
@@ -83,7 +83,7 @@ def check_target(arguments: argparse.Namespace, *more: str) -> None:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Refuses a file that cannot be written, if one is named; what is there stays as it is.
+    """Refuses a file that cannot be written, if one is named; a file that exists stays as it is.
 
     Raises:
       FileSystemError: If it cannot.

@@ -2,7 +2,7 @@
 
     config, name = load_config(["base.yaml", "small.yaml"], ["train.num_steps=10"])
 
-Files come first, in order, then the command line; what comes later wins. Naming another model (or
+Files come first, in order, then the command line; the later value wins. Naming another model (or
 data set, loss, optimizer, schedule, hook) also drops the arguments that were meant for the first
 one, and `num_steps` replaces an earlier `num_epochs`. OmegaConf reads and merges, for YAML read by
 PyYAML alone takes `1e-3` for a string. Its loader is one of YAML 1.1: plain values that it takes
@@ -36,9 +36,9 @@ DEFAULT_PRESET = "fashion_mnist_cnn"
 # A wheel carries the presets inside the package, a checkout next to it.
 PRESETS = [folder / "configs" for folder in Path(__file__).parents[1:3]]
 OWN = ("model", "data", "loss")  # sections whose target makes a job yours; the first names it
-MOST_VALUES = 10_000  # of a config: aliases of aliases make few lines endless
-MOST_LEVELS = 50  # of values in values: what reads, checks and writes them recurses
-# Plain values that may be numbers or booleans in YAML 1.1, and those that are the same in YAML 1.2.
+MOST_VALUES = 10_000  # Limit for a config: aliases of aliases make few lines endless.
+MOST_LEVELS = 50  # Limit for values in values: reading, checking and writing recurse.
+# Plain values that may be numbers or booleans in YAML 1.1, and values that YAML 1.2 reads equally.
 _SUSPECT = re.compile(r"[-+.]?[0-9][\w.:+-]*|[a-zA-Z]{2,3}", re.ASCII)
 _ALIKE = re.compile(
     r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+|[-+]?[0-9]+[eE][-+]?[0-9]+"
@@ -52,9 +52,9 @@ WORDED = {
     for name, field in DdpConfig.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, WordedSection)
 }
-# A section, its keys of which only one may be set, and the keys that depend on it: a later source
-# that sets one of them drops all that earlier sources set. A function for evaluation depends on its
-# loss, and all keys of a section on its word, but for the form in which gradients are sent.
+# A section, its keys that exclude each other, and the keys that depend on them. A later source that
+# sets one of these keys drops all that earlier sources set. A function for evaluation depends on
+# its loss, and all keys of a section depend on its word; `ddp.reduction` is the exception.
 NAMED = ("data", "model", "optimizer", "optimizer.schedule", "ddp.reduction.hook")
 RIVALS: list[tuple[str, Sequence[str], Iterable[str]]] = [
     *((section, ("name", "target"), ("kwargs",)) for section in NAMED),
@@ -90,7 +90,7 @@ def load_config(
     """
     given = nested(overrides)
     targets = [target for section in OWN if (target := _at(given, (section, "target")))]
-    if targets and not files:  # your own job, for which no preset was tuned
+    if targets and not files:  # No preset was tuned for your own job.
         layers = [Layer("the schema's defaults", {"train": {"num_epochs": 1}})]
         name = str(targets[0]).rpartition(":")[2]
     else:
@@ -265,7 +265,7 @@ def nested(overrides: Sequence[str] | Settings) -> JsonObject:
 
 
 def _spelled_out(key: str, value: object) -> Any:
-    """The value of a key, in which sections for which a word stands have their keys."""
+    """The value of a key, with each word replaced by the section for which it stands."""
     if isinstance(value, str) and key in WORDED:
         return WORDED[key].of_word(value)
     if isinstance(value, dict):

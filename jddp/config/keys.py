@@ -47,7 +47,7 @@ def keys_of(schema: Schema, above: KeyPath = ()) -> dict[KeyPath, FieldInfo]:
     for name, field in schema.model_fields.items():
         path = (*above, name)
         kind = field.annotation
-        if field.description is None and get_args(kind):  # sections by name
+        if field.description is None and get_args(kind):  # Sections by name.
             path = (*path, ANY)
             kind = get_args(kind)[1]
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -58,7 +58,7 @@ def keys_of(schema: Schema, above: KeyPath = ()) -> dict[KeyPath, FieldInfo]:
 
 
 def removed(key: str) -> str | None:
-    """The entry of `REMOVED` that a dotted key is, or is inside of; None if there is none."""
+    """The entry of `REMOVED` that equals or contains a dotted key; None if there is none."""
     return next((name for name in REMOVED if f"{key}.".startswith(f"{name}.")), None)
 
 
@@ -98,7 +98,7 @@ def describe_mistakes(error: ValidationError, schema: type[BaseModel]) -> list[M
     complaints: dict[KeyPath, list[Any]] = {}
     for detail in error.errors(include_url=False):
         place = tuple(map(str, detail["loc"]))
-        # Behind a key pydantic adds the branch of a union that was tried.
+        # Pydantic adds the branch of a union that it tried after the key.
         path = next((place[: len(key)] for key in keys if is_at(key, place)), place)
         complaints.setdefault(path, []).append(detail)
     return [Mistake(path, _sentence(path, found, keys)) for path, found in complaints.items()]

@@ -41,7 +41,7 @@ def option(
     Args:
       default: Value where the key is not given.
       description: One line on its meaning.
-      effect: What another value does to the numbers of a run. "none": all steps are bitwise the
+      effect: Effect of another value on the numbers of a run. "none": all steps are bitwise the
         same. "result": so are all steps that both runs take, but one may take more of them, or be
         evaluated after others, so that its best evaluation is another. "rounding": they are the
         same up to rounding, but for random numbers, statistics and hooks of each replica,
@@ -140,7 +140,7 @@ class ObjectSection(Section):
 
 @contextlib.contextmanager
 def _one_line_each(schema: type[Section], called: str) -> Iterator[None]:
-    """Describes the mistakes of a section in the words of a config, each after what was called."""
+    """Describes the mistakes of a section in the words of a config, each after the call's name."""
     try:
         yield
     except ValidationError as error:
@@ -167,7 +167,7 @@ class OuterConfig(NamedSection):
     )
 
 
-# The first of these must be given.
+# Keys of each strategy; the first one must be given.
 _KEYS_OF_STRATEGIES = {
     "local_steps": ("every", "start", "outer"),
     "logical_replicas": ("number",),

@@ -388,7 +388,7 @@ def default_of(key: str, otherwise: object) -> object:
 
 
 def effect_of(key: str, *values: object) -> str:
-    """Returns what another value of a key does to the numbers of a run.
+    """Returns the effect of another value of a key on the numbers of a run.
 
     Args:
       key: The key, such as "ddp.reduction.overlap".

@@ -36,7 +36,7 @@ def commit_of(folder: Path) -> str:
     return ""
 
 
-@functools.cache  # of the code as it was first asked for, which is nearest to the code that runs
+@functools.cache  # The code at the first call is nearest to the code that runs.
 def source_hash() -> str:
     """The sha256 of all code of jddp, as it runs here."""
     package = Path(__file__).parents[1]
