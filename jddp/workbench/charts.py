@@ -18,12 +18,12 @@ from html import escape
 from typing import NamedTuple, TypeGuard
 
 MOST_POINTS = 1_000
-LARGEST = 1e30  # beyond it a drawing has no scale: such a value counts as infinite
+LARGEST = 1e30  # A larger value counts as infinite: a drawing would have no scale.
 
 
 def is_drawable(value: object) -> TypeGuard[float]:
     """Whether a value is a number that can be drawn."""
-    return isinstance(value, int | float) and -LARGEST < value < LARGEST  # as no NaN is
+    return isinstance(value, int | float) and -LARGEST < value < LARGEST  # False for NaN.
 
 
 class At(NamedTuple):
@@ -59,12 +59,12 @@ class Thinned:
         self.smallest: At | None = None
         self.largest: At | None = None
         self.last: float | None = None
-        self._size = 1  # values of a point
+        self._size = 1  # number of values of a point
         self._open: list[float] = []  # values of the next point
         self._last_step = 0
 
     def add(self, step: int, value: float | None) -> None:
-        """Adds a value; None is one that is not finite."""
+        """Adds a value; None stands for a value that is not finite."""
         if not is_drawable(value):
             self.last = None
             return
@@ -104,9 +104,9 @@ WIDTH, HEIGHT = 520, 250
 LANE = 22
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 24
 COLORS = 8
-_DECADES = 2  # spanned by positive values that are drawn on a logarithmic axis
-_SMOOTHED_FROM = 40  # values
-_SMOOTHED_OVER = 1 / 40  # of them
+_DECADES = 2  # Positive values that span as many powers of ten get a logarithmic axis.
+_SMOOTHED_FROM = 40  # Minimum number of values of a curve that is smoothed.
+_SMOOTHED_OVER = 1 / 40  # Share of the values over which a curve is smoothed.
 
 STYLE = """
 .chart { --c0: #2563a8; --c1: #d9730d; --c2: #2f8f5b; --c3: #a63d8f; --c4: #7a6a00; --c5: #b8303c;
@@ -208,7 +208,7 @@ def curves(
     """Draws series over each other, with a legend; "" without a value.
 
     Args:
-      series: The series; those without values are left out.
+      series: The series; a series without values is left out.
       title: Name of the drawn quantity.
       unit: Unit of the values.
       x: Name of the axis of steps.
@@ -258,7 +258,7 @@ class Mark(NamedTuple):
 
     Attributes:
       step: The step.
-      text: What it was, shown under the pointer.
+      text: Description, shown under the pointer.
     """
 
     step: float
@@ -266,7 +266,7 @@ class Mark(NamedTuple):
 
 
 def lanes(marks: Mapping[str, Sequence[Mark]], last: float) -> str:
-    """Draws what happened at which step, in a lane for each kind; "" without a mark.
+    """Draws the events of each step, in a lane for each kind; "" without a mark.
 
     Args:
       marks: The marks of each lane by its name.

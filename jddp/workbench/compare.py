@@ -29,11 +29,11 @@ from jddp.trainer.reports.files import MetricsFile
 from jddp.trainer.reports.lines import COLUMNS
 from jddp.trainer.runs.saved import kept_of_data
 
-METRICS = ("accuracy", "loss")  # the first that has been recorded, if none is chosen
-NO_METRICS = {"step", "examples"}  # numbers of an evaluation that are no results
+METRICS = ("accuracy", "loss")  # The default is the first metric that has been recorded.
+NO_METRICS = {"step", "examples"}  # Numbers of an evaluation that are no results.
 NO_SETTINGS = {"seed", "run.dir"}
-MOST_KEYS = 3  # in the sentence
-CLEAR = 2.0  # standard errors beyond which a difference is no chance
+MOST_KEYS = 3  # Maximum number of keys that the verdict names.
+CLEAR = 2.0  # A difference of more standard errors is no chance.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RunResult:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run directories among paths; of another folder those in it.
+    """The run directories among paths, and the run directories in other folders.
 
     Raises:
       UsageError: If a path holds no run.
@@ -140,8 +140,8 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 def choose_metric(runs: Sequence[RecordedRun], metric: str | None = None) -> str:
     """The metric by which runs are compared: the given one, or their `checkpoint.best_metric`.
 
-    Without either it is accuracy or loss, of language models loss: one that all runs have that have
-    evaluations.
+    Without either it is accuracy or loss, and loss for language models: a metric of all runs that
+    have evaluations.
 
     Raises:
       UsageError: If there is none.
@@ -154,7 +154,7 @@ def choose_metric(runs: Sequence[RecordedRun], metric: str | None = None) -> str
             f"{', '.join(sorted(names)) or 'no evaluations'}."
         )
     common = names.intersection(*(run.metrics for run in known))
-    first = METRICS[::-1] if "perplexity" in common else METRICS  # of language models
+    first = METRICS[::-1] if "perplexity" in common else METRICS  # language models: loss first
     preferred = [runs[0].settings.get("checkpoint.best_metric"), *first]
     chosen = metric or next((name for name in preferred if name in common), None)
     if chosen is None:
@@ -227,7 +227,7 @@ class ComparedRuns:
 
     Attributes:
       metric: The metric by which runs are compared.
-      mode: "max" or "min", what is better.
+      mode: The better end of the metric, "max" or "min".
       groups: The groups.
     """
 
@@ -316,7 +316,7 @@ def compare_runs(
 
     Raises:
       UsageError: If no run has evaluations of the metric, or none is given and none in common.
-      ConfigError: If it is not known what is better.
+      ConfigError: If it is not known whether "max" or "min" is better.
     """
     metric = choose_metric(runs, metric)
     mode = choose_mode(metric, mode, key="--mode")
@@ -339,7 +339,7 @@ def differing(results: Sequence[RunResult]) -> list[str]:
 
 
 def _identity(settings: JsonObject) -> JsonObject:
-    """The settings without those that make no other run; the data by their digest, if it is known.
+    """The settings, without keys that make no other run; the data by their digest, if it is known.
 
     The same files may lie in another folder on another machine.
     """

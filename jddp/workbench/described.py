@@ -146,8 +146,7 @@ GPUS = {
 def target_config(gpu: Gpu) -> str:
     """Describes a GPU as XLA asks for it: a `GpuTargetConfigProto`, as text.
 
-    Of its fields these are the ones that a compile needs or by which the program changes, and the
-    name.
+    It has the fields that a compile needs, the fields that change the program, and the name.
     """
     major, minor = gpu.compute_capability
     fields = {

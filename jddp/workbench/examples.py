@@ -123,5 +123,5 @@ def _mistakes(images: np.ndarray, labels: np.ndarray, logits: np.ndarray) -> Ite
     found = logits.argmax(-1)
     wrong = np.flatnonzero(labels != found)
     for i in wrong[np.argsort(-sure[wrong])][:MOST_MISTAKES]:
-        pixels = images[i].copy()  # or the whole batch would be kept
+        pixels = images[i].copy()  # Without a copy the whole batch would stay in memory.
         yield WrongAnswer(pixels, int(labels[i]), int(found[i]), float(sure[i]))

@@ -26,10 +26,10 @@ from jddp.workbench.charts import At, Mark, Thinned, is_drawable
 from jddp.workbench.examples import TestAnswers
 from jddp.workbench.pages import is_matrix
 
-MOST_TEXTS = 64  # of a name: of more, every second one is dropped
+MOST_TEXTS = 64  # Maximum number of texts of a name; of more texts every second one is dropped.
 _MOST_STEPS = 2**53
 _NO_CURVES = {"step", "split", "count", "examples", "predicted_memory_bytes"}
-_NO_CURVES |= {"slowest_process", "slowest_ratio"}  # of earlier versions
+_NO_CURVES |= {"slowest_process", "slowest_ratio"}  # Fields of earlier versions.
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Records:
       last_evaluation: The last evaluation, with its arrays; {} before the first.
       step_seconds: Time in steps, after the first record or resume.
       data_wait_seconds: The part of it in which they waited for data.
-      texts: Texts that callbacks have logged, by name and step; of very many some.
+      texts: Texts that callbacks have logged, by name and step; not all, if there are very many.
       num_strange: Number of lines that are no records.
     """
 
@@ -151,8 +151,8 @@ def _add_to(curves: dict[str, Thinned], record: Mapping[str, object]) -> None:
         curves[name].add(step, value)
 
 
-MOST_EVENTS = 200  # of a kind
-PLAIN = ("begin", "step", "eval", "failed")  # kinds that leave no mark
+MOST_EVENTS = 200  # Maximum number of events of a kind.
+PLAIN = ("begin", "step", "eval", "failed")  # Kinds that leave no mark.
 
 
 @dataclass
@@ -185,7 +185,7 @@ class History:
 
     Attributes:
       starts: The starts, in order.
-      events: What happened, by kind; the last 200 of each.
+      events: Events by kind; the last 200 of each.
       num_steps: Number of steps of the whole run; 0 if it is not known.
       pause_seconds: Time between the last step before an evaluation and its result.
       error: The exception that ended the last start; "" if none did.
@@ -240,7 +240,7 @@ def read_history(path: Path) -> History:
 
 
 T = TypeVar("T")
-METRICS = ("accuracy", "loss")  # the first that has been recorded, if none is chosen
+METRICS = ("accuracy", "loss")  # The default is the first metric that has been recorded.
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Facts:
       checkpoints: Steps of its checkpoints, by folder.
       buckets: Buckets that a step sends, as the newest checkpoint lists them; [] without a list.
       holder: The process that is writing here; "" for a run that has ended.
-      examples: What the model does with test examples; None if it was not run.
+      examples: Answers of the model to test examples; None if it was not run.
       missing: Parts that are missing or cannot be read, each with the reason.
     """
 
@@ -320,7 +320,7 @@ class Facts:
 
 
 def read_facts(run_dir: Path, *, name: str = "", is_over: bool = False) -> Facts:
-    """Reads what is there of a run directory.
+    """Reads the facts that a run directory holds.
 
     Args:
       run_dir: The directory, which another process may be writing.

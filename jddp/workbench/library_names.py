@@ -16,11 +16,11 @@ from jddp.zoo.models.gpt import GPT
 from jddp.zoo.models.resnet import BottleneckBlock, ResNet
 from jddp.zoo.models.vit import ViT
 
-Tensors = dict[str, np.ndarray]  # by their names in a state dict, or by their paths in Flax
+Tensors = dict[str, np.ndarray]  # Arrays by their names in a state dict, or by their paths in Flax.
 
 # The axes of a tensor, in the order in which Flax has them.
-LINEAR = (1, 0)  # of (outputs, inputs)
-CONV = (2, 3, 1, 0)  # of (outputs, inputs, height, width)
+LINEAR = (1, 0)  # A tensor has (outputs, inputs).
+CONV = (2, 3, 1, 0)  # A tensor has (outputs, inputs, height, width).
 
 
 class Entry(NamedTuple):

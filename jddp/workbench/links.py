@@ -16,7 +16,7 @@ from jddp.ground.errors import ConfigError
 from jddp.ground.names import did_you_mean
 
 ALL_REDUCE, PERMUTE = "all-reduce", "collective-permute"
-# Of an all-reduce's time: in a ring it is a reduce-scatter and then an all-gather.
+# Shares of an all-reduce's time: a ring does a reduce-scatter and then an all-gather.
 SHARES = {
     ALL_REDUCE: 1.0,
     "reduce-scatter": 0.5,
@@ -45,7 +45,8 @@ class Link:
 # src/graph/tuning.cc. LL sends a flag with each word: it waits less and carries less, on Hopper
 # 141 GB/s in a host and 45 between two hosts, here of eight GPUs; on Ampere 87.7 and 22.5.
 LOW_LATENCY = "_ll"
-START_SECONDS = {"": 8.4e-6, LOW_LATENCY: 6.6e-6}  # of a ring, before the first hop
+# Time of a ring before its first hop, by protocol.
+START_SECONDS = {"": 8.4e-6, LOW_LATENCY: 6.6e-6}
 HOPPER = {
     "nvlink": Link(450e9, 3.4e-6, "NVLink 4, data sheet; NCCL, Simple"),
     "nvlink_ll": Link(141e9, 0.6e-6, "NCCL, LL"),
@@ -138,7 +139,7 @@ class Fabric:
         return self.num_hosts * self.devices_per_host
 
     def among(self, devices: Sequence[int]) -> "Fabric":
-        """The fabric among some GPUs of the program, as many of each host, or of all for ()."""
+        """The fabric among GPUs of the program, equally many of each host; () means all GPUs."""
         if not devices:
             return self
         hosts = sorted({device // self.devices_per_host for device in devices})
@@ -151,7 +152,7 @@ class Fabric:
         return len(hosts) * distance >= self.num_hosts // self.num_stretched
 
     def sent(self, num_bytes: float, op: str = ALL_REDUCE) -> float:
-        """Bytes that each GPU sends for a collective of `num_bytes`: by all algorithms as many."""
+        """Bytes that each GPU sends for a collective of `num_bytes`, whatever the algorithm."""
         if op == PERMUTE:
             return num_bytes
         return 2 * SHARES[op] * num_bytes * (self.num_devices - 1) / self.num_devices
@@ -211,7 +212,7 @@ class Fabric:
         within = Fabric(1, self.devices_per_host, self.links)._ring(num_bytes, ALL_REDUCE, protocol)
         part = num_bytes / self.devices_per_host
         between = Fabric(self.num_hosts, 1, self.links)._ring(part, ALL_REDUCE, protocol)
-        # An all-reduce in a host takes as long as its two halves, but they are started apart.
+        # An all-reduce in a host takes as long as its two halves, but each half has its own start.
         seconds = within.seconds + START_SECONDS[protocol] + between.seconds
         rate = min(within.bytes_per_second, self.devices_per_host * between.bytes_per_second)
         hops, sent = within.hops + between.hops, within.sent_bytes + between.sent_bytes
@@ -219,7 +220,7 @@ class Fabric:
         return Choice(_named("hierarchical", protocol), seconds, rate, hops, sent, left)
 
     def _hops(self, inside: float, outside: float, protocol: str) -> float:
-        """The time to start, and of the hops in hosts and between them."""
+        """The time of the start and of all hops, in hosts and between hosts."""
         nvlink, nic = self.links["nvlink" + protocol], self.links["nic" + protocol]
         return START_SECONDS[protocol] + inside * nvlink.hop_seconds + outside * nic.hop_seconds
 

@@ -52,9 +52,10 @@ from jddp.reduce.packing import BucketLayout, Packed, Packing
 from jddp.reduce.shards import pack, unpack
 
 DISABLED = "xla_disable_hlo_passes"
-# They depend on the number of partitions: what is merged before or after other rewrites; on GPUs
-# alone, too, what is simplified before the partitioner, where products are not yet in one form, and
-# which sums share a kernel, by the order in which they stand.
+# The effects of these passes depend on the number of partitions. The first one merges equal
+# operations before or after other rewrites. The others matter on GPUs alone: one simplifies before
+# the partitioner, where products are not yet in one form, and one lets sums share a kernel by the
+# order in which they stand.
 PASSES = ("cse", "spmd-simplify", "multi_output_fusion")
 
 
@@ -72,7 +73,7 @@ class LogicalReplicas(Strategy):
       ConfigError: If there is less than one.
     """
 
-    number: int = dataclasses.field()  # without the default of the base class
+    number: int = dataclasses.field()  # Drops the default of the base class.
     name = "logical replicas"
     sends_buckets = False
 
@@ -99,7 +100,7 @@ class FixedReplicas(Replicas):
       num: Number of logical replicas.
     """
 
-    num: int = dataclasses.field()  # without the default of the base class
+    num: int = dataclasses.field()  # Drops the default of the base class.
     noun = "logical replicas"
 
     def total(self, num_devices: int) -> int:
@@ -186,8 +187,8 @@ class FixedReplicas(Replicas):
         Fused with them, one of two products is added before it is rounded, as in `gradient / count
         + momentum * 0.9`, and which one it is depends on the slices.
         """
-        # A branch that is always taken, which XLA cannot know: it drops barriers on CPUs before it
-        # fuses, but fuses nothing across the edge of a branch.
+        # This branch is always taken, but XLA cannot know that. On CPUs XLA drops barriers before
+        # it fuses, but it fuses nothing across the edge of a branch.
         shapes = jax.eval_shape(function, *given)
 
         def never(*given: PyTree) -> PyTree:
@@ -260,8 +261,8 @@ def sum_in_pairs(
         if size == 1:
             total, kept = function(start)
             return total, jax.tree.map(lambda x: x[None], kept)
-        # Two halves in a loop, and not a running sum, which is another order. A loop also makes XLA
-        # compile the function once, in one form, whatever the number of calls.
+        # A loop over two halves, not a running sum: a running sum adds in another order. A loop
+        # also makes XLA compile the function once, in one form, whatever the number of calls.
         half = size // 2
         totals, kept = lax.map(lambda i: branch(start + i * half, half), jnp.arange(2))
         return jax.tree.map(lambda x: x[0] + x[1], totals), _in_one(kept)
@@ -333,7 +334,7 @@ class MergedProgram:
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Lowers the function for arguments, or for their shapes."""
         lowered: jax.stages.Lowered = self._jitted.lower(*args)
-        # In place: `lowered.compile()` compiles the module that this returns.
+        # The module is changed in place: `lowered.compile()` compiles it.
         module = lowered.compiler_ir("stablehlo")
         assert isinstance(module, ir.Module)
         with module.context, ir.Location.unknown():

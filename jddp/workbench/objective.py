@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
 
 PRUNED = "the study prunes this trial"
-SECONDS = 3600.0  # for the study of process 0 to suggest values, or to decide
+SECONDS = 3600.0  # Limit for the study of process 0 to suggest values, or to decide.
 
 
 def objective(
@@ -71,7 +71,7 @@ def objective(
 
 
 class _Values(NamedTuple):
-    """A trial, as all processes know it: its keys, where it leaves its files, what is better."""
+    """A trial, as all processes know it: its keys, its folder and its mode."""
 
     keys: JsonObject
     run_dir: str | None
@@ -210,7 +210,7 @@ class _Reports(Watching):
         if self._trial is None:
             return False
         self._trial.report(value, step)
-        return bool(self._trial.should_prune())  # MedianPruner gives a bool of NumPy
+        return bool(self._trial.should_prune())  # MedianPruner returns a NumPy bool.
 
 
 def _from_first(values: _Values | None) -> _Values | None:

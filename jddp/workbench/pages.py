@@ -46,7 +46,7 @@ def make_page(title: str, body: str, *, style: str = "", script: str = "") -> st
 
     Args:
       title: Title, as text.
-      body: What it shows, as HTML.
+      body: Content of the page, as HTML.
       style: Style sheets of its own.
       script: A script that runs once it is read.
     """
@@ -73,7 +73,8 @@ def table(
     return f"<table>\n{row('th', head)}{''.join(row('td', x) for x in rows)}</table>"
 
 
-MOST_PIXELS = 96  # of a side; larger images are drawn by every second, third, ... pixel
+# Maximum number of pixels of a side; larger images are drawn by every second, third, ... pixel.
+MOST_PIXELS = 96
 
 
 def picture(pixels: np.ndarray, about: str) -> str:

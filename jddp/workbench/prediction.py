@@ -7,8 +7,8 @@ Nothing here is measured. `schedule` gives the time of computing, `links` the ti
 and the compiled program their order.
 
 Weak scaling compiles a step for one host and for eight. More hosts run the program of eight, whose
-collectives take as long as they would over all hosts. `benchmarks/predictions.py` holds the same
-arithmetic against what others have published, which is less.
+collectives take as long as they would over all hosts. `benchmarks/predictions.py` compares the
+same arithmetic with published runs, which reach less.
 """
 
 import dataclasses
@@ -158,7 +158,7 @@ class _Planned:
         return number
 
     def _fitting(self, num_elements: int) -> Iterator[int]:
-        """Numbers of those that have as many elements, which may have been padded."""
+        """Numbers of the items with as many elements; the elements may have been padded."""
         for number, item in enumerate(self.items):
             if item.size <= num_elements <= 1.02 * item.size + 1024:
                 yield number
@@ -166,7 +166,7 @@ class _Planned:
 
 NUM_HOSTS = (1, 8, 32, 128)
 COMPILED = (1, 8)
-# In points of efficiency, the median and the worst, by benchmarks/predictions.py.
+# Points of efficiency: the median and the worst case of benchmarks/predictions.py.
 MEASURED_ERROR = "published runs reach 8.5 points less, at worst 28.8"
 
 
@@ -221,7 +221,7 @@ def _program(target: Target, num_hosts: int, steps: CompiledSteps, own: Compiled
     other = _resized(target, num_hosts)
     try:
         return compile_for(other, steps, own.rows).program
-    except ConfigError as error:  # such as a group of more GPUs than a host has
+    except ConfigError as error:  # A group may have more GPUs than a host.
         raise ConfigError(f"Scaling needs the step for {other} too. {error}") from error
 
 
@@ -260,7 +260,7 @@ class Prediction(Shown):
       target: The GPUs and their links.
       plan: The buckets.
       timeline: The schedule, walked.
-      groups: What is sent, by bucket.
+      groups: Transfers by bucket.
       memory: Memory on each GPU.
       num_rows: Rows of one GPU and micro-batch.
       accumulate_steps: Micro-batches of a step.
@@ -280,7 +280,7 @@ class Prediction(Shown):
 
     @property
     def planned(self) -> tuple[TransferGroup, ...]:
-        """Those that send gradients or parameters."""
+        """The groups that send gradients or parameters."""
         return tuple(x for x in self.groups if x.purpose.startswith(("gradients", "parameters")))
 
     @property
@@ -375,7 +375,7 @@ class Prediction(Shown):
         }
 
     def __repr__(self) -> str:
-        """The verdict, the figures, what is sent, and what is assumed."""
+        """The verdict, the figures, the transfers, and the assumptions."""
         parts = [
             textwrap.wrap(self.verdict, 79),
             self._figures(),
@@ -464,7 +464,7 @@ def predict(target: Target, own: CompiledFor) -> Prediction:
     """Walks the schedule of a step that was compiled for a target.
 
     Raises:
-      UsageError: If the program holds what cannot be modelled.
+      UsageError: If the program holds an instruction that cannot be modelled.
     """
     timeline = walk(own.program, target.gpu, target.fabric)
     plan = own.steps.sent(own.rows)

@@ -31,11 +31,12 @@ from jddp.trainer.job.optimizers import Schedule
 from jddp.trainer.run import Callback, Run
 
 FIRST, LAST, NUM_STEPS = 1e-7, 10.0, 100
-AROUND = 2  # losses on each side of one that are averaged with it
-BELOW = 10.0  # the suggestion is this many times smaller than the rate of the lowest loss
-NOISE = 3.0  # times the change from step to step; a loss that does not fall exceeds it in 1 %
-DIVERGED = 4.0  # times the fall so far, by which a loss that diverges has risen
-COLUMNS, ROWS = 64, 12  # of the picture
+AROUND = 2  # Losses on each side of a loss that are averaged with it.
+BELOW = 10.0  # The suggestion is this many times smaller than the rate of the lowest loss.
+# Multiple of the change from step to step; a loss that does not fall exceeds it in 1 %.
+NOISE = 3.0
+DIVERGED = 4.0  # A loss diverges once it has risen by this many times its fall so far.
+COLUMNS, ROWS = 64, 12  # Width and height of the picture.
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class _Losses(Callback):
 
 
 def _diverges(losses: Sequence[float]) -> bool:
-    """Whether the last losses are above the lowest by several times what was gained before."""
+    """Whether the last losses are above the lowest by several times the earlier gain."""
     recent = statistics.fmean(losses[-AROUND - 1 :])
     lowest = min(losses)
     gained = max(losses[0] - lowest, 0.1 * abs(losses[0]), _change(losses))

@@ -44,13 +44,13 @@ from jddp.ground.errors import (
     report,
 )
 
-with suppress(ImportError):  # which `RayRunner` reports
+with suppress(ImportError):  # `RayRunner` reports that Ray is missing.
     import ray.train.collective
     from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.jax import JaxConfig, JaxTrainer
 
-_ASK_SECONDS = 0.5  # from one question to the board to the next
-_MOMENT = 2.0  # seconds in which a process ends by itself after the failure of another
+_ASK_SECONDS = 0.5  # Time between two questions to the board.
+_MOMENT = 2.0  # A process ends by itself in this time after the failure of another.
 _PASSED_ON = ("JAX_", "JDDP_", "NCCL_", "PYTHONPATH", "XDG_CACHE_HOME", "XLA_")
 # Workers start in the driver's folder, not in a folder of Ray; failures are noticed sooner.
 _DEFAULTS = {"RAY_CHDIR_TO_TRIAL_DIR": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
@@ -117,13 +117,13 @@ class RayRunner:
             each = _resources(launch.devices_per_process or 1)
             report(f"{launch.num_processes} processes on Ray; logs in {launch.logs}")
             missing = partial(_missing, each, launch.min_processes or launch.num_processes)
-            # A task and not a thread, in which Ray could not be left before the trainer has ended.
+            # A task, not a thread: a thread could not leave Ray before the trainer has ended.
             task = ray.remote(_fit).options(num_cpus=0, label_selector=here, max_retries=0)
             fitting = task.remote(launch, board, each, os.getcwd(), _variables())
             stack.callback(ray.cancel, fitting, force=True)
             error = _wait(fitting, board, missing, signals)
             _, first = ray.get(board.tell.remote())
-        return _conclude(first, error)  # below the last lines of Ray
+        return _conclude(first, error)  # The message stands below the last lines of Ray.
 
 
 def _resources(num_devices: int) -> dict[str, int]:
@@ -184,16 +184,16 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
                 break
         group.wait(_MOMENT)
         late = kill_overdue(group, signal.SIGTERM) if group.is_overdue else None
-        failure = late or first_failure(group, [])  # and not what this one's signals lead to
+        failure = late or first_failure(group, [])  # Found before this process sends signals.
         group.close(grace_seconds=launch.grace_seconds)
         first = _settle(tell, failure)
         if first is None and os.listdir(new):  # Ray keeps metrics that come with a checkpoint.
             metrics = json.loads(Path(os.environ[RESULT]).read_text())
-            with suppress(RuntimeError):  # logs that this node does not see
+            with suppress(RuntimeError):  # This node may not see the folder of logs.
                 ray.train.report(metrics, None if place.first else ray.train.Checkpoint(new))
     ends = {ExitCode.PREEMPTED, *(DETERMINISTIC if launch.max_restarts else ())}
     if first is not None and first.code not in ends:
-        raise RuntimeError(str(first))  # after which Ray restarts all
+        raise RuntimeError(str(first))  # Ray restarts all processes.
 
 
 def _settle(tell: Any, failure: Failure | None) -> Failure | None:

@@ -61,7 +61,7 @@ def _report(*, run_dir: str, out: Path | None, examples: bool, trust: str | None
 
 def _examples(run_dir: Path, trust: str | None) -> "TestAnswers":
     """The answers of the newest checkpoint's model to its test examples."""
-    share_gpus()  # with the run, which may still train
+    share_gpus()  # The run may still train on them.
     from jddp.trainer.runs.opened import open_run
     from jddp.workbench.examples import examples_of
 

@@ -1,9 +1,9 @@
-"""The page of a run: its verdict, three numbers, and what is behind them, as one file of HTML.
+"""The page of a run: its verdict, three numbers, and their evidence, as one file of HTML.
 
     Path(run_dir, NAME).write_text(draw_run(read_facts(run_dir)))
 
 Sections take the facts and return HTML, "" if the run has nothing of the kind: pictures first, then
-lists of words. What a run does not have is named at the end of the page.
+lists of words. Parts that a run lacks are named at the end of the page.
 """
 
 import math
@@ -184,9 +184,9 @@ def _by_index(name: str, values: Sequence[float | None], names: Sequence[str]) -
     return curves([Series(name, [*found], [*found.values()])], name, x="index")
 
 
-_LONGEST = 200  # letters of a value
+_LONGEST = 200  # Maximum number of letters of a value.
 MOST_STARTS = 50
-MOST_EARLIER = 8  # texts of a name, below its newest one
+MOST_EARLIER = 8  # Maximum number of texts below the newest one of a name.
 
 
 def list_texts(facts: Facts) -> str:

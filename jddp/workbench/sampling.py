@@ -39,7 +39,7 @@ def sample(run: Run, tokens: Tokens, num_tokens: int = 100, **options: Any) -> l
         computed from earlier ones.
       tokens: One token or more.
       num_tokens: Number of tokens to add.
-      **options: The length of sequences, and what else `sample_each` takes.
+      **options: The length of sequences, and other options of `sample_each`.
 
     Raises:
       UsageError: If an argument breaks its rule.
@@ -90,7 +90,7 @@ def sample_each(
 
 
 def check_sampling(num_given: int, num_tokens: int, temperature: float, seed: int) -> None:
-    """Refuses what cannot be sampled.
+    """Refuses arguments that allow no sampling.
 
     Raises:
       UsageError: If there is no token to continue or to add, or another number is negative.
@@ -139,7 +139,7 @@ def _logits_of_next(model: Model, batch: ArrayBatch) -> Float[Array, "b vocab"]:
     return jnp.take_along_axis(logits, batch["last"][:, None, None], axis=1)[:, 0]
 
 
-MOST_CHARACTERS = 150  # of a line in the terminal
+MOST_CHARACTERS = 150  # Maximum number of characters of a line in the terminal.
 
 
 class SampleText(Callback):
@@ -186,7 +186,7 @@ class SampleText(Callback):
         self._must_be_bytes = tokenizer is None
 
     def on_begin(self, run: Run) -> None:
-        """Scores one token, so that what fails at the first evaluation fails now."""
+        """Scores one token, so that an error of the first evaluation comes now."""
         self._length = self._length or _length_of(run)
         if self._num_tokens > self._length:
             raise ConfigError(

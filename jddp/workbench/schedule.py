@@ -1,4 +1,4 @@
-"""Walk a compiled program in its order, and add up what communication cannot hide.
+"""Walks a compiled program in its order, and adds up the communication that nothing hides.
 
     timeline = walk(read_program(text), gpu, Fabric(1, 8, gpu.links))
     print(timeline.step_seconds, timeline.exposed_share)
@@ -6,9 +6,9 @@
 The last argument may be any object with `seconds` and `among`, such as measured times.
 
 There is one clock for computing and one queue for communicating. A collective enters the queue
-where it starts; where it must be done, computing waits for it. What waits is exposed, the rest is
-hidden behind what was computed in between. A loop that communicates is walked as often as it runs;
-of branches, the one that sends most.
+where it starts; where it must be done, computing waits for it. The time of waiting is exposed, and
+the rest is hidden behind the computation in between. A loop that communicates is walked as often as
+it runs; a conditional is walked along the branch that sends most.
 
 A kernel takes as long as its products and convolutions at their rates, or as its bytes at the
 memory's rate, whichever is longer, and a fixed time for its launch.
@@ -28,7 +28,7 @@ from jddp.inspection.hlo import Computation, HloProgram, HloShape, Instruction
 from jddp.workbench.described import Gpu
 from jddp.workbench.links import SHARES, Fabric
 
-# They name, view or order what is there already.
+# Operations that name, view or order existing arrays.
 _FREE = {
     "add-dependency",
     "after-all",
@@ -41,7 +41,7 @@ _FREE = {
     "replica-id",
     "tuple",
 }
-# They wait for something that no schedule shows.
+# Operations that wait for something that no schedule shows.
 _REFUSED = {"infeed", "outfeed", "recv", "recv-done", "send", "send-done"}
 _PARTIAL_READS = ("dynamic-slice", "gather", "slice")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -63,7 +63,7 @@ class Cost:
 
 
 def cost(program: HloProgram, computation: Computation, instruction: Instruction, gpu: Gpu) -> Cost:
-    """Returns what one instruction of `computation` costs.
+    """Returns the cost of one instruction of `computation`.
 
     Raises:
       UsageError: If it cannot be modelled: a loop of unknown length, an asynchronous copy, an
@@ -95,7 +95,7 @@ def _cost_of_control(program: HloProgram, instruction: Instruction, gpu: Gpu) ->
         costs = (cost(program, inner, each, gpu) for each in inner.instructions)
         parts.append(sum(costs, Cost()))
     if instruction.op != "while":
-        return max(parts, key=lambda part: part.seconds)  # of a conditional, the longest branch
+        return max(parts, key=lambda part: part.seconds)  # the longest branch of a conditional
     once, times = sum(parts, Cost()), trip_count(instruction)
     return Cost(once.seconds * times, once.num_products * times)
 
@@ -160,12 +160,12 @@ def _count_product(
 
 
 def _count_convolution(computation: Computation, instruction: Instruction, called: str) -> float:
-    """Two for each output and each weight that reaches it."""
+    """Counts two operations for each output and each weight that reaches it."""
     labels = _DIM_LABELS.search(instruction.attributes)
     if not labels:
         raise UsageError(f"Convolution {instruction.name!r} does not name its dims.")
     result, (first, second, *_) = instruction.shapes[0], _operand_shapes(computation, instruction)
-    # XLA gives all three the labels of the forward convolution, whatever their operands are.
+    # XLA labels all three convolutions as the forward one, whatever their operands are.
     if "BackwardInput" in called:
         outputs, weights = first, second
     elif "BackwardFilter" in called:
@@ -222,8 +222,8 @@ class Transfer:
       is_async: Whether anything can be computed while it runs.
       needed_seconds: How long it takes.
       waited_seconds: How long computing stands still for it.
-      hiding_seconds: What is computed between its start and where it must be done.
-      num_products: Products and convolutions among that.
+      hiding_seconds: Time of computing between its start and the place where it must be done.
+      num_products: Products and convolutions in that computation.
       started_at: Seconds of the step at which it enters the queue.
     """
 
@@ -264,7 +264,7 @@ class Timeline:
 
     @property
     def small(self) -> tuple[Transfer, ...]:
-        """The others: loss and metrics, and statistics of batch norm."""
+        """Transfers of at most 64 KiB: loss and metrics, and statistics of batch norm."""
         return tuple(x for x in self.transfers if x.bytes <= LARGE_BYTES)
 
     @property
@@ -283,11 +283,11 @@ def walk(program: HloProgram, gpu: Gpu, network: Fabric) -> Timeline:
 
     Args:
       program: Result of `read_program` for a program compiled for GPUs.
-      gpu: Whose rates the computing has.
-      network: Whose times the transfers have.
+      gpu: GPU whose rates the computation has.
+      network: Links whose times the transfers have.
 
     Raises:
-      UsageError: If the program holds what cannot be modelled, or is not scheduled.
+      UsageError: If the program holds an instruction that cannot be modelled, or is not scheduled.
     """
     if not program.is_scheduled:
         raise UsageError(
@@ -326,7 +326,7 @@ _CONTROL = ("while", "call", "conditional")
 
 
 def _runs(program: HloProgram, instruction: Instruction) -> list[Computation]:
-    """The computations of a loop, a call or a branch; of branches, the one that sends most."""
+    """The computations of a loop or a call, or the branch of a conditional that sends most."""
     inner = [program.computations[name] for name in instruction.runs]
     if instruction.op == "while":
         return inner * trip_count(instruction)
@@ -339,7 +339,7 @@ def _runs(program: HloProgram, instruction: Instruction) -> list[Computation]:
 
 @dataclass(frozen=True)
 class _Started:
-    """A transfer under way: when it will be over, and what had been computed as it started."""
+    """A transfer under way: when it will be over, and the time computed before it started."""
 
     name: str
     collectives: tuple[Collective, ...]

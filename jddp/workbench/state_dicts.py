@@ -53,7 +53,7 @@ class Scheme(NamedTuple):
       renames: Patterns of names, each with its replacement, after which names of other versions,
         and of the model's body alone, equal the names in the table.
       ignored: Pattern of tensors that hold no weights.
-      tied: Names of tensors that repeat another, each with the name of that.
+      tied: Names of tensors that repeat another tensor, each with the name of the other.
       hub_config: Function of the model and its tensors that returns the `config.json` from which
         the library makes the model; None if it reads none.
     """

@@ -4,8 +4,8 @@
     [point.name for point in sweep.points()]  # ["seed=0,learning_rate=1e-3", ...], 6 names
 
 A sweep is the product of the values that keys are given. A key with one value changes all points
-and is no part of their names. Each run is `jddp train` in a process of its own: what it compiles,
-allocates and breaks ends with it. A run that has finished finds that nothing is left to do.
+and is no part of their names. Each run is `jddp train` in a process of its own: its programs,
+memory and failures end with it. A run that has finished finds that nothing is left to do.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from jddp.ground.errors import ConfigError, Error, ExitCode, UsageError, report,
 from jddp.ground.names import few
 from jddp.workbench.compare import compare_runs, is_run, read_runs
 
-LONGEST = 40  # characters of a value in a name
+LONGEST = 40  # Maximum number of characters of a value in a name.
 # Exit codes of a run that a signal has stopped, which stops the sweep, too.
 STOPPED = {ExitCode.PREEMPTED, ExitCode.INTERRUPTED}
 
@@ -135,7 +135,7 @@ def _label(value: str) -> str:
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
-    """Trains what `jddp train --sweep` asks for; returns the exit code of the first failure.
+    """Trains the runs of `jddp train --sweep`; returns the exit code of the first failure.
 
     Raises:
       ConfigError: If a key or a value is wrong, before the first run.
@@ -199,7 +199,7 @@ def _refuse_job() -> None:
 def _compare(runs: Sequence[Path]) -> None:
     try:
         show(f"\n{compare_runs(read_runs([*filter(is_run, runs)]))}")
-    except Error as error:  # such as runs that have failed before an evaluation
+    except Error as error:  # Runs may have failed before an evaluation.
         report(error.in_shell)
 
 
@@ -251,7 +251,7 @@ class InTurn:
         if self._heard is not None:
             return ExitCode.PREEMPTED
         with subprocess.Popen(command) as self._process:
-            if self._heard is not None:  # by now, while there was no process to pass it on to
+            if self._heard is not None:  # A signal came before the process.
                 self._process.send_signal(self._heard)
             code = self._process.wait()
         return code if code >= 0 else 128 - code
@@ -259,4 +259,4 @@ class InTurn:
     def _hear(self, number: int) -> None:
         self._heard = number
         if self._process is not None:
-            self._process.send_signal(number)  # nothing is sent if it has ended
+            self._process.send_signal(number)  # Nothing is sent if it has ended.

@@ -74,7 +74,7 @@ def tokenizer_in(path: Path, *, end_of_document: str | None = None) -> Tokenizer
     def encode(text: str) -> Sequence[int]:
         return found.encode(text, add_special_tokens=False).ids
 
-    size = max(found.get_vocab().values()) + 1  # above the number of tokens, if some are skipped
+    size = max(found.get_vocab().values()) + 1  # exceeds the number of tokens if ids are skipped
     return Tokenizer(path.name, size, encode, found.decode, end)
 
 
@@ -105,7 +105,8 @@ def _documents_of(file: Path) -> Iterator[str]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                text = bytes(json.loads(line)["text"], "utf-8").decode()  # of Unicode, and no null
+                # Null and lone surrogates are refused.
+                text = bytes(json.loads(line)["text"], "utf-8").decode()
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f'{file}: line {number} is not an object with "text".') from error
             yield text

@@ -38,7 +38,7 @@ from jddp.workbench.described import Target
 MODELLED, MEASURED = "modelled", "measured"
 _COLUMN = 21
 _UNKNOWN = "not known"
-Span = tuple[int, int]  # nanoseconds
+Span = tuple[int, int]  # Start and end in nanoseconds.
 _COLLECTIVE = re.compile(
     r"nccl|(all[-_](reduce|gather|to[-_]all)|reduce[-_]scatter|psum|pmax|pmin|ppermute"
     r"|collective[-_])(?!.*fusion)",
@@ -87,7 +87,7 @@ def _time_of(kernels: Sequence[tuple[str, Span]]) -> DeviceTime:
     sent = _merge(span for name, span in kernels if _COLLECTIVE.match(name))
     others = [x for x in kernels if not _COLLECTIVE.match(x[0])]
     computed = _merge(span for name, span in others if not _COPY.search(name))
-    # What is busy and does not compute sends, and nothing hides it.
+    # A device that is busy and does not compute sends, and nothing hides that.
     busy = _length(_merge([*sent, *computed]))
     span = max(end for _, (_, end) in kernels) - min(start for _, (start, _) in kernels)
     parts = span, _length(computed), _length(sent), busy - _length(computed)
@@ -166,7 +166,7 @@ ROWS = ("time", "computing", "waiting for communication", "idle", "host waiting 
 
 
 def times_as_text(times: Sequence[StepTimes]) -> str:
-    """A table with a column for each, of those rows that one of them knows."""
+    """A table with a column for each; it leaves out rows that no column knows."""
     head = ["", *(x.kind for x in times)]
     rows = zip(ROWS, *(x.cells() for x in times), strict=True)
     known = [row for row in rows if {*row[1:]} != {_UNKNOWN}]
@@ -313,7 +313,7 @@ def _fields(time: DeviceTime, num_steps: int) -> JsonObject:
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
-    """Prints what `jddp explain` asks for; returns its exit code."""
+    """Prints the report of `jddp explain`; returns its exit code."""
     trace = None if arguments.trace is None else read_trace(arguments.trace)
     step = None if arguments.target is None else _modelled(arguments)
     text = _as_text(trace, step)

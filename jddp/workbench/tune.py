@@ -1,7 +1,7 @@
 """`jddp tune [--config FILE]... [key.path=value]...`: with which keys is a step fastest?
 
 Takes a job as `jddp.train` does, and tries sizes and forms of its buckets: on the devices at hand,
-in turn with the config as it is, or modelled for GPUs that need not be there (`--target`). With
+alternating with the config as it is, or modelled for GPUs that need not be there (`--target`). With
 `--batch` it finds the largest batch that fits. Nothing is trained, and the data may be absent.
 """
 
@@ -68,14 +68,14 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _scorer(arguments: argparse.Namespace) -> "tuple[Scorer, str]":
-    """The scorer that was asked for, and what it is, for people."""
+    """The scorer that was asked for, and its description for people."""
     if arguments.target is not None:
-        # With GPUs of its own JAX would compile for those alone.
+        # If JAX found GPUs here, it would compile for these alone.
         os.environ["JAX_PLATFORMS"] = "cpu"
     from jddp.workbench.tuning import measured, modelled
 
     if arguments.target is None:
-        share_gpus()  # with a job that may run there
+        share_gpus()  # A job may run on the GPUs.
         return measured(), "measured on the devices at hand"
     topology = arguments.topology or "1x8"
     score = modelled(arguments.target, topology, arguments.link)

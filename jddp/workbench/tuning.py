@@ -4,8 +4,8 @@
     print(found)                     # a table, and the keys of the best
     found.best.keys                  # {"ddp.reduction.bucket_mb": [1.0, 50.0]}
 
-Only keys that change what is sent, and when, are tried: results are the same but for rounding. One
-key is varied after another, each from the best so far.
+Only keys that change the content and the time of messages are tried: results are the same but for
+rounding. One key is varied after another, each from the best so far.
 
 A score is the time and the memory of a step, modelled for described GPUs or measured here.
 """
@@ -32,8 +32,8 @@ from jddp.trainer.job.build import build
 from jddp.trainer.job.job import Job
 from jddp.workbench.described import Target
 
-NUM_ROUNDS = 5  # of a comparison on devices
-NUM_STEPS = 4  # that are timed at once
+NUM_ROUNDS = 5  # Rounds of a comparison on devices.
+NUM_STEPS = 4  # Steps that are timed at once.
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class TimedStep:
 
 
 def measured() -> Scorer:
-    """Returns a scorer that runs steps on the devices at hand, in turn with the first config's.
+    """Returns a scorer that runs steps on the devices at hand, alternating with the first config.
 
     Configs of one program have one score. A step is as fast as the first one if it is faster in
     some rounds and slower in others.
@@ -163,7 +163,7 @@ def largest_batch(config: Config, score: Scorer, *, multiple_of: int) -> Largest
         keys = {"data.global_batch_size": multiple * multiple_of}
         try:
             found = score(with_overrides(config, keys))
-        except DataError:  # of fewer examples than a batch holds
+        except DataError:  # The data have fewer examples than a batch holds.
             is_short = True
             return None
         return found if found.fits else None
@@ -314,7 +314,7 @@ def tune(
 
 
 def _choices(config: Config) -> Iterator[tuple[str, list[object]]]:
-    """Keys and the values to try, without those that the config has."""
+    """Keys and the values to try, without the values of the config."""
     reduction, strategy = config.ddp.reduction, config.ddp.strategy
     known = {
         "ddp.reduction.bucket_mb": (reduction.bucket_mb, BUCKETS),
@@ -330,7 +330,7 @@ def _choices(config: Config) -> Iterator[tuple[str, list[object]]]:
 def _attempt(config: Config, keys: Settings, score: Scorer) -> Candidate:
     try:
         return Candidate(keys, score(with_overrides(config, keys)))
-    except (Error, jax.errors.JaxRuntimeError) as error:  # such as options that exclude each other
+    except (Error, jax.errors.JaxRuntimeError) as error:  # Options may exclude each other.
         return Candidate(keys, None, " ".join(str(error).split()))
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from jddp.workbench.charts import At, number, smoothed
 from jddp.workbench.facts import Facts
 
-FEWEST = 10  # train records, below which a loss is not judged
-SHORTEST = 60.0  # seconds in steps, below which times are not judged
+FEWEST = 10  # Minimum number of train records for a loss to be judged.
+SHORTEST = 60.0  # Minimum time in steps for times to be judged.
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Judgement:
     Attributes:
       sentence: Judgement in one line.
       evidence: The numbers behind it.
-      next_step: What to do.
+      next_step: Advice for the user.
       is_good: Whether nothing is wrong.
     """
 
@@ -72,8 +72,8 @@ def too_short(facts: Facts, to_do: str) -> Judgement | None:
     )
 
 
-RISE = 0.5  # of the loss's earlier fall
-NOISE = 3.0  # times the typical distance of a loss from its smoothed curve
+RISE = 0.5  # Share of the loss's earlier fall.
+NOISE = 3.0  # Multiple of the typical distance of a loss from its smoothed curve.
 
 
 def diverging(facts: Facts) -> Judgement | None:
@@ -103,8 +103,8 @@ def diverging(facts: Facts) -> Judgement | None:
     )
 
 
-GUESSING = 1.2  # times the accuracy of guessing, or 3 standard errors above it
-OF_RANDOM = 0.98  # times the loss of guessing among tokens
+GUESSING = 1.2  # Multiple of the accuracy of guessing; 3 standard errors above it if that is more.
+OF_RANDOM = 0.98  # Multiple of the loss of guessing among tokens.
 
 
 def at_chance(facts: Facts) -> Judgement | None:
@@ -145,7 +145,7 @@ def _guessed_token(facts: Facts) -> str:
     return f"loss {number(loss.smallest.value)} is that of guessing among {size:,} tokens"
 
 
-MOST_SKIPPED = 0.01  # of the steps, where skipping is a means: of a loss scale, or against spikes
+MOST_SKIPPED = 0.01  # Largest share of steps that a loss scale or `train.on_spike` may skip.
 
 
 def skipped(facts: Facts) -> Judgement | None:
@@ -187,7 +187,7 @@ def overfitting(facts: Facts) -> Judgement | None:
     )
 
 
-# They may advise the opposite of each other: the first that finds something is heard alone.
+# Trends may advise the opposite of each other: only the first one that finds something is heard.
 TRENDS = (diverging, at_chance, overfitting)
 
 
