@@ -44,10 +44,10 @@ def call(function: Callable[..., Result], *args: PyTree) -> Result:
     """Calls a function that traces the user's model.
 
     Raises:
-      ConfigError: If the model names an axis that there is not, or uses a value of another trace.
+      ConfigError: If the model names an axis that does not exist, or uses a value of another trace.
     """
-    # JAX leaves the check off in a thread that was in a context with it off, and some of its own
-    # functions are, also those that look for the operation that made the first NaN.
+    # JAX leaves the check off in a thread that was in a context with it off. Some functions of JAX
+    # use such a context, also the functions that look for the operation that made the first NaN.
     checks = checks_for_nan()
     try:
         with checks[0](True) if checks else contextlib.nullcontext():
@@ -90,7 +90,7 @@ def connect(mesh: Mesh, groups: Groups | None) -> None:
     ones = jax.make_array_from_process_local_data(sharded(mesh), local)
     with awaiting(range(jax.process_count())):
         from_process_zero(np.int32(0))
-        # Second, since it ends only when every device has been through the first.
+        # Runs second, since it ends only when every device has finished the first one.
         jax.block_until_ready(jax.jit(add)(ones))
 
 

@@ -130,8 +130,8 @@ class CompiledSteps:
         self.init = init
         self._constants: PyTree = None
         self.plans = Plans(spec, mesh, self.rows)
-        self._hook_plans: list[BucketPlan] = []  # the last one, for which hook state was made
-        # By the function that makes it, and the form of all rows.
+        self._hook_plans: list[BucketPlan] = []  # the last plan for which hook state was made
+        # Programs by the function that makes them and the form of all rows.
         self._jitted: dict[Hashable, tuple[Planned, Wrapped]] = {}
         self._make_step = functools.partial(make_step, donate=donate)
         self._remake = remake
@@ -262,8 +262,8 @@ class CompiledSteps:
                 "the traced backward pass: init needs batch= (example rows, for their shapes)."
             )
         return CommState(
-            # numpy arrays become JAX's, of JAX's widths: a float64 array would not have the dtype
-            # with which a step returns it.
+            # numpy arrays become JAX arrays of JAX's widths: a step would return a float64 array in
+            # another dtype.
             hook=jax.tree.map(jax.numpy.asarray, memory),
             loss_scale=self.spec.guard.init(),
             outer=outer,
@@ -358,7 +358,7 @@ class CompiledSteps:
     def check(
         self, state: TrainState, latest: TrainState | None, inputs: Inputs | None = None
     ) -> None:
-        """Refuses a state that a step has taken, or that is of another model.
+        """Refuses a state that a step has taken, or that belongs to another model.
 
         If there are inputs, for a step, the optimizer's state is compared, too.
 
@@ -407,7 +407,7 @@ class CompiledSteps:
     def _jitted_for(
         self, make: Callable[..., Wrapped], state: TrainState, inputs: Inputs
     ) -> tuple[Planned, Wrapped]:
-        # By hand, and not by `jax.jit`'s cache, since a form of rows has its own plan.
+        # Kept by hand, not in the cache of `jax.jit`, since each form of rows has its own plan.
         form = make, form_key(inputs)
         if form not in self._jitted:
             planned = self.plans.of(self._one(state), inputs)
@@ -459,7 +459,7 @@ class CompiledSteps:
             shape = (x.shape[0] * num_processes, *x.shape[1:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharded(self.mesh))
 
-        # As JAX would take them: a host's 64-bit numbers are of no such shape on devices.
+        # Shapes and dtypes as JAX takes them: JAX narrows a host's 64-bit numbers.
         return inputs._replace(rows=jax.tree.map(everywhere, shapes_of(inputs.rows)))
 
     def trace(self, batch: Batch, state: TrainState | None = None) -> jax.stages.Traced:
@@ -525,7 +525,7 @@ class Trainable(Protocol):
         """Makes the first state."""
 
     def check(self, state: TrainState) -> None:
-        """Refuses a state whose memory a step has reused, or that is of another model."""
+        """Refuses a state whose memory a step has reused, or that belongs to another model."""
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Places this process's rows on its devices."""
@@ -551,5 +551,5 @@ class Trainable(Protocol):
     ) -> PyTree:
         """The results of a function for each row."""
 
-    def model(self, state: TrainState, params: str = "params") -> Any:  # noqa: ANN401  # of Flax
+    def model(self, state: TrainState, params: str = "params") -> Any:  # noqa: ANN401  # Flax type
         """A copy of the model: Linen variables, or an NNX module in eval mode."""

@@ -201,8 +201,8 @@ class DataParallel(Shown):
     def plan(self) -> BucketPlan | None:
         """The buckets of the rows of the last `init` or `step`; None before `init`.
 
-        Their order is that in which the traced backward pass finishes the gradients; a guess until
-        a batch has been seen, which `init` of an NNX model does not need.
+        They stand in the order in which the traced backward pass finishes the gradients. The order
+        is a guess until a batch has been seen, which `init` of an NNX model does not need.
         """
         planned = self._executor.planned
         return None if planned is None else planned.plan
@@ -500,7 +500,7 @@ class Executor:
 
     def _wait_for_room(self, metrics: Metrics) -> None:
         # XLA:CPU deadlocks in its rendezvous once some thirty programs of many devices are waiting
-        # (measured on jax 0.10.2), which an unbounded loop of steps reaches.
+        # (measured on jax 0.10.2). An unbounded loop of steps gets there.
         self._in_flight.append(metrics)
         if len(self._in_flight) > 4:
             jax.block_until_ready(self._in_flight.popleft())
@@ -514,7 +514,7 @@ def _interrupts_after(state: TrainState) -> Iterator[None]:
     """
     handle, waiting = signal.getsignal(signal.SIGINT), []
     if not callable(handle) or threading.current_thread() is not threading.main_thread():
-        yield  # where it ends the process or nothing, or is not handled
+        yield  # No Python handler runs in this thread.
         return
 
     def note(number: int, frame: FrameType | None) -> None:

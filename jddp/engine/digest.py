@@ -28,11 +28,11 @@ from jddp.engine.state import name_of
 from jddp.ground.errors import UsageError
 from jddp.ground.typing import PyTree
 
-SMALL = 2**14  # elements
+SMALL = 2**14  # Maximum number of elements of a small leaf.
 # XLA:CPU would write all mixed words into memory, and add them up in several kernels, which take
-# most of the time of compiling. It is no pass of other hardware.
+# most of the time of compiling. Other hardware has no such pass.
 _OPTIONS = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
-Found = Array | np.ndarray  # result of `digests`
+Found = Array | np.ndarray  # Result of `digests`.
 
 
 def digests(tree: PyTree) -> UInt32[Array, "replicas leaves"]:
@@ -45,7 +45,7 @@ def digests(tree: PyTree) -> UInt32[Array, "replicas leaves"]:
       UsageError: If a step has taken their memory.
     """
     leaves = jax.tree.leaves(tree)
-    if any(x.is_deleted() for x in leaves):  # with which JAX would crash
+    if any(x.is_deleted() for x in leaves):  # JAX would crash.
         raise UsageError("This state was given to a step, which reused its memory.")
     placed = tuple(x.sharding for x in leaves)
     with computing(leaves):
@@ -79,7 +79,7 @@ def find_divergence(found: Found, tree: PyTree) -> str | None:
         copies = [tuple(copy) for copy in rows[:, i].reshape(-1, num_parts(x.sharding)).tolist()]
         if len({*copies}) == 1:
             continue
-        most = max(copies, key=copies.count)  # the first of those that are equally many
+        most = max(copies, key=copies.count)  # the first one in a tie
         others = np.flatnonzero(np.array(copies) != most).tolist()
         devices = x.sharding.mesh.devices.flat
         where = ", ".join(f"{n} (process {devices[n].process_index})" for n in others)
@@ -113,8 +113,8 @@ def _on(mesh: Mesh, placed: Sequence[NamedSharding]) -> Wrapped:
 
 def _alike(leaves: list[Array], placed: Sequence[NamedSharding]) -> list[list[int]]:
     """Indices of small leaves of equal shape, whose digests are computed together."""
-    # Operations of its own for each of many scalars take XLA long to compile. A large leaf stays
-    # alone, since it would be copied: large ones of one shape call one function.
+    # XLA takes long to compile separate operations for each of many scalars. A large leaf stays
+    # alone, since it would be copied: large leaves of one shape call one function.
     groups: dict[Hashable, list[int]] = {}
     for i, (x, sharding) in enumerate(zip(leaves, placed, strict=True)):
         alone = i if x.size > SMALL else None
@@ -152,7 +152,7 @@ def _words(x: Array) -> UInt32[Array, "words"]:
     elif jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     elif _num_bits(x.dtype) < 8:
-        x = x.astype(jnp.float32)  # which holds each of the few numbers there are
+        x = x.astype(jnp.float32)  # float32 holds each of the few numbers.
     # Bits, and not values: -0 equals 0, and NaN does not equal itself.
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(32, _num_bits(x.dtype))}"))
     return bits.reshape(-1).astype(jnp.uint32)

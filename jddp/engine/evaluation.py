@@ -53,7 +53,7 @@ def pad_rows(batch: Tree, room: int) -> tuple[Tree, np.ndarray]:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x[np.minimum(np.arange(room), rows - 1)]
         widths = [(0, room - rows)] + [(0, 0)] * (x.ndim - 1)
-        # By a real row: rows of zeros can make NaN in a model, such as log 0 or 0 / 0.
+        # Pads with a real row: rows of zeros can make NaN in a model, such as log 0 or 0 / 0.
         return np.pad(x, widths, mode="edge" if rows else "constant")
 
     return jax.tree.map(pad, batch), valid
@@ -105,10 +105,11 @@ def pad_for_step(batch: Batch, split: RowSplit, sums: Sums, num_rows: int | None
 Read = Callable[[Callable[[Values], PyTree]], Any]  # calls a function with values of a model
 
 
-# Fields of the states of such optimizers: one that shows it, and the one with other parameters.
+# Fields of optimizers that evaluate other parameters: a field that shows such an optimizer, and its
+# field with the other parameters.
 OTHERS = {"weight_sum": "z", "steps_since_sync": "cache"}
 FIELDS = {*OTHERS, *OTHERS.values(), "b1"}
-# Of a checkpoint of an earlier version.
+# Warning for a checkpoint of an earlier version.
 UNAVERAGED = "The checkpoint has no average of batch statistics: the ones of the raw parameters %s."
 
 
@@ -129,7 +130,7 @@ def evaluated_values(state: TrainState, name: str, merge: Callable[[Values], Val
     Args:
       state: The state.
       name: "params", or "ema" for the moving average, in the same dtypes.
-      merge: Function that averages what each replica has its own of.
+      merge: Function that averages the per-replica leaves.
 
     Raises:
       ConfigError: If there is no such name, or no average.
@@ -153,7 +154,7 @@ def read_in_evaluation(names: Iterable[str]) -> set[str]:
 
 
 def optimizer_params(params: Params, kept: Mapping[str, Any]) -> Params:
-    """The parameters with which an optimizer is evaluated; most evaluate the ones they step.
+    """The parameters with which an optimizer is evaluated; most optimizers evaluate their own.
 
     Args:
       params: The parameters that the optimizer steps.
@@ -164,9 +165,9 @@ def optimizer_params(params: Params, kept: Mapping[str, Any]) -> Params:
         above, field = name[: name.rfind("/") + 1], name[name.rfind("/") + 1 :]
         for path, x in values.items() if field in OTHERS else ():
             if (y := kept.get(f"{above}{OTHERS[field]}/{path}")) is None:
-                continue  # masked
+                continue  # The optimizer masks this parameter.
             y = widened(y if y.shape == x.shape else y.ravel()[: x.size].reshape(x.shape))
-            if field == "weight_sum":  # as optax.contrib.schedule_free_eval_params
+            if field == "weight_sum":  # Follows optax.contrib.schedule_free_eval_params.
                 b1 = widened(kept[f"{above}b1"])
                 y = (widened(x) - (1 - b1) * y) / b1
             elif int(number) == 0:

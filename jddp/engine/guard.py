@@ -1,13 +1,13 @@
-"""The end of a step: the moving average of what it made, and whether the step counts.
+"""The end of a step: the moving average of the new parameters, and whether the step counts.
 
 Every step counts, or one with numbers that are not finite changes nothing but counts; and the loss
-scale is fixed, or follows what overflows.
+scale is fixed, or follows overflows.
 
 A loss scale keeps gradients of float16 arithmetic from becoming zero. float16 has no number between
 0 and 2^-24 and none above 65,504. So the backward pass starts from a scale in place of 1, and
 gradients are divided by it in float32, once they are averaged. "dynamic" looks for the largest
-scale that fits: it doubles after so many good steps, and halves where gradients overflow, which is
-a step that is skipped. Every scale is a power of two, so that it costs no bit.
+scale that fits: it doubles after so many good steps, and halves where gradients overflow; such a
+step is skipped. Every scale is a power of two, so that it costs no bit.
 
 An average of parameters needs the batch statistics of these parameters: floating values of the
 other state are averaged with them.
@@ -42,7 +42,7 @@ DYNAMIC = "dynamic"
 FIRST = 2.0**16
 LEAST, MOST = 1.0, 2.0**24
 ALLOWED = (None, DYNAMIC, *(2.0**power for power in range(25)))
-GROWTH_INTERVAL = 2000  # good steps
+GROWTH_INTERVAL = 2000  # Good steps before the scale doubles.
 Outcome = tuple[TrainState, Metrics]
 
 
@@ -192,7 +192,7 @@ def unscaled(hook: CommHook, units: Units) -> CommHook:
     # The scale is traced and changes between steps, so it cannot stand in the bucket, whose `scale`
     # is static: the hook is wrapped in each step.
     def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
-        # Without a loss scale too, float16 would not hold sums over all entries.
+        # Even without a loss scale, float16 could not hold sums over all entries.
         hidden = 1.0 if bucket.planned.dtype == jnp.float16 else units.backward_scale
         scale = jnp.float32(hidden * units.loss_scale)
         plain = dataclasses.replace(mean_tree(bucket, scale), scale=bucket.scale * hidden)
@@ -237,12 +237,13 @@ class Average:
         # nothing is sent. With local steps each replica has its own average, which is merged when
         # read.
         held = after.ema_params, after.ema_state
-        # With one product. Of two, XLA contracts one with the sum, and which one depends on the
-        # shape: rows of logical replicas would have other bits on other numbers of devices.
+        # The formula has one product. With two, XLA would contract one of them with the sum, and
+        # the choice would depend on the shape: rows of logical replicas would have other bits on
+        # other numbers of devices.
         moved = jax.tree.map(
             lambda old, new: old + (1 - decay) * (new - old), held, _averaged(after)
         )
-        # MultiSteps leaves parameters alone in most steps, by which their average is not to decay.
+        # MultiSteps leaves parameters alone in most steps; their average must not decay there.
         count, before_count = own_count(after.opt_state), own_count(before.opt_state)
         if count is not None and before_count is not None:
             is_updated = count > before_count

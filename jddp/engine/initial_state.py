@@ -92,7 +92,7 @@ def make_first(
     spec, mesh = steps.spec, steps.mesh
     connect(mesh, spec.placement.groups)
     values, loaded = _values(steps, seed, inputs, params, partial=partial, casts=casts)
-    # The rows of process 0, so that all processes start with the same state.
+    # Takes the rows of process 0, so that all processes start with the same state.
     example = inputs._replace(rows=from_process_zero(steps.example(inputs.rows, values)))
     state = call(steps.init, np.uint32(seed), example, *put_given(spec, mesh, values))
     spec.model.check_kinds(state.model_state)
@@ -225,8 +225,8 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
     def replica(
         seed: Array, inputs: Inputs, params: Params, model_state: ModelState | None
     ) -> tuple[Params, TrainState]:
-        # Made on every device instead of on one and sent: equal programs and seeds give equal bits,
-        # where PyTorch DDP broadcasts the parameters of rank 0.
+        # Values are made on every device, not made on one and sent: equal programs and seeds give
+        # equal bits. PyTorch DDP broadcasts the parameters of rank 0.
         key = jax.random.key(seed)
         if params is None or (model_state is None and inputs.rows is not None):
             loss_fn = name_constants(step.backward.loss_fn, inputs.constants)
@@ -241,7 +241,7 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
             ema_params=None,
             model_state=model_state,
             opt_state=(),
-            comm_state=CommState(outer=step.sync.init(params)),  # a hook's needs the buckets
+            comm_state=CommState(outer=step.sync.init(params)),  # hook state needs the buckets
             skipped=jnp.int32(0),
             key=key,
         )
@@ -261,8 +261,8 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         layout = shardings(step.optimizer.layouts(state.params), mesh)
         divided = jax.tree.map(lambda x: step.placement.layout(x.shape), state.params)
         placed = shardings(divided, mesh)
-        # Mapped by itself, since a sharded optimizer's state leaves with another spec, which needs
-        # the shapes of the parameters.
+        # The optimizer's state is mapped by itself: where it is sharded, it leaves with another
+        # spec, which needs the shapes of the parameters.
         shapes = jax.eval_shape(lambda x: x, state.params)
         if params is None and step.placement.division is not None:
             own = functools.partial(own_parts, step.placement.division, platform(mesh) == "cpu")
@@ -287,8 +287,8 @@ def own_parts(division: Division, is_on_cpu: bool, params: Params) -> Params:
     def own(x: jax.Array) -> jax.Array:
         if not is_on_cpu:
             return division.own(x)
-        # XLA:CPU would fuse the slice with what makes the values, and round these in another way
-        # than where they stay whole. It cannot know that this branch is always taken.
+        # XLA:CPU would fuse the slice with the operations that make the values, and round values in
+        # another way than where they stay whole. It cannot know that this branch is always taken.
         is_replica = lax.axis_index(AXIS_HERE.get()) >= 0
         return lax.cond(is_replica, division.own, lambda x: jnp.zeros_like(division.own(x)), x)
 
@@ -296,7 +296,7 @@ def own_parts(division: Division, is_on_cpu: bool, params: Params) -> Params:
 
 
 def given_layouts(step: Step, params: Params) -> PyTree:
-    """Layouts of given parameters; those that are not trained are whole."""
+    """Layouts of given parameters; parameters that are not trained are whole."""
     if params is None:
         return None
     layouts = jax.tree.map(lambda x: step.placement.layout(np.shape(x)), params)
@@ -307,7 +307,7 @@ def given_layouts(step: Step, params: Params) -> PyTree:
 def put_given(
     step: Step, mesh: Mesh, values: tuple[Params, ModelState | None]
 ) -> tuple[Params, ModelState | None]:
-    """Puts given values on the mesh, array by array: no device has the whole of a divided one."""
+    """Puts given values on the mesh, array by array: no device holds a divided array as a whole."""
     params, model_state = values
     layouts = given_layouts(step, params)
 

@@ -25,7 +25,7 @@ from jddp.modules.base import stream
 from jddp.modules.rows import check_rows, count_rows
 
 AXIS = "data"
-AXIS_HERE: ContextVar[str] = ContextVar("axis", default=AXIS)  # of the traced step
+AXIS_HERE: ContextVar[str] = ContextVar("axis", default=AXIS)  # axis of the traced step
 
 
 def make_mesh(
@@ -87,7 +87,7 @@ def axis_of(mesh: Mesh | AbstractMesh) -> str:
 
 
 def in_groups(mesh: Mesh, size: int | None) -> Mesh:
-    """The same devices, in groups of this size along an axis more; None for one group of all."""
+    """The same devices, in groups of this size along one more axis; None for one group of all."""
     if size in (None, mesh.size):
         return mesh
     axis = axis_of(mesh)
@@ -96,7 +96,7 @@ def in_groups(mesh: Mesh, size: int | None) -> Mesh:
 
 
 def in_a_row(mesh: Mesh) -> Mesh:
-    """The mesh of one axis, from one of groups; the inverse of `in_groups`."""
+    """The mesh of one axis, from a mesh of groups; the inverse of `in_groups`."""
     return make_mesh([*mesh.devices.flat], axis_of(mesh)) if _has_groups(mesh) else mesh
 
 
@@ -117,8 +117,8 @@ def shardings(layouts: PyTree, mesh: Mesh) -> PyTree:
 def with_shardings(tree: Tree, layouts: PyTree, mesh: Mesh) -> Tree:
     """The same arrays, which lie as these layouts say, by the names of their shardings."""
 
-    # JAX names what a program returns by the mesh of its arguments: of a program that makes arrays
-    # of groups it has none, and gives them a sharding of another class.
+    # JAX names the results of a program by the mesh of its arguments. A program that makes arrays
+    # of groups has no such argument, and its results get a sharding of another class.
     def name(x: jax.Array, layout: Layout) -> jax.Array:
         sharding = sharding_of(layout, mesh)
         if not _has_groups(sharding.mesh) or x.sharding == sharding:
@@ -153,7 +153,7 @@ def over_replicas(
       function: Function of one replica.
       mesh: The mesh, of one axis.
       in_specs: Specs, or shardings (`shardings`), of the arguments, a tree or the beginning of one.
-      out_specs: The same of the results.
+      out_specs: Specs, or shardings, of the results.
     """
     # Unchecked: the check refuses plain RNNs, scans from zeros, conds with a constant branch, and
     # under it autodiff sums gradients leaf by leaf, before they could be put into buckets. Tests
@@ -198,8 +198,8 @@ def input_specs(mesh: Mesh) -> Inputs:
 def _first_devices(num_devices: int) -> list[jax.Device]:
     num_processes = jax.process_count()
     share, rest = divmod(num_devices, num_processes)
-    # The same number from each process, since its rows must divide over its own devices: the first
-    # n of all devices might all belong to process 0.
+    # Takes the same number from each process, whose rows must divide over its own devices: the
+    # first n of all devices might all belong to process 0.
     by_process = [jax.local_devices(process_index=i) for i in range(num_processes)]
     most = min(map(len, by_process))
     if share < 1 or rest or share > most:
@@ -254,19 +254,19 @@ def put(x: HostOrDevice, sharding: NamedSharding) -> jax.Array:
         # A typed key cannot be put on devices of other processes; its data can.
         data = put(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    # By way of the host, from which arrays can be placed on a mesh of several processes.
+    # Copies to the host first: from there an array can be placed on a mesh of several processes.
     return jax.device_put(np.array(_fetch(x)), sharding)
 
 
 def _fetch(x: HostOrDevice) -> HostOrDevice:
-    """A whole array; of a replicated one this process's view, without a collective."""
+    """A whole array; for a replicated array this process's view, without a collective."""
     if not isinstance(x, jax.Array):
         return x
     if x.is_fully_replicated:
         return x.addressable_data(0)
     if x.is_fully_addressable:
         return x
-    # Divided over devices of other processes: gathered, this array alone.
+    # The array is divided over devices of other processes: gathers this array alone.
     assert isinstance(x.sharding, NamedSharding)
     gather = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))
     return gather(x).addressable_data(0)
@@ -291,7 +291,7 @@ def put_rows(batch: Tree, mesh: Mesh) -> Tree:
     """Puts this process's rows on its devices; rows of all processes make the global batch."""
     sharding = sharded(mesh)
     if all(getattr(x, "sharding", None) == sharding for x in jax.tree.leaves(batch)):
-        return batch  # by an earlier call; `device_put` takes longer to find out
+        return batch  # An earlier call placed it; `device_put` takes longer to find out.
     if platform(mesh) == "cpu":
         batch = jax.tree.map(_kept, batch)
     if jax.process_count() == 1:

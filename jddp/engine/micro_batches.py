@@ -114,7 +114,7 @@ def running_statistics(
     if mask is None or sync.logical_replicas or not any(jax.tree.leaves(chosen)):
         return RunningStatistics(model_state, chosen, equal)
     valid = (mask.astype(jnp.float32) > 0).reshape(num, -1).astype(jnp.float32).sum(1)
-    # Of all replicas, or their statistics would differ.
+    # Counts valid rows of all replicas, or their statistics would differ.
     valid = lax.psum(valid, sync.axis)
     weights = jnp.where(valid.sum() > 0, valid / jnp.maximum(valid.sum(), 1), jnp.asarray(equal))
     return RunningStatistics(model_state, chosen, weights)
@@ -125,7 +125,7 @@ def _exact(x: Array) -> np.dtype:
     return jnp.promote_types(x.dtype, jnp.float32) if is_inexact else x.dtype
 
 
-Number = int | Array  # of a micro-batch
+Number = int | Array  # number of a micro-batch
 MicroBatch = tuple[Batch, Array, PyTree]  # its rows, key and constants
 Scale = float | Array
 ScaleOf = Callable[[TrainState], Scale]  # the loss scale of a step
@@ -258,7 +258,7 @@ class MicroBatches:
         once for all of them, since they call one jitted function.
         """
         run = functools.partial(run_and_settle, self.model, self.loss_fn)
-        # Jitted for its cache of traces alone, and so inlined.
+        # Jitted only for its cache of traces, and therefore inlined.
         return jax.jit(run, inline=True)
 
     def __call__(self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf) -> Local:
@@ -272,11 +272,12 @@ class MicroBatches:
         """
         if self.overlaps:
             return self._with_last_pass(state, inputs, key, loss_scale)
-        # All micro-batches in one loop: gradients are finished before a bucket leaves.
+        # All micro-batches run in one loop: gradients are finished before a bucket leaves.
         scale, running = loss_scale(state), self.running(state, inputs)
         take = self.split(inputs, key)
         total = self.accumulate(state, running, take, self.num, scale)
-        # Back to the parameters' dtypes, in which gradients are planned, sent and given to optax.
+        # Casts back to the dtypes of the parameters: gradients are planned, sent and given to optax
+        # in these.
         grads = jax.tree.map(lambda g, x: g.astype(x.dtype), total.grads, state.params)
         units = self.units(state.params, total.sums, scale)
         return Local(Finished(grads), total.sums, running.finish(total.model_state), units)
@@ -369,8 +370,8 @@ class MicroBatches:
 
             model_state = jax.tree_util.tree_map_with_path(keep, before, model_state)
 
-        # Leaf by leaf: one decision over all gradients would hold back the first bucket until the
-        # last gradient is finished.
+        # Decides leaf by leaf: one decision over all gradients would hold back the first bucket
+        # until the last gradient is finished.
         def finish(grad: Array) -> Array:
             return grad if is_empty is None else jnp.where(is_empty, 0, grad)
 

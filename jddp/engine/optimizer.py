@@ -1,7 +1,7 @@
 """The optimizer's update on one replica.
 
     PlacedOptimizer    all parameters, or the replica's parts of them where they are divided
-    Zero1              of a shard of each array: ZeRO, stage 1
+    Zero1              a shard of each array: ZeRO, stage 1
 
 With `Zero1` each replica has its shard of every gradient, keeps the optimizer's state only for its
 shard of every parameter, updates that, and gathers the other shards. That gives the numbers of the
@@ -88,7 +88,7 @@ class PlacedOptimizer:
         Raises:
           ConfigError: If it is one.
         """
-        # Only the state for the parameters themselves shows it: an optimizer may name them.
+        # Makes the state for the parameters themselves: an optimizer may depend on their names.
         opt_state = jax.eval_shape(self.tx.init, params)
         if self.num_micro_batches > 1 and parts_in(opt_state, optax.MultiStepsState):
             raise ConfigError(
@@ -117,8 +117,8 @@ class PlacedOptimizer:
             after = own(division, updated(self.tx, grads, opt_state, params, value))
         else:
             after = updated(self.tx, grads, state.opt_state, state.params, value)
-        # After the update, since weight decay and momentum move a parameter also with a gradient of
-        # 0.
+        # Unused parameters are put back after the update, since weight decay and momentum move a
+        # parameter also with a gradient of 0.
         return self._kept(after, before, after[0], plan)
 
     def check_used(self, plan: BucketPlan) -> None:
@@ -192,8 +192,8 @@ class Zero1(PlacedOptimizer):
             return self._kept((params, own(division, opt_state)), before, params, plan)
         shards = own_shards(state.params, view.axis)
         shards, opt_state = updated(self.tx, view.shards(grads), state.opt_state, shards, value)
-        # At the end of the step, not before the next: `state.params` is always complete, to be
-        # evaluated, saved and compared.
+        # Gathers at the end of the step, not before the next: `state.params` is always complete, to
+        # be evaluated, saved and compared.
         params = gather(shards)
         return self._kept((params, opt_state), before, params, plan)
 
@@ -306,7 +306,7 @@ def take_back(new: Tree, old: Tree, params: Params, unused: Collection[str]) -> 
 
 
 def _entries(path: Path) -> tuple[str, ...]:
-    # A parameter of the name "count" is in a dict, an optimizer's own is a field: ".count".
+    # A parameter named "count" is in a dict; the count of an optimizer is a field: ".count".
     return tuple(
         ("." if isinstance(entry, jax.tree_util.GetAttrKey) else "")
         + jax.tree_util.keystr((entry,), simple=True)
@@ -319,7 +319,8 @@ def _owner(path: tuple[str, ...], names: Mapping[tuple[str, ...], str]) -> str |
 
     Behind it are numbers where an optimizer keeps a list of arrays for each parameter.
     """
-    # The longest first: in nested dicts one parameter's path may end in another's.
+    # Tries the longest path first: in nested dicts the path of one parameter may end in the path of
+    # another.
     for start in range(len(path)):
         for end in range(len(path), start, -1):
             if path[start:end] in names:
@@ -355,7 +356,8 @@ def update(
     try:
         return optax.with_extra_args_support(tx).update(grads, opt_state, params, value=loss)
     except TypeError as error:
-        # Its type does not show it: SAM is of those that take more arguments, and takes none.
+        # The type does not show it: SAM has the type of optimizers with more arguments, and takes
+        # none.
         if "unexpected keyword argument 'value'" not in str(error):
             raise
         return tx.update(grads, opt_state, params)
@@ -399,7 +401,7 @@ def _is_separable(
     try:
         part = _arguments(tx, parts)
         return is_same(tx.init, whole[:1], part[:1]) and is_same(rule, whole, part)
-    except (TypeError, ValueError):  # of an optimizer that has shapes written down
+    except (TypeError, ValueError):  # The optimizer has shapes written down.
         return False
 
 
@@ -434,7 +436,7 @@ def _label(eqn: JaxprEqn, given: list[int]) -> Followed | None:
         label = MIXED
     elif shapes and (name == "cond" or called(eqn)):
         return None
-    elif label == UNIFORM and shapes:  # such as an array of ones
+    elif label == UNIFORM and shapes:  # a constant array, such as one of ones
         label = UNIFORM if name in ELEMENTWISE | RESHAPING else MIXED
     elif label == SPLIT:
         label = SPLIT if name in ELEMENTWISE and len(shapes) == 1 else MIXED
@@ -454,7 +456,7 @@ def is_same(
 
 
 def _trace(function: Callable[..., PyTree], shapes: Sequence[PyTree]) -> ClosedJaxpr:
-    with jax.disable_jit():  # so that calls of jitted functions are inlined
+    with jax.disable_jit():  # Inlines calls of jitted functions.
         return jax.make_jaxpr(function)(*shapes)
 
 

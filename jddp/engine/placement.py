@@ -27,7 +27,7 @@ from jddp.reduce.plan import BucketPlan
 from jddp.reduce.shards import AlongDim, Groups, Shape, divided_dim
 from jddp.reduce.units import Part, list_units
 
-Dims = tuple[int | None, ...]  # along which each leaf is divided
+Dims = tuple[int | None, ...]  # dims along which leaves are divided
 
 
 @final
@@ -139,11 +139,11 @@ class DividedParameters(ParameterSource):
 
         if self.lazy.keeps:
             return WHOLE.linearize(run, params)
-        # CSE may merge what a model computes twice, as it may without the call: parameters are
-        # kept apart below.
+        # CSE may merge equal operations of a model, as it may without `jax.checkpoint`: parameters
+        # are kept apart below.
         repeated = jax.checkpoint(run, policy=forget, prevent_cse=False)
         value, pullback, aux = jax.vjp(repeated, params, has_aux=True)
-        # A result that is a constant is no array yet, behind a checkpoint.
+        # A constant result of `jax.checkpoint` is not an array yet.
         return value, _after(pullback, params, value), jax.tree.map(jax.numpy.asarray, aux)
 
     def mean_of_groups(self, grads: Grads) -> Grads:
@@ -172,7 +172,8 @@ def _size_of(params: list[Shaped]) -> str:
 
 def _after(pullback: Pullback, params: Params, value: jax.Array) -> Pullback:
     """The pullback, whose parameters are there only after the forward pass."""
-    # XLA would see that the backward pass gathers what the forward pass has gathered, and keep it.
+    # XLA would see that the backward pass gathers the same parameters as the forward pass, and keep
+    # them.
     mine = {id(x) for x in jax.tree.leaves(params)}
     leaves, treedef = jax.tree.flatten(pullback)
     places = [i for i, x in enumerate(leaves) if id(x) in mine]

@@ -95,13 +95,14 @@ def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inpu
         traced.append(backward)
         return sums, model_state, backward.traced.consts
 
-    # Mapped as the step is, so that a model that names the axis of the replicas can be traced; but
-    # nothing is reduced, so specs that are not true do no harm.
+    # Mapped as the step is: a model may name the axis of the replicas. Nothing is reduced, so specs
+    # that are not true do no harm.
     program = over_replicas(replica, mesh, P(), P())
     forward, results = jax.make_jaxpr(program, return_shape=True)(state, inputs)
     (backward,) = traced
     step.replicas.check(forward.jaxpr)
-    # Both passes: a custom backward pass may use random numbers where the forward pass does not.
+    # Looks at both passes: a custom backward pass may use random numbers where the forward pass
+    # does not.
     draws = has_random_bits(forward.jaxpr) or has_random_bits(backward.traced.jaxpr)
     names = [name_of(path) for path, _ in tree_leaves_with_path((state, inputs))]
     is_row = [name.startswith("1/rows") for name in names]
@@ -207,8 +208,8 @@ class Plans:
         spec.sync.check(spec.model.whole({}, state.model_state)[1], spec.model.keeps_own)
         if inputs.rows is None:
             return Planned(self._noted(spec.reducer.plan(state.params), state))
-        # By the form of one micro-batch: the same micro-batch in a larger batch has the same
-        # buckets, and is not traced again.
+        # Plans are kept by the form of one micro-batch: the same micro-batch in a larger batch has
+        # the same buckets, and is not traced again.
         part = self.micro_batch(inputs)
         form = form_key(part)
         if form not in self._planned:
@@ -216,7 +217,7 @@ class Plans:
             if not self._planned:
                 for warning in _warnings(inputs.rows, traced, spec.backward.num):
                     logging.getLogger("jddp").warning(warning)
-            # Whatever `unused_parameters` is: that is about single ones.
+            # Refused whatever `unused_parameters` is: that option is about single parameters.
             if traced.ready and all(ready is None for ready in traced.ready):
                 raise ConfigError(
                     "No gradient reaches any parameter: the loss does not depend on them. Return "
@@ -275,7 +276,7 @@ def _find_constant_key(eqn: JaxprEqn, given: list[int]) -> Followed | None:
 
 
 PARTS = ("model", "loss", "optimizer")
-# Names of functions, addresses, and on which devices something lies.
+# Names of functions, addresses in memory, and shardings.
 _UNREAD = re.compile(r"\bname=\S+|\bat 0x\w+|NamedSharding\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 
 
@@ -381,11 +382,11 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 def _one_replica(program: ClosedJaxpr, inputs: Sequence[str]) -> tuple[Jaxpr, dict[Var, str]]:
-    """The program of one replica, and names of its inputs; of constants, their values."""
+    """The program of one replica, and names of its inputs; for constants, their values."""
     jaxpr = program.jaxpr
     known = dict(zip(jaxpr.constvars, map(_value, program.consts), strict=True))
     known |= zip(jaxpr.invars, inputs, strict=False)
-    # The map over the mesh of all replicas: maps over groups return their arguments.
+    # Takes the map over the mesh of all replicas: maps over groups return their arguments.
     maps = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map")
     mapped = next(eqn for eqn in maps if len(eqn.params["mesh"].axis_names) == 1)
     inner: Jaxpr = mapped.params["jaxpr"]

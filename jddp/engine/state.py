@@ -173,7 +173,7 @@ class TrainState(Shown):
 
     def __repr__(self) -> str:
         """Its contents, in numbers and bytes; waits for the devices."""
-        # Printing a state after a step has taken it must not raise: it is what a debugger does.
+        # Printing a state after a step has taken it must not raise: a debugger prints it.
         if getattr(self.step, "is_deleted", lambda: False)():
             return "TrainState (donated to a step; use ddp.latest)"
         is_there = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
@@ -228,8 +228,9 @@ def own_layouts(tree: PyTree, keeps_own: KeepsOwn) -> PyTree:
 
 def key_of_replica(state: TrainState, replica: jax.Array) -> jax.Array:
     """The key of a replica in the step that starts from a state."""
-    # A function of the base key, the step and the replica; micro-batch and stream are folded in
-    # later. So numbers differ in all four, and a resumed run repeats them from the one saved key.
+    # The key depends on the base key, the step and the replica; micro-batch and stream are folded
+    # in later. So random numbers differ in all four, and a resumed run repeats them from the one
+    # saved key.
     return jax.random.fold_in(jax.random.fold_in(state.key, state.step), replica)
 
 
@@ -275,8 +276,9 @@ def stack_rows(tree: Tree, layouts: PyTree, rows: NamedSharding, num: int) -> Tr
             return x
         return jax.lax.with_sharding_constraint(jax.numpy.broadcast_to(x, (num, *x.shape)), rows)
 
-    # Jitted, so that each device makes its row alone, and none holds all of them; and in the place
-    # of the tree, which would be there twice. Several logical replicas have no place there.
+    # Jitted, so that each device makes its row alone, and none holds all rows. The rows take the
+    # memory of the tree, or both would be there; rows of several logical replicas do not fit into
+    # it.
     donated = 0 if num == rows.mesh.size else ()
     return jax.jit(lambda tree: jax.tree.map(stack, tree, layouts), donate_argnums=donated)(tree)
 
@@ -290,12 +292,13 @@ def merge_rows(tree: Tree, layouts: PyTree, everywhere: NamedSharding) -> Tree:
     return jax.tree.unflatten(treedef, _merge(leaves, kinds, everywhere))
 
 
-# One function for all calls: `jax.jit` of a new one would compile for each evaluation.
+# One function serves all calls: `jax.jit` of a new one would compile for each evaluation.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _merge(
     leaves: list[jax.Array], kinds: tuple[Layout, ...], everywhere: NamedSharding
 ) -> list[jax.Array]:
-    # All rows on every device, and then their mean: so it is the same on any number of them.
+    # Every device gets all rows before their mean is taken: so the mean is the same on any number
+    # of devices.
     return [*map(merged, jax.lax.with_sharding_constraint(leaves, everywhere), kinds)]
 
 

@@ -71,11 +71,11 @@ from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer, compiler_options
 from jddp.reduce.shards import AlongDim, Groups, Shape
 
-Evaluate = Callable[[Batch, Array, Array], Sums]  # of a replica's rows, which count, and its key
+Evaluate = Callable[[Batch, Array, Array], Sums]  # function(rows, valid, key) of one replica
 Function = Callable[..., PyTree]
 XlaOptions = dict[str, bool | int | str] | None
 Places = tuple[int, ...]
-TraceLoss = Callable[[], Jaxpr] | None  # the loss of the parameters; None where there are no rows
+TraceLoss = Callable[[], Jaxpr] | None  # traces the loss; None where there are no rows
 Averaged = tuple[Grads, HookState]
 
 
@@ -131,7 +131,8 @@ class Replicas:
         self, backward: MicroBatches, loss_scale: ScaleOf, state: TrainState, inputs: Inputs
     ) -> Local:
         """Returns gradients, sums and new state of the rows of this device."""
-        # By the replica's number: with one key for all, dropout would drop the same units on each.
+        # The key depends on the replica's number: with one key for all, dropout would drop the same
+        # units on each.
         key = key_of_replica(state, lax.axis_index(self.axis))
         return backward(state, inputs, key, loss_scale)
 
@@ -385,12 +386,12 @@ def replica_step(
 
     params, opt_state, norm = step.replicas.separate(update, state, grads, metrics["loss"])
     after = after.replace(step=state.step + 1, params=params, opt_state=opt_state)
-    # After the update, since an outer step averages parameters; before the moving average, which is
-    # to follow the parameters that replicas then share.
+    # Replicas synchronize after the update, since an outer step averages parameters, and before the
+    # moving average, which follows the parameters that replicas then share.
     after = step.sync.settle(step.reducer, local, state, after)
     after = step.average(state, after)
-    # Last, so that a step that is not finite changes nothing but counts, whatever part made it so.
-    # The verdict is the same on every replica.
+    # The guard comes last, so that a step that is not finite changes nothing but counts, whatever
+    # part made it so. The verdict is the same on every replica.
     after, verdict = step.guard.accept(state, after, (metrics["loss"], grads), step.view)
     after, limit = limited(inputs.loss_limit, state, after, metrics["loss"])
     return after, {**metrics, **norm, **verdict, **limit}
@@ -401,7 +402,7 @@ def global_mean(
 ) -> tuple[Grads, TrainState, dict[str, Array]]:
     """The mean gradient and the metrics of the global batch, and the state that its rows leave."""
     grads, hook = step.sync.mean(step.reducer, plan, local, state)
-    # Once for all micro-batches: links between groups may be slow.
+    # Groups average once for all micro-batches: links between groups may be slow.
     grads = step.backward.source.mean_of_groups(grads)
     sums = step.replicas.sum(local.sums)
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
@@ -443,7 +444,7 @@ def make_step(
 
 def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState) -> Wrapped:
     """Returns `gradients(state, inputs)` over the mesh: both are global, the state is kept."""
-    # Local steps average nothing, and this is the mean all the same.
+    # Local steps average no gradients, but this function returns the mean.
     spec = dataclasses.replace(spec, sync=EVERY_STEP).placed(layouts.params)
 
     def gradients(state: TrainState, inputs: Inputs) -> tuple[Grads, Metrics]:

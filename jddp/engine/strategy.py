@@ -85,7 +85,7 @@ REFUSED = {
 
 
 class Strategy:
-    """What a strategy decides; here it is "ddp".
+    """The decisions of a strategy; here the decisions of "ddp".
 
     Attributes:
       name: Name of the strategy in `REFUSED`; none where nothing is refused.
@@ -232,7 +232,7 @@ class LocalSteps(Strategy, Synchronization):
       Communicates Little", 2018. https://arxiv.org/abs/1805.09767.
     """
 
-    every: int = dataclasses.field()  # without the default of the base class
+    every: int = dataclasses.field()  # Drops the default of the base class.
     outer: optax.GradientTransformation = MEAN
     start: int = 0
     alone = "With LocalSteps replicas differ by design, and one device has one set of parameters"
@@ -249,7 +249,7 @@ class LocalSteps(Strategy, Synchronization):
 
     @property
     def sync(self) -> Synchronization:
-        """The synchronization that it is."""
+        """The synchronization: this strategy itself."""
         return self
 
     def init(self, params: Params) -> PyTree:
@@ -281,7 +281,7 @@ class LocalSteps(Strategy, Synchronization):
         return layouts.replace(**{k: own_layouts(x, self.keeps_own) for k, x in own.items()})
 
     def sent(self, reducer: Reducer, plan: BucketPlan, params: Params) -> BucketPlan:
-        """Plans all parameters, also those that no gradient reaches."""
+        """Plans all parameters, also parameters that no gradient reaches."""
         return self.note(reducer.plan(params))
 
     def note(self, plan: BucketPlan) -> BucketPlan:
@@ -340,8 +340,8 @@ class LocalSteps(Strategy, Synchronization):
             functools.partial(self._outer_step, reducer),
         ]
         if self.start:
-            # In the plain steps parameters are equal already, and the outer ones follow without a
-            # message.
+            # In the plain steps parameters are equal already, and the outer parameters follow
+            # without a message.
             branches.append(lambda params, outer: (params, {**outer, "params": params}))
         chosen = jnp.where(taken <= self.start, 2, is_due)
         params, outer = lax.switch(chosen, branches, params, before.comm_state.outer)
@@ -355,9 +355,9 @@ class LocalSteps(Strategy, Synchronization):
         start = outer["params"]
         with jax.named_scope("outer_step"):
             moved = jax.tree.map(jnp.subtract, start, params)
-            # All parameters, also if no gradient reaches them.
+            # Averages all parameters, also if no gradient reaches them.
             mean, _ = reducer(Finished(moved), (), reducer.plan(params))
-        # The same on every replica, from the same mean: outer parameters need not be sent.
+        # Every replica computes the same from the same mean: outer parameters need not be sent.
         with jax.named_scope(OPTIMIZER):
             updates, opt_state = self.outer.update(mean, outer["opt_state"], start)
             params = optax.apply_updates(start, updates)

@@ -37,8 +37,8 @@ class View:
     Attributes:
       axis: Name of the axis of the replicas.
       norm: Function that returns the global norm of the gradient that the replica updates by.
-      whole: Function that returns the whole gradient; it is given another one, which makes it of
-        the shards of all replicas.
+      whole: Function that returns the whole gradient; its second argument is a function that
+        makes it of the shards of all replicas.
       is_divided: Whether the replica holds a shard or parts of it.
       is_mean: Whether it is the mean, and not a gradient of the replica's own.
     """
@@ -59,8 +59,8 @@ class View:
         if self.is_mean:
             return x
         with jax.named_scope("metrics"):
-            # For the report alone: each replica clips by its own norm, and metrics must leave the
-            # step the same on all of them.
+            # Only for the report: each replica clips by its own norm, and metrics must leave the
+            # step equal on all replicas.
             return lax.pmean(x, self.axis)
 
     def shards(self, grads: Grads) -> Grads:
@@ -96,7 +96,7 @@ def view_of_parts(axis: str, dims: tuple[int | None, ...], groups: Groups) -> Vi
         with jax.named_scope("metrics"):
             squares = lax.psum(optax.tree.norm(parts, squared=True), axis)
             if groups.num > 1:
-                # Each has every part; a sum over one group alone might round as in no other.
+                # Each group has every part; a sum over one group alone might round in its own way.
                 squares /= groups.num
             return jnp.sqrt(squares + optax.tree.norm(others, squared=True))
 
@@ -137,10 +137,11 @@ class Clip:
         limit = self.limit
         if limit is None:
             return grads, {}
-        # In float32, since the squares of a norm of 256 overflow float16.
+        # Takes the norm in float32, since the squares of a norm of 256 overflow float16.
         exact = widened(grads)
         norm = view.norm(exact)
-        # The operations of optax's own clipping, so that results equal the results of one device.
+        # Repeats the operations of optax's own clipping, so that results equal the results of one
+        # device.
         clipped = jax.tree.map(
             lambda x: jnp.where(norm < limit, x, x / norm.astype(x.dtype) * limit), exact
         )
