@@ -1,4 +1,4 @@
-"""Finds the collectives of a compiled program, and what each is for.
+"""Finds the collectives of a compiled program, and the purpose of each.
 
     for collective in collectives(read_program(text)):
         print(collective.op, collective.bytes, collective.is_async)
@@ -80,7 +80,7 @@ def collectives_of(
         elif not instruction.op.endswith(("-done", "-update")):
             for inner in map(program.computations.__getitem__, instruction.runs):
                 for found in collectives_of(program, inner, *inner.instructions):
-                    yield found._replace(  # as a part of the instruction that runs it
+                    yield found._replace(  # Inherits from the instruction that runs it.
                         is_async=found.is_async or _is_async(instruction),
                         is_in_loop=found.is_in_loop or instruction.op == "while",
                         num_runs=_times(instruction, found.num_runs),

@@ -42,13 +42,14 @@ from jddp.ground.errors import Error, show, words_of
 from jddp.inspection.machine import BAD, OK, WARN, Finding, check_busy, check_devices, check_host
 
 SECONDS = 120.0
-VISIBLE_SECONDS = 15.0  # then a directory counts as not shared; NFS caches absence for 3 to 60
+# A directory seen later counts as not shared; NFS caches absence for 3 to 60 s.
+VISIBLE_SECONDS = 15.0
 SIZES = tuple(4 * 2**k for k in range(10, 25, 2))  # 4 KiB to 64 MiB
 ROUNDS = 7
-SLOW_SECONDS = 0.5  # above this no larger size is measured
+SLOW_SECONDS = 0.5  # After a slower size no larger one is measured.
 LINK_SIZES = (2**10, 2**20)
-SLOW_RATIO = 3.0  # a link is slow if it takes this many times as long as the others,
-LATE_SECONDS = 2e-3  # and this much longer
+SLOW_RATIO = 3.0  # A slow link takes this many times as long as the others.
+LATE_SECONDS = 2e-3  # A slow link also takes this much longer.
 
 
 def examine(directory: Path, *, num_devices: int) -> bool:
@@ -67,16 +68,16 @@ def examine(directory: Path, *, num_devices: int) -> bool:
     configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)
     try:
         initialize(identity)
-        agree("devices", gpu_facts(os.environ))  # before they start: they would wait
+        agree("devices", gpu_facts(os.environ))  # Devices that differ would wait at their start.
         missing = require_devices()
     except Error:
-        show("\n".join(map(str, findings)))  # one of them may be the reason
+        show("\n".join(map(str, findings)))  # A finding may be the reason.
         raise
     findings += [*check_devices(missing), check_directory(directory)]
     mine = json.dumps(list(map(str, findings)))
     of_processes = gather("doctor", mine, timeout_seconds=120)
     shared = check_job(directory)
-    mesh = make_mesh(jax.devices())  # of different kinds, too
+    mesh = make_mesh(jax.devices())  # Devices may be of different kinds.
     table, right = measure_all_reduce(mesh)
     shared += [*right, *check_links(mesh)]
     if process_index() == 0:
@@ -162,7 +163,7 @@ def _sight(directory: Path) -> list[float | None]:
     nonce = coordination.from_first("doctor/nonce", secrets.token_hex(8), timeout_seconds=SECONDS)
     file = directory / f".jddp-doctor-{nonce}"
     if coordination.process_index() == 0:
-        with contextlib.suppress(OSError):  # then no process sees it
+        with contextlib.suppress(OSError):  # After an error no process sees the file.
             directory.mkdir(parents=True, exist_ok=True)
             file.write_text("")
     coordination.from_first("doctor/written", "", timeout_seconds=SECONDS)
@@ -248,7 +249,7 @@ def check_links(mesh: Mesh) -> Iterator[Finding]:
     processes, if there is one host), between the first devices of both ends.
     """
     devices = reversed(list(enumerate(mesh.devices.flat)))
-    places = {device.process_index: place for place, device in devices}  # the first of each
+    places = {device.process_index: place for place, device in devices}  # first device of a process
     hosts = gather("doctor/hosts", socket.gethostname(), timeout_seconds=SECONDS)
     names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
     members = sorted({hosts[i]: i for i in sorted(places, reverse=True)}.values())

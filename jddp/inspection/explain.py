@@ -208,14 +208,14 @@ def explain(
       batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
       target: A GPU: "h100", "h200" or "a100"; None for the devices of `ddp`.
       topology: Hosts of the target and GPUs of each, "HOSTSxGPUS".
-      links: Links in the place of those that are assumed, "NAME=BANDWIDTH,LATENCY", such as
+      links: Links that replace the assumed ones, "NAME=BANDWIDTH,LATENCY", such as
         "nvlink=300GB/s,2us" or "nic=25GB/s,14us".
       scaling: Whether to model the step on 1, 8, 32 and 128 hosts too, with as many rows on each.
 
     Raises:
       ConfigError: If the target, topology or a link is unknown, JAX cannot compile for it here, the
         rows do not divide over it, or the step does not compile for it.
-      UsageError: If the step holds what cannot be modelled, or `jddp.workbench` is not installed.
+      UsageError: If the step cannot be modelled, or `jddp.workbench` is not installed.
     """
     if target is None:
         return _explained(ddp.steps, batch, ddp.steps.lower(batch).compile())

@@ -8,15 +8,15 @@
 These are the *model FLOPs* of the MFU of Chowdhery et al.: products and convolutions of the traced
 passes. A multiplication and the addition that follows are two operations. A loop counts times its
 length, a branch as its most expensive one, and attention whole, also where a mask makes half of it
-needless. What the backward pass computes again counts for nothing: only its products with something
-that depends on the cotangent of the loss do. The optimizer and the sums over replicas are not part
-of it.
+needless. Operations that the backward pass repeats do not count: a product of the backward pass
+counts only if a factor depends on the cotangent of the loss. The optimizer and the sums over
+replicas do not count.
 
 A convolution counts each position of its smaller side with each of the kernel's: padding counts, as
 is usual in tables of models, and the zeros that a gradient puts between positions do not.
 
 Peak rates are as their makers publish them, dense: where a document has only the rate with
-sparsity, it is half of it. They are rates of products that are summed in float32.
+sparsity, half of that is taken. They are rates of products that are summed in float32.
 
 References:
   Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B.
@@ -103,7 +103,7 @@ def seconds_at_peak(flops: Mapping[str, float], device: str) -> float | None:
 
     Args:
       flops: Operations by kind, as `jddp.inspection.flops` counts them.
-      device: What the device calls itself, `device_kind` of a `jax.Device`.
+      device: Name of the device, `device_kind` of a `jax.Device`.
     """
     rates = dict(zip(KINDS, PEAKS.get(device, ()), strict=False))
     if not all(rates.get(kind) for kind in flops):
@@ -111,13 +111,14 @@ def seconds_at_peak(flops: Mapping[str, float], device: str) -> float | None:
     return sum(number / (rates[kind] * 1e12) for kind, number in flops.items())
 
 
-# Products that are not counted: of kernels, which no traced program shows, and of groups.
+# Primitives whose products are not counted: kernels, whose products no traced program shows, and
+# products of groups.
 _UNCOUNTED = {"ffi_call", "pallas_call", "ragged_dot_general", "scaled_matmul_wrapper"}
 _UNCOUNTED |= {"dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fp8_bwd_wrapper"}
 
-# By dtype of the factors; "tf32" for float32 that hardware may round.
+# Operations by dtype of the factors; "tf32" for float32 that hardware may round.
 Flops = Counter[str]
-# For each result whether it depends on inputs that do, and operations.
+# A label for each result, 1 if it depends on inputs labelled 1, and the operations.
 _Counted = tuple[list[int], Flops]
 
 
@@ -131,7 +132,7 @@ def count_flops(traced: Traced) -> Flops:
 
 
 def count_inside(jaxpr: Jaxpr) -> Flops:
-    """The operations of a program that depend on its inputs, which constants do not."""
+    """The operations of a program that depend on its inputs; constants do not."""
     return _count_labelled(jaxpr, [1] * len(jaxpr.invars))[1]
 
 
@@ -147,7 +148,7 @@ def uncounted(traced: Traced) -> set[str]:
 
 
 def _count_labelled(jaxpr: Jaxpr, given: Sequence[int]) -> _Counted:
-    """Counts what depends on inputs that are labelled 1, and labels the results."""
+    """Counts operations that depend on inputs labelled 1, and labels the results."""
     labels = dict(zip(jaxpr.invars, given, strict=True))
     total = Flops()
 
@@ -226,7 +227,7 @@ def _convolution(eqn: JaxprEqn) -> int:
 
 
 def _attention(eqn: JaxprEqn) -> int:
-    """Of cuDNN's kernel: scores and sums of values, or the two gradients of both."""
+    """Multiplications of cuDNN's kernel: scores and sums of values, or two gradients of both."""
     num_products = 4 if "_bwd_" in eqn.primitive.name else 2
     query, key = map(aval_shape, eqn.invars[:2])
     # Arrays are (b, t, heads, ...), or else (b, heads, t, ...).

@@ -32,7 +32,7 @@ from jddp.engine.mesh import kinds_of
 
 OK, WARN, BAD = "ok", "warn", "bad"
 COLUMNS = 80
-_IDLE_MIB = 1024  # the most that a driver takes of a GPU by itself
+_IDLE_MIB = 1024  # Maximum memory of a GPU that a driver takes by itself.
 
 
 class Finding(NamedTuple):

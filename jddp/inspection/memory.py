@@ -155,7 +155,7 @@ def assigned_memory(
     analysis, text = compiled.memory_analysis(), compiled.as_text()
     assert analysis is not None, "CPUs and GPUs have one"
     beside_arguments = compiled_bytes(compiled) - analysis.argument_size_in_bytes
-    # Where each is sent as soon as it is there, never all of them are.
+    # Where each gradient is sent as soon as it is computed, they are never all there at once.
     gradients = min(_bytes_per_device(state.params), beside_arguments)
     return Memory(
         parameters=_bytes_per_device((state.params, state.ema_params)),
@@ -201,7 +201,7 @@ def _made_in(program: HloProgram, computation: Computation) -> Iterator[Array]:
         if instruction.op not in _MAKE_NOTHING:
             origin = _PREFIX.sub("", instruction.op_name, count=1)
             yield from (Array(shape, origin) for shape in instruction.shapes)
-        if instruction.op in ("while", "call", "conditional"):  # a fusion makes only its results
+        if instruction.op in ("while", "call", "conditional"):  # A fusion makes only its results.
             for name in instruction.runs:
                 yield from _made_in(program, program.computations[name])
 
@@ -221,7 +221,7 @@ def _bytes_per_device(tree: PyTree) -> int:
     """Bytes of the shards of all leaves on one device."""
 
     def size(leaf: jax.ShapeDtypeStruct) -> int:
-        sharding = getattr(leaf, "sharding", None)  # which an array of the host lacks
+        sharding = getattr(leaf, "sharding", None)  # None for an array of the host.
         shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
         return math.prod(shape) * leaf.dtype.itemsize
 

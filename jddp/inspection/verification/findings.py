@@ -112,7 +112,7 @@ def compare_moves(
     for path, (a, b, start, grad) in leaves:
         counts = np.abs(grad) > noise * max(_size(grad), 0.1 * largest)
         error, update = (float(np.linalg.norm(x[counts])) for x in (a - b, b - start))
-        if error or update:  # and not where the learning rate begins at zero
+        if error or update:  # Both are zero at a learning rate of zero.
             errors[path] = error / update if update else math.inf
     return _worst(what, errors, UPDATE)
 

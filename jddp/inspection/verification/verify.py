@@ -185,7 +185,7 @@ def _compared(
     if draws:
         together, strategy = many, options.get("strategy")
         if isinstance(strategy, FSDP) and strategy.group_size is not None:
-            # Over all replicas, since `vmap` has no collectives of groups.
+            # Divides over all replicas, since `vmap` has no collectives of groups.
             strategy = dataclasses.replace(strategy, group_size=None)
             together = wrapped(**{**options, "strategy": strategy})
         want = _Taken(*jax.device_get(side_by_side(together, state, batch, constants)))
@@ -208,7 +208,7 @@ def _compared(
         if not (draws or has_all or jax.tree.leaves(alone.model_state)):
             plain = wrapped(**here | {"accumulate_steps": 1})
             combined = _combined(plain, alone, batch, many.mesh.size, comparisons[1].allowed)
-        call = many.steps.gradients_for(state, batch, constants)  # without the optimizer
+        call = many.steps.gradients_for(state, batch, constants)  # Leaves out the optimizer.
         quantized = quantizations(call.run.trace(call.state, call.inputs).jaxpr.jaxpr)
         causes = [
             *findings.causes(
@@ -242,12 +242,12 @@ def _not_finite(got: _Taken, want: _Taken) -> list[str]:
 
 
 def _options_of_one(many: DataParallel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the step on one device: all but the ones that change only roundings."""
+    """Options of the step on one device: without options that change only roundings."""
     given = {name: x for name, x in options.items() if name not in ("reduction", "strategy")}
     spec = many.steps.spec
     if spec.replicas.num is not None:
         given["strategy"] = options["strategy"]
-    # The axis has the name that a given mesh chose; and batch norm sees micro-batches.
+    # Keeps the axis name of a given mesh; batch norm sees the same micro-batches.
     given["mesh"] = Mesh(many.mesh.devices.flat[:1], many.mesh.axis_names)
     given["accumulate_steps"] = spec.backward.num
     return given
@@ -319,11 +319,11 @@ def _compare(
 ) -> tuple[Comparison, ...]:
     computed = dtypes(many.steps.trace(batch).jaxpr.jaxpr)
     roundings = [size for dtype, size in _ROUNDINGS.items() if dtype in computed]
-    if _is_coarse(many, batch):  # by a precision that the model names itself
+    if _is_coarse(many, batch):  # The model may name a precision itself.
         roundings.append(_TF32_ROUNDING)
     allowed = max([1e-4, *(8 * size for size in roundings)])
     layouts = many.steps.layouts(state).model_state
-    left_out = {"loss_scale"}  # which depends on the rows of a replica
+    left_out = {"loss_scale"}  # The loss scale depends on the rows of a replica.
     if "loss" in many.steps.planned(batch).scalars:
         left_out.add("count")  # A scalar loss counts once a replica.
 
