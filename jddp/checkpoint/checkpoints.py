@@ -8,7 +8,7 @@
 A checkpoint is a folder with the step as its name:
 
     state/          the arrays, written by orbax
-    arrays.json     shape, dtype, digest and layout of each: see `arrays`
+    arrays.json     shape, dtype, digest and layout of each array: see `reader`
     run.json        run data: step, position in the data, metrics, config, versions
     SHA256SUMS      digests of all other files, for `sha256sum --check` too
 
@@ -56,9 +56,9 @@ from jddp.ground.typing import PyTree, Settings
 DeviceArrays = Mapping[str, jax.Array]
 log = logging.getLogger("jddp")
 
-SECONDS = 1800.0  # that a process may take to write its part
-SEEN_SECONDS = 60.0  # in which a shared file system shows a new file to all hosts
-FILE_BYTES = 2**26  # approximate size of a file of arrays: several are digested at the same time
+SECONDS = 1800.0  # Limit for a process to write its part.
+SEEN_SECONDS = 60.0  # Limit for a shared file system to show a new file to all hosts.
+FILE_BYTES = 2**26  # Approximate size of a file of arrays: several are digested at the same time.
 
 
 class Snapshot(NamedTuple):
@@ -103,15 +103,15 @@ class CheckpointFolder:
         self._surplus: folders.Surplus = functools.partial(
             folders.surplus, keep=keep, keep_every=keep_every
         )
-        # Each process then has a directory of its own, and process 0's is copied.
+        # Without shared storage each process has its own directory, and process 0's is copied.
         self._is_apart = not self._storage.is_shared and jax.process_count() > 1
         self._handler = _handler_of_first() if self._is_apart else ocp.PyTreeCheckpointHandler()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jddp-save")
-        # It stays open: after a failure TensorStore still reports later writes to it.
+        # The loop stays open: after a failure TensorStore still reports later writes to it.
         self._loop = asyncio.new_event_loop()
         weakref.finalize(self, self._loop.close)
         self._last: concurrent.futures.Future[FileSystemError | None] | None = None
-        self._has_failed = False  # the last save
+        self._has_failed = False  # Whether the last save has failed.
         with file_errors(f"{self._directory} cannot be opened for checkpoints"):
             if is_written:
                 make_folder(self._directory, mode=0o700)
@@ -119,10 +119,11 @@ class CheckpointFolder:
             if is_written and jax.process_index() == 0:
                 if reason := folders.remove_unfinished(self._directory):
                     log.warning("%s: leftovers cannot be removed: %s.", self._directory, reason)
-                (self._directory / "0.new").mkdir()  # finds now whether it can be written
+                (self._directory / "0.new").mkdir()  # An unwritable directory fails here.
                 (self._directory / "0.new").rmdir()
         if is_written:
-            # Else process 0 could mistake the first files of a faster process for leftovers.
+            # Without this wait, process 0 could mistake the first files of a faster process for
+            # leftovers.
             from_first("opened", self._directory.name, timeout_seconds=SECONDS)
 
     def steps(self) -> list[int]:
@@ -182,14 +183,14 @@ class CheckpointFolder:
 
     def _copy(self, folder: Path, arrays: DeviceArrays) -> list[Any]:
         """Copies arrays to the host, and returns the futures of writing them."""
-        written = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses empty ones.
+        written = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses empty arrays.
         arguments = ocp.args.PyTreeSave(written, ocdbt_target_data_file_size=FILE_BYTES)
 
         def begin() -> list[Any]:
             save = self._handler.async_save(epath.Path(folder), args=arguments)
             return self._loop.run_until_complete(save) or []
 
-        # In a thread: a notebook runs a loop of its own in this one.
+        # It runs in another thread: a notebook runs its own event loop in this one.
         return self._thread.submit(begin).result()
 
     def _finish(self, saved: Snapshot, parts: list[Any], reason: str) -> FileSystemError | None:
@@ -344,7 +345,7 @@ def wait_until_seen(path: Path, text: str = "") -> None:
 
 
 class _AnyNumber:
-    """Accepts files of one process of several, which orbax would refuse."""
+    """Accepts the files of one process of several; orbax's own validator refuses them."""
 
     def validate_all_array_metadatas(self, array_metadatas: object) -> None:
         """Raises nothing."""
@@ -355,7 +356,8 @@ def _handler_of_first() -> ocp.PyTreeCheckpointHandler:
 
     Orbax's own handler lets processes share the writing, and wait for each other's files.
     """
-    store = ocp.type_handlers.get_type_handler(jax.Array)._array_metadata_store  # of random keys
+    # The store knows which arrays are random keys.
+    store = ocp.type_handlers.get_type_handler(jax.Array)._array_metadata_store
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, array_metadata_store=store)
     return ocp.PyTreeCheckpointHandler(
         type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),

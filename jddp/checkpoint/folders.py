@@ -29,7 +29,7 @@ SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)\n")
 # Function from the steps of all checkpoints, and the step just saved, to the steps to remove.
 Surplus = Callable[[list[int], int], list[int]]
-_STEP = re.compile(r"0|[1-9][0-9]*")  # no other spelling, such as 030, is a name of a checkpoint
+_STEP = re.compile(r"0|[1-9][0-9]*")  # No other spelling, such as 030, is a name of a checkpoint.
 _UNFINISHED = re.compile(rf"({_STEP.pattern})\.(new|old)(?:\.[0-9]+)?")
 
 
@@ -126,7 +126,7 @@ def directory_of(path: Path) -> Path:
 
 
 def surplus(steps: list[int], saved: int, *, keep: int, keep_every: int | None = None) -> list[int]:
-    """Steps to remove: all but the newest `keep`, and but multiples of `keep_every`.
+    """The steps to remove: all except the newest `keep` and the multiples of `keep_every`.
 
     Steps above the saved one are from before the run resumed at an earlier step: they go first.
     """
@@ -138,7 +138,7 @@ def commit(directory: Path, step: int) -> None:
     """Renames the sealed `<step>.new` to `<step>`, replacing a checkpoint of that name."""
     there = directory / str(step)
     old = _free(directory / f"{step}.old")
-    if there.exists():  # from before the run resumed from an older checkpoint
+    if there.exists():  # A save from before the run resumed at an earlier step.
         os.rename(there, old)
     os.rename(directory / f"{step}.new", there)
     sync(directory)
@@ -176,10 +176,10 @@ def remove_unfinished(directory: Path) -> str:
     for _, step in _unfinished(directory, "old"):
         new = directory / f"{step}.new"
         there = directory / step
-        if (new / SUMS).exists() and not there.exists():  # between the two names of `commit`
+        if (new / SUMS).exists() and not there.exists():  # `commit` was interrupted.
             os.rename(new, there)
     for path, step in _unfinished(directory, "new"):
-        os.rename(path, _free(directory / f"{step}.old"))  # or a later one would be mixed with it
+        os.rename(path, _free(directory / f"{step}.old"))  # A later save would add to it.
     return remove(directory)
 
 

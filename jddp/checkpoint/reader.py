@@ -2,11 +2,11 @@
 
     values = read_newest(run_dir / "checkpoints", ["params", "model_state"])
 
-A restore that resumes training needs a state of the same structure. To examine a finished run the
-values are enough: on any number of devices, without the optimizer's state. No code that the run
-names is called, and nothing is written: damaged checkpoints are skipped.
+A restore that resumes training needs a state of the same structure. The values are enough to
+examine a finished run, on any number of devices and without the optimizer's state. No code that
+the run names is called, and nothing is written: damaged checkpoints are skipped.
 
-`arrays.json` has shape, dtype, digest and layout of each array, by path:
+`arrays.json` has the shape, dtype, digest and layout of each array, by path:
 
     describe_arrays(tree, found, layouts)  # {"params/Dense_0/kernel": {"shape": [16, 4], ...}}
 
@@ -14,7 +14,7 @@ In the file a layout is "replicated", {"per_replica": "mean"} (or "sum", "reset"
 another number of replicas) or {"sharded": [16, 4]} (the whole shape).
 
 Orbax and TensorStore print errors that jddp reports in one line, and leak memory: `keep_quiet`
-keeps them from both. Orbax requests TensorStore's counters around every save, to log a throughput
+prevents both. Orbax requests TensorStore's counters around every save, to log a throughput
 that jddp does not show, and TensorStore never frees its answer: about 25 kB for each save.
 """
 
@@ -45,7 +45,7 @@ from jddp.ground.errors import FileSystemError, printable
 from jddp.ground.typing import JsonObject, PyTree
 from jddp.modules.base import thaw
 
-Layouts = Mapping[str, Layout]  # by path
+Layouts = Mapping[str, Layout]  # The layout of each array, by path.
 # Implementations of PRNG keys, by the names of their dtypes.
 KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
@@ -84,7 +84,7 @@ def in_file(layout: Layout) -> object:
             return {"per_replica": rule}
         case Sharded(whole):
             return {"sharded": whole}
-        # A divided array has the shape of a single device's: it is read in any layout.
+        # A divided array has the same shape on any number of devices: it is read in any layout.
         case Replicated() | Divided():
             return "replicated"
     raise TypeError(f"{layout} is no layout")
@@ -95,7 +95,7 @@ def from_file(entries: JsonObject) -> dict[str, JsonObject]:
 
     Raises:
       LookupError: If an entry lacks its layout.
-      TypeError: If it is no entry.
+      TypeError: If an entry is no object.
       ValueError: If a layout is unknown.
     """
     return {
@@ -115,21 +115,21 @@ def _layout_of(words: object) -> Layout:
 
 
 def as_saved(words: jax.Array, dtype: str) -> jax.Array:
-    """An array of a dtype named as by `describe_arrays`, from the numbers in a file."""
+    """Makes PRNG keys of numbers in a file if `dtype` names keys; returns others unchanged."""
     impl = KEY_IMPLS.get(dtype)
     return words if impl is None else jax.random.wrap_key_data(words, impl=impl)
 
 
-# If several reads or writes fail, the first error is raised. Asyncio would print the others, and
-# Python errors that TensorStore reports later, to a loop that orbax has closed.
+# If several reads or writes fail, the first error is raised. Asyncio would print the others. Python
+# would print errors that TensorStore reports later, to a loop that orbax has closed.
 _REFUSED = re.compile("os_error_code=|'OSError'")
 _LATE = "Event loop is closed"
 
 
 @functools.cache
 def keep_quiet() -> None:
-    """From the first call on, they print only errors that jddp does not report, and never count."""
-    # The function has no public name: without the private one there is nothing to keep.
+    """Hides errors of orbax and TensorStore that jddp reports, and stops the leaking requests."""
+    # The function has no public name. Where the private name is gone, nothing is replaced.
     with contextlib.suppress(ImportError, AttributeError):
         from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -139,7 +139,7 @@ def keep_quiet() -> None:
     logging.getLogger("asyncio").addFilter(lambda x: not _REFUSED.search(str(x.exc_info)))
     show = sys.unraisablehook
     sys.unraisablehook = lambda x: show(x) if x.object or str(x.exc_value) != _LATE else None
-    # Not begun, after an error.
+    # After an error, Python warns of a coroutine that orbax has made and not begun.
     warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host")
 
 
@@ -150,7 +150,7 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
 
 
 PARAMETERS = {"params", "ema_params"}
-TRIES = 20  # if a run removes checkpoints faster than they can be read
+TRIES = 20  # Limit for a run that removes checkpoints faster than they can be read.
 T = TypeVar("T")
 
 
@@ -194,7 +194,7 @@ def read_standing(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     """Returns fields of the state in one checkpoint as they are evaluated, in nested dicts.
 
-    Per-replica arrays (parameters under `LocalSteps`, or statistics) are averaged; parameters are
+    Per-replica arrays (parameters under `LocalSteps`, or statistics) are averaged. Parameters are
     the ones that the optimizer evaluates. All keys are strings, even if the state had numbers.
 
     Raises:
@@ -210,7 +210,7 @@ def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     found = {field: {} for field in fields} | unflatten_dict(values, sep="/")
     if kept:
         found["params"] = optimizer_params(found["params"], kept)
-    if "model_state" in found:  # with the parameters that were not trained
+    if "model_state" in found:  # It also has the parameters that were not trained.
         kept = found["model_state"]
         whole = {name: thaw(x, kept)[0] for name, x in found.items() if name in PARAMETERS and x}
         found |= whole | {"model_state": thaw({}, kept)[1]}
@@ -239,7 +239,7 @@ def find_newest(directory: Path, on_damage: Callable[[int, str], None]) -> int |
 
     Args:
       directory: Directory of the checkpoints.
-      on_damage: Function of the step of a damaged checkpoint, and its damage.
+      on_damage: Function that gets the step of a damaged checkpoint, and words for the damage.
     """
     for step in reversed(finished(directory)):
         try:
@@ -247,7 +247,7 @@ def find_newest(directory: Path, on_damage: Callable[[int, str], None]) -> int |
                 return step
         except FileSystemError as error:
             damage = str(error)
-        if not (directory / str(step)).exists():  # a run has removed it, and named a newer one
+        if not (directory / str(step)).exists():  # A run has removed it, and named a newer one.
             return find_newest(directory, on_damage)
         on_damage(step, damage)
     return None
@@ -281,19 +281,20 @@ def read_arrays(folder: Path, fields: Sequence[str] | None = None) -> dict[str, 
     try:
         chosen = [n for n in described if fields is None or {n, n.partition("/")[0]} & {*fields}]
         forms = {n: (described[n]["shape"], described[n]["dtype"]) for n in chosen}
-        empty = {n: np.zeros(*form) for n, form in forms.items() if 0 in form[0]}  # not in files
+        # Orbax writes no files for arrays without elements.
+        empty = {n: np.zeros(*form) for n, form in forms.items() if 0 in form[0]}
         as_numpy = {n: ocp.RestoreArgs(restore_type=np.ndarray) for n in chosen if n not in empty}
         names = dict.fromkeys(as_numpy, 0)
         arguments = ocp.args.PyTreeRestore(names, restore_args=as_numpy, partial_restore=True)
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             arrays = empty | handler.restore(state, args=arguments)
         return {name: as_saved(arrays[name], described[name]["dtype"]) for name in chosen}
-    except Exception as error:  # orbax raises anything for foreign files
+    except Exception as error:  # Orbax raises anything for foreign files.
         raise FileSystemError(f"{state} cannot be read: {first_line(error)}") from error
 
 
 def read_described(folder: Path) -> dict[str, JsonObject]:
-    """The description of a checkpoint's arrays, as made by `arrays.describe_arrays`.
+    """The description of a checkpoint's arrays, as made by `describe_arrays`.
 
     Raises:
       FileSystemError: If the file describes no arrays.
@@ -328,7 +329,7 @@ def checkpoint_lines(directory: Path) -> Iterator[str]:
         return (int(step) if step.isdecimal() else 0, rest)
 
     for folder in sorted(filter(Path.is_dir, directory.iterdir()), key=by_step):
-        with contextlib.suppress(FileNotFoundError):  # of one that a run removes meanwhile
+        with contextlib.suppress(FileNotFoundError):  # A run may remove it now.
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             line = f"{folder.name:>12}  {size / 2**20:10.1f} MiB  {_last_metrics(folder)}"
             yield printable(line.rstrip())

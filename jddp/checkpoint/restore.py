@@ -35,7 +35,7 @@ from jddp.ground.errors import ConfigError, FileSystemError
 from jddp.ground.typing import JsonObject
 from jddp.reduce.shards import Shape
 
-MOST_PATHS = 20  # of arrays that differ, in an error
+MOST_PATHS = 20  # Limit of the arrays that an error names.
 
 
 class Restored(NamedTuple):
@@ -72,7 +72,7 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
     whole, here = by_path(like), layouts_of(like, layouts)
     try:
         described = read_described(folder)
-        # An earlier version averaged parameters alone.
+        # An earlier version averaged only the parameters, and saved no `ema_state`.
         wanted = {
             n: x for n, x in whole.items() if n in described or not n.startswith("ema_state/")
         }
@@ -92,7 +92,7 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
         arrays |= {n: jnp.zeros_like(x, device=x.sharding) for n, x in empty.items()}
     except ConfigError:
         raise
-    except Exception as error:  # orbax raises anything for foreign files
+    except Exception as error:  # Orbax raises anything for foreign files.
         if jax.process_count() == 1 and not folder.exists():
             return None  # A run that trains there has removed it, and named a newer one.
         if isinstance(error, FileSystemError):
@@ -170,7 +170,7 @@ def difference(
     saved = {n: _on_one_device(x["shape"], x["dtype"], there[n]) for n, x in described.items()}
     own = {n: _on_one_device(x.shape, x.dtype, here[n]) for n, x in wanted.items()}
     names = sorted({*saved, *own}, key=lambda name: (not name.startswith("params"), name))
-    # A number of an optimizer is an array of one entry where shards of arrays are updated.
+    # A scalar of an optimizer is an array of one entry where the optimizer updates shards.
     one = ("() ", "(1,) ")
     differ = [n for n in names if saved.get(n, "").replace(*one) != own.get(n, "").replace(*one)]
     lines = [

@@ -5,12 +5,12 @@
     storage.publish(storage.folder / "checkpoints" / "1200")
     storage.upload()                            # other files that have changed: metrics, logs
 
-The machines of a cloud may share no file system. Object storage cannot rename, so a checkpoint is
-complete if its list of digests is there, which is uploaded last and removed first. A downloaded
+The machines of a cloud may share no file system. Object storage cannot rename: a checkpoint is
+complete if its list of digests is there. The list is uploaded last and removed first. A downloaded
 checkpoint is compared with that list, like any other.
 
-Storage has no locks that end with a process. A run that starts writes its name into the file `lock`
-there. Before each file that it uploads or removes it reads this name, and stops if it is another.
+Storage has no locks that end with a process. At its start a run writes its name into the file
+`lock`. Before it uploads or removes a file, it reads this name, and stops if another name is there.
 """
 
 import atexit
@@ -60,7 +60,7 @@ class Storage:
         """Checks that the place can be read; raises a FileSystemError if it cannot."""
 
     def claim(self) -> None:
-        """From here on a run that has claimed the place before stores nothing there."""
+        """Claims the place: a run that has claimed it before stores nothing there from now on."""
 
     def fetch(self, *, every: bool = False) -> None:
         """Copies settings, metrics, logs and the newest checkpoint, or all, into the folder."""
@@ -76,7 +76,7 @@ class Storage:
 
 
 class Remote(Storage):
-    """Files at a URL, and the local folder of this process, which is removed when it ends.
+    """Files at a URL, and a local folder that is removed when this process ends.
 
     Args:
       url: URL of a directory, of any kind that fsspec knows.
@@ -100,7 +100,7 @@ class Remote(Storage):
         self.name = url
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         self._claim = ""
-        self._known: dict[Path, tuple[int, int]] = {}  # versions that the URL has too
+        self._known: dict[Path, tuple[int, int]] = {}  # Versions that the URL has already.
 
     def check(self) -> None:
         """Checks that the URL can be read."""
@@ -108,7 +108,7 @@ class Remote(Storage):
             self._names("")
 
     def claim(self) -> None:
-        """From here on a run that has claimed the URL before uploads and removes nothing there."""
+        """Claims the URL: a run that has claimed it before changes nothing there from now on."""
         self._claim = f"process {os.getpid()} on {socket.gethostname()}\n{secrets.token_hex(8)}\n"
         with self._explained("written"):
             self._files.makedirs(self._root, exist_ok=True)
@@ -213,7 +213,7 @@ def storage_at(where: str | Path) -> Storage:
 
 
 def local_copy(path: str | Path) -> Path:
-    """Returns the folder; for a URL, a copy with all checkpoints that lasts while the process does.
+    """Returns a folder as it is; copies the files of a URL to one that is removed at the exit.
 
     Raises:
       ConfigError: If the packages for such URLs are not installed.

@@ -4,9 +4,9 @@
     export(folder, Path("weights.safetensors"), ["params", "model_state"])
 
 It reads safetensors, state dicts of PyTorch, a folder of the Hugging Face Hub, the checkpoints of a
-run, and any other folder that orbax has written; numbers and names, and no code. It writes
-safetensors, which have no random keys, layouts, digests or run data: these are in a JSON text
-next to the arrays, which files of other programs lack.
+run, and any other folder that orbax has written. It reads numbers and names, and runs no code. It
+writes safetensors, a format without random keys, layouts, digests and run data: a JSON text next to
+the arrays holds them. Files of other programs lack that text.
 
 A folder of the Hugging Face Hub holds model.safetensors; or, of a large model, several such files,
 and an index: {"weight_map": {"wte.weight": "model-00001-of-00002.safetensors", ...}}.
@@ -47,13 +47,13 @@ from jddp.ground.errors import ConfigError, DataError, FileSystemError, file_err
 from jddp.ground.typing import PyTree, Settings
 
 HostArrays = dict[str, np.ndarray]
-KEY = "jddp"  # of the text
+KEY = "jddp"  # Key of that text in the metadata of a file.
 WRITTEN = ".safetensors"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Where PyTorch's files of a whole training have the model's state dict.
+# Keys under which PyTorch's files of a whole training have the model's state dict.
 _INSIDE = ("state_dict", "model")
-# Names of dtypes in safetensors whose letter and number do not give NumPy's name, as of F32.
+# Dtypes of safetensors whose letter and number do not give NumPy's name; F32 does.
 _DTYPES = {
     "BOOL": "bool",
     "BF16": "bfloat16",
@@ -92,12 +92,12 @@ def read_weights(named: str | Path) -> PyTree:
         raise
     except OSError as error:
         raise FileSystemError(f"{path} cannot be read: {first_line(error)}") from error
-    except Exception as error:  # parsers raise anything for foreign files
+    except Exception as error:  # Parsers raise anything for foreign files.
         raise DataError(f"{path} holds no weights: {first_line(error)}") from error
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether it can only be a run directory, or a folder of checkpoints."""
+    """Whether a path can only be a run directory, or a folder of checkpoints."""
     is_other = _is_hub_folder(path) or (path / "_METADATA").exists()
     return path.is_dir() and not is_other
 
@@ -154,8 +154,8 @@ def _read_hub_folder(folder: Path) -> HostArrays:
 
 
 def _read_safetensors(file: Path) -> tuple[HostArrays, Settings | None]:
-    """The arrays lie in the file: each is read where it is used, and no other memory holds all."""
-    with safetensors.safe_open(file, "numpy") as opened:  # which checks the header
+    """Maps the file into memory: each array is read where it is used, and no memory holds all."""
+    with safetensors.safe_open(file, "numpy") as opened:  # This checks the header.
         about = json.loads((opened.metadata() or {}).get(KEY, "null"))
     content = np.memmap(file, np.uint8, "r")
     begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
@@ -221,7 +221,7 @@ def export_arrays(
     keys: Mapping[str, str] = MappingProxyType({}),
     layouts: Layouts | None = None,
 ) -> None:
-    """Writes arrays that were made of a checkpoint, with what is known of it.
+    """Writes arrays that were made from a checkpoint, and its description.
 
     Args:
       folder: Folder of the checkpoint.
