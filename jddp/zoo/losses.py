@@ -1,4 +1,4 @@
-"""Losses by name, one number per example or per token, never yet averaged.
+"""Losses by name: one number per example or per token, not averaged.
 
     losses, metrics = cross_entropy(model, batch, train)
 
@@ -44,9 +44,9 @@ def cross_entropy(
         `(b,)`; "mask" `(b,)`, if there is padding.
       train: Whether this is training.
       label_smoothing: Fraction of the target that is spread over all classes, in training.
-      class_weights: Weight of each class in the target, by which the mean is divided, as in
-        `torch.nn.CrossEntropyLoss(weight=...)`; None for equal weights. Filled in from
-        `loss.class_weights`.
+      class_weights: Weight of each class in the target; the mean is divided by the sum of the
+        weights, as in `torch.nn.CrossEntropyLoss(weight=...)`. None for equal weights. Filled in
+        from `loss.class_weights`.
 
     References:
       Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", CVPR 2016,
@@ -61,7 +61,7 @@ def cross_entropy(
     losses = _cross_entropy(logits, labels, smoothing, class_weights)
     if class_weights is not None:
         return Mean(losses, jnp.asarray(class_weights, logits.dtype)[labels]), metrics
-    if "other_label" in batch:  # mixed by `Mix`
+    if "other_label" in batch:  # `Mix` has mixed pairs of examples.
         share = batch["share"]
         others = _cross_entropy(logits, batch["other_label"], smoothing)
         losses = jnp.where(share < 1, share * losses + (1 - share) * others, losses)
@@ -90,12 +90,12 @@ def _cross_entropy(
 def next_token(
     model: Model, batch: ArrayBatch, train: bool, *, bytes_per_token: float | None = None
 ) -> tuple[Float[Array, "b t"], dict[str, Array | Metric]]:
-    """The cross entropy of each of `batch["tokens"]` given those before it, and "accuracy".
+    """The cross entropy of each token, given the tokens before it, and "accuracy".
 
     An evaluation also has "perplexity", `exp(nats / count)`, and where the bytes are known
     "bits_per_byte", `nats / ln(2) / (count * bytes_per_token)`. Here `nats` is the sum of the
-    losses of all valid predictions, and `count` is their number: both are computed once, from
-    these sums, and are no means over batches. Bits per byte can be compared between tokenizers.
+    losses of all valid predictions, and `count` is their number: both metrics are computed once,
+    from these sums, and are no means over batches. Tokenizers can be compared by bits per byte.
 
     Args:
       model: Causal model that returns logits `(b, t, vocab)` for tokens `(b, t)`.
@@ -103,8 +103,8 @@ def next_token(
         "segments" `(b, t)`, if documents are packed.
       train: Whether this is training.
       bytes_per_token: Mean number of bytes of text that a token stands for. The data of a job fill
-        it in, by the mean over their test split; so bits per byte are exact for an evaluation of
-        all of it, and scaled by that mean for a part.
+        in the mean over their test split. So bits per byte are exact for an evaluation of the
+        whole split; for a part of it they use the same mean.
 
     Returns:
       Losses in nats, and metrics, of each of the `t` predictions. The loss of a token that is not
@@ -117,8 +117,8 @@ def next_token(
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
     logits = call_model(model, inputs, train, segments=batch.get("segments"))
-    # A masked sum takes the logit of the target: the gradient of an index is a scatter, which on
-    # GPUs is deterministic in serial loops alone.
+    # A masked sum takes the logit of the target: the gradient of an index is a scatter. On GPUs a
+    # scatter is deterministic only as a serial loop.
     is_target = jax.nn.one_hot(targets.astype(jnp.int32), logits.shape[-1], dtype=bool)
     target_logits = jnp.where(is_target, logits, 0).sum(-1)
     known = jnp.where(is_target.any(-1), target_logits, jnp.nan)
@@ -130,11 +130,11 @@ def next_token(
 
 
 def _perplexity(nats: float, count: float) -> float:
-    with np.errstate(over="ignore"):  # of a run that diverges
+    with np.errstate(over="ignore"):  # A run that diverges overflows.
         return np.exp(nats / count)
 
 
-@functools.cache  # As a static part of a program it must be the same in each trace.
+@functools.cache  # Each trace needs the same function: it is static in a program.
 def _bits_per_byte(bytes_per_token: float) -> Callable[[float, float], float]:
     if not bytes_per_token > 0:
         raise ConfigError(f"bytes_per_token {bytes_per_token} is not positive. Leave it out.")

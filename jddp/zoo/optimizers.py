@@ -4,9 +4,9 @@
     optimizer, schedule = make_optimizer("adamw", schedule=schedule, kwargs={"weight_decay": 0.05})
 
 There is no table of optimizers here: names are looked up in optax (`contrib.muon` too), and
-arguments are checked against signatures, so new ones of optax work at once. By its signature a
-function also gets defaults: the rate, the length of the schedule, and a mask that excludes norms
-and biases from weight decay.
+arguments are checked against signatures, so new functions of optax work at once. The signature also
+decides which defaults a function gets: the rate, the length of the schedule, and a mask that
+excludes norms and biases from weight decay.
 
 Groups of parameters may have optimizers of their own, and rates that fall from layer to layer:
 
@@ -42,7 +42,7 @@ from jddp.ground.names import (
 from jddp.ground.typing import Grads, Params, PyTree
 
 Arguments = Mapping[str, object]
-Transformation = optax.GradientTransformation  # for modules that do not import optax
+Transformation = optax.GradientTransformation  # Name for modules that do not import optax.
 NOTHING: Arguments = MappingProxyType({})
 PEAK_NAMES = ("peak_value", "value", "init_value")  # The first that a schedule has is the peak.
 LENGTH_NAMES = ("decay_steps", "transition_steps")
@@ -56,7 +56,7 @@ def make_schedule(
     """Returns the learning rate as a function of the step.
 
     The rate rises in a straight line from 0 over `warmup_steps`, then follows `optax.<name>` from
-    its step 0. A schedule that has a warm-up (an argument `warmup_steps`) gets those.
+    its step 0. A schedule with its own warm-up (an argument `warmup_steps`) gets `warmup_steps`.
 
     Args:
       name: A function of optax, e.g. "cosine_decay_schedule".
@@ -74,7 +74,7 @@ def make_schedule(
     warms_up = "warmup_steps" in accepted
     length = num_steps - warmup_steps
     filled = dict[str, Any]()
-    if warms_up:  # which for optax is a part of the length, and shorter
+    if warms_up:  # Optax counts the warm-up as a part of the length, and it must be shorter.
         own = kwargs.get("warmup_steps", warmup_steps)
         length = max(num_steps, own + 1) if isinstance(own, int) else num_steps
         # Without warm-up, warmup_constant_schedule stays at its first value for good.
@@ -92,7 +92,7 @@ def make_schedule(
 
 
 def hold_peak(schedule: optax.Schedule, num_steps: int) -> optax.Schedule:
-    """A schedule that stays at the highest rate that another has in its first steps."""
+    """Returns a constant schedule at the highest rate of the first steps of `schedule`."""
     rates = jax.vmap(schedule)(jnp.arange(num_steps))
     return optax.constant_schedule(float(jnp.max(rates)))
 
@@ -156,7 +156,7 @@ def _is_optimizer(found: Any) -> bool:
 
 
 def decay_mask(params: Any) -> Any:
-    """Returns True for the leaves with weight decay: not for norms, biases and scalars.
+    """Returns a tree that is True for leaves with weight decay: not for norms, biases and scalars.
 
     A leaf is excluded if it has at most one dim or is named "bias" or "scale", as Flax names
     them. (Under a scan over layers they have two dims.)
@@ -175,11 +175,11 @@ def _call(make: Any, arguments: Arguments, *, key: str) -> Any:
         return make(**arguments)
     except (TypeError, ValueError) as error:
         if not make.__module__.startswith("optax"):
-            raise  # An error of your code, with its traceback.
+            raise  # An error of your code keeps its traceback.
         raise ConfigError(f"{key}: {name_of_callable(make)} refuses them: {error}") from error
 
 
-REST = "rest"  # label of the parameters of no group
+REST = "rest"  # Label of the parameters of no group.
 
 
 class ParameterGroup(NamedTuple):
@@ -197,7 +197,7 @@ class ParameterGroup(NamedTuple):
 def by_group(
     groups: Mapping[str, ParameterGroup], rest: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Returns an optimizer with one for each group, and one for the rest.
+    """Returns an optimizer that updates each group, and the rest, by an optimizer of its own.
 
     Args:
       groups: Groups by name. A parameter belongs to the first group with a pattern that matches
@@ -205,8 +205,8 @@ def by_group(
       rest: The optimizer of all other parameters.
 
     Raises:
-      ConfigError: If a group is named as the rest is; and when the optimizer is initialized, if a
-        pattern matches no parameter.
+      ConfigError: If a group is named "rest"; and when the optimizer is initialized, if a pattern
+        matches no parameter.
     """
     if REST in groups:
         raise ConfigError(f"optimizer.groups.{REST} is all that no group matches. Rename it.")
@@ -240,7 +240,7 @@ def decay_by_layer(
 
     Args:
       optimizer: Any optimizer.
-      layers: Patterns as of `scales_of`.
+      layers: Patterns of the layers; see `scales_of`.
       factor: Rate of each layer, divided by the rate of the layer above it.
 
     Raises:
@@ -262,14 +262,14 @@ def scales_of(layers: Sequence[str], factor: float, paths: Sequence[str]) -> dic
     """Returns the factor of the rate of each parameter, by path.
 
     Args:
-      layers: Regular expressions for whole paths, from the lowest layer upwards. One with a number
-        in parentheses, `block_([0-9]+)/.*`, is a layer for each number that it finds. Parameters
-        that none matches are the highest layer, whose factor is 1.
+      layers: Regular expressions for whole paths, from the lowest layer upwards. A pattern with a
+        number in parentheses, `block_([0-9]+)/.*`, stands for a layer for each number that it
+        finds. Parameters that no pattern matches are the highest layer. Its factor is 1.
       factor: Rate of each layer, divided by the rate of the layer above it.
       paths: Paths of all parameters.
 
     Raises:
-      ConfigError: If a pattern matches no parameter, or its parentheses no number.
+      ConfigError: If a pattern matches no parameter, or its parentheses match no number.
     """
     key = "optimizer.layer_decay.layers"
     layer_of = dict[str, tuple[int, int]]()
@@ -291,6 +291,6 @@ def paths_of(params: Params) -> list[str]:
 
 
 def _by_path(rule: Callable[[list[str]], Mapping[str, Any]], params: Params) -> PyTree:
-    """The value that a rule gives each parameter by its path, as a tree."""
+    """A tree of the values that a rule gives to the parameters, by their paths."""
     paths = paths_of(params)
     return jax.tree.unflatten(jax.tree.structure(params), map(rule(paths).__getitem__, paths))

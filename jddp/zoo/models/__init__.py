@@ -1,7 +1,7 @@
 """Models by name. Any other Flax module can be trained too.
 
     model = MODELS["gpt"](num_layers=6, width=384, dtype="bfloat16")
-    model = make_model("gpt", kwargs={"num_layers": 2})       # as a config names it
+    model = make_model("gpt", kwargs={"num_layers": 2})       # a config's name and arguments
     model = make_model(MyNet, kwargs={"width": 64}, seed=1)   # an NNX class gets its rngs
 
 They are plain Flax: no mesh, no axis names (batch norm is synchronized by `DataParallel`),

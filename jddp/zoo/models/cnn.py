@@ -10,13 +10,13 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-Mask = Float[Array, "b"] | None  # 1 for images, 0 for padding; None counts all
+Mask = Float[Array, "b"] | None  # 1 for images, 0 for padding; None counts all images.
 
 
 class CNN(nn.Module):
-    """Strided 3x3 convolutions with batch norm and ReLU, then a dense layer on all of it.
+    """Strided 3x3 convolutions with batch norm and ReLU, then a dense layer on the whole output.
 
-    Strides instead of pooling: on CPUs a step is several times as fast.
+    Strides replace pooling: a step is several times as fast on CPUs.
 
     Attributes:
       widths: Channels of each convolution, which halves height and width.

@@ -1,4 +1,4 @@
-"""A decoder-only language model, as GPT-2: for bytes by default, or for any tokens.
+"""A decoder-only language model like GPT-2: for bytes by default, or for any tokens.
 
 References:
   Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Its smallest model is
@@ -23,7 +23,7 @@ from jddp.zoo.models.transformer import Transformer
 
 @jax.custom_vjp
 def gather_rows(table: Float[Array, "vocab width"], tokens: Int[Array, "b t"]) -> Array:
-    """The rows of the tokens; their gradient is a product with one-hot rows, and no scatter.
+    """The rows of the tokens; their gradient is a product with one-hot rows instead of a scatter.
 
     The backward pass costs 2 * tokens * vocab * width operations, and one-hot rows of
     tokens * vocab entries where XLA does not fuse them.
@@ -45,7 +45,7 @@ GATHERS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def positions_in(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """The position of each token in its segment, from 0 on; equal numbers side by side are one."""
+    """The position of each token in its segment, from 0 on; equal neighbours are one segment."""
     places = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     is_first = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
     return places - jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
@@ -58,7 +58,7 @@ class GPT(Transformer):
       vocab_size: Number of different tokens; 256 for bytes.
       max_length: Tokens of the longest sequence.
       embedding_gradient: How the gradient of the embeddings is added up: by a "scatter", or by a
-        product with "one_hot" rows, which is the same each time on GPUs, too.
+        product with "one_hot" rows. The product is the same each time, on GPUs too.
     """
 
     vocab_size: int = 256
@@ -79,7 +79,7 @@ class GPT(Transformer):
           tokens: Tokens of each row.
           train: Whether this is training.
           segments: Number of each token's document in its row, where rows are packed. Each document
-            has the logits that it has alone in a row. None for one document in each row.
+            has the same logits as alone in a row. None for one document in each row.
         """
         t = tokens.shape[1]
         if t > self.max_length:
@@ -93,7 +93,7 @@ class GPT(Transformer):
         init = nn.initializers.normal(0.02)
         embed = nn.Embed(self.vocab_size, self.width, embedding_init=init)
         positions = self.param("positions", init, (self.max_length, self.width))
-        # Cast after the gather: its gradient, a sum over tokens, is in the dtype of the table.
+        # The cast follows the gather: the gradient, a sum over tokens, is in the table's dtype.
         table, gather = embed.embedding, GATHERS[self.embedding_gradient]
         x = gather(table.astype("float32"), tokens)
         if segments is None:
@@ -101,7 +101,7 @@ class GPT(Transformer):
         else:
             x = x + gather(positions, positions_in(segments))
         x = x.astype(self.dtype or table.dtype)
-        # Two branches a block add up in the residual stream: GPT-2 scales their ends for it.
+        # The residual stream sums two branches per block: GPT-2 scales their last layers down.
         inits = {"kernel_init": init}
         inits["output_init"] = nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5)
         x = self.apply_blocks(x, train=train, is_causal=True, segments=segments, **inits)

@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-MAX_WIDTH = 50  # of an embedding
+MAX_WIDTH = 50  # Limit for the width of an embedding.
 
 
 class MLP(nn.Module):
@@ -39,7 +39,7 @@ class MLP(nn.Module):
 
 
 class Tabular(nn.Module):
-    """An MLP over the numbers of a row and an embedding of each of its categories.
+    """An MLP over the numbers of a row, and over an embedding of each of its categories.
 
     Attributes:
       num_categories: Number of categories of each categorical column.

@@ -3,8 +3,8 @@
 References:
   He et al., "Deep Residual Learning for Image Recognition", CVPR 2016.
   https://arxiv.org/abs/1512.03385. The CIFAR stem follows its section 4.2, on the networks of
-  section 4.1. Downsampling bottlenecks stride in their 3x3 convolution, as is usual since; 3x3
-  convolutions pad by one on each side, as there and in torchvision, also where they stride.
+  section 4.1. Downsampling bottlenecks stride in their 3x3 convolution, as is usual since. 3x3
+  convolutions pad by one on each side, even where they stride, as in the paper and torchvision.
   Goyal et al., "Accurate, Large Minibatch SGD", 2017. https://arxiv.org/abs/1706.02677. Section
   5.1: the last norm of each block starts at zero, so that the block starts as the identity.
 """
@@ -32,7 +32,7 @@ class _Block(nn.Module):
 
 
 class BasicBlock(_Block):
-    """Two 3x3 convolutions around which the input is added.
+    """Two 3x3 convolutions, with the input added to their result.
 
     Attributes:
       width: Channels inside and of the output.
@@ -50,7 +50,7 @@ class BasicBlock(_Block):
 
 
 class BottleneckBlock(_Block):
-    """A 3x3 convolution between two of 1x1, around which the input is added.
+    """A 3x3 convolution between two 1x1 convolutions, with the input added to their result.
 
     Attributes:
       width: Channels inside; the output has four times as many.
@@ -81,7 +81,7 @@ def _shortcut(block: _Block, x: Array, shape: tuple[int, ...]) -> Array:
 
 
 class ResNet(nn.Module):
-    """Stages of residual blocks, each of half the resolution and twice the width of the one before.
+    """Stages of residual blocks, each with half the resolution and twice the width of the last.
 
     Attributes:
       stage_sizes: Blocks of each stage.

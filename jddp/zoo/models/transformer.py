@@ -24,14 +24,14 @@ class Block(nn.Module):
 
     Attributes:
       num_heads: Heads of the attention, which share the width.
-      is_causal: Whether a position sees only itself and those before it.
+      is_causal: Whether a position sees only itself and earlier positions.
       dropout_rate: Fraction of each branch's outputs that are zeroed in training.
       train: Whether this is training.
       kernel_init: Initial weights.
       output_init: Initial weights of the two layers that end a branch.
       attention: Implementation of the attention: "xla" on any device, or "cudnn" in one kernel
         without weights in memory, on NVIDIA GPUs in 16 bits (`jax.nn.dot_product_attention`).
-      norm_epsilon: Added to the variances of the layer norms.
+      norm_epsilon: Number added to the variances of the layer norms.
       gelu: Form of the perceptron's GELU: "exact", or its approximation by a "tanh".
       dtype: Dtype of the arithmetic; None follows parameters and inputs.
     """
@@ -96,13 +96,13 @@ class Transformer(nn.Module):
       num_heads: Heads of each attention.
       width: Channels of an embedding.
       dropout_rate: Fraction of embeddings and of branch outputs that are zeroed in training.
-      remat: Keeps only the input of each block for the backward pass, and computes the rest again:
-        less memory, a third more arithmetic.
-      scan_layers: Compiles one block and loops over it: the parameters of all blocks are stacked
-        along a leading dim, and compiling takes as long for a hundred blocks as for one.
+      remat: Whether to keep only the input of each block for the backward pass, and compute the
+        rest again: less memory, a third more arithmetic.
+      scan_layers: Whether to compile one block and loop over it. The parameters of all blocks are
+        stacked along a leading dim, and compiling takes as long for a hundred blocks as for one.
       attention: "xla", or "cudnn" for NVIDIA GPUs (see `Block`).
-      norm_epsilon: Added to the variances of the layer norms: 1e-5 in GPT-2, 1e-6 in ViT, 1e-12 in
-        ViT as Hugging Face has it.
+      norm_epsilon: Number added to the variances of the layer norms: 1e-5 in GPT-2, 1e-6 in ViT,
+        1e-12 in the ViT of Hugging Face.
       gelu: "tanh", as in GPT-2 and in Google's ViT, or "exact", as in PyTorch's ViTs (see `Block`).
       dtype: Dtype of the arithmetic; None follows parameters and inputs.
     """
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
     ) -> Float[Array, "b t width"]:
         """The normed outputs of the blocks; dropout first zeroes some of the embeddings."""
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
-        # Inside a scan nothing can be merged across the boundary that remat draws.
+        # Inside a scan, XLA cannot merge the recomputation with the forward pass.
         block = nn.remat(Block, prevent_cse=not self.scan_layers) if self.remat else Block
         fields = self.num_heads, is_causal, self.dropout_rate, train
         options = inits | {"attention": self.attention, "gelu": self.gelu}

@@ -52,7 +52,7 @@ class ViT(Transformer):
             token = self.param("class_token", nn.initializers.zeros, (1, 1, self.width))
             x = jnp.concatenate([jnp.tile(token, (b, 1, 1)).astype(x.dtype), x], axis=1)
         positions = self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:]))
-        x = (x + positions).astype(x.dtype)  # The gradient of positions, a sum, is in their dtype.
+        x = (x + positions).astype(x.dtype)  # Gradients of positions add up in their dtype.
         x = self.apply_blocks(x, train=train, is_causal=False)
         x = x[:, 0] if self.pooling == "token" else x.mean(axis=1)
         return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype("float32")
