@@ -17,7 +17,7 @@ class ExitCode(enum.IntEnum):
     """The exit code of a command; docs/exit_codes.md has the same as a table.
 
     "Restarted" is the reaction of `jddp.launch --max-restarts`. A job that would fail again is not
-    (`DETERMINISTIC` in jddp/distributed/launcher.py).
+    restarted (`DETERMINISTIC` in jddp/distributed/launcher.py).
     """
 
     # Done.
@@ -38,13 +38,13 @@ class ExitCode(enum.IntEnum):
     REPLICA_MISMATCH = 76
     # The job is too large for its devices. Not restarted.
     OUT_OF_MEMORY = 77
-    # Processes were started with other code, configs or data than each other. Not restarted.
+    # Processes were started with different code, configs or data. Not restarted.
     PROCESS_MISMATCH = 78
     # A process that makes no progress, in your code, the network or a device. Restarted.
     HANG = 79
     # A loss, gradient or state that is not finite. Not restarted.
     NUMERICS = 80
-    # Another process failed first: its code decides, and the launcher returns that one.
+    # Another process failed first: its code decides, and the launcher returns it.
     ANOTHER_FAILED = 81
     # Ctrl-C (128 + SIGINT) where there was nothing to save. Restarted, unless the launcher was
     # interrupted too.
@@ -54,13 +54,13 @@ class ExitCode(enum.IntEnum):
 class Error(Exception):
     """A mistake that you can fix; the command line exits with its `exit_code`.
 
-    Any exception that ends a run, also one of a callback or of the data, has an attribute `run`:
-    the `jddp.Run` up to there, with its state and history.
+    Any exception that ends a run, even in a callback or in the data, has an attribute `run`: the
+    `jddp.Run` up to there, with its state and history.
 
     Args:
       message: The value, the rule and the way out.
-      in_shell: The same for a reader of the command line, where the way out is a flag or a key and
-        not an argument of Python; by default `message`.
+      in_shell: Message for the command line, if the way out there is a flag or a key and not an
+        argument of Python; by default `message`.
     """
 
     exit_code: int = ExitCode.USAGE
@@ -128,7 +128,7 @@ class NumericsError(Error):
 
 @contextlib.contextmanager
 def file_errors(what: str) -> Iterator[None]:
-    """While open, an error of the file system becomes one of jddp's, "`what`: reason.".
+    """Turns an error of the file system in its block into one of jddp, "`what`: reason.".
 
     Raises:
       FileSystemError: In the place of an `OSError`.
@@ -140,7 +140,7 @@ def file_errors(what: str) -> Iterator[None]:
 
 
 def words_of(error: OSError) -> str:
-    """The system's words for an error, without a path; not every error has any."""
+    """The system's words for an error, without a path; its text or type if it has none."""
     return error.strerror or str(error) or type(error).__name__
 
 
@@ -148,15 +148,15 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
     """Refuses a value that is none of the choices.
 
     Raises:
-      ConfigError: If it is not, with all of them.
+      ConfigError: If the value is no choice; the message lists all choices.
     """
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ConfigError(f"{name} {value!r} is unknown. Choose one of {listed}.")
 
 
-# Control characters, some of which are commands to a terminal; signs that turn the direction of
-# writing, other ends of lines, and bytes of a file name that are no text. A tab stays.
+# Control characters, signs that turn the direction of writing, other ends of lines, and bytes of a
+# file name that are no text. Some control characters are commands to a terminal. A tab stays.
 _UNPRINTABLE = re.compile(r"[^\t -~\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
 
 
@@ -176,7 +176,7 @@ def show(text: str) -> None:
 
 
 def report(text: str) -> None:
-    """Prints a line of jddp's on standard error, printable."""
+    """Prints lines on standard error, printable, after the name of jddp."""
     print(f"jddp: {printable_lines(text)}", file=sys.stderr, flush=True)
 
 
@@ -187,5 +187,5 @@ def _make_printable(record: logging.LogRecord) -> bool:
 
 
 def log_printable() -> None:
-    """From now on, the lines of jddp's log are printable: names in them may come from anywhere."""
-    logging.getLogger("jddp").addFilter(_make_printable)  # which a logger has once at most
+    """Makes the lines of jddp's log printable: names in them may come from anywhere."""
+    logging.getLogger("jddp").addFilter(_make_printable)  # A logger adds a filter only once.

@@ -1,12 +1,12 @@
-"""Files and folders that no others write: replaced atomically, and never in another folder.
+"""Files and folders that no other user writes: replaced atomically, never in another folder.
 
     folder = SameFolder(run_dir)
-    folder.pin()                                # once it is there
+    folder.pin()                                # the folder that is there now stays
     with folder.open("metrics.jsonl", "ab") as file: # an OSError if it is another folder by now
         ...
 
-A run writes for days into a folder that it knows by its path. Where that folder is moved away, and
-another run's or a link takes its place, nothing may be written there.
+A run writes for days into a folder that it knows by its path. If that folder is moved away, and a
+link or the folder of another run takes its place, nothing may be written there.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-# Permissions that others never have on the files and folders of a run, whatever the umask.
+# Permissions that other users never have on the files and folders of a run, whatever the umask.
 WRITE_BY_OTHERS = 0o022
 
 
@@ -31,18 +31,18 @@ class SameFolder:
         self._first: os.stat_result | None = None
 
     def pin(self) -> None:
-        """Takes the folder that is there now, at the first call, for the one that is to stay.
+        """Takes the folder that is there at the first call; later calls change nothing.
 
         Raises:
-          OSError: If there is none.
+          OSError: If there is no folder.
         """
         self._first = self._first or os.stat(self.path)
 
     def check(self) -> None:
-        """Compares the folder with the one that was pinned, if one was.
+        """Compares the folder with the pinned folder, if there is one.
 
         Raises:
-          OSError: If the path leads to another one, or to none.
+          OSError: If the path leads to another folder, or to none.
         """
         self._compare(os.stat(self.path))
 
@@ -89,7 +89,7 @@ class SameFolder:
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> None:
-    """Makes a folder, and those above it, into which no others write, unless it is there.
+    """Makes a folder and its missing parents, into which no other user writes.
 
     Raises:
       OSError: If it cannot be made.
@@ -101,7 +101,7 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
 
 
 def opener(path: str, flags: int) -> int:
-    """The opener, for `open`, of a file that no others write."""
+    """Opens a file that no other user writes, as `open(opener=)` asks."""
     return os.open(path, flags, 0o666 & ~WRITE_BY_OTHERS)
 
 
@@ -115,7 +115,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Opens a file as if to write it; what is there stays as it is.
+    """Checks that a file can be written, and leaves it as it is.
 
     Raises:
       OSError: If it cannot be written.

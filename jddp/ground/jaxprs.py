@@ -1,8 +1,8 @@
 """Facts read from the equations of a traced program, and of the programs inside it.
 
-A loop, a branch and a jitted function are one equation each, with programs of its own. `equations`
+A loop, a branch and a jitted function are one equation each, with programs inside. `equations`
 walks into all of them, and `follow` follows values through them. The text of a program is no place
-to look: it holds names of functions too, which can be anything.
+to look: it also holds the names of functions, and these can be anything.
 
 This room knows equations, and nothing of models or steps.
 """
@@ -16,16 +16,16 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-# Primitives that make random numbers; those that only make keys, such as `random_split`, do not.
+# Primitives that make random numbers. `random_split` and others make only keys.
 DRAWING = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 LOOPS = {"scan", "while"}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
-# Up to here a dtype has all whole numbers: a sum of more ones than that does not grow.
+# Each dtype has all whole numbers up to this one: a sum of more ones does not grow.
 LARGEST_COUNTS = {np.dtype(jnp.bfloat16): 2**8, np.dtype(np.float16): 2**11}
 _Found = TypeVar("_Found")
 # The labels of results, and whether something was found in the equations that make them.
 Followed = tuple[list[int], bool]
-# From an equation and its inputs' labels to its results' labels; None where a rule does not apply.
+# Function from an equation and its inputs' labels to its results' labels; None if it cannot tell.
 Rule = Callable[[JaxprEqn, list[int]], Followed | None]
 EXACT = ((lax.Precision.HIGHEST,) * 2, lax.DotAlgorithmPreset.F32_F32_F32)
 
@@ -41,7 +41,7 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 def called(eqn: JaxprEqn) -> Jaxpr | None:
     """The program that an equation runs once, on its own inputs; None if it has none.
 
-    Such as a jitted function's program; not the body of a loop or of a reduction.
+    A jitted function has such a program. The body of a loop or of a reduction is none.
     """
     for inner in jaxprs_in_params(eqn.params):
         own, given = (*inner.invars, *inner.outvars), (*eqn.invars, *eqn.outvars)
@@ -53,8 +53,8 @@ def called(eqn: JaxprEqn) -> Jaxpr | None:
 def carried(scan: JaxprEqn) -> tuple[int, int]:
     """Where the carry of a scan begins and ends among its inputs: after constants, before slices.
 
-    By shapes, since JAX versions name the numbers of inputs differently: a step gets a slice of an
-    array over which the scan runs, and anything else whole.
+    Shapes tell it, since JAX versions name the numbers of inputs differently: a step gets a slice
+    of an array over which the scan runs, and any other input whole.
     """
     (body,) = jaxprs_in_params(scan.params)
     num_sliced = sum(
@@ -96,7 +96,7 @@ def coarse_products(jaxpr: Jaxpr) -> bool:
 def may_round(product: JaxprEqn) -> bool:
     """Whether both factors are float32, and hardware may round them.
 
-    It may at any precision but the highest; a precision that is not set is None.
+    Hardware may round at any precision but the highest; a precision that is not set is None.
     """
     is_exact = product.params.get("precision") in EXACT
     return {dtype_of(v) for v in product.invars[:2]} == {np.dtype(np.float32)} and not is_exact
@@ -125,7 +125,7 @@ def sums_in_16_bits(jaxpr: Jaxpr) -> set[tuple[str, str, int]]:
 def quantizations(jaxpr: Jaxpr) -> set[str]:
     """How a program quantizes: names of dtypes of 8 bits or fewer, and "round".
 
-    Empty where it does not, or takes no maximum, by which numbers would be scaled.
+    The set is empty if the program does not quantize, or takes no maximum to scale numbers by.
     """
     found = set()
     has_maximum = False
@@ -164,7 +164,8 @@ def follow(jaxpr: Jaxpr, given: Sequence[int], rule: Rule) -> Followed:
       rule: Rule for some of the equations, also inside the programs of others.
 
     Returns:
-      A label for each result, and whether the rule has found something, in a loop in the last pass.
+      A label for each result, and whether the rule has found something; the last pass of a loop
+      counts.
     """
     labels = dict(zip(jaxpr.invars, given, strict=True))
     found = False
@@ -217,14 +218,14 @@ def _follow_inside(eqn: JaxprEqn, given: list[int], rule: Rule) -> Followed:
 def follow_loop(
     carry: list[int], body: Callable[[list[int]], tuple[list[int], _Found]]
 ) -> tuple[list[int], _Found]:
-    """Labels of the results of a loop: its carry, after any number of steps, and stacked ones.
+    """Labels the results of a loop: its carry, after any number of steps, and stacked results.
 
     Args:
       carry: Labels of the carry before the first step.
-      body: Function of them that returns labels of a step's results, and what it has found.
+      body: Function from the labels of the carry to the labels of a step's results and its finding.
 
     Returns:
-      The labels, and what the last pass has found.
+      The labels, and the finding of the last pass.
     """
     while True:
         results, found = body(carry)

@@ -4,8 +4,8 @@ JAX has no static type for "a tree of arrays": most names below mean the same to
 show a reader which tree a function takes. Arrays whose shapes matter are annotated where they are
 used, as in `Float[Array, "b"]`.
 
-It also has the base class of objects that notebooks show. It imports no library, so that code that
-runs before JAX can name these types.
+The module also has the base class of objects that notebooks show. It imports no library, so that
+code that runs before JAX can name these types.
 """
 
 import re
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 # A nest of dicts, tuples and registered classes with arrays, shapes, specs or None as leaves.
 PyTree = object
-# A tree of which a function returns one of the same structure.
+# A tree; a function that takes one returns another of the same structure.
 Tree = TypeVar("Tree")
 
-# The parameters of a model, which are differentiated and updated by the optimizer.
+# The parameters of a model: they are differentiated, and updated by the optimizer.
 Params = PyTree
 # A tree like `Params`: gradients, and the updates that an optimizer makes of them.
 Grads = PyTree
@@ -36,15 +36,15 @@ HookState = PyTree
 # The keys on the way from the root of a tree to a leaf.
 Path = tuple[object, ...]
 
-# Examples: a tree of arrays that have one row for each, on the host or on the devices.
+# Examples: a tree of arrays with a row for each example, on the host or on the devices.
 Batch = PyTree
 Batches = Iterable[Batch]
-# The entry of a batch with a function of its rows, which the step runs on the devices before the
-# loss, or an evaluation or a prediction, sees them.
+# The entry of a batch with a function of its rows. A step, an evaluation or a prediction runs the
+# function on the devices, before the loss or the model sees the rows.
 TRANSFORM = "transform"
 # An object of JSON, or of YAML: nested values by name.
 JsonObject = dict[str, Any]
-# Settings or facts by name, perhaps nested, which are only read: a config, a manifest.
+# Settings or facts by name, perhaps nested and only read: a config, a manifest.
 Settings = Mapping[str, object]
 # Metrics by name, "loss" among them: scalars of a step, or results of an evaluation.
 Metrics = Mapping[str, SupportsFloat]
@@ -52,22 +52,23 @@ Metrics = Mapping[str, SupportsFloat]
 Record = Mapping[str, Any]
 # The names in records that are jddp's own, and that no metric of a loss may have.
 RESERVED = (
-    *("step", "epoch", "split"),  # of each record
-    *("loss", "count", "examples", "grad_norm", "skipped", "loss_scale", "spike"),  # of steps
+    *("step", "epoch", "split"),  # Names in each record.
+    # Names in the record of a step.
+    *("loss", "count", "examples", "grad_norm", "skipped", "loss_scale", "spike"),
     *("learning_rate", "step_seconds", "data_wait_seconds", "host_seconds", "examples_per_second"),
-    *("slowest_process", "slowest_host", "slowest_phase", "slowest_ratio"),  # of a job
+    # The slowest process of a job.
+    *("slowest_process", "slowest_host", "slowest_phase", "slowest_ratio"),
     *("tokens_per_second", "model_flops_per_second", "mfu"),
     *("peak_memory_bytes", "predicted_memory_bytes", "memory_limit_bytes"),
 )
 
 # `loss_fn(model, batch)`, or one that also names `train`, `constants` or `key`: a loss for each
-# example, or losses and a dict of metrics. Also what `evaluate` and `predict` call in its place.
+# example, or losses and a dict of metrics. `evaluate` and `predict` call such functions too.
 LossFn = Callable[..., Any]
 
-# Tables and text in notebooks. An export may give `<pre>` a proportional font, in which columns are
-# lost, and notebooks stripe and center tables, each in its own way. So elements themselves have
-# their style, which style sheets of a page do not override. It has no color: text is light or dark
-# as its page.
+# Tables and text in notebooks. An export may give `<pre>` a proportional font, and columns would be
+# lost. Notebooks stripe and center tables, each in its own way. So each element carries its style:
+# the style sheets of a page do not override it. It has no color: text is light or dark as its page.
 STYLE = "font-family: monospace; white-space: pre; line-height: 1.25"
 _BOX = "overflow: auto; max-height: 36em; margin-bottom: .6em"
 _CELL = "padding: .15em 1em .15em 0; vertical-align: top; background: none; max-width: 40em"
@@ -140,7 +141,7 @@ class Shown:
     """
 
     def _tables(self) -> Iterable[TextTable]:
-        """The value that the object holds."""
+        """The tables that a notebook shows; by default none."""
         return ()
 
     def _repr_html_(self) -> str:

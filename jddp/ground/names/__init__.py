@@ -41,8 +41,8 @@ def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
 
     Upper and lower case are equal, and a name that stands inside a known one (`cosine` in
     `cosine_decay_schedule`) counts as near, the shortest first; so does its abbreviation, by
-    initials (`lr` for `learning_rate`) or by leaving out letters (`ckpt`). Of a mapping, keys are
-    compared, a value is suggested.
+    initials (`lr` for `learning_rate`) or by leaving out letters (`ckpt`). The keys of a mapping
+    are compared, and a value is suggested.
     """
     words = known if isinstance(known, Mapping) else {word: word for word in sorted(known)}
     typed = name.lower()
@@ -57,7 +57,7 @@ def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
 
 
 def look_up(name: str, known: Mapping[str, Any], *, key: str, kind: str) -> Any:
-    """Returns what a registered name stands for.
+    """Returns the object that a registered name stands for.
 
     Args:
       name: The name.
@@ -95,7 +95,7 @@ def named(section: Any, key: str, known: Mapping[str, Any] | None = None, kind: 
 
 
 def resolve_target(target: str, *, key: str) -> Any:
-    """Returns the object that `package.module:Name` names, from the current directory too.
+    """Returns the object that `package.module:Name` names; it may be in the current directory.
 
     Args:
       target: A module and, after a colon, a name in it (dots reach further inside).
@@ -109,11 +109,11 @@ def resolve_target(target: str, *, key: str) -> Any:
         meant = did_you_mean(target, [":".join(target.rsplit(".", 1))]) if "." in target else ""
         raise ConfigError(f"{key}: {target!r} is not of the form package.module:Name.{meant}")
     if not {"", "."} & set(sys.path):
-        # A console script lacks what `python -m` has: the current directory.
+        # A console script does not look in the current directory, unlike `python -m`.
         sys.path.insert(0, "")
     try:
         found = importlib.import_module(module_name)
-    except Exception as error:  # Your module may raise anything: one line here.
+    except Exception as error:  # Your module may raise anything; it becomes one line.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(f"{key}: cannot import {module_name!r}: {reason}") from error
     return find_attribute(found, name, called=f"module {module_name!r}", key=key)
@@ -134,7 +134,7 @@ def find_attribute(
       name: Dotted name of an attribute.
       called: Name of the owner for the error.
       key: The config key that holds the name, for the error.
-      is_meant: Whether an attribute is of the kind that is looked for; others are not suggested.
+      is_meant: Whether an attribute has the right kind to be suggested.
 
     Raises:
       ConfigError: If there is no such name.
@@ -194,11 +194,11 @@ def check_arguments(
 def refuses_unknown(
     called: str, synonyms: Mapping[str, str]
 ) -> Callable[[Callable[P, Returned]], Callable[P, Returned]]:
-    """Makes a function refuse an argument that it does not have in one line, with a suggestion.
+    """Makes a function refuse an unknown argument in one line, with a suggestion.
 
     Args:
       called: Name of the function, for the error.
-      synonyms: Arguments that are meant, by names of others.
+      synonyms: Arguments by the names that others have for them.
 
     Returns:
       A decorator; type checkers see the signature of the function itself.
@@ -229,11 +229,11 @@ def refuse_unknown(
       function: Function that will be called.
       arguments: Names of the arguments that were given.
       key: The function, or the config key under which they stand, for the error.
-      synonyms: Arguments that are meant, by names of others.
+      synonyms: Arguments by the names that others have for them.
       called: Name of the function, for the error; by default its own.
 
     Raises:
-      ConfigError: For the first one, with the nearest name.
+      ConfigError: For the first unknown argument, with the nearest name.
     """
     known = accepted_names(function, key=key)
     words = {**(synonyms or {}), **{name: name for name in known}}
@@ -259,14 +259,15 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
 MODES = ("auto", "max", "min")
 _WORDS = {
     "max": "acc accuracy auc auroc bleu f1 iou precision r2 recall reward",
-    "min": "byte error loss mae mse nll perplexity ppl rmse wer",  # bits_per_byte
+    "min": "byte error loss mae mse nll perplexity ppl rmse wer",  # "byte" as in bits_per_byte
 }
 DIRECTIONS = {word: mode for mode, words in _WORDS.items() for word in words.split()}
-_OTHER = {"delta", "minus", "neg", "negative", "num", "std", "var"}  # neg_mean_squared_error
+# Words in names that show no direction, such as neg_mean_squared_error.
+_OTHER = {"delta", "minus", "neg", "negative", "num", "std", "var"}
 
 
 def direction_of(metric: str) -> str | None:
-    """Returns "max" or "min", the better direction of a metric; None where its name has neither.
+    """Returns "max" or "min", the better direction of a metric; None if its name shows neither.
 
     Args:
       metric: Name of the metric.
@@ -312,7 +313,8 @@ def match_paths(
       key: Name of the option or config key that holds the patterns, for the error.
 
     Raises:
-      ConfigError: If one is no regular expression, or matches no path, with the nearest ones.
+      ConfigError: If a pattern is no regular expression, or matches no path. The message then has
+        the nearest paths.
     """
     paths = [*paths]
     matches = dict[str, re.Match[str]]()

@@ -8,8 +8,8 @@
     [project.entry-points."jddp.run_ended"]    # called at the end of a run with its directory and
                                                # name; returns files for it, {name: content}
 
-`jddp.workbench` is found in this way only, as any other package is. `jddp.DataParallel` finds the
-reader of files of weights so too, and needs no checkpoints to train.
+`jddp.workbench` is found in this way only, as any other package is. `jddp.DataParallel` also finds
+the reader of weights in this way: it needs no checkpoints to train.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,14 +24,14 @@ ADDED_CALLBACKS, RUN_ENDED = "jddp.callbacks", "jddp.run_ended"
 
 
 def added(group: str) -> Iterator[tuple[str, Function]]:
-    """Imports what packages add to a group, by name."""
+    """Imports the functions that packages add to a group, and yields each with its name."""
     for point in entry_points(group=group):
         if (function := _loaded(point)) is not None:
             yield point.name, function
 
 
 def find(group: str, name: str) -> Function | None:
-    """Imports what a package adds under a name; None if no package does."""
+    """Imports the function that a package adds under a name; None if no package adds one."""
     found = map(_loaded, entry_points(group=group, name=name))
     return next(filter(None, found), None)
 

@@ -6,8 +6,8 @@ as a key of a config. docs/trainers.md has the same as a table, with the differe
 
 from typing import NamedTuple
 
-# An argument of Python, of `fit` or else of `DataParallel` (or an object of jddp); the key of a
-# config; and names elsewhere. A dash is none.
+# Each row: an argument in Python (of `fit`, of `DataParallel`, or an object of jddp), a key of a
+# config, and names elsewhere. A dash stands for none.
 _TABLE = """
 fit.num_steps          train.num_steps         max_steps total_steps num_training_steps
 fit.num_epochs         train.num_epochs        max_epochs num_train_epochs epochs n_epochs
@@ -88,7 +88,7 @@ KEYS = {name: option.key for option in OPTIONS if option.key for name in option.
 
 
 def _arguments(home: str) -> dict[str, str]:
-    """The arguments that are meant, by names of others, for someone who calls `home`.
+    """The arguments by the names that others have for them, for someone who calls `home`.
 
     An argument of `fit` that is given to `DataParallel`, or the reverse, is among the names.
     """
