@@ -1,9 +1,9 @@
 """A traced backward pass: when it finishes each gradient, and a way to run it piece by piece.
 
 The backward pass of any model, once traced, is a list of equations that leads from the cotangent of
-the loss to the gradients. The equation that makes a gradient shows when it is finished, which no
-order of a parameter tree can; and the list can be evaluated up to there, then a collective be
-started, and the rest be evaluated after it.
+the loss to the gradients. The equation that makes a gradient shows when it is finished; no order of
+a parameter tree can show it. The list can be evaluated up to there, then a collective be started,
+and the rest be evaluated after it.
 
     _, pullback = jax.vjp(loss, params)
     backward = trace_backward(pullback)
@@ -46,8 +46,8 @@ class Backward:
     Attributes:
       traced: Equations of the pass; calls of jitted functions are inlined.
       treedef: The structure of the gradients.
-      ready: Number of equations after which each gradient leaf is finished; None for a leaf that
-        is made of constants alone: zero, the same on all replicas.
+      ready: Number of equations after which each gradient leaf is finished. None for a leaf that
+        is made of constants alone: it is zero on all replicas.
       num_looped: Number of gradients that are results of a loop.
     """
 
@@ -58,18 +58,18 @@ class Backward:
 
 
 def trace_backward(pullback: Callable[[jax.Array], PyTree]) -> Backward:
-    """Traces the pullback of `jax.vjp` for a float32 cotangent, with nothing computed.
+    """Traces the pullback of `jax.vjp` for a float32 cotangent, and computes nothing.
 
     Args:
       pullback: Function from the cotangent of the loss to the tree of gradients.
     """
     one = jnp.float32(1)
     traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(one)
-    # A jitted function is one equation, at whose end all its gradients would be finished at once.
-    # In a model that is jitted as a whole, no bucket could be sent before the last.
+    # A jitted function is one equation: all its gradients would be finished at its end. In a model
+    # that is jitted as a whole, no bucket could be sent before the end.
     opened = jax.make_jaxpr(lambda one: _open(traced.jaxpr, traced.consts, [one]))(one)
     # A scan over layers stacks their gradients, so no gradient in it is finished before its end.
-    # The plan reports their number, for then there is less to overlap.
+    # The plan reports their number, because they leave less to overlap.
     loops = [eqn for eqn in opened.eqns if eqn.primitive.name in ("scan", "while")]
     gradients = [v for v in opened.jaxpr.outvars if isinstance(v, Var)]
     num_looped = len({v for eqn in loops for v in eqn.outvars}.intersection(gradients))
@@ -77,17 +77,17 @@ def trace_backward(pullback: Callable[[jax.Array], PyTree]) -> Backward:
 
 
 def _ready(jaxpr: Jaxpr) -> tuple[int | None, ...]:
-    # Also from values of the forward pass: a custom rule may compute a gradient from them alone.
+    # Values of the forward pass count too: a custom rule may compute a gradient from them alone.
     finished = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), 0)
     for num, eqn in enumerate(jaxpr.eqns, start=1):
         if any(var in finished for var in variables(eqn)):
             finished |= dict.fromkeys(eqn.outvars, num)
-    # The zero gradient of a parameter that the loss does not use is a literal, or made of literals.
+    # If the loss does not use a parameter, its zero gradient is a literal, or made of literals.
     return tuple(None if isinstance(v, Literal) else finished.get(v) for v in jaxpr.outvars)
 
 
 def _open(jaxpr: Jaxpr, consts: Sequence[ArrayLike], args: Sequence[ArrayLike]) -> list[ArrayLike]:
-    """Evaluates equation by equation; a jitted function in the place of its call."""
+    """Evaluates equation by equation, and inlines the calls of jitted functions."""
     inputs = (*jaxpr.constvars, *jaxpr.invars)
     values: dict[Var, ArrayLike] = dict(zip(inputs, (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
@@ -105,8 +105,8 @@ def evaluate(
 ) -> dict[Var, jax.Array]:
     """Returns the results of some equations of a jaxpr, from the values of earlier variables."""
     made = [var for eqn in eqns for var in eqn.outvars]
-    # In the order of first use, not of a set: the program, and so its text and its compiled form in
-    # the cache, must be the same in every process.
+    # The order of first use, not the order of a set: the program, its text and its compiled form in
+    # the cache must be the same in every process.
     given = [v for v in dict.fromkeys(v for e in eqns for v in variables(e)) if v in values]
     piece = jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=list(eqns))
     return dict(zip(made, eval_jaxpr(piece, (), *map(values.__getitem__, given)), strict=True))
@@ -139,7 +139,7 @@ class Finished:
         return [self._leaves[i] for i in leaves]
 
     def hold(self, bucket: GradBucket, flying: list[GradBucket]) -> Held:
-        """Both as they are: nothing waits for them."""
+        """Returns both as they are: nothing waits for them."""
         return bucket, flying
 
     def rest(self, done: Container[int]) -> dict[int, jax.Array]:
@@ -179,8 +179,8 @@ class Pass:
         self._jaxpr = traced.jaxpr
         self._num_done = 0
         self._moved = False
-        # From 1, since the loss scale is multiplied in where the pass is traced: it may be traced
-        # itself, and differ from step to step.
+        # The pass starts from 1. The loss scale is multiplied in where the pass is traced: it may
+        # be traced itself, and differ from step to step.
         self._values = dict(zip(inputs, (*traced.consts, jnp.float32(1)), strict=True))
         self._made: set[Var] = set()
 
@@ -191,9 +191,9 @@ class Pass:
         return [*map(self._grads.finish, leaves, self._outputs(leaves))]
 
     def hold(self, bucket: GradBucket, flying: list[GradBucket]) -> Held:
-        """Lets the rest of the pass begin once the bucket is packed and those before arrived."""
+        """Lets the rest of the pass begin once the bucket is packed and earlier ones arrived."""
         # At most one bucket is in flight. Its result enters the next barrier, so XLA must start the
-        # collective before; the equations between the two barriers are what hides it.
+        # collective before. The equations between the two barriers hide it.
         # Two buckets that are complete at the same equation need only one barrier in the pass.
         crossing = self._crossing() if self._moved else {}
         bucket, values, flying = lax.optimization_barrier((bucket, [*crossing.values()], flying))
@@ -201,9 +201,9 @@ class Pass:
         return bucket, flying
 
     def rest(self, done: Container[int]) -> dict[int, jax.Array]:
-        """Runs to the end; the leaves at other positions than `done`.
+        """Runs to the end, and returns the leaves at other positions than `done`.
 
-        Gradients among them, of unused parameters, are as the pass makes them: zero.
+        Gradients of unused parameters are among them, as the pass makes them: zero.
         """
         self._run(len(self._jaxpr.eqns))
         left = [i for i in range(self._grads.treedef.num_leaves) if i not in done]
@@ -222,7 +222,7 @@ class Pass:
 
     def _crossing(self) -> dict[Var, jax.Array]:
         """Values that this pass has made so far and still needs: the frontier of its dataflow."""
-        # Residuals of the forward pass do not cross: they were there before, so a barrier on them
+        # Residuals of the forward pass do not cross. They were there before, and a barrier on them
         # would only keep XLA from fusing their use.
         needed = (v for eqn in self._jaxpr.eqns[self._num_done :] for v in variables(eqn))
         return {var: self._values[var] for var in needed if var in self._made}

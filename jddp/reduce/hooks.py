@@ -12,7 +12,8 @@ hook sees each bucket as a pytree of arrays:
 
     jddp.Reduction(hook=jddp.CommHook(lambda plan: (), reduce))
 
-or, by `leaves` and `with_leaves`, as the gradients one by one. `powersgd` is a hook with state.
+`leaves` and `with_leaves` show a bucket as the gradients one by one. `powersgd` is a hook with
+state.
 """
 
 import dataclasses
@@ -45,18 +46,18 @@ class GradBucket:
     """One replica's gradients of one bucket; a pytree of its arrays.
 
     Attributes:
-      values: Arrays that are sent: in the flat layout one vector of all leaves; in the leaf layout
-        one vector of the small leaves, and the large ones as they are.
+      values: Arrays that are sent. The flat layout has one vector of all leaves; the leaf layout
+        has one vector of the small leaves, and the large leaves as they are.
       planned: Paths, shapes and dtypes of the leaves.
       members: Leaves that each array of `values` holds, by their places in `planned`.
       index: Position of the bucket in the plan; buckets are reduced in this order.
       is_last: Whether the bucket is the last of the plan.
-      scale: Factor that makes of `values` the gradients of this replica's mean loss, masked entries
-        counted: they are gradients of a sum of losses, since the global count divides in the end.
+      scale: Factor from `values` to the gradients of this replica's mean loss, masked entries
+        counted. `values` are gradients of a sum of losses: the global count divides in the end.
     """
 
-    # Only `values` are leaves of the pytree, so that a hook may map over a bucket as over any tree,
-    # and branch on the rest in Python while it is traced.
+    # Only `values` are leaves of the pytree. So a hook may map over a bucket as over any tree, and
+    # branch on the rest in Python while it is traced.
     values: list[jax.Array]
     planned: Bucket = dataclasses.field(metadata={"static": True})
     members: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
@@ -90,7 +91,7 @@ def leaves_of(
 
 
 def split(vector: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
-    """Cuts a vector into arrays of these shapes; of one shape, makes one array."""
+    """Cuts a vector into arrays of these shapes; one shape needs no cut."""
     ends = [*itertools.accumulate(map(math.prod, shapes))]
     pieces = jnp.split(vector, ends[:-1]) if ends[1:] else [vector]
     return [x.reshape(shape) for x, shape in zip(pieces, shapes, strict=True)]
@@ -99,8 +100,8 @@ def split(vector: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
 class Units(NamedTuple):
     """The two factors between gradients of the summed loss and the gradients sent.
 
-    Both are in the cotangent from which the backward pass starts, and the step divides by both in
-    the end, with the mean count. A power of two costs no digit. In a step of 1,000 entries, whose
+    Both are in the cotangent from which the backward pass starts. In the end the step divides by
+    both, and by the mean count. A power of two costs no digit. In a step of 1,000 entries, whose
     summed loss has the gradient g:
 
         parameters                            float32    float16    float32    float16
@@ -115,14 +116,14 @@ class Units(NamedTuple):
         GradBucket.scale there                1 / 1,000  1.024      1 / 1,000  1.024
         in the end divided by, with the count 1          2^-10      1          1
 
-    On the wire `GradBucket.scale`, which is static, leaves out the loss scale, which is traced. A
+    On the wire `GradBucket.scale` is static, and leaves out the loss scale, which is traced. A
     custom hook is passed the gradients that it would get without the option (`engine.guard`).
 
     Attributes:
       backward_scale: The largest power of two within 1 / `num_entries`, where sums of gradients
         could overflow float16 (parameters in float16, or a loss scale); else 1.
       loss_scale: The loss scale of the step; it may be traced.
-      num_entries: Number of entries of the summed loss, masked ones counted.
+      num_entries: Number of entries of the summed loss, masked entries counted.
     """
 
     backward_scale: float = 1.0
@@ -150,11 +151,11 @@ class CommHook(NamedTuple):
     Attributes:
       init: Function of the `BucketPlan` that returns the first hook state, a pytree of arrays;
         each replica keeps its own state.
-      reduce: Function of one replica's bucket, the hook state and the axis that returns the mean
-        over the replicas, which must be the same on all of them, and the new hook state.
+      reduce: Function of one replica's bucket, the hook state and the axis. It returns the mean
+        over the replicas, the same on all of them, and the new hook state.
       on_resize: Hook state of a run that resumes on another number of replicas: "drop" (the
-        state of `init`), the "mean" of all states, or for each replica an equal share of their
-        "sum".
+        state of `init`), the "mean" of all states, or an equal share of their "sum" for each
+        replica.
     """
 
     init: Callable[[BucketPlan], HookState]
@@ -172,13 +173,14 @@ def varies(x: jax.Array, axis: str) -> bool:
 
 
 def _pmean(tree: Tree, axis: str) -> Tree:
-    # XLA:CPU would still copy what a single replica sends to itself. A check wants it all the same.
+    # XLA:CPU would copy the arrays that a single replica sends to itself. Under check_vma=True the
+    # type needs the collective even so.
     is_alone = lax.axis_size(axis) == 1 and not varies(lax.axis_index(axis), axis)
     return tree if is_alone else lax.pmean(tree, axis)
 
 
 def mean_hook(average: TakeMean = _pmean) -> CommHook:
-    """The exact mean, as `mean_over` takes it; a hook without state."""
+    """Returns a hook without state that takes the exact mean, by `mean_over`."""
 
     def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
         return mean_over(axis, bucket, average), state
@@ -203,24 +205,24 @@ def _scale_float16(tree: Tree, scale: float) -> Tree:
 def narrow(hook: CommHook) -> CommHook:
     """Casts the buckets of `hook` to the dtype that is planned for the wire, and back.
 
-    Sums that float16 could not hold are scaled down on the wire by a power of two, which costs no
-    bit: to no more than the gradient of the mean loss.
+    Sums that float16 could not hold are scaled down on the wire, to no more than the gradient of
+    the mean loss. The factor is a power of two, and costs no bit.
     """
 
     def reduce(bucket: GradBucket, state: HookState, axis: str) -> tuple[GradBucket, HookState]:
         planned = bucket.planned
         if planned.wire_dtype == planned.dtype:
             return hook.reduce(bucket, state, axis)
-        # bfloat16 has the range of float32, and so no sum to fear. float16 is scaled before the
-        # cast, after which the sum would already be infinite.
+        # bfloat16 has the range of float32, and no sum overflows. float16 is scaled before the
+        # cast: after it the sum would already be infinite.
         scale = power_of_two_within(bucket.scale) if planned.wire_dtype == np.float16 else 1.0
         sent = jax.tree.map(lambda x: (x * scale).astype(planned.wire_dtype), bucket)
         sent = dataclasses.replace(sent, scale=bucket.scale / scale)
         got, state = hook.reduce(sent, state, axis)
-        # Wide again before the division: `scale` is at most 1, so the quotient may overflow
+        # The cast comes before the division: `scale` is at most 1, so the quotient may overflow
         # float16.
         got = jax.tree.map(lambda x: x.astype(planned.dtype) / scale, got)
-        if isinstance(got, GradBucket):  # else it is refused, by the name of the hook
+        if isinstance(got, GradBucket):  # Anything else is refused later, with the hook's name.
             got = dataclasses.replace(got, scale=bucket.scale)
         return got, state
 

@@ -5,7 +5,7 @@
 
 The program was traced for whole parameters, and knows nothing of it. Parameters are gathered in
 units (`jddp.reduce.units`). A parameter that a scan slices is gathered in the body of the scan,
-a slice at a time; one that a loop or a branch takes whole is gathered before it.
+a slice at a time. A parameter that a loop or a branch takes whole is gathered before it.
 
 Values made of parameters alone are not kept from the forward to the backward pass: parameters are
 gathered, cast and transposed again. All other values are kept as JAX keeps them, complex ones in
@@ -13,8 +13,8 @@ two halves. `forget` is the policy by which `jax.checkpoint` repeats those calls
 to regions that a model itself recomputes (`nn.remat`) too, and keep all of their values; so such a
 region becomes one call with a backward pass of its own.
 
-A call has a gradient for each of its results, which a `while` loop, for one, does not allow. So
-values without a gradient are followed (`Origin`), as JAX differentiates the program.
+A call has a gradient for each of its results, but the results of a `while` loop, for example, have
+none. So values without a gradient are followed (`Origin`), as JAX differentiates the program.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ from jddp.reduce.units import (
 
 # The sources of a value: no divided parameter, divided parameters alone, or anything.
 CONSTANT, PARAMETERS, ANYTHING = range(3)
-Value = ArrayLike | Part  # of a variable
+Value = ArrayLike | Part  # The value of a variable.
 _WITH_PROGRAMS = LOOPS | REMAT | CALLS | {"cond"}
 
 
@@ -73,10 +73,10 @@ NO_ORIGIN = Origin(CONSTANT, moves=False)
 
 
 def forget(primitive: Primitive, *_: PyTree, **params: PyTree) -> bool:
-    """A policy of `jax.checkpoint`: keeps all values but those made of parameters alone."""
+    """A policy of `jax.checkpoint`: keeps all values except values made of parameters alone."""
     called = params.get("call_jaxpr")
     if not isinstance(called, ClosedJaxpr) or not primitive.name.startswith("custom_vjp_call"):
-        return primitive.name != "stop_gradient"  # which is its operand
+        return primitive.name != "stop_gradient"  # It equals its operand.
     return FORGOTTEN not in called.jaxpr.debug_info.func_name
 
 
@@ -85,7 +85,7 @@ class Lazy:
     """An evaluation with parameters that are gathered where they are used.
 
     Attributes:
-      gather: How a unit is gathered.
+      gather: Function that gathers a unit.
       unit_bytes: Largest sizes of units, like sizes of buckets.
       keeps: Whether gathered parameters are kept for the backward pass.
     """
@@ -149,7 +149,7 @@ class Lazy:
         return [*map(read, jaxpr.outvars)], [*map(origin, jaxpr.outvars)]
 
     def _scan(self, eqn: JaxprEqn, ins: list[Value], of: list[Origin]) -> list[ArrayLike]:
-        """Results of a scan, in whose body slices of parameters are gathered."""
+        """Results of a scan that gathers slices of parameters in its body."""
         first, last = carried(eqn)
         slices = [x if isinstance(x, Part) and x.dim > 0 else _whole(x) for x in ins[last:]]
         consts, carry = ([*map(_whole, x)] for x in (ins[:first], ins[first:last]))
@@ -166,13 +166,14 @@ class Lazy:
 
         run: Callable[..., list[ArrayLike]] = layer
         if not self.keeps:
-            # Else the backward pass begins with a scan that gathers all slices, and keeps them.
+            # Without this the backward pass would begin with a scan that gathers and keeps all
+            # slices.
             run = _repeating(layer, forget, prevent_cse=False)
 
         def body(
             carry: list[ArrayLike], values: list[ArrayLike]
         ) -> tuple[list[ArrayLike], list[ArrayLike]]:
-            # Kept as the loop gets it: one more scan would copy it from the loop's results.
+            # The carry is kept as the loop gets it: one more scan would copy it from its results.
             carry = [checkpoint_name(x, "carried") for x in carry]
             results = run(*consts, *carry, *values)
             return results[: last - first], results[last - first :]
@@ -225,7 +226,7 @@ class Lazy:
             return [x.astype(dtype)]
 
         run = cast if self.keeps else _made_again(cast)
-        # Once, as the equation that casts: what comes back is added up in the narrow dtype.
+        # The cast runs once, like its equation: gradients are added up in the narrow dtype.
         return dataclasses.replace(
             x, cast=dtype, whole=functools.cache(lambda: run(x.gathered())[0])
         )
@@ -246,7 +247,7 @@ def _own(x: Value) -> ArrayLike:
 def _repeating(
     region: Callable[..., list[ArrayLike]], policy: Callable[..., bool], *, prevent_cse: bool
 ) -> Callable[..., list[ArrayLike]]:
-    """The region as one call with a backward pass of its own, which repeats what is not kept."""
+    """Makes a region one call, whose own backward pass repeats the values that are not kept."""
     repeated = jax.checkpoint(region, policy=policy, prevent_cse=prevent_cse)
     call = jax.custom_vjp(lambda *values: repeated(*values))
     call.defvjp(functools.partial(jax.vjp, repeated), lambda pullback, grads: pullback(grads))
@@ -258,7 +259,7 @@ def _is_made_again(eqn: JaxprEqn, joined: Origin, *, is_split: bool) -> bool:
     are_arrays = [isinstance(v.aval, jax.core.ShapedArray) for v in (*eqn.invars, *eqn.outvars)]
     if not eqn.outvars or not all(are_arrays):
         return False  # A reference is no result of a call.
-    # `jax.checkpoint` rounds what it keeps of an equation, which it cannot do to complex numbers.
+    # `jax.checkpoint` rounds the values that it keeps, and cannot round complex numbers.
     return joined.source == PARAMETERS or (is_split and eqn.primitive.name not in _WITH_PROGRAMS)
 
 
@@ -279,11 +280,12 @@ def _in_halves(x: Value) -> Value:
 def _applied(jaxpr: Jaxpr, eqn: JaxprEqn, values: Mapping[Var, Value]) -> list[ArrayLike]:
     """Results of an equation for whole parameters."""
     wholes = {v: _whole(values[v]) for v in variables(eqn)}
-    # Named values are kept. JAX calls the host again if the backward pass has what it shows.
+    # Named values are kept. Without them the backward pass would repeat the equation, and JAX would
+    # call the host again.
     if eqn.primitive.name.startswith("debug_"):
         wholes = {v: checkpoint_name(x, "shown") for v, x in wholes.items()}
     outs: list[ArrayLike] = [*evaluate(jaxpr, [eqn], wholes).values()]
-    # And it runs a loop again whose results are needed, under any policy.
+    # Without a name for its results, JAX would run a loop again under any policy.
     return [checkpoint_name(x, "end") for x in outs] if eqn.primitive.name == "while" else outs
 
 
@@ -308,7 +310,7 @@ def _remade(
     wholes = [_whole(values[v]) for v in names]
     moving = _moving(run, wholes)
     outs = enumerate(_made_again(run)(*wholes))
-    # A call has a gradient for each result. A loop, for one, may have none for those that do not.
+    # A call has a gradient for each result; `stop_gradient` drops it where the equation has none.
     return [x if i in moving else lax.stop_gradient(x) for i, x in outs], moving
 
 
@@ -321,7 +323,7 @@ def _moving(run: Callable[..., list[ArrayLike]], given: Sequence[ArrayLike]) -> 
 
         def moved(
             ins: tuple[ArrayLike], tangents: tuple[ArrayLike]
-        ) -> tuple[ArrayLike, ArrayLike]:  # not called without tangents
+        ) -> tuple[ArrayLike, ArrayLike]:  # JAX calls it only with tangents.
             moving.add(i)
             return ins[0], tangents[0]
 
@@ -342,7 +344,7 @@ def _fixed(values: Sequence[jax.Array], made: Sequence[Origin]) -> tuple[jax.Arr
 
 
 def _made_again(run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """A function of parameters alone, whose results are not kept for the backward pass."""
+    """Makes a function of parameters alone a call; the backward pass keeps no results of it."""
     return forgotten(
         run,
         lambda *given: (forgotten(run)(*given), given),

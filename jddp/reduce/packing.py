@@ -1,11 +1,11 @@
 """Packings: forms in which gradients of a bucket are sent, and each replica's part of the mean.
 
-    WholeLeaves      as they are, or in one vector; each replica gets the whole mean
-    ShardedLeaves    cut into a shard for each replica (`shards`), which gets its shard of the mean;
+    WholeLeaves      leaves as they are, or in one vector; each replica gets the whole mean
+    ShardedLeaves    leaves cut into shards (`shards`); each replica gets its shard of the mean, and
                      an update in shards needs no more
 
 Only some hooks can reduce the arrays of a packing, so both are made together: `bucketed` for a hook
-that averages what it is given, and in `choose_packing` a reduce-scatter. The packing of logical
+that averages whole arrays, and `choose_packing` also for a reduce-scatter. The packing of logical
 replicas is `jddp.workbench.logical_replicas.RowsOfSums`.
 """
 
@@ -36,7 +36,7 @@ from jddp.reduce.shards import Groups, own_shard, pack, shard_shape
 
 BucketLayout = Literal["leaf", "flat"]
 SMALL_BYTES = 64 * 1024  # Smaller leaves are packed: a copy costs less than a round of the network.
-MANY = 64  # leaves of a bucket that are packed where there is no network
+MANY = 64  # Limit of the leaves of a bucket that are packed where there is no network.
 NOTES = {
     "leaf": ("layout leaf", "XLA fuses the buckets: all of them on CPUs, up to their size on GPUs"),
     "flat": ("layout flat",),
@@ -51,9 +51,9 @@ class Packing:
 
     Attributes:
       layout: Whether only the small leaves of a bucket share an array ("leaf"), or all ("flat").
-      max_packed: Largest number of leaves that share an array in the leaf layout; where a bucket
-        has more small ones, all are sent alone.
-      keeps_shards: Whether each replica gets its shard of the mean, and not all of it.
+      max_packed: Largest number of leaves that share an array in the leaf layout. If a bucket has
+        more small leaves, all are sent alone.
+      keeps_shards: Whether each replica gets only its shard of the mean.
     """
 
     layout: BucketLayout
@@ -61,9 +61,9 @@ class Packing:
     keeps_shards: ClassVar[bool] = False
 
     def members(self, planned: Bucket) -> tuple[tuple[int, ...], ...]:
-        """Returns which leaves of a bucket share an array on the wire, by their places in it."""
-        # Packing copies. For a large leaf that costs more than it saves where the compiler fuses
-        # leaves itself; a small one alone would cost gloo a round of the network.
+        """Returns the places of a bucket's leaves, in groups that share an array on the wire."""
+        # Packing copies. A copy of a large leaf costs more than it saves where the compiler fuses
+        # leaves itself; a small leaf alone would cost gloo a round of the network.
         limit = math.inf if self.layout == "flat" else SMALL_BYTES / planned.dtype.itemsize
         packed = [i for i, shape in enumerate(planned.shapes) if math.prod(shape) < limit]
         if self.layout == "leaf" and len(packed) > self.max_packed:
@@ -103,12 +103,12 @@ class WholeLeaves(Packing):
 
 
 class ShardedLeaves(Packing):
-    """Leaves cut to (replicas, shard), of whose mean a replica gets its row, its `own_shard`."""
+    """Cuts leaves to (replicas, shard); a replica gets its row of the mean, its `own_shard`."""
 
     keeps_shards = True
 
     def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
-        """Cuts the leaves, side by side."""
+        """Cuts the leaves, and puts them side by side."""
         return pack(leaves, lax.axis_size(axis))
 
     def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
@@ -121,22 +121,23 @@ class ShardedLeaves(Packing):
         return own_shard(leaf, axis)
 
 
-# A packing, its hook, and the name of a custom hook; "" for none.
+# A packing, its hook, and the name of a custom hook: "" for none.
 Packed = tuple[Packing, CommHook, str]
 
 
 def bucketed(layout: BucketLayout, hook: CommHook | None, *, on_network: bool = True) -> Packed:
-    """Whole leaves, and the hook that averages them: a custom one, which is checked, or the mean.
+    """Returns whole leaves, and the hook that averages them: a checked custom hook, or the mean.
 
     Args:
       layout: "leaf" or "flat".
       hook: A custom hook, or None.
-      on_network: Whether the devices may be of several processes. Where they are not, packing many
+      on_network: Whether the devices may be of several processes. On one process, packing many
         leaves saves less than it costs: XLA:CPU compiles a kernel for each leaf that is cut from a
-        vector, and for leaves as they are one for each shape.
+        vector, but only one for each shape of leaves that are sent as they are.
 
     Raises:
-      ConfigError: If it is no hook; in the step, if it returns a bucket or state of another form.
+      ConfigError: If `hook` is no hook; in the step, if it returns a bucket or state of another
+        form.
     """
     if hook is None:
         return WholeLeaves(layout, math.inf if on_network else MANY), narrow(mean_hook()), ""
@@ -157,7 +158,7 @@ def choose_packing(
     on_network: bool,
     is_sharded: bool,
 ) -> Packed:
-    """Returns a packing with its hook, and the hook's name.
+    """Returns a packing, its hook, and the name of a custom hook.
 
     Args:
       layout: "leaf" or "flat".
@@ -166,7 +167,7 @@ def choose_packing(
       on_network: Whether the devices are of several processes.
       is_sharded: Whether a replica needs only its shard of the mean.
     """
-    # A custom hook promises the mean of whole leaves; each replica then takes its shard of it.
+    # A custom hook promises the mean of whole leaves. Each replica takes its shard of that mean.
     if not is_sharded or hook is not None:
         return bucketed(layout, hook, on_network=on_network or platform != "cpu")
     return ShardedLeaves(layout), narrow(mean_hook(average_of_shards(platform))), ""
@@ -217,7 +218,7 @@ def scatter_mean(tree: Tree, axis: str, groups: list[list[int]] | None = None) -
 
 
 def exchange_mean(tree: Tree, axis: str, groups: list[list[int]] | None = None) -> Tree:
-    """The same, by sending each row to its replica, and adding it there, in float32 at least.
+    """Takes the same mean by sending each row to its replica, and adds in float32 at least.
 
     As many bytes are sent. Between processes XLA:CPU's reduce-scatter fails where one waits 30
     seconds for another (https://github.com/jax-ml/jax/issues/40831); an all-to-all waits.
@@ -227,8 +228,8 @@ def exchange_mean(tree: Tree, axis: str, groups: list[list[int]] | None = None) 
         rows = lax.all_to_all(
             x, axis, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups
         )
-        # Added in half precision, a small gradient would vanish next to a large partial sum. The
-        # wire carries the wire dtype all the same.
+        # In half precision a small gradient would vanish next to a large partial sum. The wire
+        # carries the wire dtype in any case.
         total = add_in_pairs(rows.astype(jnp.promote_types(x.dtype, jnp.float32)))
         return (total / len(x)).astype(x.dtype)
 

@@ -27,11 +27,11 @@ class Bucket:
     """Leaves of one dtype that are averaged by one collective.
 
     Attributes:
-      paths: The leaves' names, in the order in which they are packed.
-      leaves: Their positions among the leaves of the gradient tree.
-      shapes: Their shapes.
-      dtype: Their common dtype.
-      wire_dtype: Their dtype on the wire.
+      paths: Names of the leaves, in the order in which they are packed.
+      leaves: Positions of the leaves in the gradient tree.
+      shapes: Shapes of the leaves.
+      dtype: Common dtype of the leaves.
+      wire_dtype: Dtype of the leaves on the wire.
     """
 
     paths: tuple[str, ...]
@@ -104,12 +104,12 @@ class BucketPlan(Shown):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of all buckets, which each replica contributes to an optimizer step."""
+        """Bytes that each replica contributes to an optimizer step, in all buckets."""
         return sum(bucket.bytes for bucket in self.buckets)
 
     @property
     def headline(self) -> str:
-        """Number of buckets and units, and what they hold, in a line."""
+        """Number of buckets and units, and their size, in a line."""
         if self.group_size and not (self.units or self.buckets):
             return "units of divided parameters, known once there is a batch"
         size = in_mebibytes(self.wire_bytes + sum(x.bytes for x in self.units))
@@ -153,7 +153,7 @@ def _cells(bucket: Bucket) -> tuple[str, ...]:
 
 
 def _table_rows(noun: str, last: str, found: Sequence[tuple[Bucket, str]]) -> Iterator[str]:
-    """The lines of a table; buckets of one size, number of leaves and dtype share one.
+    """The lines of a table; buckets of equal size, number of leaves and dtype share a line.
 
     Args:
       noun: Head of the numbers.
@@ -200,8 +200,8 @@ def plan_buckets(
 ) -> BucketPlan:
     """Groups the leaves of `tree` into buckets of one dtype each.
 
-    Leaves are taken in the order in which the backward pass finishes them; where that is not known,
-    last to first. Each dtype fills a bucket of its own; a bucket is closed when the next leaf would
+    Leaves are taken in the order in which the backward pass finishes them, or from last to first if
+    that is not known. Each dtype fills its own buckets. A bucket is closed when the next leaf would
     take it over its limit. A leaf larger than the limit gets a bucket of its own: leaves are never
     split. Buckets are ordered by their last leaf, so that each can leave as soon as it is complete.
     Leaves without elements are left out.
@@ -216,8 +216,8 @@ def plan_buckets(
       is_left_out: Function of a shape: whether such leaves are in no bucket; None for none.
 
     Returns:
-      A plan in which every leaf of `tree` that is not left out, has elements and a gradient, stands
-      exactly once.
+      A plan with every leaf of `tree` exactly once, except leaves that are left out, have no
+      elements or get no gradient.
 
     Raises:
       ConfigError: If a leaf is not a floating or complex array.
@@ -225,18 +225,18 @@ def plan_buckets(
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
       VLDB 2020, section 3.2.3. https://arxiv.org/abs/2006.15704. There a bucket closes once it
-      has reached its limit; here it never passes it.
+      has reached its limit; here a bucket never passes its limit.
     """
     limits = (bucket_bytes,) if isinstance(bucket_bytes, int) else tuple(bucket_bytes)
     leaves = [
         _leaf(i, path, leaf, wire_dtype)
         for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree))
     ]
-    # Where nothing is measured, the last layers are taken to be finished first, as PyTorch DDP does
-    # before its first backward pass.
+    # Without a measured order, the last layers count as finished first, as in PyTorch DDP before
+    # its first backward pass.
     when = [-i for i in range(len(leaves))] if ready is None else ready
-    # Known from the traced program, and so before any step and the same in every process: no
-    # replica waits for a gradient that never comes, which DDP finds at run time.
+    # The traced program shows them before any step, and the same in every process: no replica waits
+    # for a gradient that never comes. DDP finds them at run time.
     unused = tuple(leaf.path for leaf in leaves if when[leaf.position] is None)
     # If leaves are finished at once, the last of the tree comes first.
     rank = {leaf.position: (when[leaf.position], -leaf.position) for leaf in leaves}
@@ -245,8 +245,8 @@ def plan_buckets(
         sent = [x for x in sent if not is_left_out(x.shape)]
     sent.sort(key=lambda leaf: rank[leaf.position])
     groups = _fill(sent, limits)
-    # Buckets of several dtypes fill side by side, and may be complete in another order than that in
-    # which they were opened. All replicas reduce in this one order, or collectives would hang.
+    # Buckets of several dtypes fill side by side, and may be completed in another order than they
+    # were opened. All replicas reduce in this one order, or collectives would hang.
     groups.sort(key=lambda group: rank[group[-1].position])
     return BucketPlan(tuple(map(_bucket, groups)), unused)
 
@@ -258,8 +258,8 @@ def _fill(leaves: Sequence[_Leaf], limits: Sequence[int]) -> list[list[_Leaf]]:
     num_opened: dict[np.dtype, int] = {}
     room: dict[np.dtype, int] = {}
     for leaf in leaves:
-        # Closed before the limit, not after it: a bucket waits for its last leaf, so a large leaf
-        # added to a nearly full bucket would delay all that is finished in it.
+        # A bucket is closed before its limit, not after it: it waits for its last leaf, so a large
+        # leaf would delay all finished leaves of a nearly full bucket.
         if leaf.dtype not in filling or leaf.bytes > room[leaf.dtype]:
             num = num_opened.get(leaf.dtype, 0)
             num_opened[leaf.dtype] = num + 1

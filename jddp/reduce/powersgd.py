@@ -1,4 +1,4 @@
-"""PowerSGD: gradients are sent as two thin factors; what these leave out is sent later.
+"""PowerSGD: gradients are sent as two thin factors; the rest is sent later.
 
     reduction = jddp.Reduction(hook=jddp.powersgd(rank=2))
 
@@ -31,17 +31,17 @@ from jddp.reduce.plan import Bucket, BucketPlan
 
 
 class State(TypedDict, total=False):
-    """What a replica keeps between steps, by the paths of leaves; in a checkpoint, too."""
+    """The state that a replica keeps between steps and in checkpoints, by the paths of leaves."""
 
     step: Array
     unsent: dict[str, Array]
     q: dict[str, Array]
 
 
-# Rounding leaves this fraction of a column in the span of those before it, which is no direction.
+# Rounding leaves this fraction of a column in the span of the earlier columns: it is no direction.
 ROUNDING = 1e-5
 
-# Full float32: the default on GPUs may be TF32, whose rounding is larger than `ROUNDING`.
+# Products need full float32: the default on GPUs may be TF32, whose rounding exceeds `ROUNDING`.
 _product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
@@ -55,24 +55,24 @@ def powersgd(
 ) -> CommHook:
     """Returns a hook that sends matrices of low rank in place of gradients.
 
-    A leaf of two or more dims is a matrix of its last dim and all others: in Flax the last dim of a
-    kernel are the features that a layer returns, the others those that it takes. Leaves of fewer
-    dims, complex ones, and those that would not become small enough are sent exactly. A bucket
-    costs two collectives: one of its exact leaves together with each P, and one of each Q.
+    A leaf of two or more dims is a matrix of its last dim and all others. In Flax the last dim of a
+    kernel are the features that a layer returns, and the others are the features that it takes.
+    Leaves of fewer dims, complex leaves, and leaves that would not become small enough are sent
+    exactly. A bucket costs two collectives: one for its exact leaves and each P, one for each Q.
 
     The hook state of a replica is the error of compression that it has not sent, in float32, as
     large as the parameters. It is kept as a gradient of the replica's mean loss, and so keeps its
-    weight whatever number of rows the next step has. On another number of replicas each begins with
+    weight for any number of rows in the next step. On another number of replicas each begins with
     the mean of all states: the sum of all applied gradients, plus the mean error, stays the sum
     of all gradients. Masked entries count in that weight: in a batch that is mostly masked, the
     error weighs more than its rows do.
 
     Args:
       rank: Number of columns of P and Q.
-      start_step: Number of exact steps before the first compressed one: gradients change most in
-        the beginning. PyTorch demands two where there is hook state, since its buckets change after
-        the first; here buckets are planned before it, and 0 will do. With any other number a bucket
-        is sent in a branch, and XLA hides no branch behind the backward pass.
+      start_step: Number of exact steps before the first compressed step: gradients change most in
+        the beginning. PyTorch demands two steps for a hook with state, since its buckets change
+        after the first. Here buckets are planned before the first step, and 0 is enough. With any
+        other number a bucket is sent in a branch, and XLA hides no branch behind the backward pass.
       min_compression_rate: Factor by which fewer numbers must be sent for a leaf to be compressed.
       error_feedback: Whether the error of compression is kept, and sent later.
       warm_start: Whether Q begins with the last step's Q, and not with random numbers.
@@ -82,8 +82,8 @@ def powersgd(
 
     References:
       Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-      Optimization", NeurIPS 2019, algorithms 1 and 2. https://arxiv.org/abs/1905.13727. Here the
-      optimizer comes after, whatever it is; there, momentum is applied to decompressed gradients.
+      Optimization", NeurIPS 2019, algorithms 1 and 2. https://arxiv.org/abs/1905.13727. Here any
+      optimizer comes after the hook; there, momentum is applied to decompressed gradients.
     """
     counts = isinstance(rank, int) and isinstance(start_step, int) and rank >= 1 and start_step >= 0
     if not (counts and min_compression_rate > 0):
@@ -113,7 +113,7 @@ class _PowerSGD:
         return state
 
     def powersgd(self, bucket: GradBucket, state: State, axis: str) -> tuple[GradBucket, State]:
-        """The `reduce` of the hook, by whose name reports call it."""
+        """The `reduce` of the hook; its name stands in reports."""
         if not self._matrices(bucket.planned):
             bucket = mean_over(axis, bucket)
         elif self.start_step == 0:
@@ -143,17 +143,17 @@ class _PowerSGD:
         sides, scale = self._matrices(bucket.planned), bucket.scale
         leaves = dict(zip(bucket.planned.paths, bucket.leaves, strict=True))
         exact = {path: leaf for path, leaf in leaves.items() if path not in sides}
-        # In units of the replica's mean loss: a sum over rows would weigh the kept error by the
-        # number of rows of the step in which it arose.
+        # M is in units of the replica's mean loss: a sum over rows would weigh the kept error by
+        # the number of rows of its step.
         m = {path: _wide(leaves[path]).reshape(x[:2]) * scale for path, x in sides.items()}
         if self.error_feedback:
             m = {path: x + state["unsent"][path] for path, x in m.items()}
         drawn = self._draw(state["step"], sides)
         q = {path: self._columns(state, path, x) for path, x in drawn.items()}
 
-        dtype = bucket.values[0].dtype  # of the wire
+        dtype = bucket.values[0].dtype  # The dtype on the wire.
         p = {path: _product(x, q[path]).astype(dtype) for path, x in m.items()}
-        # One vector of all factors and exact leaves: each array by itself would cost a latency.
+        # One vector holds all factors and exact leaves: each array by itself would cost a latency.
         p, exact = _mean_as_one(axis, (p, exact))
         p = {path: _orthonormal(_wide(x)) for path, x in p.items()}
         q = {path: _product(x.T, p[path]).astype(dtype) for path, x in m.items()}
@@ -161,7 +161,7 @@ class _PowerSGD:
         got = {path: (_product(p[path], q[path].T) / scale).astype(dtype) for path in sides}
 
         if self.error_feedback:
-            # Less what the optimizer gets, so that rounding on the wire is sent later too.
+            # The gradient for the optimizer is subtracted: rounding on the wire is sent later, too.
             unsent = {path: x - _wide(got[path]) * scale for path, x in m.items()}
             state = {**state, "unsent": state["unsent"] | unsent}
         if self.warm_start:
@@ -170,9 +170,9 @@ class _PowerSGD:
         return bucket.with_leaves([*leaves.values()]), state
 
     def _draw(self, step: Array, sides: dict[str, tuple[int, int, int]]) -> dict[str, Array]:
-        """A random Q for each leaf, another at each step, the same on every replica.
+        """Draws a random Q for each leaf: another at each step, the same on every replica.
 
-        One array for all leaves of a bucket: each call is some hundred operations of the program.
+        One array serves all leaves of a bucket: each call is some hundred operations in a program.
         """
         # threefry's numbers are the same under `vmap`; the default generator's need not be.
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), step)
@@ -188,7 +188,7 @@ class _PowerSGD:
 
 
 def _mean_as_one(axis: str, tree: Tree) -> Tree:
-    """The mean over the replicas, of one vector of all arrays."""
+    """The mean over the replicas, taken of one vector with all arrays."""
     vector, unravel = ravel_pytree(tree)
     return unravel(mean_over(axis, vector))
 
@@ -198,7 +198,7 @@ def _wide(x: Array) -> Array:
 
 
 def _unit(x: Float[Array, "n r"]) -> Float[Array, "n r"]:
-    """Columns of length 1; one of zeros stays so."""
+    """Scales columns to length 1; a column of zeros stays zero."""
     # A gradient of zeros must give zeros, and not 0 / 0 on every replica.
     length = jnp.linalg.norm(x, axis=0, keepdims=True)
     return x / jnp.where(length == 0, 1, length)
@@ -207,8 +207,8 @@ def _unit(x: Float[Array, "n r"]) -> Float[Array, "n r"]:
 def _orthonormal(x: Float[Array, "m r"]) -> Float[Array, "m r"]:
     """An orthonormal basis of the columns, by Gram and Schmidt; zeros where one adds nothing.
 
-    Projected twice, since the first time leaves rounding in the earlier directions (Giraud,
-    Langou and Rozloznik, 2005). Zeros send nothing, where a basis of rounding would send noise.
+    Each column is projected twice, since the first time leaves rounding in the earlier directions
+    (Giraud, Langou and Rozloznik, 2005). A column of rounding would send noise; zeros send nothing.
     """
 
     def add_column(i: Array, done: Array) -> Array:

@@ -4,22 +4,21 @@ A network with hundreds of small leaves pays one launch latency per leaf. Here l
 into buckets, and each bucket is averaged by `lax.pmean`, in one of two layouts:
 
     leaf   the large leaves of a bucket are reduced as they are, the small ones as one vector; the
-           compiler fuses what it is given
+           compiler fuses them
     flat   a bucket is packed into one vector, which is reduced by exactly one collective
 
 XLA packs fused leaves on GPUs anyway, so `flat` costs nothing there and fixes the number of
-collectives. On CPUs packing is a copy, dear for large leaves; but a collective makes one round of
-the network for each array in it, dearer for small ones.
+collectives. On CPUs packing is a copy, which is expensive for large leaves. But a collective makes
+one round of the network for each array in it, which costs more for small leaves.
 
-One loop reduces the buckets, after the backward pass or inside it, each where its last gradient is
-made: which of the two, the gradients decide (`gradients`).
+One loop reduces the buckets, each where its last gradient is made. The gradients decide whether
+that is after the backward pass or inside it (`backward`).
 
 This room knows trees of arrays and the name of one mesh axis, and nothing of models, meshes or
 configs.
 
-The meaning of "auto" on each kind of hardware is decided here. XLA merges collectives that it was
-given separately, unless an option forbids it: `compiler_options` returns these options, for one
-function.
+The meaning of "auto" on each kind of hardware is decided here. XLA merges separate collectives
+unless an option forbids it: `compiler_options` returns these options for one function.
 """
 
 import os
@@ -56,8 +55,8 @@ class Reducer:
       hook_name: Name of a custom hook, for reports; "" for the mean.
       wire_dtype: Dtype to which wider floats are cast on the wire, or None.
       seen: Function of the hook and the units of a step that returns the hook to call.
-      is_divided: Function of a leaf's shape: whether it is in no bucket, since it has been averaged
-        where it was made; None where all leaves are sent.
+      is_divided: Function of a leaf's shape: whether the leaf is in no bucket, since it has been
+        averaged already; None if all leaves are sent.
     """
 
     axis: str
@@ -70,11 +69,11 @@ class Reducer:
     is_divided: Callable[[Shape], bool] | None = None
 
     def plan(self, tree: PyTree, ready: Sequence[int | None] | None = None) -> BucketPlan:
-        """Plans buckets for gradients like `tree`, which are finished at `ready` if that is known.
+        """Plans buckets for gradients like `tree`, in the order in which they are finished.
 
         Args:
           tree: Gradients, or their shapes and dtypes.
-          ready: Order in which gradients are finished, `Backward.ready`; None where it is unknown.
+          ready: Order in which gradients are finished, `Backward.ready`; None if it is unknown.
 
         Raises:
           ConfigError: If a leaf is not a floating or complex array.
@@ -95,10 +94,10 @@ class Reducer:
     def __call__(
         self, grads: Gradients, comm_state: HookState, plan: BucketPlan, units: Units = PLAIN
     ) -> tuple[Grads, HookState]:
-        """Averages gradients, one bucket after the other, each where its last one is finished.
+        """Averages gradients bucket by bucket, each where its last gradient is finished.
 
         Args:
-          grads: Gradients of this replica, of the structure that was planned for.
+          grads: Gradients of this replica, in the structure of the plan.
           comm_state: State of the hook.
           plan: The buckets.
           units: Factors of the gradients.
@@ -109,19 +108,19 @@ class Reducer:
         run, hook = grads.start(), self.seen(self.hook, units)
         done: dict[int, jax.Array] = {}
         flying: list[GradBucket] = []
-        # All replicas follow the order of the plan: a collective waits for the same one
-        # everywhere. The hook state passes from bucket to bucket.
+        # All replicas follow the order of the plan, because each collective needs all of them. The
+        # hook state passes from bucket to bucket.
         for index, planned in enumerate(plan.buckets):
             bucket = self._pack(run.take(planned.leaves), plan, index, units.bucket_scale)
-            # The bucket before is unpacked only after this barrier: unpacked where it was sent, it
-            # would make the backward pass wait for the network.
+            # The previous bucket is unpacked only after this barrier. Unpacking it at once would
+            # make the backward pass wait for the network.
             bucket, flying = run.hold(bucket, flying)
             done |= self._arrived(flying)
-            # The name by which profiles and compiled programs show it.
+            # Profiles and compiled programs show this name.
             with jax.named_scope(f"bucket_{index}"):
                 bucket, comm_state = hook.reduce(bucket, comm_state, self.axis)
             flying = [bucket]
-        # Leaves in no bucket: gradients that are zero on every replica, so that nothing is sent for
+        # The leaves in no bucket are gradients that are zero on every replica: nothing is sent for
         # them.
         rest = run.rest({i for planned in plan.buckets for i in planned.leaves})
         done |= self._arrived(flying)
@@ -129,7 +128,7 @@ class Reducer:
         return jax.tree.unflatten(grads.treedef, [done[i] for i in sorted(done)]), comm_state
 
     def gather(self, shards: Params, like: Params, plan: BucketPlan) -> Params:
-        """Gathers the shards of all replicas, with one all-gather where one array was reduced.
+        """Gathers the shards of all replicas, with one all-gather for each array that was reduced.
 
         Args:
           shards: Shards of arrays, as `own_shard` cuts them.
@@ -146,8 +145,8 @@ class Reducer:
             for planned in plan.buckets
             for members in self.packing.members(planned)
         ]
-        # Shards are gathered in the groups in which gradients were sent: as few collectives, and as
-        # few latencies. Arrays without a gradient follow one by one.
+        # Shards are gathered in the same groups in which gradients were sent, so that there are as
+        # few collectives and latencies. Arrays without a gradient follow one by one.
         for members in (*sent, *([i] for i in sorted({*range(len(leaves))}.difference(*sent)))):
             with jax.named_scope("parameters"):
                 row = jnp.concatenate([leaves[i].ravel() for i in members])
@@ -216,8 +215,8 @@ def make_reducer(
     Raises:
       ConfigError: If the dtype is unknown.
     """
-    # The mean is linear: a loss scale passes through it. A custom hook need not be, or has state of
-    # other steps, so it is called without the scale.
+    # The mean is linear: a loss scale passes through it. A custom hook may be nonlinear, or have
+    # state of other steps, so it is called without the scale.
     packing, hook, name = packed
     seen = seen if name else as_is
     dtype = half_precision("wire_dtype", wire_dtype)
@@ -241,8 +240,8 @@ def average_gradients(
 
     Under `shard_map` build the step with `check_vma=False`, or take the gradient at
     `jax.lax.pcast(params, axis, to="varying")`: without either, JAX has already summed
-    the gradients of replicated parameters, which is refused. examples/bring_your_own_step.py shows
-    both, and `pmap`.
+    the gradients of replicated parameters, and they are refused. examples/bring_your_own_step.py
+    shows both, and `pmap`.
 
     Args:
       axis: Name of the mapped axis.
@@ -284,7 +283,7 @@ def average_gradients(
 def choose_layout(
     layout: str, overlap: bool | str, platform: Callable[[], str]
 ) -> tuple[BucketLayout, bool]:
-    """Returns a layout, and whether buckets are sent inside the backward pass; resolves "auto".
+    """Resolves "auto"; returns a layout, and whether buckets are sent inside the backward pass.
 
     Args:
       layout: "leaf", "flat" or "auto".
@@ -295,7 +294,7 @@ def choose_layout(
       ConfigError: If the layout is unknown.
     """
     check_choice("layout", layout, ("auto", *get_args(BucketLayout)))
-    # Called only where the answer matters: asking for the platform starts JAX's backend.
+    # `platform` is called only where the answer matters: it starts JAX's backend.
     on_gpu = "auto" in (layout, overlap) and platform() in GPUS
     if overlap == "auto":
         overlap = on_gpu and layout != "leaf"
@@ -305,7 +304,7 @@ def choose_layout(
 
 
 def compiler_options(reducer: Reducer, platform: str) -> dict[str, bool | int | str]:
-    """Returns options for `jax.jit` with which XLA leaves the buckets as they are.
+    """Returns options for `jax.jit` that make XLA leave the buckets as they are.
 
     On GPUs the combiner merges all-reduces up to 30 MiB: its threshold becomes 0 for flat buckets
     and the bucket size for single leaves. On CPUs one pass merges all of them: it is switched off
@@ -317,25 +316,25 @@ def compiler_options(reducer: Reducer, platform: str) -> dict[str, bool | int | 
     options: dict[str, bool | int | str] = {}
     if platform == "cpu":
         options["xla_cpu_copy_insertion_use_region_analysis"] = True
-        # Merged buckets would all wait for the last of them.
+        # Merged buckets would all wait for the last bucket.
         if is_flat:
             options["xla_disable_hlo_passes"] = "cpu-all-reduce-combiner"
     elif platform in GPUS:
-        # The last size repeats: all buckets but the first few have it.
+        # The last size repeats: all buckets except the first few have it.
         threshold = 0 if is_flat else reducer.bucket_bytes[-1]
-        # ZeRO-1 sends shards of gradients and gathers parameters, for which XLA has other
-        # thresholds.
+        # ZeRO-1 sends shards of gradients and gathers parameters. XLA has other thresholds for
+        # these collectives.
         kinds = ("reduce_scatter", "all_gather") if packing.keeps_shards else ("all_reduce",)
         for kind in kinds:
             options[f"xla_gpu_{kind}_combine_threshold_bytes"] = threshold
-        if reducer.is_divided is not None:  # units are packed, whatever the layout of the rest
+        if reducer.is_divided is not None:  # Units are packed in any layout.
             for kind in ("reduce_scatter", "all_gather"):
                 options[f"xla_gpu_{kind}_combine_threshold_bytes"] = 0
     return unless_set(options)
 
 
 def unless_set(options: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
-    """Returns options of a compiled function, but for flags that the user has set."""
-    # An option would replace the flag of its name.
+    """Returns options of a compiled function, except flags that the user has set."""
+    # An option would replace the flag with its name.
     set_by_user = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in set_by_user}

@@ -1,15 +1,15 @@
 """Arrays cut into shards, one for each replica.
 
 An array is flattened, filled up with zeros and cut into rows of equal length, one for each replica.
-A shard keeps the number of dims of its array, so that an optax mask by that number still works.
+A shard keeps the number of dims of its array, so that an optax mask by number of dims still works.
 
     kernel (3, 3, 10) on 4 replicas  ─►  4 rows of 23, the last with 2 zeros  ─►  shards (23, 1, 1)
 
-Or it is divided along one of its dims, and keeps its shape but for that dim:
+Or an array is divided along one of its dims, and keeps the other dims:
 
     kernel (768, 3072) on 8 replicas  ─►  parts (768, 384), along dim 1
 
-Several groups of replicas may divide it, each among its own replicas.
+Several groups of replicas may divide an array, each among its own replicas.
 """
 
 import dataclasses
@@ -56,12 +56,12 @@ def cut(x: jax.Array, num_shards: int) -> jax.Array:
     """Cuts an array into rows, (num_shards, shard)."""
     size = math.prod(shard_shape(x.shape, num_shards))
     # Collectives need rows of equal length on all replicas. Each array is cut by itself, so that
-    # every replica has a share of each, and all updates take equally long.
+    # every replica has a share of each array, and all updates take equally long.
     return jnp.pad(x.ravel(), (0, num_shards * size - x.size)).reshape(num_shards, size)
 
 
 def pack(arrays: Sequence[jax.Array], num_shards: int) -> jax.Array:
-    """Cuts arrays of one dtype, side by side: (num_shards, all their shards)."""
+    """Cuts arrays of one dtype and puts them side by side: (num_shards, all their shards)."""
     return jnp.concatenate([cut(x, num_shards) for x in arrays], axis=1)
 
 
@@ -88,9 +88,9 @@ def shard_shape(shape: Shape, num_shards: int) -> Shape:
 
 
 def divided_dim(shape: Shape, num: int) -> int | None:
-    """The dim along which an array is divided over so many replicas; None for one that stays whole.
+    """The dim along which an array is divided over `num` replicas; None if it stays whole.
 
-    Depends on the shape alone, so a moving average and an optimizer's state are divided equally.
+    It depends on the shape alone, so a moving average and an optimizer's state are divided equally.
     """
     fitting = [dim for dim, size in enumerate(shape) if size and size % num == 0]
     return max(fitting, key=lambda dim: shape[dim], default=None) if math.prod(shape) else None
@@ -105,7 +105,7 @@ def whole(x: jax.Array, dim: int | None, axis: str, groups: Groups) -> jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """Arrays are flattened and cut, as `own_shard` does.
+    """Flattens arrays and cuts them, as `own_shard` does.
 
     Attributes:
       axis: Name of the axis of the replicas.
@@ -131,7 +131,7 @@ class Flat:
 
 @dataclasses.dataclass(frozen=True)
 class AlongDim:
-    """Arrays are divided along a dim, `divided_dim`; one that has none is whole on each replica.
+    """Divides arrays along their `divided_dim`; an array without one is whole on each replica.
 
     Attributes:
       axis: Name of the axis of the replicas.

@@ -1,6 +1,6 @@
 """Parameters divided over the replicas, and gathered unit by unit.
 
-A parameter keeps its shape, and is divided along one of its dims: the largest that the number of
+A parameter is not flattened, but divided along one of its dims: the largest that the number of
 replicas divides, or none. A unit is several parameters of one dtype that are gathered by one
 all-gather. Its transpose, in the backward pass, is one reduce-scatter: each replica gets its part
 of the mean of the gradients.
@@ -8,13 +8,13 @@ of the mean of the gradients.
     kernel (768, 3072) on 8 replicas  ─►  (768, 384) on each        dim 1
     bias (10,) on 8 replicas          ─►  whole on each             None
 
-Where groups of replicas divide parameters, each by itself, replicas get their parts of the mean of
-their group. These are averaged between groups once for a step, in buckets.
+If groups of replicas divide parameters, each by itself, replicas get their parts of their group's
+mean. These parts are averaged between groups once for a step, in buckets.
 
 Units are planned from the equations of a program. Parameters are gathered in the order of their
-first use. One that the program only casts to a narrower float, as mixed precision does, is cast
-first and gathered in that dtype: half the bytes. A region that is recomputed, and the body of a
-scan over a parameter, are programs of their own.
+first use. A parameter that the program only casts to a narrower float, as in mixed precision, is
+cast first and gathered in that dtype: half the bytes. A region that is recomputed, and the body of
+a scan over a parameter, are programs of their own.
 
     for unit in plan_units(jaxpr, [Part(...), ..., rows], unit_bytes):
         print(unit.paths, unit.wire_dtype)
@@ -51,7 +51,7 @@ class Part:
       value: The part, in the parameter's dtype.
       dim: Dim along which the parameter is divided.
       shape: Shape of the whole parameter.
-      cast: Narrower dtype to which the program has cast the parameter; None for its own.
+      cast: Narrower dtype to which the program has cast the parameter; None for its own dtype.
       whole: Function that returns the whole parameter; None outside of a program.
       name: Path of the parameter, for plans.
     """
@@ -97,9 +97,9 @@ class Input(NamedTuple):
 
 
 def plan_units(jaxpr: Jaxpr, given: Sequence[PyTree], unit_bytes: tuple[int, ...]) -> list[Bucket]:
-    """Returns the units of a program, whose `leaves` are places among its inputs.
+    """Returns the units of a program; their `leaves` are places among its inputs.
 
-    Each parameter that the program needs whole stands in exactly one.
+    Each parameter that the program needs whole stands in exactly one unit.
 
     Args:
       jaxpr: The program.
@@ -114,7 +114,7 @@ def plan_units(jaxpr: Jaxpr, given: Sequence[PyTree], unit_bytes: tuple[int, ...
             if needs_whole(eqn, i, x.part):
                 first.setdefault(x.place, num)
                 seen[x.place].add(x.part.dtype)
-    # Seen in several dtypes, a parameter is gathered once, in its own.
+    # A parameter that is seen in several dtypes is gathered once, in its own dtype.
     sent = {i: min(seen[i]) if len(seen[i]) == 1 else np.dtype(parts[i].value.dtype) for i in parts}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.value.dtype) for x in parts.values()]
     places, units = [*parts], []
@@ -139,7 +139,7 @@ def list_units(
 
     Args:
       jaxpr: The program.
-      given: Inputs of the program, as of `plan_units`; parts may be shapes.
+      given: Inputs of the program, as for `plan_units`; parts may be shapes.
       unit_bytes: Largest sizes of units.
       num_slices: Number of times that a pass runs the program.
       num_passes: Number of passes that gather: 2 if the backward pass does.
@@ -160,7 +160,7 @@ def list_units(
 
 
 def takers(jaxpr: Jaxpr, given: Sequence[PyTree]) -> Iterator[tuple[JaxprEqn, dict[int, Input]]]:
-    """Yields the equations that take parameters, inside of calls too, and which: by operand."""
+    """Yields equations that take parameters, inside calls too, with the parameters by operand."""
     names = {
         v: Input(i, x)
         for i, (v, x) in enumerate(zip(jaxpr.invars, given, strict=True))
@@ -193,7 +193,7 @@ def is_narrowing(eqn: JaxprEqn, x: PyTree) -> bool:
     """Whether an equation whose first operand is `x` casts a parameter to a narrower float."""
     if eqn.primitive.name != "convert_element_type" or not isinstance(x, Part):
         return False
-    if x.cast is not None:  # a second cast would round in another way than both
+    if x.cast is not None:  # Two casts round twice; one cast to the last dtype would not.
         return False
     old, new = np.dtype(x.value.dtype), np.dtype(eqn.params["new_dtype"])
     are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
@@ -207,9 +207,10 @@ def needs_whole(eqn: JaxprEqn, operand: int, x: Part) -> bool:
     return eqn.primitive.name != "scan" or operand < carried(eqn)[1] or x.dim == 0
 
 
-UNIT = "unit_of_"  # begins the scopes of a unit's collectives
+UNIT = "unit_of_"  # Beginning of the scopes of a unit's collectives.
 BETWEEN = f"{UNIT}gradients_between_groups"
-FORGOTTEN = "made_of_parameters"  # the name of calls whose results are not kept for a backward pass
+# Name of calls whose results are not kept for a backward pass.
+FORGOTTEN = "made_of_parameters"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +219,8 @@ class Gather:
 
     Attributes:
       axis: Name of the mapped axis.
-      average: Mean of rows, (replicas of a group, part); a replica gets its own row.
+      average: Function that takes the mean of rows, (replicas of a group, part); a replica gets its
+        own row.
       groups: Groups of replicas that divide parameters.
       wire_dtype: Dtype to which wider gradients are cast on the wire, or None.
     """
@@ -235,8 +237,8 @@ class Gather:
 
         Args:
           parts: This replica's parts.
-          dims: Dim along which each is divided.
-          dtype: Dtype in which they are gathered; the results have their own.
+          dims: Dim along which each array is divided.
+          dtype: Dtype in which they are gathered; the results have the dtype of the parts.
         """
         shapes = [x.shape for x in parts]
         own = parts[0].dtype
@@ -246,7 +248,7 @@ class Gather:
                 row, members = _joined(parts).astype(dtype), self.groups.members
                 rows = lax.all_gather(row, self.axis, axis_index_groups=members)
                 wholes = map(_merged, _cut(rows, shapes), dims)
-                # The program casts them back at once, and XLA drops both casts. So gradients come
+                # The program casts them again at once, and XLA drops both casts. So gradients come
                 # back in the parameters' own dtype, and are averaged in it.
                 return tuple(x.astype(own) for x in wholes)
 
@@ -296,12 +298,12 @@ def forgotten(
     forward: Callable[..., tuple[Tree, PyTree]] | None = None,
     backward: Callable[..., tuple[PyTree, ...]] | None = None,
 ) -> Callable[..., Tree]:
-    """The function as one call, whose name shows to a policy that its results are not kept.
+    """Makes a function one call; its name shows to a policy that its results are not kept.
 
     Args:
       function: Function of arrays.
-      forward: The forward pass, as of `jax.custom_vjp`; None for a call inside a forward pass,
-        which is not differentiated.
+      forward: The forward pass, as for `jax.custom_vjp`; None for a call inside a forward pass: it
+        is not differentiated.
       backward: The backward pass.
     """
 
@@ -323,7 +325,7 @@ def _joined(parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def _cut(rows: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
-    """Arrays (replicas, ...) from rows in which they stand side by side."""
+    """Cuts rows, in which arrays stand side by side, into arrays (replicas, ...)."""
     ends = [*itertools.accumulate(map(math.prod, shapes))]
     pieces = jnp.split(rows, ends[:-1], axis=1)
     return [x.reshape(len(rows), *shape) for x, shape in zip(pieces, shapes, strict=True)]
