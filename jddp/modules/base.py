@@ -1,15 +1,15 @@
 """The interface of a model to a step, which Linen and NNX each implement; and calls of a loss.
 
-Parameters that are not trained are kept with the other state of a model, its collection "params",
-so that whatever works on `state.params` leaves them alone without knowing of it: they are not
-differentiated, sent, clipped, averaged or updated, and have no optimizer state.
+Parameters that are not trained are kept with the other state of a model, in its collection
+"params". So code that works on `state.params` leaves them alone: they are not differentiated, sent,
+clipped, averaged or updated, and have no optimizer state.
 
 Models that are written to be sharded name mesh axes in the boxes of their parameters
 (`nn.with_partitioning`) and in constraints on arrays (`lax.with_sharding_constraint`, which Flax
 also calls for its boxes and logical names). In a replica's program every array is whole, and JAX
-refuses a constraint on it, whatever axis it names. JAX has no interceptor for constraints. So the
-function `jax.lax.with_sharding_constraint` is replaced once, when the first model is run, by one
-that calls it, except in a thread and context where constraints are left out.
+refuses any constraint on it. JAX has no interceptor for constraints. So the function
+`jax.lax.with_sharding_constraint` is replaced once, when the first model is run. The new function
+calls the old one, except in a thread and context where constraints are left out.
 """
 
 import abc
@@ -37,7 +37,7 @@ from jddp.modules.rows import LEFT_OUT, transformed
 
 log = logging.getLogger("jddp")
 
-# The specs of constraints that are left out; None where they are not.
+# The specs of constraints that are left out; None if none are left out.
 _LEFT_OUT: ContextVar[list[Any] | None] = ContextVar("left_out", default=None)
 
 
@@ -50,7 +50,7 @@ class MeshAxes:
     def report(self, named: Iterable[Any]) -> None:
         """Warns of axes that have not been reported, in specs or tuples of names.
 
-        Where constraints are left out, it does so at the end of that, with the axes of those.
+        While constraints are left out, it waits until their end, and adds the axes of these.
         """
         if (left_out := _LEFT_OUT.get()) is not None:
             left_out += named
@@ -68,7 +68,7 @@ class MeshAxes:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """While open, constraints on arrays are left out; reports their axes at the end."""
+        """Leaves constraints on arrays out while open, and reports their axes at the end."""
         _replace_constraints()
         specs: list[Any] = []
         token = _LEFT_OUT.set(specs)
@@ -117,8 +117,8 @@ def freeze(params: Params, model_state: ModelState, frozen: Frozen) -> tuple[Par
         function of such a path. An empty list freezes nothing.
 
     Raises:
-      ConfigError: If an expression matches no parameter, with the nearest ones; or if all
-        parameters are frozen.
+      ConfigError: If an expression matches no parameter (the message has the nearest ones); or if
+        all parameters are frozen.
     """
     if not (callable(frozen) or frozen):
         return params, model_state
@@ -135,7 +135,7 @@ def freeze(params: Params, model_state: ModelState, frozen: Frozen) -> tuple[Par
 
 
 def thaw(params: Params, model_state: ModelState) -> tuple[Params, ModelState]:
-    """Returns all parameters, and the other state without those that are not trained."""
+    """Returns all parameters, and the other state without parameters that are not trained."""
     if COLLECTION not in model_state:
         return params, model_state
     rest = {name: x for name, x in model_state.items() if name != COLLECTION}
@@ -143,10 +143,10 @@ def thaw(params: Params, model_state: ModelState) -> tuple[Params, ModelState]:
     return unflatten_dict(both[0] | both[1]), rest
 
 
-STATISTICS = {"batch_stats", "BatchStat"}  # kinds of state, in Linen and in NNX
-OVERWRITTEN = "_overwrite_with_gradient"  # the kind of the scales of fp8 layers
+STATISTICS = {"batch_stats", "BatchStat"}  # Kinds of state, in Linen and in NNX.
+OVERWRITTEN = "_overwrite_with_gradient"  # The kind of the scales of fp8 layers.
 
-LOSS = "loss"  # the scope of the equations of a loss
+LOSS = "loss"  # The scope of the equations of a loss.
 
 
 class FlaxModel(abc.ABC):
@@ -184,7 +184,7 @@ class FlaxModel(abc.ABC):
         return [f"{len(leaves)} frozen leaves, {size} MiB: neither trained nor sent"] * bool(leaves)
 
     def keeps_own(self, path: Path, x: Any) -> bool:
-        """Whether each replica keeps its own of `x`, which is at `path` in the other state."""
+        """Whether each replica keeps its own `x`, found at `path` in the other state."""
         if is_frozen(path):
             return False
         kinds = self.kinds_at(path)
@@ -289,7 +289,7 @@ def refuse_constants(*functions: LossFn) -> None:
     """Refuses constants that no function would get.
 
     Raises:
-      ConfigError: If none has an argument `constants`.
+      ConfigError: If no function has an argument `constants`.
     """
     if not any("constants" in inspect.signature(function).parameters for function in functions):
         raise ConfigError(
@@ -302,7 +302,7 @@ def name_constants(loss_fn: LossFn, constants: PyTree) -> LossFn:
     """The loss, with `constants` passed if it names them.
 
     Raises:
-      UsageError: If it needs them, and there are none.
+      UsageError: If the loss needs constants, and there are none.
     """
     parameter = inspect.signature(loss_fn).parameters.get("constants")
     if parameter is None or (constants is None and parameter.default is not parameter.empty):
@@ -322,7 +322,7 @@ def name_key(loss_fn: LossFn, key: jax.Array) -> LossFn:
     """
     parameter = inspect.signature(loss_fn).parameters.get("key")
     if parameter is None or parameter.default not in (parameter.empty, None):
-        return loss_fn  # One with a value, such as the name of a column, is the loss's own.
+        return loss_fn  # A `key` with a default, such as a column's name, belongs to the loss.
     return functools.partial(loss_fn, key=stream(key, "loss"))
 
 
@@ -338,7 +338,7 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
         names = [*map(str, batch)] if isinstance(batch, Mapping) else None
         reads = str(error)
         asks = "indices must be" in reads if names is None else isinstance(error, KeyError)
-        frame = inspect.trace(0)[-1].frame  # of the line that raised it
+        frame = inspect.trace(0)[-1].frame  # The frame of the line that raised it.
         if not (asks and any(x is batch for x in frame.f_locals.values())):
             raise
         if names is None:
@@ -369,6 +369,6 @@ class Saved(TypedDict):
 
 
 def is_saved(values: PyTree) -> TypeGuard[Saved]:
-    """Whether these are fields of a state, as a checkpoint or an export of one has them."""
+    """Whether these are fields of a state, as a checkpoint or an export has them."""
     fields = {"params", "model_state", "ema_params", "ema_state"}
     return isinstance(values, Mapping) and {"params"} <= values.keys() <= fields

@@ -1,17 +1,17 @@
 """Synchronize batch-norm statistics over the replicas, for models that were not written for it.
 
 Batch norm in training is batch norm in evaluation with the batch's own statistics. So a layer is
-synchronized without touching the model: mean and variance over the *global* batch are given to the
-layer as its running statistics, it normalizes with those, and then its running statistics are set
-again, moved by its momentum. Sums and counts are sent, so replicas whose masks differ
-are weighted by their valid rows. One all-reduce per layer and direction.
+synchronized without touching the model: the layer gets mean and variance over the *global* batch as
+its running statistics and normalizes with them. Then its running statistics are set again, moved by
+its momentum. Sums and counts are sent, so replicas whose masks differ are weighted by their valid
+rows. Each layer costs one all-reduce per direction.
 
-    with synced_linen(sync): ...    # `linen`: while a model runs
-    sync_nnx(module, sync)          # `nnx`: on the step's copy of a module
+    with synced_linen(sync): ...    # `linen`: the model runs inside
+    sync_nnx(module, sync)          # `nnx`: changes the step's copy of a module
 
 Model libraries carry copies of the class. A layer that keeps `batch_stats` and has a field
-`axis_name` is taken for one, and is given the axis: it then averages over replicas by itself. A
-layer of a class that is registered and knows no axis is called with the rows of all replicas.
+`axis_name` counts as such a copy, and is given the axis: it then averages over replicas by itself.
+If a registered class knows no axis, its layers are called with the rows of all replicas.
 
 This module holds what the two module systems share: which replicas are synchronized, the moments
 of their rows, and the axes that layers name.
@@ -42,7 +42,8 @@ class Sync:
     Attributes:
       axis: Name of the mapped axis.
       group_size: Number of neighbouring replicas that share statistics; None for all.
-      unbiased: Whether the running variance is n / (n - 1) times the batch's, as in PyTorch.
+      unbiased: Whether the running variance takes n / (n - 1) times the batch's variance, as in
+        PyTorch.
       logical_replicas: Number of logical replicas, synchronized at the end of a step; None for
         devices.
       rules: Pairs of a kind of other state, and the reduction that synchronizes it.
@@ -55,7 +56,7 @@ class Sync:
     rules: tuple[tuple[str, str], ...] = ()
 
     def check(self, num_replicas: int) -> None:
-        """Refuses groups that replicas do not divide into.
+        """Refuses a size of groups that does not divide the number of replicas.
 
         Raises:
           ConfigError: If there are no such groups.
@@ -69,7 +70,7 @@ class Sync:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are, inside a mapped function."""
+        """Number of replicas, inside a mapped function."""
         return self.logical_replicas or lax.axis_size(self.axis)
 
     def rule(self, kinds: Sequence[str]) -> str | None:
@@ -85,7 +86,7 @@ class Sync:
 
     @property
     def groups(self) -> list[list[int]] | None:
-        """The replicas of each group, where there are several."""
+        """The replicas of each group; None for one group."""
         size = self.group_size
         if size is None:
             return None
@@ -99,17 +100,17 @@ class Sync:
         return lax.psum(x, self.axis, axis_index_groups=self.groups)
 
     def kept(self, var: Array, count: Array) -> Array:
-        """The variance that the running one moves to, given the variance of `count` values."""
+        """The variance for the running statistics, from the variance of `count` values."""
         return var * count / jnp.maximum(count - 1, 1) if self.unbiased else var
 
 
 def register_batch_norm(cls: Any) -> Any:
     """Lets jddp synchronize a batch norm that is not Flax's own, under `batch_norm="sync"`.
 
-    A layer of the class is then called with the rows of all replicas, and of its output each
-    replica keeps its own rows. That is exact for any layer that needs no more than the rows, and
-    costs each replica the layer's work for the global batch, and memory for its input. A field
-    `axis_name`, as Flax's own class has, is cheaper and needs no registration.
+    A layer of the class is then called with the rows of all replicas, and each replica keeps its
+    own rows of the output. That is exact for any layer that needs no more than the rows. It costs
+    each replica the layer's work for the global batch, and memory for its input. A field
+    `axis_name`, as in Flax's own class, is cheaper and needs no registration.
 
     Args:
       cls: A class of Linen or NNX modules, called with arrays whose first dim is the rows.
@@ -167,7 +168,7 @@ def give_axis(layer: Any, path: str, sync: Sync, *, is_synced: bool) -> None:
 
 def name_axis(layer: Any, path: str, sync: Sync, *, is_synced: bool) -> None:
     """Replaces the axis that a layer names, such as the axis of another program's mesh."""
-    is_inner = False  # of a `vmap` inside the model
+    is_inner = False  # Whether it is an axis of a `vmap` inside the model.
     with contextlib.suppress(NameError):
         is_inner = layer.axis_name not in (None, sync.axis) and lax.axis_size(layer.axis_name) > 0
     if not is_inner:
@@ -182,15 +183,15 @@ def name_axis(layer: Any, path: str, sync: Sync, *, is_synced: bool) -> None:
 
 
 def move(momentum: float, running: Array, batch: Array, count: Array) -> Array:
-    """Moves running statistics towards a batch's; leaves them where nothing is valid."""
-    # Weights, and not a choice of two results, whose rounding depends on how XLA fuses it.
+    """Moves running statistics towards the batch's statistics; leaves them if no row is valid."""
+    # Both are weighted: the rounding of a choice of two results depends on how XLA fuses it.
     old = jnp.where(count > 0, momentum, 1.0).astype(running.dtype)
     new = jnp.where(count > 0, 1 - momentum, 0.0).astype(running.dtype)
     return lax.stop_gradient(old * running + new * batch.astype(running.dtype))
 
 
 def moments(layer: Any, x: Array, mask: Array | None, sync: Sync) -> tuple[Array, Array, Array]:
-    """Mean and biased variance of `x` over replicas and all dims but the layer's features; counts.
+    """Mean, biased variance and count of `x`, over replicas and all dims except features.
 
     `use_fast_variance` is the layer's own choice: E[x^2] - E[x]^2 in one all-reduce, or the mean of
     squared deviations in a second one.

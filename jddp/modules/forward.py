@@ -1,6 +1,6 @@
 """Rows run forward on one replica: outputs of the loss become sums, and replicas agree on state.
 
-The program shows which state of a model depends on the rows of a replica, whatever layer wrote it.
+The program shows which state of a model depends on the rows of a replica, for any kind of layer.
 A value varies if rows, or a random key, of one replica reach it through the equations, or the
 number of the replica does. A collective over all replicas, such as `lax.psum`, makes its results
 equal again. An equal value may be taken for varying; never the reverse.
@@ -36,7 +36,7 @@ EQUALISING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gathe
 def find_varying(
     run: Callable[..., Tree], given: Sequence[PyTree], labels: Sequence[PyTree], axis: str
 ) -> tuple[Callable[[], Tree], Tree]:
-    """Finds which results of a function of arrays vary.
+    """Finds the results of a function of arrays that vary.
 
     Args:
       run: Function of trees of arrays that returns a tree of arrays; traced once.
@@ -45,8 +45,8 @@ def find_varying(
       axis: Name of the mapped axis.
 
     Returns:
-      A function that evaluates the traced program for `given`; and a label for each result, GROUPED
-      for one that is equal within groups of replicas.
+      A function that evaluates the traced program for `given`; and a label for each result. GROUPED
+      labels a result that is equal within groups of replicas.
     """
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
     like_results = functools.partial(jax.tree.unflatten, jax.tree.structure(shapes))
@@ -73,7 +73,7 @@ def _equalize(eqn: JaxprEqn, given: list[int], axis: str) -> Followed | None:
 LossAndState = tuple[Float[Array, ""], tuple[Sums, ModelState]]
 Forward = Callable[..., LossAndState]
 _NUMBERS = jax.Array | np.ndarray | np.generic | float | int
-SYNC = "sync_state"  # the scope of the equations by which replicas agree on state
+SYNC = "sync_state"  # The scope of the equations by which replicas agree on state.
 
 
 def run_forward(
@@ -99,7 +99,7 @@ def run_forward(
       key: Key of the random numbers.
       constants: Constants of the loss; None for none.
       train: Whether the model trains, or is evaluated.
-      valid: Array with 0 for a row of padding, else 1; None where there is no padding.
+      valid: Array with 0 for a row of padding and 1 for any other; None if there is no padding.
 
     Raises:
       ConfigError: If the loss or a metric has another number of rows.
@@ -140,7 +140,7 @@ def trace_state(
     """Traces `run`, for rows, a key, and constants.
 
     Returns:
-      A function that evaluates it, and labels of `jddp.modules.forward` for the new state.
+      A function that evaluates it, and a label for each leaf of the new state.
     """
 
     def label(path: Path, x: Any) -> int:
@@ -165,15 +165,15 @@ def settle(
 
     State that does not depend on a replica's rows is equal already: counts of steps, statistics of
     weights, and batch statistics of synced layers. Batch statistics of groups are averaged.
-    Per-replica state is left alone. The rest is combined as declared; else, under "broadcast",
-    batch statistics become replica 0's, as with DDP's `broadcast_buffers`; with a mask they become
-    the statistics of the first replica that has a valid row, or stay if none has. Each micro-batch
-    chooses its replica.
+    Per-replica state is left alone. The rest is combined by the declared rules. Without a rule,
+    "broadcast" takes the batch statistics of replica 0, like DDP's `broadcast_buffers`. With a mask
+    it takes the statistics of the first replica that has a valid row, and without any such row they
+    stay. Each micro-batch chooses its replica.
 
     Args:
       old: State before the model ran.
       new: State after it.
-      labels: Label of each leaf, of `jddp.modules.forward`.
+      labels: Label of each leaf: EQUAL, GROUPED or VARYING.
       model: The model, for the rule of each leaf.
       mask: The mask of this replica's rows, or None.
 
@@ -228,7 +228,7 @@ def combine(path: Path, rule: str, before: Array, rows: Array, sync: Sync) -> Ar
     Args:
       path: Path of the leaf.
       rule: One of `REDUCTIONS`.
-      before: The value before the step, equal on all.
+      before: The value before the step, equal on all replicas.
       rows: The values of the replicas of this device, in rows; several for logical replicas.
       sync: Replicas whose values are combined.
 
@@ -291,7 +291,7 @@ def _refuse_complex(name: str, values: Any) -> None:
 
 
 def mask_of(batch: Batch, valid: Array | None) -> Any:
-    """The user's mask, without the rows of padding; None where all entries count."""
+    """The user's mask, without the rows of padding; None if all entries count."""
     mask = mask_in(batch)
     if mask is None or valid is None:
         return valid if mask is None else mask

@@ -4,7 +4,7 @@
     params, model_state = model.init(loss_fn, key, batch)
     outputs, model_state = model.train(loss_fn, params, model_state, batch, key)
 
-Both are nested dicts of plain arrays, so that nothing of a module is on the hot path. A loss is
+Both are nested dicts of plain arrays, so that no module is on the hot path. A loss is
 `loss_fn(model, batch, train)`; its `model` is a bound Linen module, or an NNX module in train or
 eval mode.
 """
@@ -39,7 +39,7 @@ def functional(
     frozen: Frozen = (),
     compute_dtype: DTypeLike | None = None,
 ) -> FlaxModel:
-    """Returns the functional form of a Linen or NNX module, with options as `FlaxModel` has them.
+    """Returns the functional form of a Linen or NNX module; `FlaxModel` describes the options.
 
     Raises:
       ConfigError: If `model` is neither, or `batch_norm` or a rule of `state` is unknown.
@@ -82,10 +82,11 @@ def _no_module(model: object) -> ConfigError:
 def sync_batch_norm(model: Any, axis: str = "data") -> Any:
     """Returns a model whose batch norms take the statistics of all replicas, for your own step.
 
-    The counterpart of PyTorch's `convert_sync_batchnorm`. `jddp.DataParallel` does it by itself.
+    It is the counterpart of PyTorch's `convert_sync_batchnorm`. `jddp.DataParallel` does it by
+    itself.
 
     Args:
-      model: A Linen module, which then does so in `apply`, or an NNX module, which is copied.
+      model: A Linen module, whose `apply` is synchronized; or an NNX module, which is copied.
       axis: Name of the axis of the `pmap` or `shard_map` in which it trains.
 
     Raises:
@@ -99,7 +100,7 @@ def sync_batch_norm(model: Any, axis: str = "data") -> Any:
     if not isinstance(model, nn.Module):
         raise _no_module(model)
 
-    class Synced(type(model)):  # type: ignore[misc]  # a base known only at run time
+    class Synced(type(model)):  # type: ignore[misc]  # The base is known only at run time.
         @nn.nowrap
         def apply(self, *args: Any, **kwargs: Any) -> Any:
             with synced_linen(sync):

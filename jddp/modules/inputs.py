@@ -1,9 +1,9 @@
-"""Which arrays of a batch a model takes: its inputs, and what else its `__call__` has a name for.
+"""Passes a model the arrays of a batch that its `__call__` takes: inputs, and others by name.
 
     logits = call_model(model, batch["image"], train, batch.get("mask"))
-    outputs(model, batch)         # in evaluation mode, of "image", "tokens" or "x"
+    outputs(model, batch)         # evaluation mode; reads "image", "tokens" or "x"
 
-Losses by name call models in this way, and predictions that name no function of their own.
+Losses by name call models in this way, and so do predictions that name no function of their own.
 """
 
 import inspect
@@ -14,13 +14,13 @@ from jax import Array
 
 from jddp.ground.errors import ConfigError
 
-Model = Callable[..., Any]  # a bound Linen module, or an NNX module in the right mode
+Model = Callable[..., Any]  # A bound Linen module, or an NNX module in the right mode.
 ArrayBatch = Mapping[str, Array]
 
 # Names that modules have for the argument of training or evaluation, with its value in training.
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
 
-# Arrays of a batch that a model gets in addition to its inputs, and the ways out if it takes none.
+# Arrays of a batch that a model gets besides its inputs, and the way out if it does not take one.
 _NEEDED = {
     "categories": "Choose model.name=tabular, or leave the categorical columns out.",
     "segments": "Choose model.name=gpt, or data.kwargs.documents=mask.",
@@ -33,9 +33,9 @@ def call_model(
     """The model's outputs, in training or evaluation mode.
 
     The mode is passed as `train`, `training`, `is_training` or `deterministic`, if `__call__` has
-    such an argument, and the mask of valid rows as `mask`, for batch norms, if it has that. The
-    categories of a table are passed as `categories`, and the documents of a packed row as
-    `segments`.
+    such an argument. The mask of valid rows is passed as `mask`, for batch norms, if it has that
+    argument. The categories of a table are passed as `categories`, and the documents of a packed
+    row as `segments`.
 
     Raises:
       ConfigError: If there are categories or segments, and the model has no argument for them.

@@ -23,7 +23,7 @@ from jddp.modules.precision import CASTS, with_casts
 class LinenModel(FlaxModel):
     """A Linen module; its variables are made by running the loss under `nn.init`."""
 
-    # Collections for debuggers of a model, which nothing writes here.
+    # Collections for debuggers of a model: nothing writes them here.
     _OFF = ("perturbations",)
 
     def __init__(self, module: nn.Module) -> None:
@@ -34,7 +34,7 @@ class LinenModel(FlaxModel):
         """Runs the loss under `nn.init`."""
         loss = functools.partial(self.call, loss_fn, train=True)
         run = nn.init(loss, self.module, mutable=nn.DenyList(self._OFF))
-        with self.axes.left_out():  # one notice for boxes and constraints
+        with self.axes.left_out():  # One notice covers boxes and constraints.
             params, model_state = self.split(run(self._streams(key), batch))
         return params, model_state or {}
 
@@ -42,7 +42,7 @@ class LinenModel(FlaxModel):
     def train(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
     ) -> tuple[Any, ModelState]:
-        """Runs the loss with all but the parameters mutable."""
+        """Runs the loss with everything except the parameters mutable."""
         loss = functools.partial(self.call, loss_fn, train=True)
         run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *self._OFF)))
         casts = CASTS.get()
@@ -59,8 +59,8 @@ class LinenModel(FlaxModel):
     ) -> Any:
         """Runs the loss with no state to write; written values are dropped."""
         # Flax refuses a model that would train its statistics or drop units. A loss without the
-        # argument `train` may write no state and has no keys; and none has one for "dropout", which
-        # a model that asks `has_rng("dropout")` takes for training.
+        # argument `train` may write no state and has no keys. No loss has a key for "dropout": a
+        # model that asks `has_rng("dropout")` would take it for training.
         is_told = takes_train(loss_fn)
         streams = {"params": stream(key, "params")} if is_told else {}
         kept = ("batch_stats",) if is_told else tuple(model_state)
@@ -132,18 +132,18 @@ def _lacks_statistics(layer: str) -> UsageError:
 
 
 def _is_sown(collection: PyTree) -> bool:
-    """Whether `sow` made it: a tuple that grows with every run, which is no state."""
+    """Whether `sow` made a collection: its tuples grow with every run, and are no state."""
     leaves = jax.tree.leaves(collection, is_leaf=lambda x: isinstance(x, tuple))
     return any(isinstance(leaf, tuple) for leaf in leaves)
 
 
 @contextlib.contextmanager
 def synced_linen(sync: Sync, *, is_synced: bool = True) -> Iterator[None]:
-    """While open, every `BatchNorm` that trains uses statistics of the global batch.
+    """Makes every `BatchNorm` that trains use statistics of the global batch, while open.
 
     Args:
       sync: Replicas whose statistics are taken together.
-      is_synced: False to have the statistics of each replica, also of layers that name an axis.
+      is_synced: False for the statistics of each replica, even in layers that name an axis.
     """
 
     def intercept(
@@ -167,7 +167,7 @@ def synced_linen(sync: Sync, *, is_synced: bool = True) -> Iterator[None]:
 
 
 def _is_copy(layer: nn.Module) -> bool:
-    """Whether this is a model library's own copy of batch norm."""
+    """Whether a layer is a model library's own copy of batch norm."""
     kept = layer.variables.get("batch_stats", {}) if hasattr(layer, "axis_name") else {}
     return any(not isinstance(value, Mapping) for value in kept.values())
 
@@ -193,10 +193,10 @@ def _normalize(
     running: list[Array] = [layer.get_variable("batch_stats", n) for n in ("mean", "var")]
     layer.put_variable("batch_stats", "mean", mean)
     layer.put_variable("batch_stats", "var", var)
-    # Flax takes the choice at one place only; a bound module is frozen.
+    # Flax allows the choice at one place only, and a bound module is frozen.
     object.__setattr__(layer, "use_running_average", None)
     y = call(x, use_running_average=True)
-    # A layer that is shared is called again.
+    # A shared layer is called again, and needs its own choice.
     object.__setattr__(layer, "use_running_average", chosen)
     batch = (mean, sync.kept(var, count))
     for name, old, new in zip(("mean", "var"), running, batch, strict=True):

@@ -1,9 +1,9 @@
 """Losses and metrics as sums and counts, so that a mean is exact for replica batches of any size.
 
 A mean of means is wrong as soon as replicas hold different numbers of valid entries. Here every
-quantity is sent as (total, count): totals and counts of all of them are added over the replicas
-in one small vector, and divided once. A loss that divides by a count of its own returns that too
-(`Mean`); a metric that is no mean is computed from sums as well (`Metric`).
+quantity is sent as (total, count): all totals and counts are added over the replicas in one small
+vector, and divided once. A loss that divides by its own count returns that count too (`Mean`). A
+metric that is no mean is also computed from sums (`Metric`).
 
     sums = weigh(losses, {"accuracy": hits}, mask=batch["mask"])   # per replica
     sums = sum_over_replicas(sums, axis="data")                    # the same on every replica
@@ -26,7 +26,8 @@ from jaxtyping import Array, Float
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import RESERVED
 
-WEIGHTS = ("mask", "loss_mask", "weight", "weights")  # names that batches use for weights of losses
+# Names that batches use for weights of losses.
+WEIGHTS = ("mask", "loss_mask", "weight", "weights")
 
 
 @jax.tree_util.register_dataclass
@@ -35,16 +36,16 @@ class Mean:
     """A loss or metric with a count of its own: its value is sum(total) / sum(count) of all rows.
 
         return jddp.Mean(losses * weights, weights)                # a value per row or per token
-        return jddp.Mean((losses * weights).sum(), weights.sum())  # scalars: of this replica's rows
+        return jddp.Mean((losses * weights).sum(), weights.sum())  # scalars for this replica's rows
 
-    The sums are over replicas, micro-batches and batches of an evaluation, so that rows weigh as
-    on one device, however the counts are spread. The gradient is the gradient of sum(total),
+    The sums are over replicas, micro-batches and batches of an evaluation. So rows weigh as much as
+    on one device, for any division into replicas. The gradient is the gradient of sum(total),
     divided by sum(count): the count is not differentiated.
 
     Entries of arrays are left out where `batch["mask"]` is 0, and where a partial batch is padded.
     jddp cannot leave anything out of scalars: weigh them by `batch["mask"]` yourself; a padded
     batch is refused. With float16 (parameters, wire or `loss_scale`) prefer arrays: gradients of
-    sums are scaled down by their size, where a scalar is taken for one entry per row.
+    sums are scaled down by their number of entries, and a scalar counts as one entry per row.
 
     Attributes:
       total: Weighted losses: an array of shape (b, ...), or their sum.
@@ -63,15 +64,15 @@ class Metric:
 
         {"perplexity": jddp.Metric(losses, lambda total, count: np.exp(total / count))}
 
-    A loss returns it in the place of an array. In training it is left out.
+    A loss returns it instead of an array. In training it is left out.
 
     Attributes:
       values: A tree of arrays that begin with the dims of the losses, `(b, ...)`, or have fewer.
         They are summed over those dims, where the mask is not 0, over replicas and over batches:
         whole numbers in int64, others in float32 on a device and in float64 on the host.
-      compute: Function `compute(sums, count)`, called on the host with the tree of sums, as numpy
-        arrays without those dims, and the number of valid entries (of the tree's first array). It
-        returns a number or an array.
+      compute: Function `compute(sums, count)`, called on the host. `sums` is the tree of sums, as
+        numpy arrays without those dims; `count` is the number of valid entries of the tree's first
+        array. It returns a number or an array.
     """
 
     values: Any
@@ -86,9 +87,9 @@ class Sum:
     Attributes:
       total: Scalar, or the tree of arrays of a `Metric`, whole numbers as `_sum_whole` has them.
       count: Scalar.
-      is_scalar: Whether replicas gave one mean each, and so are weighted equally.
+      is_scalar: Whether each replica gave one mean: replicas are then weighted equally.
       is_maskable: Whether rows of padding can be left out of it.
-      num_entries: Number of entries, masked ones counted.
+      num_entries: Number of entries, masked entries counted.
       compute: Function of the sums, `Metric.compute`; None for the mean.
     """
 
@@ -120,11 +121,11 @@ def weigh(
         with the leading dims of `losses` and of each metric. A metric with fewer dims than the mask
         counts where its row has any valid entry.
       num_rows: Number of rows of the replica, and of the entries of a `Mean` of scalars.
-      train: Whether to leave out each `Metric`. A scalar then weighs as much on each replica;
-        in evaluation, where batches may differ in size, by its rows.
+      train: Whether to leave out each `Metric`. In training a scalar weighs as much on each
+        replica. In evaluation batches may differ in size, and it weighs by its rows.
 
     Returns:
-      "loss" and each metric, in float32; of float64, which `jax_enable_x64` allows, in float64.
+      "loss" and each metric, in float32; in float64 if the values are, under `jax_enable_x64`.
 
     Raises:
       ConfigError: If a shape does not align with the mask, or a metric has a reserved name.
@@ -149,7 +150,7 @@ def weigh(
 def _sum_mean(name: str, mean: Mean, mask: Array | None, num_rows: int) -> Sum:
     def add_up(x: ArrayLike) -> Array:
         x = _widened(jnp.asarray(x))
-        if x.ndim and mask is not None:  # Its weights are in it already.
+        if x.ndim and mask is not None:  # The weights are in it already.
             x = jnp.where(_align(name, x.shape, mask) > 0, x, 0.0)
         return x.sum()
 
@@ -161,7 +162,7 @@ def _sum_mean(name: str, mean: Mean, mask: Array | None, num_rows: int) -> Sum:
 
 
 def mask_in(batch: Any) -> Any:
-    """The mask of a batch, which a dict of rows has under that name; or None."""
+    """The entry "mask" of a batch that is a dict; None without one."""
     return batch.get("mask") if isinstance(batch, Mapping) else None
 
 
@@ -204,7 +205,7 @@ def _sum_tree(name: str, metric: Metric, mask: Array | None, leading: tuple[int,
 def _sum_whole(x: Array, dims: tuple[int, ...]) -> Array:
     """Sums whole numbers exactly: in int64 where JAX has it, else in two words of 32 bits.
 
-    Of these it returns the digits to the base 2^16 in uint32, in a last dim, the lowest first: so
+    From two words it returns digits to the base 2^16 in uint32, in a last dim, the lowest first: so
     up to 2^16 replicas can be added. A number below zero has the digits of its two's complement.
     """
     if jax.dtypes.canonicalize_dtype(int).itemsize == 8:
@@ -221,13 +222,13 @@ def _sum_whole(x: Array, dims: tuple[int, ...]) -> Array:
 
 
 def _widened(x: Array) -> Array:
-    """In float32 at least, whole numbers in JAX's default: a sum in half precision is rounded."""
+    """Casts to float32 at least, for sums; whole numbers become JAX's default float."""
     is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32) if is_inexact else float)
 
 
 def _align(name: str, shape: tuple[int, ...], mask: Array) -> Array:
-    # A mask on a device may hold anything: an entry counts, once, or it does not.
+    # A mask on a device may hold any numbers: an entry counts once, or not at all.
     weights = (mask if mask.dtype == bool else mask > 0).astype(jnp.float32)
     if weights.ndim > len(shape):
         weights = weights.max(axis=tuple(range(len(shape), weights.ndim)))
@@ -252,12 +253,12 @@ def count_valid_rows(mask: Array) -> Float[Array, ""]:
 
 
 def sum_over_replicas(sums: Sums, *, axis: str) -> Sums:
-    """Adds totals and counts over `axis`: one all-reduce of one small vector, and of each array."""
+    """Adds totals and counts over `axis`: one all-reduce for all scalars, and one per array."""
     return add_sums(sums, lambda x: lax.psum(x, axis), ndim=0)
 
 
 def add_sums(sums: Sums, add: Callable[[Array], Array], *, ndim: int) -> Sums:
-    """Adds numbers, which have `ndim` dims before they are added, as one array of each dtype."""
+    """Adds the leaves of `ndim` dims as one array of each dtype, and any other by itself."""
     leaves, treedef = jax.tree.flatten(sums)
     added = dict[int, Array]()
     with jax.named_scope("metrics"):
@@ -271,7 +272,7 @@ def add_sums(sums: Sums, add: Callable[[Array], Array], *, ndim: int) -> Sums:
 
 
 def divide(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""]:
-    """Divides a total by its count; nothing valid gives zero."""
+    """Divides a total by its count; a count of 0 gives zero."""
     return total / jnp.where(count == 0, 1.0, count)
 
 
@@ -281,10 +282,10 @@ def means(sums: Sums) -> dict[str, Float[Array, ""]]:
 
 
 def mean_tree(totals: Any, count: Float[Array, ""]) -> Any:
-    """Divides a tree of totals by one count, leaf dtypes kept; nothing valid gives zero.
+    """Divides a tree of totals by one count, and keeps the dtypes; a count of 0 gives zero.
 
-    One division, then a product per element, which costs a fraction of a division: the same where
-    the count is a power of two, else to rounding.
+    It divides once and then multiplies each element, at a fraction of the cost of divisions. The
+    result is the same if the count is a power of two, and differs by rounding for any other.
     """
 
     @functools.cache
@@ -300,7 +301,7 @@ def mean_tree(totals: Any, count: Float[Array, ""]) -> Any:
 
 
 class Totals:
-    """Sums of many batches, added up on the host: in float64, whole numbers in int64."""
+    """Sums of many batches, added up on the host in float64, or in int64 for whole numbers."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Sum] = {}
@@ -309,7 +310,7 @@ class Totals:
         """Adds one batch; waits for the device.
 
         Raises:
-          ConfigError: If it has other metrics than the batches before.
+          ConfigError: If it has other metrics than earlier batches.
         """
         if self._sums and (differ := sorted(self._sums.keys() ^ sums.keys())):
             raise ConfigError(
@@ -334,7 +335,7 @@ class Totals:
 
 
 def _widen(x: np.ndarray) -> np.ndarray:
-    if x.dtype == np.uint32:  # digits of `_sum_whole`
+    if x.dtype == np.uint32:  # The digits of `_sum_whole`.
         places = np.arange(0, 64, 16, dtype=np.uint64)
         return (x.astype(np.uint64) << places).sum(-1, dtype=np.uint64).astype(np.int64)
     return np.asarray(x, np.float64 if x.dtype.kind == "f" else np.int64)
@@ -348,7 +349,7 @@ def _value(name: str, x: Sum) -> Any:
     computed = x.compute(x.total, float(x.count))
     try:
         found = np.asarray(computed)
-    except ValueError:  # lists of different lengths
+    except ValueError:  # Lists of different lengths are no array.
         found = np.asarray(None)
     is_real = jnp.issubdtype(found.dtype, np.bool_) or jnp.issubdtype(found.dtype, np.number)
     if not is_real or jnp.issubdtype(found.dtype, np.complexfloating):

@@ -112,7 +112,7 @@ def _paths(tree: PyTree) -> list[Path]:
 
 
 def _like(old: PyTree, new: PyTree) -> PyTree:
-    """The part of `new` that has a place in `old`: sown values would change the state's form."""
+    """The part of `new` with a place in `old`: sown values would change the state's form."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
     if gone := sorted(map(str, old.keys() - new.keys())):
@@ -128,7 +128,7 @@ def sync_nnx(module: nnx.Module, sync: Sync, *, is_synced: bool = True) -> None:
     Args:
       module: The step's own copy; its batch-norm layers change class.
       sync: Replicas whose statistics are taken together.
-      is_synced: False to have the statistics of each replica, also of layers that name an axis.
+      is_synced: False for the statistics of each replica, even in layers that name an axis.
     """
     for path, node in nnx.iter_graph(module):
         if is_synced and batch_norm.is_registered(node):
@@ -149,7 +149,7 @@ def _synced_class(cls: Any, sync: Sync, is_synced: bool) -> type:
     ) -> Array:
         chosen = self.use_running_average
         average = chosen if use_running_average is None else use_running_average
-        # Here and not before, since a model may map axes of its own.
+        # The axis is named here and not earlier, since a model may map axes of its own.
         named = self.axis_name
         batch_norm.name_axis(self, cls.__name__, sync, is_synced=is_synced)
         if average or not is_synced or self.axis_index_groups is not None:
@@ -177,7 +177,7 @@ def _normalize(
     mean, var, count = batch_norm.moments(layer, x.astype(exact), mask, sync)
     running = (layer.mean[...], layer.var[...])
     dtype = layer.dtype
-    # A layer of low precision would round these statistics, so it computes in `exact`.
+    # A layer of low precision would round these statistics. So it computes in `exact`.
     layer.mean[...] = mean
     layer.var[...] = var
     layer.dtype = exact

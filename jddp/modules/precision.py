@@ -1,19 +1,20 @@
 """Mixed precision: parameters and state in float32, the arithmetic of a model in a narrower dtype.
 
-    casts = CASTS.get()                               # in a method `with_casts`
-    params = casts.narrow(params)                     # where the loss begins
-    outputs = casts.call(model.__call__, *inputs)     # and where it calls the model
+    casts = CASTS.get()                               # a method `with_casts` has them
+    params = casts.narrow(params)                     # the loss begins here
+    outputs = casts.call(model.__call__, *inputs)     # the loss calls the model
 
 Each call of the model in a loss is traced in the scope "model", whether anything is cast or not.
 
-Layers with products cast what they get, and the model's outputs are cast back, so that the loss,
-like batch statistics and the gradients of parameters, is in float32. Inputs stay as they are until
-a layer casts them: arithmetic on coordinates or times would be wrong after it. A layer that names
-another dtype is refused. The policy follows Micikevicius et al., "Mixed Precision Training",
+Layers with products cast their inputs, and the model's outputs are cast back. So the loss is in
+float32, like batch statistics and the gradients of parameters. Inputs stay as they are until a
+layer casts them: arithmetic on coordinates or times would be wrong after the cast. A layer that
+names another dtype is refused. The policy follows Micikevicius et al., "Mixed Precision Training",
 ICLR 2018, https://arxiv.org/abs/1710.03740.
 
-A product of the model's own takes the dtype of its factors. So an input that would make one wide,
-or an equation fail, is cast where the loss calls the model; `with_casts` finds out by tracing.
+A product of the model's own takes the dtype of its factors. So an input that would make a product
+wide, or an equation fail, is cast where the loss calls the model. `with_casts` finds such inputs by
+tracing.
 """
 
 import functools
@@ -37,8 +38,8 @@ from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import dtype_of, products
 from jddp.ground.typing import Tree
 
-MODEL = "model"  # the scope of a model's equations, inside the scope of its loss
-ALL = range(sys.maxsize)  # inputs, by number
+MODEL = "model"  # The scope of a model's equations, inside the scope of its loss.
+ALL = range(sys.maxsize)  # The numbers of all inputs.
 # Linen's layers with products; NNX layers are given the dtype.
 _LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.ConvLocal, nn.ConvTranspose, nn.Embed)
 
@@ -48,8 +49,8 @@ class Casts:
 
     Args:
       dtype: Dtype of the arithmetic; None casts nothing.
-      kept: Numbers of inputs of the model that are not cast, in the order of its calls. If there
-        are none, layers of Linen take the dtype of their inputs.
+      kept: Numbers of inputs of the model that are not cast, in the order of its calls. If all are
+        cast, layers of Linen take the dtype of their inputs.
 
     Attributes:
       numbers: Numbers of the inputs to come.
@@ -66,7 +67,7 @@ class Casts:
         return tree if self._dtype is None else _cast(tree, self._dtype)
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a method with arguments and results cast; calls inside of it are left alone."""
+        """Calls a method with arguments and results cast; calls inside it are left alone."""
         if self._is_inside:
             return method(*args, **kwargs)
         self._is_inside = True
@@ -86,7 +87,7 @@ class Casts:
         """Refuses a layer that has a dtype of its own.
 
         Raises:
-          ConfigError: If it has.
+          ConfigError: If it has another dtype than the casts.
         """
         own = getattr(layer, "dtype", None)
         if self._dtype is None or own is None or jnp.dtype(own) == self._dtype:
@@ -97,7 +98,7 @@ class Casts:
         )
 
     def of_linen(self) -> AbstractContextManager[None]:
-        """While open, the outermost methods of a Linen module cast."""
+        """Lets the outermost methods of a Linen module cast, while open."""
 
         def intercept(
             call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
@@ -127,7 +128,7 @@ class Casts:
         module.__class__ = _casting_class(type(module))
 
 
-CASTS: ContextVar[Casts] = ContextVar("casts")  # of the loss that runs
+CASTS: ContextVar[Casts] = ContextVar("casts")  # The casts of the loss that runs.
 
 
 def with_casts(method: Any) -> Any:
@@ -151,8 +152,8 @@ def with_casts(method: Any) -> Any:
 def _inputs_to_keep(run: Callable[[Casts], Any], dtype: np.dtype) -> Container[int]:
     """Finds inputs of a model that need not be cast where the loss calls it.
 
-    An input is cast if a product would be wider without, or the model could not be traced: some
-    equations, such as `lax.conv_general_dilated`, need factors of one dtype.
+    An input is cast if a product would be wider without the cast, or if the model could not be
+    traced: some equations, such as `lax.conv_general_dilated`, need factors of one dtype.
     """
 
     def wide(casts: Casts) -> list[bool]:
@@ -167,7 +168,7 @@ def _inputs_to_keep(run: Callable[[Casts], Any], dtype: np.dtype) -> Container[i
         try:
             pairs = zip(wide(Casts(dtype, kept)), fewest, strict=True)
             return all(is_wide <= before for is_wide, before in pairs)
-        except Exception:  # An error of the model itself was raised by the trace before.
+        except Exception:  # The first trace has raised any error of the model itself.
             return False
 
     if fits(ALL):
@@ -178,7 +179,7 @@ def _inputs_to_keep(run: Callable[[Casts], Any], dtype: np.dtype) -> Container[i
 
 @functools.cache
 def _casting_class(cls: Any) -> Any:
-    """The class, whose methods are called by the casts of the loss that runs."""
+    """Makes a subclass whose methods are called through the casts of the loss that runs."""
 
     def casting(function: Callable[..., Any]) -> Callable[..., Any]:
         def method(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,10 +195,10 @@ def _casting_class(cls: Any) -> Any:
 
 
 def _cast_rows(layer: Any, call: Callable[..., Any], dtype: Any, *args: Any, **kwargs: Any) -> Any:
-    """Looks up rows of an `Embed`, which are cast, and not their table.
+    """Looks up rows of an `Embed`, and casts the rows instead of their table.
 
-    The gradient of a row is a sum over tokens, in the dtype in which it was looked up. If the
-    table was cast already, its gradient is cast once more at the end, like other gradients.
+    The gradient of a row is a sum over tokens, in the dtype of the look-up. If the table was cast
+    already, its gradient is cast once more at the end, like other gradients.
     """
     own = layer.promote_dtype
     object.__setattr__(layer, "promote_dtype", _widen)
@@ -223,7 +224,7 @@ def _embedding_class(cls: Any) -> Any:
 
 
 def _is_own(name: str) -> bool:
-    """Whether a method is one of the user's, which a loss may call."""
+    """Whether a method is the user's, so that a loss may call it."""
     return name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
 
 

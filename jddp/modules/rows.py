@@ -2,11 +2,11 @@
 
     batch = as_arrays({"image": tensor, "name": ["cat", "dog"], "id": ids})   # without "name"
 
-Whatever numpy can convert becomes an array. A column of a dict that holds no numbers is left out,
-with one notice, since most losses do not read it: one that does is refused where it is traced
-(`modules.base.call_loss`). The function under "transform" stays: a step applies it to its rows.
-Whole numbers that JAX would cut to 32 bits are refused, and so are weights that are given as a
-mask.
+Anything that numpy can convert becomes an array. A column of a dict that holds no numbers is left
+out, with one notice, since most losses do not read it. A loss that reads it is refused when it is
+traced (`modules.base.call_loss`). The function under "transform" stays: a step applies it to its
+rows. Whole numbers that JAX would cut to 32 bits are refused, and so are weights that are given as
+a mask.
 """
 
 import logging
@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 from jddp.ground.errors import ConfigError, DataError
 from jddp.ground.typing import TRANSFORM, Batch, PyTree, Shaped, Tree
 
-# Columns of batches that hold no numbers and were left out, and what they hold.
+# Columns of batches that were left out because they hold no numbers, with words for their contents.
 LEFT_OUT: dict[str, str] = {}
 _KINDS = "biufc"
 _INSTEAD = "Encode it as numbers, or leave it out of the batch"
@@ -44,7 +44,7 @@ def count_rows(batch: Batch) -> int:
 
 
 def check_rows(rows: int, divisor: int, what: str, called: str = "rows") -> None:
-    """Refuses a number of rows, or of `called`, that does not divide; names the nearest that do.
+    """Refuses a number of rows, or of `called`, that does not divide; names the nearest numbers.
 
     Raises:
       ConfigError: If `rows` is not a positive multiple of `divisor`.
@@ -58,12 +58,12 @@ def check_rows(rows: int, divisor: int, what: str, called: str = "rows") -> None
 
 def split_rows(batch: Tree, num: int) -> Tree:
     """Cuts the rows into `num` equal parts, in order: (num, rows of a part, ...)."""
-    # Not -1, which JAX cannot tell from the size of an array without elements.
+    # The size is given, because JAX cannot find -1 for an array without elements.
     return jax.tree.map(lambda x: x.reshape(num, len(x) // num, *x.shape[1:]), batch)
 
 
 def transformed(batch: Batch) -> Batch:
-    """The rows as a loss reads them: passed through the function that a batch may bring along."""
+    """The rows as a loss reads them: passed through the batch's own function, if it has one."""
     if not (isinstance(batch, Mapping) and callable(batch.get(TRANSFORM))):
         return batch
     return batch[TRANSFORM]({name: x for name, x in batch.items() if name != TRANSFORM})
@@ -84,7 +84,7 @@ def as_arrays(batch: Batch) -> Batch:
     kept = dict[str, Batch]()
     for name, column in batch.items():
         if name == TRANSFORM and callable(column):
-            # A tree without leaves, which is equal to any of the same function.
+            # A `Partial` is a tree without leaves, equal to any other of the same function.
             kept[name] = column if isinstance(column, Partial) else Partial(column)
             continue
         try:
@@ -131,7 +131,7 @@ def _converted(where: str, tree: PyTree) -> PyTree:
 
 
 def _is_list_of_values(x: object) -> bool:
-    """Whether it is a list of numbers or text, which is an array, and no list of arrays."""
+    """Whether it is a list of numbers or text: this is an array, and no list of arrays."""
     if not isinstance(x, list) or not x:
         return False
     return all(isinstance(leaf, bool | int | float | complex | str | bytes) for leaf in _leaves(x))
@@ -145,7 +145,7 @@ def _array(where: str, x: object) -> Shaped:
     """A leaf as an array of numbers.
 
     Raises:
-      _NoNumbers: If it holds none.
+      _NoNumbers: If it holds no numbers.
       DataError: If a whole number needs 64 bits, or values of a masked array are missing.
     """
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
@@ -167,7 +167,7 @@ def _array(where: str, x: object) -> Shaped:
 def _from_numpy(where: str, x: object) -> np.ndarray:
     try:
         return np.asarray(x)
-    except (TypeError, ValueError):  # lists of several lengths, or an object that is no array
+    except (TypeError, ValueError):  # Lists of several lengths, or an object that is no array.
         raise _NoNumbers(where, f"{type(x).__name__} whose rows differ in length") from None
 
 
@@ -178,7 +178,7 @@ def _in_words(x: np.ndarray) -> str:
 
 
 def _refuse_cut(where: str, x: np.ndarray) -> None:
-    """Refuses whole numbers of 64 bits that have no place in 32."""
+    """Refuses whole numbers of 64 bits that do not fit in 32 bits."""
     limits = np.iinfo(np.int32 if x.dtype.kind == "i" else np.uint32)
     if not x.size or (limits.min <= x.min() and x.max() <= limits.max):
         return
