@@ -20,7 +20,7 @@ References:
 
 import dataclasses
 import functools
-from typing import final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,9 @@ class LossScale:
       num_good: Number of steps since it changed, or since one was skipped; an int32 scalar.
     """
 
-    scale: Array
-    num_good: Array
+    # JAX also fills these fields with layouts and shardings.
+    scale: Any
+    num_good: Any
 
 
 def adjust(before: LossScale, is_finite: Array, *, interval: int = GROWTH_INTERVAL) -> LossScale:
