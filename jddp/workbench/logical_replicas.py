@@ -22,7 +22,7 @@ an option replaces the flag of its name.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import final
+from typing import TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -237,9 +237,10 @@ def _agree(model: FlaxModel, old: ModelState, rows: ModelState, labels: PyTree) 
     return jax.tree_util.tree_map_with_path(agree, old, rows, labels)
 
 
-def sum_in_pairs(
-    function: Callable[[jax.Array], tuple[Tree, tuple[Sums, ModelState]]], num: int
-) -> tuple[Tree, tuple[Sums, ModelState]]:
+Kept = TypeVar("Kept")
+
+
+def sum_in_pairs(function: Callable[[jax.Array], tuple[Tree, Kept]], num: int) -> tuple[Tree, Kept]:
     """Adds up the first results of `function(0)` to `function(num - 1)`, one after the other.
 
     `function` is traced once; of its first results there are 2 log2(num) at a time.
@@ -257,7 +258,7 @@ def sum_in_pairs(
     # be.
     block = num & -num
 
-    def branch(start: jax.Array, size: int) -> tuple[Tree, tuple[Sums, ModelState]]:
+    def branch(start: jax.Array, size: int) -> tuple[Tree, Kept]:
         if size == 1:
             total, kept = function(start)
             return total, jax.tree.map(lambda x: x[None], kept)
