@@ -108,7 +108,7 @@ def test_a_template_begins_with_what_to_change_whose_keys_occur_below(name):
     below = re.sub(r"^ *#( .*|)\n", "", text, flags=re.M)  # alternatives and #SBATCH have no space
     for keys in re.findall(r"^#   (.+?): ", lines, re.M):
         for key in keys.split(", "):
-            assert re.search(rf"(?<![\w-]){re.escape(key)}(?=[:=( ]|$)", below, re.M), key
+            assert re.search(rf"(?<![\w-]){re.escape(key)}(?=[:=(, ]|$)", below, re.M), key
     assert len(re.findall(r"^#   [^ :]+(?:, [^ :]+)*: ", lines, re.M)) == lines.count("\n")
 
 

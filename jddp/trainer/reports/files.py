@@ -33,8 +33,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from jddp.ground.errors import (
     ConfigError,
     FileSystemError,
@@ -296,6 +294,8 @@ def to_plain(value: object, called: str) -> Any:
     Raises:
       ConfigError: If it holds anything else.
     """
+    import numpy as np  # A run directory is checked before NumPy is imported.
+
     for given in (value, {LITERAL: repr(value)}):
         with contextlib.suppress(TypeError, ValueError, SyntaxError, RecursionError):
             plain = json.loads(json.dumps(given, default=np.generic.item))
