@@ -1,12 +1,12 @@
-"""Programs that watch this process from outside, and that survive if it is killed.
+"""Programs that watch this process from outside, and survive if it is killed.
 
     with started_apart("silence", str(os.getpid())) as stdin:     # python apart.py silence PID
         ...
 
-The end of a program's standard input is the end of the process that has started it, even if that
-was killed. As a program, this file imports only the standard library.
+The standard input of a program ends with the process that has started it, even if that process was
+killed. As a program, this file imports only the standard library.
 
-- `silence` ends a process that has been silent for too long. Its input gives repeatedly the number
+- `silence` ends a process that has been silent for too long. Its input repeatedly gives the number
   of seconds that may pass until the next number. Time in which the process is stopped (SIGSTOP,
   Ctrl-Z) does not count, nor does time in which the program is stopped (a paused virtual machine).
   On SIGQUIT the process writes its stacks; a shell's background job may ignore SIGQUIT, so SIGKILL
@@ -25,14 +25,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-END_SECONDS = 5.0  # for a program to end after its input
-_TICK = 0.5  # seconds
-_PATIENCE = 5.0  # seconds in which stacks are written
+END_SECONDS = 5.0  # Limit for a program to end after its input.
+_TICK = 0.5  # Seconds.
+_PATIENCE = 5.0  # Seconds to write stacks.
 
 
 @contextlib.contextmanager
 def started_apart(program: str, *arguments: str) -> Iterator[IO[bytes]]:
-    """While open, the program runs; it shares no stream and no Ctrl-C with this process.
+    """Runs a program while open; it shares no stream and no Ctrl-C with this process.
 
     Args:
       program: Name of the program.
@@ -54,7 +54,7 @@ def started_apart(program: str, *arguments: str) -> Iterator[IO[bytes]]:
         start_new_session=True,
     ) as process:
         assert process.stdin is not None
-        # A child that kept it open would keep the program from ending.
+        # A child that kept the input open would keep the program from ending.
         try:
             with in_forked_children(process.stdin.close):
                 yield process.stdin
@@ -63,9 +63,9 @@ def started_apart(program: str, *arguments: str) -> Iterator[IO[bytes]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a program by the end of its input; kills it if it does not run, as after SIGSTOP."""
+    """Ends a program by the end of its input; kills it if it does not react, as after SIGSTOP."""
     assert process.stdin is not None
-    with contextlib.suppress(OSError):  # it was killed
+    with contextlib.suppress(OSError):  # The program was killed.
         process.stdin.close()
     try:
         process.wait(END_SECONDS)
@@ -98,7 +98,7 @@ def watch_silence(process: int) -> None:
             left -= _TICK
         if left < 0:
             os.kill(process, number)
-            number = signal.SIGKILL  # SIGQUIT may have been ignored from the start
+            number = signal.SIGKILL  # SIGQUIT may have been ignored from the start.
             left = _PATIENCE
 
 

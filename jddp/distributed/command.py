@@ -1,9 +1,9 @@
-"""How a command of one process, or of one of several, reports a mistake and ends.
+"""Runs a command as one process, or as one of several: reports a mistake, and ends.
 
     return run_command(lambda: verify(arguments))      # an exit code
 
-A mistake of yours is one line on standard error and an exit code. Output that nobody reads any more
-is dropped.
+A mistake of yours is one line on standard error and an exit code. Output without a reader is
+dropped.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def tell(message: str) -> None:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """While open, output that standard output and standard error cannot take is dropped.
+    """Drops output that standard output and standard error cannot take, while open.
 
     A pipe without a reader (`| head`), a full disk and a closed stream (`>&-`) raise
     nothing, and characters that the locale does not have are escaped.
@@ -58,7 +58,7 @@ def _lasting(stream: Any) -> Any:
         return open(os.devnull, "w", encoding="utf-8", errors="replace")
     buffer = getattr(stream, "buffer", None)
     if not isinstance(getattr(buffer, "raw", buffer), io.FileIO):
-        return stream  # a notebook's, or a test's
+        return stream  # The stream of a notebook or of a test.
     with contextlib.suppress(OSError):
         stream.flush()
     written = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))

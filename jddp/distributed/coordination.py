@@ -1,23 +1,23 @@
 """Messages between the processes of a job, without a device: JAX's coordination service.
 
-    votes = gather("save/100", "", timeout_seconds=600)      # from every process, in their order
-    step = from_first("restore", "100", timeout_seconds=60)  # from process 0
-    agree("config or version", {"sha256": digest})           # the same in all, or an error
+    votes = gather("save/100", "", timeout_seconds=600)      # values of all processes, in order
+    step = from_first("restore", "100", timeout_seconds=60)  # value of process 0
+    agree("config or version", {"sha256": digest})           # equal in all, or an error
 
 Collectives would do for most messages, but not for messages about a device that hangs or a process
 that fails. In a job of one process each call returns its own value.
 
-The computations and answers of other processes for which this process waits are recorded, so that
-a process that ends too early is known:
+This process records each computation and answer of other processes while it waits for it. So a
+process that ends too early is known:
 
     with computing(args):        # a call that ends when all devices have taken part
         result = compiled(*args)
     with awaiting({2}):          # an answer of process 2
         text = read(...)
-    is_waiting_for({2})          # in any thread
+    is_waiting_for({2})          # any thread may ask
 
 Usually a computation is only sent, and its arrays show that it has not ended. But XLA computes a
-small one on a CPU within the call, when there are no arrays yet.
+small program on a CPU within the call, when there are no arrays yet.
 """
 
 import collections
@@ -39,7 +39,7 @@ from jaxlib import _jax
 from jddp.distributed.identity import refuse_differences
 from jddp.ground.typing import PyTree
 
-BUSY_SECONDS = 120.0  # for processes that have joined a job, and may still be busy
+BUSY_SECONDS = 120.0  # Limit for processes that have joined a job, and may still be busy.
 
 _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
@@ -86,7 +86,7 @@ def agree(subject: str, values: Mapping[str, str]) -> None:
       values: The values of this process, by name.
 
     Raises:
-      ProcessMismatchError: On every process, if any differs.
+      ProcessMismatchError: On every process, if any value differs.
     """
     mine = json.dumps(values)
     texts = gather(f"agree/{subject}", mine, timeout_seconds=BUSY_SECONDS)
@@ -109,7 +109,7 @@ def collect(key: str, value: str, *, timeout_seconds: float) -> list[str]:
     others = range(1, num_processes())
     values = [value, *(_await(f"{name}/{i}", timeout_seconds, of=i) for i in others)]
     publish(f"{name}/all", json.dumps(values))
-    # All have read it, or they would not have sent a value to this exchange.
+    # All have read the previous values, or they would not have sent a value to this exchange.
     _client().key_value_delete(f"jddp/{key}/{number - 1}")
     return values
 
@@ -137,7 +137,7 @@ def _await(name: str, timeout_seconds: float, *, of: int) -> str:
 
 
 def publish(name: str, value: str) -> None:
-    """Publishes a value under a name once; a process may wait for it already."""
+    """Publishes a value under a new name; a process may wait for it already."""
     _client().key_value_set(name, value)
 
 
@@ -163,7 +163,7 @@ def try_publish(name: str, value: str) -> None:
 
 
 def try_read(name: str, timeout_seconds: float) -> str | None:
-    """The value under a name; None without one in time, without a job, or without process 0."""
+    """The value under a name; None if it is late, or without a job or process 0."""
     with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
         return read(name, timeout_seconds, of=0) if is_connected() else None
     return None
@@ -178,7 +178,7 @@ def published(prefix: str) -> dict[int, str]:
 
 
 def unpublish(prefix: str) -> None:
-    """Removes the values under `prefix/`, which have been read."""
+    """Removes the values under `prefix/`, after they have been read."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         if is_connected():
             _client().key_value_delete(prefix)
@@ -192,8 +192,8 @@ def is_connected() -> bool:
 def take_sigterm_back() -> None:
     """Gives SIGTERM back to its handler in Python, or to the system, if JAX has taken it.
 
-    If a program calls `jax.distributed.initialize` itself, JAX has a handler in C++ that Python
-    does not see, and that reports a signal only to a program that asks JAX.
+    If a program calls `jax.distributed.initialize` itself, JAX has a handler in C++. Python does
+    not see it, and it reports a signal only to a program that asks JAX.
     """
     is_taken = distributed.global_state.preemption_sync_manager is not None
     handler = signal.getsignal(signal.SIGTERM)
@@ -205,9 +205,10 @@ def take_sigterm_back() -> None:
 def skip_shutdown() -> None:
     """Lets this process end without JAX's shutdown barrier, which waits for all processes."""
     state = distributed.global_state
-    kept: list[object] = [state.client, state.service]  # whose destructors would wait for others
+    # The destructors of these objects would wait for other processes.
+    kept: list[object] = [state.client, state.service]
     kept.append(kept)
-    gc.freeze()  # or Python would collect this cycle at its end
+    gc.freeze()  # Without this, Python would collect the cycle at its end.
     state.client = state.service = None
 
 
@@ -223,7 +224,7 @@ def listen_at(address: str) -> None:
 
 @contextlib.contextmanager
 def background(step: Callable[[], bool], *, pause_seconds: float = 0.0) -> Iterator[None]:
-    """While open, a thread calls `step` until that returns True, with a pause before each call."""
+    """Calls `step` in a thread until it returns True, with a pause before each call, while open."""
     closed = threading.Event()
 
     def run() -> None:
@@ -256,7 +257,7 @@ _under_way: set[_Wait] = set()
 
 @contextlib.contextmanager
 def computing(arguments: PyTree) -> Iterator[None]:
-    """While open, this thread sends or runs a computation.
+    """Records that this thread sends or runs a computation, while open.
 
     Args:
       arguments: A tree with arrays of all devices that take part.
@@ -270,7 +271,7 @@ def computing(arguments: PyTree) -> Iterator[None]:
 
 
 def awaiting(processes: Collection[int]) -> contextlib.AbstractContextManager[None]:
-    """While open, this thread waits for an answer of each of these processes."""
+    """Records that this thread waits for an answer of each of these processes, while open."""
     return computing(frozenset(processes))
 
 
@@ -289,7 +290,7 @@ class LongestWait:
         """The longest wait for one thing from these processes, since a call first saw it."""
         now = time.monotonic()
         awaited = _awaited(processes)
-        # Weak, or this would keep the memory of arrays; ids are unique while their arrays live.
+        # Weak references do not keep the memory of arrays; ids are unique while their arrays live.
         seen = {id(x): since for ref, since in self._seen if (x := ref()) is not None}
         times = [seen.get(id(x), now) for x in awaited]
         self._seen = [(weakref.ref(x), since) for x, since in zip(awaited, times, strict=True)]
@@ -302,7 +303,7 @@ def _awaited(processes: Collection[int]) -> list[_Awaited]:
     if not xla_bridge.backends_are_initialized():
         return found
     for x in jax.live_arrays():
-        with contextlib.suppress(RuntimeError):  # deleted meanwhile
+        with contextlib.suppress(RuntimeError):  # An array may be deleted now.
             if not x.is_fully_addressable and not x.is_ready() and _is_on(x, processes):
                 found.append(x)
     return found

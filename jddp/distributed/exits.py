@@ -1,4 +1,4 @@
-"""How this process ends: the only `os._exit` of jddp, and the state that decides about it.
+"""Ends this process: the only `os._exit` of jddp, and the state that decides about it.
 
     process.is_early = False      # there is something to save: a stop signal no longer ends at once
     exit_now(ExitCode.HANG)
@@ -49,9 +49,9 @@ def exit_now(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """While open, an exception in a forked child ends that child, as if Python had ended it.
+    """Ends a forked child after an exception in it, as Python would, while open.
 
-    Outside, it would count as an exception of the parent, whose files the child could write.
+    Outside, it would count as an exception of the parent, and the child could write its files.
     """
     parent = os.getpid()
     try:
@@ -88,7 +88,7 @@ def write_line(text: str) -> None:
 
 
 def show_cursor() -> None:
-    """Shows the cursor again, which a live line has hidden; for use before `exit_now`."""
+    """Shows the cursor again after a live line has hidden it; for use before `exit_now`."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, b"\x1b[?25h")

@@ -4,12 +4,12 @@ Without this, the others would wait for it in a collective, then for minutes in 
 barrier, and end with unrelated errors. Here the first process that fails publishes its failure
 (`failure_file`) at the coordinator, which decides which process was first. The others print this
 failure, keep it in their files and exit (`ANOTHER_FAILED`). A process that loses its connection to
-another one waits a moment for a report from it. For a process that was killed, `jddp.launch` writes
+another process waits a moment for a report from it. If a process was killed, `jddp.launch` writes
 the report into the file that it gives its processes, and they read it there.
 
 A process that ends without failing reports at its end that it has left, with the exit code of its
-command (only the launcher sees the code of your own program), and waits for the others. If one of
-them waits for it longer than `_PATIENCE`, for the same computation or answer, that is the first
+command (only the launcher sees the code of your own program), and waits for the others. If another
+process waits for it longer than `_PATIENCE`, for the same computation or answer, that is the first
 failure. If all end at about the same time, none of them waits.
 
 Only a process that the command line owns is ended in this way.
@@ -46,37 +46,38 @@ from jddp.ground.errors import Error, ExitCode, report
 from jddp.ground.typing import JsonObject
 
 _KEY, _GONE, _LEFT, _HOST = "jddp/failed", "jddp/failed/gone", "jddp/left", "jddp/host"
-_MOMENT = 1.0  # seconds in which another process that fails reports its failure
+_MOMENT = 1.0  # Seconds for another process that fails to report its failure.
 _POLL_SECONDS = 0.2
-_PATIENCE = 6.0  # seconds in which a computation ends that a process took part in before it left
-_CALLBACK_SECONDS = 3.0  # in which an exception of a callback is raised, unless devices wait
+_PATIENCE = 6.0  # Seconds for a computation to end after a process that took part has left.
+_CALLBACK_SECONDS = 3.0  # Limit for JAX to raise an exception of a callback, unless devices wait.
 _LINGER_SECONDS = 5.0
-_END_SECONDS = 300.0  # JAX's own limit for the end of a process to wait for the others
+_END_SECONDS = 300.0  # JAX's own limit for a process to wait for the others at its end.
 # If devices wait in a collective for a device whose callback has failed (`jax.debug.callback`), the
 # arrays are never computed, and the exception is not raised: JAX only logs it.
 _CALLBACK_LOGGERS = ("jax._src.debugging", "jax._src.callback")
-_leaving = threading.Lock()  # of the thread that ends this process
+_leaving = threading.Lock()  # Held by the thread that ends this process.
 _callback_errors: list[BaseException] = []
 _of_left, _of_others = LongestWait(), LongestWait()
 
 
 @contextlib.contextmanager
 def owned_process() -> Iterator[None]:
-    """While open, a command owns this process: it may be ended, and is if another fails."""
+    """Lets a command own this process while open: it may be ended, and is if another fails."""
     before = process.is_owned
     process.is_owned = True
     try:
         yield
-    except SystemExit as error:  # of a user's code: a command would take it for its own exit
+    except SystemExit as error:  # A command would take the exit of user code for its own.
         raise RuntimeError(f"user code called sys.exit: {error!r}") from error
     finally:
         process.is_owned = before
 
 
 def watch_over_job() -> None:
-    """From here on this process of a job reports its failure, and ends when another fails.
+    """Makes this process of a job report its failure, and end when another fails.
 
-    Called after it has joined the job. A notebook is left alone: its kernel continues.
+    It is called after the process has joined the job. A notebook is left alone: its kernel
+    continues.
     """
     if is_at_prompt() or process.end_job is not None:
         return
@@ -93,18 +94,18 @@ def watch_over_job() -> None:
         if os.getpid() == me and service.is_connected():
             _wait_for_others(listening)
 
-    atexit.register(end)  # so that it runs before JAX's
+    atexit.register(end)  # This runs before JAX's own function.
 
 
 def _keep_callback_error(record: logging.LogRecord) -> bool:
-    """Keeps the exception of a record, which is logged as before."""
+    """Keeps the exception of a record, and lets the record be logged."""
     if record.exc_info and record.exc_info[1] is not None:
         _callback_errors.append(record.exc_info[1])
     return True
 
 
 def keep_uncaught(number: int) -> None:
-    """From here on an uncaught exception is kept, and ends the job if this process has joined it.
+    """Keeps an uncaught exception from now on, and ends the job if this process has joined it.
 
     Args:
       number: Number of this process.
@@ -113,10 +114,10 @@ def keep_uncaught(number: int) -> None:
     show = sys.excepthook
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        with _leaving:  # or another thread reports the reason, and ends this process
+        with _leaving:  # Another thread may already be ending this process.
             show(kind, error, trace)
         code = ExitCode.INTERRUPTED if kind is KeyboardInterrupt else ExitCode.BUG
-        if os.getpid() != me:  # a fork of it
+        if os.getpid() != me:  # This is a fork.
             return
         if process.end_job is not None and service.is_connected():
             end_job(getattr(error, "exit_code", code), error)
@@ -135,8 +136,8 @@ def _wait_for_others(listening: contextlib.ExitStack) -> None:
     until = time.monotonic() + _END_SECONDS
     me = service.process_index()
     while is_waiting_for(range(service.num_processes())) and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)  # so that a process that waits later does not wait for this one
-    listening.close()  # At exit Python aborts a thread that is inside of JAX.
+        time.sleep(_POLL_SECONDS)  # A process that waits later then does not wait for this one.
+    listening.close()  # At exit Python aborts a thread that is inside JAX.
     service.try_publish(f"{_LEFT}/{me}", json.dumps(process.exit_code))
     while len(service.published(_LEFT)) < service.num_processes() and time.monotonic() < until:
         if _first_failure(_POLL_SECONDS) is not None:
@@ -151,7 +152,7 @@ def end_job(code: int, error: BaseException) -> NoReturn:
 
     Args:
       code: The exit code, unless this is only the consequence of another process's failure.
-      error: Exception that has ended it.
+      error: Exception that has ended this process.
     """
     is_consequence = _is_consequence(error)
     first = _first_failure(2 * _MOMENT) if is_consequence else None
@@ -162,12 +163,12 @@ def end_job(code: int, error: BaseException) -> NoReturn:
         failure = describe_failure(service.process_index(), code, error)
         if is_consequence:
             report(headline(failure))
-        service.try_publish(_KEY, json.dumps(failure))  # unless another was faster
+        service.try_publish(_KEY, json.dumps(failure))  # The first report wins.
         _exit(code, _first_failure(_MOMENT) or failure)
 
 
 def _is_consequence(error: BaseException) -> bool:
-    if isinstance(error, Error):  # which names its own reason, such as a storage that is away
+    if isinstance(error, Error):  # An error of jddp names its own reason, such as missing storage.
         return False
     text = "".join(traceback.format_exception_only(error))
     return IS_LOST.search(text) is not None
@@ -186,7 +187,7 @@ def _listen() -> bool:
         return True
     file = os.environ.get(VARIABLE, "") if os.environ.get(LAUNCHED) else ""
     found = read_failure(Path(file))
-    if found and found["exit_code"] != ExitCode.HANG:  # a hang is known to all processes
+    if found and found["exit_code"] != ExitCode.HANG:  # A hang is known to all processes.
         service.try_publish(_KEY, json.dumps(found))
     first = _first_failure(0.5)
     if first is not None and first["process"] != service.process_index():
@@ -228,14 +229,14 @@ def _first_failure(seconds: float) -> JsonObject | None:
 
 
 def _follow(first: JsonObject) -> NoReturn:
-    """Exits because another process has failed, or was stopped before there was a run to stop."""
+    """Exits because another process has failed, or was stopped before its run began."""
     code = first["exit_code"]
     report(headline(first))
     _exit(code if code == ExitCode.PREEMPTED else ExitCode.ANOTHER_FAILED, first)
 
 
 def _exit(code: int, first: JsonObject) -> NoReturn:
-    """Exits past every `finally` and barrier, which would wait for the other processes."""
+    """Exits past every `finally` and barrier: they would wait for the other processes."""
     write_failure(first)
     show_cursor()
     sys.stdout.flush()
@@ -245,8 +246,8 @@ def _exit(code: int, first: JsonObject) -> NoReturn:
         is_dead = first["exception"] is None and (first["exit_code"] or 0) > 128
         others = {*range(1, service.num_processes())} - {first["process"] if is_dead else 0}
         has_left = first["process"] in service.published(_LEFT)
-        _outlast(others, 3 * _MOMENT)  # for all of them together
-        if has_left:  # and is still ending: Python may take its time
+        _outlast(others, 3 * _MOMENT)  # The time is for all of them together.
+        if has_left:  # It is still ending: Python may take its time.
             time.sleep(_LINGER_SECONDS)
     exit_now(code)
 

@@ -2,9 +2,9 @@
 
     write_failure(describe_failure(1, ExitCode.DATA, error))   # replaces no file, raises nothing
 
-The process that fails writes the file. A process that ends because of that failure writes the same,
-and `jddp.launch` writes it for a process that it finds dead. docs/failure_file.md describes the
-fields. Nothing here imports JAX.
+The process that fails writes the file. A process that ends because of that failure writes the same
+file, and `jddp.launch` writes it for a dead process. docs/failure_file.md describes the fields.
+Nothing here imports JAX.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ LOST = (
     r"Connection closed by (?:remote )?peer|Connection reset by peer",  # gloo, NCCL's sockets
     r"Broken pipe|Socket closed",  # gloo, gRPC
     r"remote process exited or there was a network error",  # NCCL: ncclRemoteError
-    # ncclSystemError: of a peer, unless NCCL has named what is missing here.
+    # ncclSystemError: a peer's error, unless NCCL has named the missing part here.
     r"unhandled system error(?!.*(?:out of memory|shared memory|No space left))",
     r"NET/\w+ : Got completion from peer",  # NCCL over InfiniBand
     r"(?i:NCCL ?communicator (?:was |already )?aborted)",  # XLA, once NCCL has failed
     r"GetKeyValue\(\) timed out with key: \S*_topology/",  # JAX, while devices start
 )
 IS_LOST = re.compile("|".join(LOST), re.DOTALL)
-# Messages of JAX before it aborts: no heartbeat of these processes, or none of the coordinator. JAX
-# reports it in no other form.
+# Messages of JAX before it aborts: it has no heartbeat of these processes, or of the coordinator.
+# JAX reports this in no other form.
 _SILENT = r"unhealthy \(stopped sending heartbeats\):(?:\s+\d+)+"
 _CALLS = "Heartbeat|PollForError|RegisterTask"
 _UNREACHABLE = rf"(?:RPC:|while calling) /\S*CoordinationService/(?:{_CALLS})"
@@ -74,7 +74,7 @@ def describe_failure(
       number: Number of the process.
       exit_code: Exit code of the process, or minus a signal; None if it is not known.
       error: The exception that ends it.
-      **known: Other values, of a process that is not this one.
+      **known: Values for a process that is not this one.
     """
     if exit_code is not None and exit_code < 0:
         exit_code = 128 - exit_code
@@ -83,7 +83,7 @@ def describe_failure(
     failure["time"] = datetime.now(UTC).isoformat()
     if error is not None:
         found = traceback.TracebackException.from_exception(error)
-        # A pod's termination message has 4,096 bytes; of a traceback the end is kept.
+        # A pod's termination message has 4,096 bytes, so only the end of a traceback is kept.
         message = str(found).strip().partition("\n")[0][:500]
         failure["exception"] = {"type": type(error).__name__, "message": message}
         failure["traceback"] = "".join(found.format())[-3000:]
@@ -125,17 +125,17 @@ def write_failure(failure: JsonObject, path: Path | None = None) -> None:
         if folder is not None and path == mine:
             folder.check()
         text = json.dumps(failure, indent=2) + "\n"
-        if path.is_file() and not path.stat().st_size:  # as a pod's /dev/termination-log
+        if path.is_file() and not path.stat().st_size:  # A pod has such a file.
             path.write_text(text)
             return
         with tempfile.NamedTemporaryFile(dir=path.parent) as new:
             Path(new.name).write_text(text)
-            os.link(new.name, path)  # which fails if another was first
+            os.link(new.name, path)  # This fails if another was first.
 
 
 def read_failure(path: Path) -> JsonObject | None:
     """The failure in a file; None if there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         failure = describe_failure(None, None) | json.loads(path.read_text())
-        return failure if headline(failure) else None  # which raises where a field is another
+        return failure if headline(failure) else None  # `headline` raises for other fields.
     return None

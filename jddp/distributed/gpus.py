@@ -1,9 +1,9 @@
 """The GPUs of this host as files, drivers and packages show them, before JAX looks for any.
 
-    gpu_facts(os.environ)             # compared between the processes of a job
-    why_missing()                     # if JAX has none: the missing part, and the way out
-    list_gpus()                       # as `nvidia-smi` reports them
-    add_flag(os.environ)              # for atomic adds, before JAX is started
+    gpu_facts(os.environ)             # facts that must be equal in all processes of a job
+    why_missing()                     # the missing part, and the way out, if JAX has no GPU
+    list_gpus()                       # the GPUs, as `nvidia-smi` reports them
+    add_flag(os.environ)              # allows atomic adds, before JAX is started
 
 If its plugin for GPUs fails, JAX computes on CPUs. If one process of a job has no GPU and others
 have one, the others wait for it in the first exchange of their devices.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path("/")
 # The oldest driver that each CUDA runs with: NVIDIA's table of minor version compatibility.
 OLDEST_DRIVER = {"12": 525, "13": 580}
-PLATFORMS = {"cuda", "gpu", "rocm"}  # of JAX_PLATFORMS
+PLATFORMS = {"cuda", "gpu", "rocm"}  # Values of JAX_PLATFORMS.
 ON_PURPOSE = "Set JAX_PLATFORMS=cpu if you want CPUs."
 INSTALL = (
     "pip install 'jddp[cuda12]'; cuda13 needs driver 580 or newer, and GPUs newer than V100 and "
@@ -39,11 +39,11 @@ _CONTAINER = (
 _NAME = "xla_backend_extra_options"
 FLAG = f"--{_NAME}=-nvptx-allow-ftz-atomics"
 _FIRST_SLOW, _LAST_SLOW = (0, 10, 2), (0, 11, 0)
-_SECONDS = 60  # for nvidia-smi
+_SECONDS = 60  # Limit for nvidia-smi.
 
 
 class Missing(NamedTuple):
-    """Why JAX has no GPU.
+    """The reason why JAX has no GPU.
 
     Attributes:
       what: Description of the missing part.
@@ -93,12 +93,12 @@ def has_gpu(environ: Mapping[str, str]) -> bool:
 
 
 def gpu_facts(environ: Mapping[str, str]) -> dict[str, str]:
-    """Facts that must be equal on all processes: one without a GPU would use its CPU."""
+    """Facts that must be equal on all processes: a process without a GPU would use its CPU."""
     return {"a GPU": "present" if has_gpu(environ) else "absent"}
 
 
 def why_missing() -> Missing | None:
-    """Why JAX has no GPU here; None if neither a plugin nor a driver suggests that there is one."""
+    """The reason why JAX has no GPU; None if neither a plugin nor a driver suggests a GPU."""
     driver = driver_version()
     installed = plugins()
     cuda = next((name[4:] for name in installed if name.startswith("cuda")), "")
@@ -164,7 +164,7 @@ def list_gpus() -> list[Gpu]:
 def list_programs() -> list[tuple[str, str, str]]:
     """The processes that compute on GPUs: UUID of the GPU, number of the process, its program.
 
-    A container does not see processes outside of it.
+    A container sees only its own processes.
     """
     return [
         (gpu, pid, name)
@@ -200,7 +200,7 @@ def _number(text: str) -> int | None:
 
 def lacks_atomics(environ: Mapping[str, str]) -> bool:
     """Whether JAX will compile slow loops: by its version, unless the user has set the flag."""
-    from importlib.metadata import version  # which takes longer than all of this module
+    from importlib.metadata import version  # Its import takes longer than this module.
 
     numbers = tuple(map(int, re.findall(r"\d+", version("jaxlib"))[:3]))
     return _FIRST_SLOW <= numbers <= _LAST_SLOW and _NAME not in environ.get("XLA_FLAGS", "")

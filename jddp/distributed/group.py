@@ -7,9 +7,8 @@ Their numbers, coordinator, devices and environment variables are decided before
         group.poll()
     group.close(moment_seconds=2, grace_seconds=30)
 
-Each process has its own session, so that its child processes end with it, and so that Ctrl-C in a
-terminal does not reach it. All are killed if the launcher is killed (`apart`). Nothing here
-imports JAX.
+Each process has its own session: its child processes end with it, and Ctrl-C in a terminal does not
+reach it. All are killed if the launcher is killed (`apart`). Nothing here imports JAX.
 
 A thread reads both streams of a process, so that no process waits for a full pipe. Its output goes
 into a file, and line by line to the terminal. Output that cannot be written, to a full disk or a
@@ -40,12 +39,12 @@ from jddp.distributed.identity import JOB, LAUNCHED, NVIDIA, VARIABLES, visible_
 from jddp.ground.errors import ConfigError, file_errors, report, words_of
 
 POLL_SECONDS = 0.02
-# A step on CPUs that is bound by memory has fewer page faults with them (benchmarks/README.md).
+# Huge pages: a step on CPUs that is bound by memory has fewer page faults (benchmarks/README.md).
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-NUM_LINES = 200  # of standard error that are kept
-_SHOWN = 20  # of them, without a traceback
-_LONGEST = 2**16  # bytes that Linux keeps in a pipe, and of a line before it is shown in parts
-CONSOLE = threading.Lock()  # held while lines that belong together are printed
+NUM_LINES = 200  # Lines of standard error that are kept.
+_SHOWN = 20  # Lines that are shown if there is no traceback.
+_LONGEST = 2**16  # Bytes in a pipe of Linux; a longer line is shown in parts.
+CONSOLE = threading.Lock()  # Held while lines that belong together are printed.
 # gloo, JAX's transport on CPUs, prints lines for each of its connections and cannot be silenced.
 # Threads of several devices write the parts of their lines at once, so a line may lack any part.
 _OF_GLOO = re.compile(
@@ -75,8 +74,8 @@ class Launch:
         it has lost a machine; None for all.
       logs: Folder for the output of the processes.
       max_restarts: Number of times that all processes are restarted after one has failed.
-      grace_seconds: Time from SIGTERM until a process is killed; in this time a job that a signal
-        has stopped takes its last step and saves.
+      grace_seconds: Time from SIGTERM until a process is killed. A job that a signal has stopped
+        takes its last step and saves in this time.
       ray: host:port of the head of a Ray cluster, or "auto"; None for this machine without Ray.
     """
 
@@ -135,7 +134,8 @@ def split_gpus(launch: Launch, environ: Mapping[str, str], num_there: int) -> li
     """
     listed = environ.get(visible_in(environ), ",".join(map(str, range(num_there))))
     visible = [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
-    is_there = num_there > 0 or visible_in(environ) != NVIDIA  # which may list GPUs that are not
+    # NVIDIA's variable may list GPUs that are not there.
+    is_there = num_there > 0 or visible_in(environ) != NVIDIA
     if not visible or environ.get("JAX_PLATFORMS") == "cpu" or not is_there:
         return [None] * launch.num_processes
     share = launch.devices_per_process or len(visible) // launch.num_processes
@@ -155,7 +155,7 @@ class Output:
     Args:
       prefix: Beginning of each of its lines in the terminal.
       path: File to append to.
-      process: The process, whose standard output and standard error are pipes.
+      process: The process; its standard output and standard error are pipes.
     """
 
     def __init__(self, prefix: str, path: Path, process: subprocess.Popen[bytes]):
@@ -167,7 +167,7 @@ class Output:
         self._thread.start()
 
     def close(self) -> None:
-        """Reads to the end, unless another process holds a stream open for two more seconds."""
+        """Reads to the end, for two seconds at most: another process may hold a stream open."""
         self._thread.join(2.0)
 
     def stderr_end(self) -> str:
@@ -213,7 +213,7 @@ class Output:
         with CONSOLE, contextlib.suppress(OSError, ValueError):
             if hasattr(sink, "buffer"):
                 sink.buffer.write(shown)
-            else:  # a notebook's
+            else:  # The stream of a notebook.
                 sink.write(shown.decode(errors="replace"))
             sink.flush()
         return rest
@@ -300,13 +300,13 @@ class Group:
         for worker in [x for x in self.running if x.poll() is not None]:
             self.running.remove(worker)
             self.ended.append(worker)
-            worker.kill()  # at once: its number may be reused
+            worker.kill()  # At once: its number may be reused.
             self._guard_running()
             worker.output.close()
 
     def _guard_running(self) -> None:
-        """Names the processes that run now to the program that kills what is left."""
-        with suppress(OSError):  # it was killed
+        """Sends the numbers of the running processes to the program that kills them in the end."""
+        with suppress(OSError):  # That program was killed.
             self._guard.write(f"{' '.join(str(worker.pid) for worker in self.running)}\n".encode())
 
     def wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
@@ -319,13 +319,13 @@ class Group:
         return not self.running
 
     def failed(self) -> list[Worker]:
-        """Processes that have failed, in order; after `close` also those that it has stopped."""
+        """Processes that have failed, in order; after `close` also the processes it has stopped."""
         return [worker for worker in self.ended if worker.returncode]
 
     def signal(self, number: int) -> None:
         """Sends a signal to each process that runs, but not to its child processes."""
         for worker in self.running:
-            worker.send_signal(number)  # nothing is sent if it has just ended
+            worker.send_signal(number)  # Nothing is sent if it has just ended.
 
     def forward(self, signals: Sequence[int]) -> int:
         """Sends the signals that were not sent before; returns the number of all signals."""

@@ -1,7 +1,7 @@
-"""Finds which process of a job this is, from the variables of its launcher, tried in order.
+"""Finds the number of this process in its job, from the variables of launchers, tried in order.
 
     identity = resolve_identity()
-    refuse_unjoined()                # before anything is compiled
+    refuse_unjoined()                # an error, before anything is compiled
 
 One small function for each launcher reads only the environment, and returns None if its launcher
 has not started this process. It passes the names of its variables to `identify`, which checks
@@ -9,8 +9,8 @@ their values, so that all launchers report mistakes in the same way. JAX's own d
 used: it mistakes a notebook inside a Slurm allocation for a job, and Open MPI's launcher for the
 first process.
 
-MPI is tried before Slurm, because `mpirun` inside an allocation starts its daemons as a step of
-Slurm, and its processes inherit the numbers of this step.
+MPI is tried before Slurm: `mpirun` inside an allocation starts its daemons as a step of Slurm, and
+its processes inherit the numbers of this step.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from jddp.ground.typing import Settings
 Environ = Mapping[str, str]
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 ADDRESS, COUNT, ID = VARIABLES
-JOB = "JDDP_JOB"  # an identifier of the job, the same for all its processes
-# Of NVIDIA, and two of AMD: HIP chooses among those that ROCR leaves.
+JOB = "JDDP_JOB"  # An identifier of the job, the same for all its processes.
+# One variable of NVIDIA and two of AMD: HIP chooses among the GPUs that ROCR leaves.
 NVIDIA = "CUDA_VISIBLE_DEVICES"
 VISIBLE = (NVIDIA, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-FIRST_PORT = 61440  # above the ports that Linux assigns by itself
+FIRST_PORT = 61440  # The ports that Linux assigns by itself are lower.
 NUM_PORTS = 4096
-LAUNCHED = "JDDP_LAUNCHED"  # by jddp: JAX's variables count, whatever scheduler is around
+LAUNCHED = "JDDP_LAUNCHED"  # Set by jddp: JAX's variables count under any scheduler.
 JOIN = "from jddp import distributed", "distributed.initialize(distributed.resolve_identity())"
-KUBERNETES_PORT = 8476  # each pod has an address of its own
+KUBERNETES_PORT = 8476  # Each pod has its own address.
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Names(NamedTuple):
       num_processes: Variable with the number of processes.
       process_id: Variable with the number of this process.
       num_local: Variable with the number of processes on this host.
-      local_id: Variable with the number of this process among those on this host.
+      local_id: Variable with the number of this process among the processes on this host.
       needed: All variables that the source needs, if it needs more than the first two.
       address: Name of the address of process 0, for messages.
     """
@@ -133,7 +133,7 @@ def check_address(address: str, name: str) -> str:
 def identify(
     environ: Environ, names: Names, address: Callable[[], str | None], source: str
 ) -> Identity | None:
-    """The identity that the variables of these names describe; a scheduler's only task is alone.
+    """The identity in the variables of these names; the only task of a scheduler is alone.
 
     Args:
       environ: The environment.
@@ -142,8 +142,8 @@ def identify(
       source: Launcher that has set the numbers.
 
     Returns:
-      None if none of the variables is set, or only the numbers of a job of one process, which
-      some containers set.
+      None if none of the variables is set, or only the numbers of a job of one process: some
+      containers set these.
 
     Raises:
       HalfSetError: If only some are set.
@@ -186,7 +186,7 @@ def visible_in(environ: Environ) -> str:
 
 
 def port_of(job: str) -> int:
-    """A port: the same for all processes of a job, and probably another one for another job."""
+    """A port: the same for all processes of a job, and probably different for another job."""
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
 
 
@@ -194,14 +194,14 @@ def choose_local_devices(environ: Environ, names: Names) -> tuple[int, ...] | No
     """Numbers of this process's accelerators, among those that it sees; None if it has them all.
 
     The processes of a host share its visible accelerators evenly: one each if the list, or the
-    number of processes, is not set. A process keeps those that a scheduler has given to it alone.
+    number of processes, is not set. A process keeps accelerators that a scheduler gives only to it.
 
     Raises:
       ConfigError: If there are more processes than accelerators.
     """
     local_id, num_local = environ.get(names.local_id, ""), environ.get(names.num_local, "")
     if not is_number(local_id) or num_local == "1" or environ.get("JAX_LOCAL_DEVICE_IDS"):
-        return None  # JAX reads JAX_LOCAL_DEVICE_IDS
+        return None  # JAX reads JAX_LOCAL_DEVICE_IDS.
     variable = visible_in(environ)
     visible = [x for x in environ.get(variable, "").split(",") if x.strip()]
     if len(visible) == 1 or environ.get("JAX_PLATFORMS") == "cpu":
@@ -246,7 +246,7 @@ def resolve_identity(
       ConfigError: If numbers are incomplete or out of range.
     """
     if is_interactive is None:
-        # At a prompt, in a notebook, or in the shell of `srun --pty`.
+        # A user types at a prompt, in a notebook, or in the shell of `srun --pty`.
         is_in_pty = bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0)
         is_interactive = is_at_prompt() or is_in_pty
     half_set = None
@@ -266,13 +266,13 @@ def resolve_identity(
 
 
 def jax_variables(environ: Environ) -> Identity | None:
-    """The three variables that jddp's launcher sets, also on Ray, and Kubeflow's JAX runtime."""
+    """A process of jddp's launcher, also on Ray, or of Kubeflow: they set JAX's three variables."""
     names = Names(COUNT, ID, needed=VARIABLES)
     return identify(environ, names, lambda: None, environ.get(LAUNCHED) or COUNT)
 
 
 def torchrun(environ: Environ) -> Identity | None:
-    """The variables of torchrun, and of other launchers that set the same variables.
+    """A process of torchrun, or of another launcher that sets the same variables.
 
     torchrun itself listens on MASTER_PORT, and keeps that port over restarts.
     """
@@ -298,7 +298,7 @@ def open_mpi(environ: Environ) -> Identity | None:
             return f"{loopback()}:{port_of(job)}"
         if first := _first_of_slurm(environ):
             return first
-        # The daemons are numbered: the one with 0 is the launcher. mpirun ends the other processes.
+        # The daemons are numbered, and the launcher has 0. mpirun ends the other processes.
         daemon = re.match(r"[^;]*\.(\d+);", environ.get("PMIX_SERVER_URI2", ""))
         if daemon and daemon[1] != "0" and environ[OPEN_MPI.process_id] == "0":
             here = f"{environ.get('PMIX_HOSTNAME', socket.gethostname())}:{port_of(job)}"
@@ -313,10 +313,10 @@ def open_mpi(environ: Environ) -> Identity | None:
 
 
 def mpich(environ: Environ) -> Identity | None:
-    """A process of MPICH's or Intel's mpiexec, which do not give the address of process 0."""
+    """A process of MPICH's or Intel's mpiexec: neither gives the address of process 0."""
     pairs = zip(MPICH[:2], SLURM[:2], strict=True)
     if all(environ.get(ours) == environ.get(theirs) for ours, theirs in pairs):
-        return None  # srun sets these variables too, and has more of its own
+        return None  # srun sets these variables too, and has more of its own.
     return identify(environ, MPICH, lambda: _first_of_slurm(environ), "MPICH")
 
 
@@ -330,13 +330,13 @@ def slurm(environ: Environ) -> Identity | None:
 
 
 def kubernetes(environ: Environ) -> Identity | None:
-    """A pod of an Indexed Job, which knows its index; the manifest must set the number of pods.
+    """A pod of an Indexed Job: it knows its index, and the manifest must set the number of pods.
 
-    The first pod has this one's name with index 0: `job-0.a.b` for `job-3.a.b`.
+    The first pod has the same name with index 0: `job-0.a.b` for `job-3.a.b`.
     """
     index = environ.get(_POD, "")
     if not (index and environ.get(COUNT)):
-        return None  # an array of jobs with one process each
+        return None  # An array of jobs with one process each.
 
     def address() -> str | None:
         host, _, domain = socket.getfqdn().partition(".")
@@ -389,11 +389,11 @@ def _of_step(environ: Environ, hosts: list[str]) -> str:
 
 
 def _num_sharing(environ: Environ, hosts: list[str]) -> str:
-    """Number of tasks that share the visible devices: an entry of `2(x3),1`, by host."""
+    """Number of tasks that share the visible devices: this host's entry in `2(x3),1`."""
     visible = environ.get(visible_in(environ), "")
     there = environ.get("SLURM_GPUS_ON_NODE", "")
     if visible and is_number(there) and len(visible.split(",")) < int(there):
-        return "1"  # Slurm has applied --gpus-per-task or --gpu-bind
+        return "1"  # Slurm has applied --gpus-per-task or --gpu-bind.
     per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     counts = list[str]()
     for count, times in per_node:
@@ -402,12 +402,12 @@ def _num_sharing(environ: Environ, hosts: list[str]) -> str:
 
 
 def refuse_differences(kind: str, subject: str, members: Iterable[tuple[str, Settings]]) -> None:
-    """Compares all members' values with the values of member 0, which comes first.
+    """Compares all members' values with the values of member 0.
 
     Args:
       kind: Name of a member: "process" or "node".
       subject: Common name of the values.
-      members: Number of each member, perhaps with its place, and its values by name.
+      members: Number of each member, perhaps with its place, and its values by name; 0 comes first.
 
     Raises:
       ProcessMismatchError: If a value differs.
@@ -426,10 +426,10 @@ def refuse_differences(kind: str, subject: str, members: Iterable[tuple[str, Set
 def started_job(environ: Environ = os.environ) -> Identity | None:
     """The job of several processes that a launcher's variables describe; None for a job of one.
 
-    Incomplete or contradictory variables describe none.
+    Incomplete or contradictory variables describe no job.
     """
     given = {name: value for name, value in environ.items() if value}
-    # An address of process 0 if a launcher gives none, so that the numbers alone decide.
+    # Launchers may give no address of process 0. With a placeholder the numbers alone decide.
     address = {ADDRESS: "process-0:1"}
     for placeholder in (address, address | {"MASTER_ADDR": "process-0", "MASTER_PORT": "1"}):
         with contextlib.suppress(ConfigError):
@@ -440,7 +440,7 @@ def started_job(environ: Environ = os.environ) -> Identity | None:
 
 
 def unjoined_job(environ: Environ = os.environ) -> Identity | None:
-    """The job that a launcher describes, if JAX has one process, which has not joined the job."""
+    """The job that a launcher describes, if this process of JAX has not joined it."""
     import jax
 
     job = started_job(environ)
@@ -464,7 +464,7 @@ def explain_unjoined(job: Identity) -> tuple[str, str]:
 def refuse_unjoined() -> None:
     """Refuses to train in one process of several that have not connected.
 
-    Without this, a program that forgets to join would train once in each of its processes.
+    A program that forgets to join would train once in each of its processes.
 
     Raises:
       UsageError: If a launcher's variables describe a job of several, and JAX has one process.

@@ -26,15 +26,15 @@ _DEFAULTS = {START: "300", HEARTBEAT: "100"}
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 VIRTUAL_DEVICES = 8
 _IS_ON, _FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
-_LATE_SECONDS = 2.0  # in which a file system shows what another host has written
+_LATE_SECONDS = 2.0  # Limit for a file system to show a file of another host.
 _NO_CACHE, _SEEN, _UNSEEN = "no cache", "seen", "not seen"
-_PLATFORMS = "jax_platforms"  # JAX_PLATFORMS, unless a program has set it
+_PLATFORMS = "jax_platforms"  # JAX_PLATFORMS, unless a program has set this option.
 
 
 def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> None:
     """Joins the job, before devices are used, unless your code has joined it already.
 
-    From here on this process ends with its job. An uncaught exception is written into the file of
+    From then on this process ends with its job. An uncaught exception is written into the file of
     the first failure, if there is a job or JDDP_FAILURE_FILE is set. JAX's cache of compiled
     programs stays on if all processes share its folder.
 
@@ -53,7 +53,7 @@ def initialize(identity: Identity, environ: Mapping[str, str] = os.environ) -> N
         watch_over_job()
     if identity.coordinator is None or jax.distributed.is_initialized():
         return
-    # JAX's handler swallows SIGTERM in programs that do not query it; `requests` has its own.
+    # JAX's handler swallows SIGTERM in programs that do not query it. `requests` handles SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     seconds, heartbeat = (read_seconds(environ, name) for name in (START, HEARTBEAT))
     listens = None
@@ -79,9 +79,9 @@ def use_if_shared() -> None:
     """Switches JAX's cache of programs off unless all processes see a file of process 0 there.
 
     Every process of a job calls it, before it compiles anything. Every process reads the cache, and
-    only process 0 writes it. If the others do not see its folder, process 0 finds programs there at
-    the next start that the others have to compile. XLA's autotuner on GPUs divides its work over
-    all processes: they would wait, up to a day, for one that does not compile.
+    only process 0 writes it. If the others do not see its folder, at the next start they compile
+    programs that process 0 finds there. XLA's autotuner on GPUs divides its work over all
+    processes: they would wait, up to a day, for a process that does not compile.
     """
     import jax
 
@@ -92,7 +92,7 @@ def use_if_shared() -> None:
     mark = ".jddp-not-written"
     with contextlib.ExitStack() as written:
         if is_first and place and "://" not in place:
-            with contextlib.suppress(OSError):  # then no process sees it
+            with contextlib.suppress(OSError):  # No process sees the file then.
                 Path(place).mkdir(parents=True, exist_ok=True)
                 file = written.enter_context(NamedTemporaryFile(dir=place, prefix=".jddp-"))
                 mark = Path(file.name).name
@@ -147,13 +147,12 @@ def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None
             f"mesh.num_devices={in_all} does not divide over {num_processes} processes. "
             f"Choose a multiple of {num_processes}."
         )
-    # An option of JAX, not a flag of XLA: once the backend runs JAX refuses the option, but would
-    # ignore a flag.
+    # Once the backend runs, JAX refuses an option, but would ignore a flag of XLA.
     jax.config.update("jax_num_cpu_devices", max(1, in_all // num_processes))
 
 
 def require_devices() -> Missing | None:
-    """Starts the devices of this process; processes of a job call it after they have connected.
+    """Starts the devices of this process; in a job, after its processes have connected.
 
     Returns:
       The missing part, if JAX computes on CPUs although a driver or a plugin suggests a GPU.
@@ -192,7 +191,7 @@ def read_seconds(environ: Mapping[str, str], name: str) -> int:
 
 
 def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, str]) -> None:
-    """Waits until all processes are there; then JAX may listen in process 0, or already listens.
+    """Waits until all processes are there: then JAX may listen in process 0, or already listens.
 
     Args:
       identity: Identity of this process.
@@ -211,17 +210,17 @@ def rendezvous(identity: Identity, listens: str | None, environ: Mapping[str, st
     me = f"process {mine.number} of {mine.count}"
     if mine.number == 0:
         with contextlib.closing(RendezvousServer("process", coordinator, listens)) as server:
-            # It resolves its own name now: JAX would try only twice a minute.
+            # Process 0 resolves its own name now: JAX would try only twice a minute.
             connect_to(coordinator, me, time.monotonic() + seconds).close()
             server.gather(mine, seconds=seconds, is_last=True)
         return
     with contextlib.closing(RendezvousClient("process", coordinator)) as client:
         client.gather(mine, seconds=seconds)
-    connect_to(coordinator, me, time.monotonic() + seconds).close()  # JAX listens now
+    connect_to(coordinator, me, time.monotonic() + seconds).close()  # JAX listens now.
 
 
 def bind_address(coordinator: str) -> str:
-    """The address on which process 0 listens: only on the coordinator's interface.
+    """The address on which process 0 listens: the coordinator's interface only.
 
     JAX would listen on all interfaces, without authentication.
 
@@ -229,8 +228,8 @@ def bind_address(coordinator: str) -> str:
       coordinator: host:port of process 0.
 
     Returns:
-      address:port. It stands for all interfaces if the host's name resolves only to loopback on
-      this machine, and is not itself a name of loopback: other hosts then use another address.
+      address:port. It stands for all interfaces if the host's name is no name of loopback, but
+      resolves to loopback on this machine: other hosts then use another address.
     """
     host, _, port = coordinator.rpartition(":")
     everywhere = f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
@@ -238,30 +237,30 @@ def bind_address(coordinator: str) -> str:
     try:
         family, *_, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as here:
-            here.bind(address)  # on any free port
+            here.bind(address)  # Any free port.
     except OSError:
         return everywhere
     if _is_loopback(str(address[0])) and not is_local_name:
-        return everywhere  # Debian's 127.0.1.1, where no other host could connect
+        return everywhere  # No other host could connect to Debian's 127.0.1.1.
     return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
 
 
 def settle_address(coordinator: str) -> None:
-    """Chooses the address at which gloo, which connects CPU devices, listens. All call it.
+    """Chooses the address at which gloo listens to connect CPU devices; all processes call it.
 
-    gloo itself would take the address of the host's name. On Debian this is 127.0.1.1, which no
-    other host can reach, and in some containers there is none. In these cases jddp chooses the
+    gloo itself would take the address of the host's name. On Debian this is 127.0.1.1: no other
+    host can reach it. In some containers there is no address. In these cases jddp chooses the
     address by which this host and process 0 reach each other.
 
     Args:
-      coordinator: host:port of process 0, to which all are connected.
+      coordinator: host:port of process 0; all processes are connected to it.
     """
     from jddp.distributed.coordination import gather, listen_at
 
     host, _, port = coordinator.rpartition(":")
     family, *_, there = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as route:
-        route.connect(there)  # which sends nothing
+        route.connect(there)  # This sends nothing.
         mine = route.getsockname()[0]
     # Process 0 may be on this host, and others reach it by another address.
     known = [mine, *gather("address", str(there[0]), timeout_seconds=60.0)]

@@ -3,10 +3,10 @@
 When one process fails, all are ended, and all are restarted with the same command: a job of jddp
 resumes from its last checkpoint. A job is not restarted after a failure that would repeat: a
 mistake in config, code or data, numbers that are not finite, and the same message twice in a row
-within a minute. Nor is a job that a signal has stopped.
+within a minute. A job that a signal has stopped is not restarted either.
 
-If a job may run on fewer processes, the others resume without a machine that has left without a
-failure. When a machine connects again, all stop and restart with it.
+If a job may run on fewer processes, it resumes without a machine that has left without a failure.
+When a machine connects again, all stop and restart with it.
 
 The launchers of several machines agree, before each attempt, on the machines that take part. The
 launcher of node 0 listens at the coordinator's port as long as it runs, and the others stay
@@ -43,17 +43,17 @@ from jddp.distributed.signals import Signals
 from jddp.ground.errors import CoordinatorError, ExitCode, report
 from jddp.ground.typing import JsonObject
 
-_MOMENT = 2.0  # seconds in which others fail too, and processes of jddp end by themselves
-_SAVE_SECONDS = 600.0  # which the others may need to save, where one was stopped by a signal
-_PAUSE = 1.0  # seconds from a failure to the restart, if all have ended by then
+_MOMENT = 2.0  # Seconds for others to fail too, and for processes of jddp to end by themselves.
+_SAVE_SECONDS = 600.0  # Limit for the others to save after a signal has stopped one process.
+_PAUSE = 1.0  # Seconds from a failure to the restart, if all have ended by then.
 # Failures that a restart with the same command repeats.
 DETERMINISTIC = {ExitCode.USAGE, ExitCode.DATA, ExitCode.OUT_OF_MEMORY}
 DETERMINISTIC |= {ExitCode.PROCESS_MISMATCH, ExitCode.NUMERICS}
-# Ends that may only be the consequence of another's: reported by jddp, or JAX's abort.
+# Ends that may only be the consequence of another process's end: jddp reports it, or JAX aborts.
 CONSEQUENCES = {ExitCode.ANOTHER_FAILED, -signal.SIGABRT}
-SOON = 60.0  # seconds
-_END_SECONDS = 10.0  # in which a process ends that has left its job
-_NUM_PORTS = 64  # above the coordinator's port; one of them is free
+SOON = 60.0  # Seconds.
+_END_SECONDS = 10.0  # Limit for a process that has left its job to end.
+_NUM_PORTS = 64  # Number of ports above the coordinator's port that are tried.
 
 
 class Failure(NamedTuple):
@@ -61,8 +61,8 @@ class Failure(NamedTuple):
 
     Attributes:
       data: The failure as data.
-      headline: Process that failed, and how.
-      seconds: Time that it ran.
+      headline: Process that failed, and its failure.
+      seconds: Time that the process ran.
       text: Traceback, or the end of standard error.
     """
 
@@ -81,7 +81,7 @@ class Failure(NamedTuple):
         return self.data["exit_code"] or ExitCode.DATA
 
     def repeats(self, other: "Failure | None") -> bool:
-        """Whether another attempt failed the same way, both within a minute."""
+        """Whether another attempt failed in the same way, both within a minute."""
         is_known = self.code <= 128 and self.code != ExitCode.ANOTHER_FAILED
         if other is None or not is_known or max(self.seconds, other.seconds) > SOON:
             return False
@@ -92,8 +92,8 @@ class Failure(NamedTuple):
 def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     """The failure to report for an attempt; None if there is none. Nothing else decides it.
 
-    It is the failure in the file; else the first process here that has ended by itself; else a lost
-    machine; else the first process that has ended.
+    It is the first of these that exists: the failure in the file, the first process here that has
+    ended by itself, a lost machine, the first process that has ended.
 
     Args:
       group: The processes here.
@@ -110,9 +110,9 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
         reason = {"type": "jddp.launch", "message": text}
         data = describe_failure(None, ExitCode.ANOTHER_FAILED, host=None, exception=reason)
         with suppress(OSError), group.failure_file.open("x") as file:
-            json.dump(data, file)  # for processes that wait for that machine
+            json.dump(data, file)  # Processes may wait for that machine.
         return Failure(data, text, seconds)
-    if data is None:  # the process has written none
+    if data is None:  # The process has written no failure.
         worker = [*by_themselves, *failed][0]
         data = describe_failure(worker.number, worker.returncode)
         aborted = worker.returncode == -signal.SIGABRT
@@ -120,9 +120,9 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
             data["exit_code"] = ExitCode.ANOTHER_FAILED
             data["exception"] = {"type": "JAX", "message": " ".join(silent[0].split())}
         write_failure(data, group.failure_file)
-        data = read_failure(group.failure_file) or data  # another may have been faster
+        data = read_failure(group.failure_file) or data  # Another may have been faster.
     number = data["process"]
-    if data["exit_code"] is None:  # it has left its job: only its end shows its exit code
+    if data["exit_code"] is None:  # A process has left its job: its end shows the code.
         group.wait(_END_SECONDS, lambda: all(worker.number != number for worker in group.running))
         for worker in group.ended:
             if worker.number == number:
@@ -213,7 +213,7 @@ class Nodes:
         return lost
 
     def send_failure(self, failure: JsonObject) -> None:
-        """Sends node 0 the failure of an attempt: its processes may wait for one here."""
+        """Sends node 0 the failure of an attempt: its processes may wait for a process here."""
         if isinstance(self._end, RendezvousClient):
             self._end.send_failure(failure)
 
@@ -247,16 +247,16 @@ def supervise(run: Callable[[Signals], Failure | None]) -> int:
     """Runs processes to their end; returns the exit code of the first failure, or 0.
 
     Args:
-      run: Function that starts all processes, passes the stop signals of the launcher on as they
-        are received, restarts all where that may help, and returns the first failure of the last
-        attempt once it is reported; None if there is none.
+      run: Function that starts all processes, passes on the stop signals of the launcher, and
+        restarts all where that may help. It returns the first failure of the last attempt after
+        reporting it; None if there is none.
     """
     signals = Signals()
     with signals.received():
         failure = run(signals)
     if failure is None:
         return ExitCode.DONE
-    write_failure(failure.data)  # for the program that has started this launcher
+    write_failure(failure.data)  # The program that has started this launcher may read it.
     return failure.code
 
 
@@ -277,7 +277,7 @@ class NodeRunner:
         Raises:
           CoordinatorError: If other machines are missing.
           ProcessMismatchError: If other machines were started with different numbers.
-          SystemExit: If a signal comes while it waits for them.
+          SystemExit: If a signal comes while it waits for other machines.
         """
         self._signals = signals
         self._nodes = Nodes(self._launch)
@@ -358,7 +358,7 @@ class NodeRunner:
 
     def _watch(self, group: Group) -> None:
         """Waits until a process or a machine has failed, or the group is to end."""
-        self._makes_room = False  # stops all, to restart with a machine that has connected
+        self._makes_room = False  # Whether all stop, to restart with a new machine.
         while not group.wait(POLL_SECONDS) and not group.failed():
             num_signals = group.forward(self._signals.numbers)
             lost = self._nodes.lost(group.failure_file)
@@ -388,6 +388,6 @@ class NodeRunner:
     def _report(self, failure: Failure) -> Failure:
         self._nodes.send_failure(failure.data)
         if failure.code != ExitCode.PREEMPTED and not self._has_changed(failure):
-            with CONSOLE:  # or lines of another process would come in between
+            with CONSOLE:  # Lines of another process could come in between.
                 report(str(failure))
         return failure

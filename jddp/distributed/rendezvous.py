@@ -5,11 +5,11 @@
     client = RendezvousClient("process", "node-0:1234")       # the others connect to it
     infos = client.gather(mine, seconds=300)
 
-Each client sends a line. When all have sent one, each gets a line as its answer: the information of
-every member, or an error, the same for all: a missing member, a number that two members have, or
-different settings. A connection may stay open for further rounds. A member that leaves for good
-reports whether it has failed. A member whose connection breaks without this report is lost, and may
-connect again.
+Each client sends a line. When all clients have sent one, each gets a line as its answer. The answer
+is the same for all: the information of every member, or an error (a missing member, a number that
+two members have, or different settings). A connection may stay open for further rounds. A member
+that leaves for good reports whether it has failed. A member whose connection breaks without this
+report is lost, and may connect again.
 """
 
 import contextlib
@@ -37,17 +37,17 @@ from jddp.ground.errors import (
 from jddp.ground.typing import JsonObject
 
 POLL_SECONDS = 0.02
-_SLACK = 5.0  # seconds in which member 0 reports that its time is over, before the others give up
-NOTICE_SECONDS = 5.0  # after which a line reports that members are missing
-_LONGEST = 2**20  # bytes of a message
+_SLACK = 5.0  # Seconds for member 0 to report that its time is over, before the others give up.
+NOTICE_SECONDS = 5.0  # Time until a line reports that members are missing.
+_LONGEST = 2**20  # Bytes of a message.
 _CHUNK = 2**16
 _SEND_SECONDS = 5.0
-_PROBES = 4  # unanswered probes, after which a connection is lost
-PATIENCE_SECONDS = 30.0  # for further members, when there are enough
+_PROBES = 4  # Unanswered probes until a connection is lost.
+PATIENCE_SECONDS = 30.0  # Time to wait for further members when there are enough.
 _PLURALS = {"process": "processes", "node": "nodes"}
-_SHOWN = 8  # numbers of missing members in a message
-_SPARE_FILES = 256  # for libraries, and for connections of other programs
-_FILES_PER_MEMBER = 2  # for a connection to the process itself, and one to JAX's service
+_SHOWN = 8  # Numbers of missing members in a message.
+_SPARE_FILES = 256  # Files of libraries, and connections of other programs.
+_FILES_PER_MEMBER = 2  # A connection to the process itself, and one to JAX's service.
 
 
 class Connection:
@@ -70,7 +70,7 @@ class Connection:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         between = max(1, silence_seconds // (_PROBES + 1))
         for name, value in (("KEEPIDLE", between), ("KEEPINTVL", between), ("KEEPCNT", _PROBES)):
-            if option := getattr(socket, f"TCP_{name}", None):  # Linux, and macOS in part
+            if option := getattr(socket, f"TCP_{name}", None):  # Linux has all options, macOS some.
                 stream.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: JsonObject) -> None:
@@ -80,7 +80,7 @@ class Connection:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self, seconds: float) -> None:
-        """Reads what arrives next, which may be several messages, or a part of one.
+        """Reads the bytes that arrive next: several messages, or a part of one.
 
         Raises:
           OSError: If nothing arrives in this time, or the connection is broken or closed.
@@ -148,7 +148,7 @@ class Member:
 
 
 class RendezvousClient:
-    """The end of a member other than 0, which connects to member 0 and awaits its answer.
+    """The end of a member other than 0: it connects to member 0 and awaits its answer.
 
     Args:
       kind: Name of a member: "process" or "node".
@@ -161,7 +161,7 @@ class RendezvousClient:
         self.address = address
         self._silence_seconds = silence_seconds
         self._server: Connection | None = None
-        self._goodbye: JsonObject | None = None  # of member 0
+        self._goodbye: JsonObject | None = None  # Last message of member 0.
         self._has_lost = False
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class RendezvousClient:
         first = f"{self.kind} 0 at {self.address}"
         until = time.monotonic() + seconds
         if self._has_lost:
-            self.close()  # Member 0 may be back, or the network.
+            self.close()  # Member 0 or the network may be back.
         answer = self._goodbye
         while answer is None:
             try:
@@ -237,10 +237,10 @@ class RendezvousClient:
 
 
 def connect_to(address: str, name: str, until: float) -> socket.socket:
-    """A connection, as soon as a program listens there.
+    """A connection, as soon as a program listens at the address.
 
     Raises:
-      CoordinatorError: If no program does in time.
+      CoordinatorError: If no program listens in time.
     """
     host, _, port = address.rpartition(":")
     since = time.monotonic()
@@ -262,7 +262,7 @@ def connect_to(address: str, name: str, until: float) -> socket.socket:
 
 
 class RendezvousServer:
-    """Member 0's end.
+    """The end of member 0: it listens, and answers all others.
 
     Args:
       kind: Name of a member: "process" or "node".
@@ -295,11 +295,12 @@ class RendezvousServer:
         self._silence_seconds = silence_seconds
         self._is_enough = is_enough
         self._is_first_round = True
-        self._waiting: dict[Connection, Member | None] = {}  # with who awaits an answer
-        self._present: dict[Connection, Member] = {}  # took part in the last round
-        self._lost: list[int] = []  # members of the last round
+        # All connections, each with the member that awaits an answer.
+        self._waiting: dict[Connection, Member | None] = {}
+        self._present: dict[Connection, Member] = {}  # Members of the last round.
+        self._lost: list[int] = []  # Lost members of the last round.
         self._listening = listen(listens or address)
-        self._listening.setblocking(False)  # a client may have gone before it is accepted
+        self._listening.setblocking(False)  # A client may have gone before it is accepted.
 
     def close(self) -> None:
         """Stops listening, and closes all connections."""
@@ -318,10 +319,10 @@ class RendezvousServer:
           is_last: Whether to stop listening before the members get their answers, to free the port.
 
         Raises:
-          CoordinatorError: If members are missing, or more than the limit of open files. The other
-            members raise it too.
-          ProcessMismatchError: If two have the same number, or different settings. The other
-            members raise it too.
+          CoordinatorError: If members are missing, or there are more than the limit of open files.
+            The other members raise it too.
+          ProcessMismatchError: If two members have the same number, or different settings. The
+            other members raise it too.
         """
         try:
             infos = self._wait_for_all(mine, seconds)
@@ -412,7 +413,7 @@ class RendezvousServer:
             if isinstance(ready, Connection):
                 self._read(ready)
                 continue
-            with contextlib.suppress(ConnectionError, BlockingIOError):  # a client has gone again
+            with contextlib.suppress(ConnectionError, BlockingIOError):  # The client has gone.
                 stream = self._listening.accept()[0]
                 self._waiting[Connection(stream, self._silence_seconds)] = None
 
@@ -430,7 +431,8 @@ class RendezvousServer:
                     case _:
                         raise ConnectionError
         except (OSError, ValueError, TypeError):
-            self._forget(client)  # it is lost, has left with a failure, or is another program
+            # The client is lost, has left with a failure, or is another program.
+            self._forget(client)
 
     def _forget(self, client: Connection) -> None:
         del self._waiting[client]
@@ -457,7 +459,7 @@ def listen(address: str) -> socket.socket:
     """A socket that listens at host:port.
 
     Raises:
-      CoordinatorError: If it cannot.
+      CoordinatorError: If the port is taken, or cannot be used.
     """
     host, _, port = address.rpartition(":")
     try:

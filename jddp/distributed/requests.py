@@ -1,8 +1,8 @@
-"""All processes of a job do what one of them requests, such as a stop, at the same place.
+"""Makes all processes of a job follow a request of one of them, such as a stop, at the same place.
 
     with Requests() as requests:
-        requests.ask(Request("save", "best"))  # on one process, or on all, in any thread
-        for request in requests.due():     # called as often, at the same places, by every process
+        requests.ask(Request("save", "best"))  # one process or all call it, in any thread
+        for request in requests.due():     # every process calls it equally often, at equal places
             ...
 
 A process with a request publishes the number of its next call of `due` through the coordination
@@ -28,9 +28,9 @@ from jddp.distributed.coordination import awaiting
 from jddp.distributed.exits import process, write_line
 from jddp.distributed.signals import Hearing, leave_early
 
-_ANSWER_SECONDS = 30.0  # in which the threads of all processes answer
-_DAY = 86_400.0  # no limit: the watchdog, or the end of another process, ends the wait
-_LAST_SECONDS = 600.0  # from the end of the first process to the end of the last
+_ANSWER_SECONDS = 30.0  # Limit for the threads of all processes to answer.
+_DAY = 86_400.0  # No limit: the watchdog, or the end of another process, ends the wait.
+_LAST_SECONDS = 600.0  # Limit from the end of the first process to the end of the last.
 _openings = itertools.count()
 
 
@@ -47,7 +47,7 @@ class Request(NamedTuple):
 
 
 class Requests:
-    """While open, processes agree on a place for each request, or signal.
+    """Lets processes agree on a place for each request or signal, while open.
 
     Attributes:
       is_open: Whether all processes call `due`.
@@ -57,8 +57,8 @@ class Requests:
         self.is_open = False
         self._key = f"jddp/requests/{next(_openings)}"
         self._num_calls = self._num_rounds = 0
-        self._asked = list[Request]()  # requests of this process that are not done yet
-        self._at: int | None = None  # the call at which all act
+        self._asked = list[Request]()  # Requests of this process that are not done yet.
+        self._at: int | None = None  # The call at which all act.
         self._changed = threading.Condition()
         self._open = contextlib.ExitStack()
 
@@ -84,7 +84,7 @@ class Requests:
         with self._changed:
             self._at = None
             self._num_rounds += 1
-            if self._asked:  # meanwhile, in another thread
+            if self._asked:  # Another thread has asked meanwhile.
                 self._propose()
             self._changed.notify_all()
         return _in_order(of_all)

@@ -1,6 +1,6 @@
 """Signals that ask a process to stop, received even while its main thread is inside C++.
 
-    with leaves_at_once():              # before imports, which take seconds
+    with leaves_at_once():              # slow imports follow
         ...
         process.is_early = False        # the first step has ended
     with Hearing(hear) as hearing:      # `hear(15)` is called in a thread, at the first SIGTERM
@@ -46,17 +46,17 @@ from jddp.ground.errors import ExitCode
 # process and then its group.
 SAME_SECONDS = 2.0
 Handler = Callable[[int, FrameType | None], None]
-_END = 0  # which is no signal
+_END = 0  # No signal has this number.
 _given_up: list[Callable[[], None]] = []
-_masks = threading.local()  # of the thread that forks
+_masks = threading.local()  # The mask of the thread that forks.
 
 
 @contextlib.contextmanager
 def in_forked_children(give_up: Callable[[], None]) -> Iterator[None]:
-    """While open, each forked child calls this function first; in reverse order of opening.
+    """Lets each forked child call this function first, while open; in reverse order of opening.
 
     A child of `multiprocessing` or `os.fork` has the handlers, pipes and files of its parent. A
-    signal to the child would count as one to the parent, and a pipe would stay open as long as the
+    signal to the child would count as a signal to the parent. A pipe would stay open as long as the
     child lives, although a reader waits for its end.
     """
     _register()
@@ -64,7 +64,7 @@ def in_forked_children(give_up: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # in a child, which has given it up
+        with contextlib.suppress(ValueError):  # A child has given it up already.
             _given_up.remove(give_up)
 
 
@@ -90,14 +90,14 @@ def _give_up() -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """SIGTERM, Ctrl-C and a closed terminal, unless this process is to outlive it (`nohup`)."""
+    """SIGTERM, Ctrl-C, and SIGHUP of a closed terminal unless it is ignored (`nohup`)."""
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGINT, *(() if outlives else (signal.SIGHUP,)))
 
 
 @contextlib.contextmanager
 def stop_signals_go_to(handler: Handler) -> Iterator[tuple[signal.Signals, ...]]:
-    """While open, stop signals call a handler; a forked child gets the earlier handlers back.
+    """Lets stop signals call a handler, while open; a forked child gets earlier handlers back.
 
     Yields:
       The signals. If a library installs a handler for one of them meanwhile, it keeps that handler.
@@ -119,7 +119,7 @@ def stop_signals_go_to(handler: Handler) -> Iterator[tuple[signal.Signals, ...]]
 
 
 class Repeats:
-    """Distinguishes a signal that repeats the first from a second one."""
+    """Distinguishes a repeat of the first signal from a second signal."""
 
     def __init__(self) -> None:
         self._first = math.inf
@@ -136,7 +136,7 @@ class Signals:
     """The stop signals that a launcher has received.
 
     Attributes:
-      numbers: Their numbers, in order; one that only repeats the first is left out.
+      numbers: Numbers of the signals, in order; a repeat of the first is left out.
     """
 
     def __init__(self) -> None:
@@ -144,12 +144,12 @@ class Signals:
         self._repeats = Repeats()
 
     def received(self) -> contextlib.AbstractContextManager[object]:
-        """While open, signals are received, and end nothing."""
+        """Receives signals while open; they end nothing."""
         return stop_signals_go_to(self._receive)
 
     @contextlib.contextmanager
     def exiting(self) -> Iterator[None]:
-        """While open, a signal ends this program, also one that was received before.
+        """Lets a signal end this program, while open; an earlier signal ends it at once.
 
         Raises:
           SystemExit: With 128 and the number of the signal.
@@ -157,7 +157,7 @@ class Signals:
         with stop_signals_go_to(self._exit):
             self._exit_if_any()
             yield
-            self._exit_if_any()  # if Python has dropped the exception of the handler
+            self._exit_if_any()  # Python may have dropped the exception of the handler.
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if not self._repeats.is_repeat():
@@ -173,7 +173,7 @@ class Signals:
 
 
 class Hearing:
-    """While open, in the main thread, a thread receives the stop signals of this process.
+    """Lets a thread receive the stop signals of this process; opened in the main thread.
 
     Args:
       hear: Function that is called in a thread with the first signal, once.
@@ -183,7 +183,7 @@ class Hearing:
         self._hear = hear
         self._repeats = Repeats()
         self._num_heard = 0
-        self._heard = set[int]()  # signals that the thread has received
+        self._heard = set[int]()  # Signals that the thread has received.
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> "Hearing":
@@ -207,7 +207,7 @@ class Hearing:
     def _is_woken(self) -> bool:
         """Whether C writes signals into the pipe; starts this if no other program is woken."""
         before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
-        if before not in (-1, self._writes):  # of an event loop
+        if before not in (-1, self._writes):  # An event loop has set it.
             signal.set_wakeup_fd(before)
         return before == self._writes
 
@@ -215,7 +215,7 @@ class Hearing:
         """Runs in the main thread, once it runs Python code again."""
         if not self._is_woken() or number not in self._heard:
             self._write(number)
-        if self._num_heard > 1 and number == signal.SIGINT:  # at a prompt, an ordinary request
+        if self._num_heard > 1 and number == signal.SIGINT:  # A second Ctrl-C at a prompt.
             raise KeyboardInterrupt
 
     def _write(self, number: int) -> None:
@@ -243,13 +243,13 @@ class Hearing:
 
     def _restore_wakeup(self) -> None:
         if (now := signal.set_wakeup_fd(-1)) not in (-1, self._writes):
-            signal.set_wakeup_fd(now)  # of an event loop, which keeps it
+            signal.set_wakeup_fd(now)  # An event loop has set it, and keeps it.
             return
-        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
+        with contextlib.suppress(OSError, ValueError):  # It may be closed by now.
             signal.set_wakeup_fd(self._wakeup_before)
 
     def _end_thread(self) -> None:
-        # Not by the end of the pipe, which a child of another program's fork may keep open.
+        # The end of the pipe would not do: a child of a foreign fork may keep the pipe open.
         self._write(_END)
         self._thread.join()
 
@@ -271,8 +271,8 @@ def _pipe() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def leaves_at_once() -> Iterator[None]:
-    """While open, this process exits at once on a stop signal, as long as it is early."""
-    if threading.current_thread() is not threading.main_thread():  # which gets no signals
+    """Lets this process exit at once on a stop signal while open, as long as it is early."""
+    if threading.current_thread() is not threading.main_thread():  # It gets no signals.
         yield
         return
     before = process.is_early

@@ -1,6 +1,6 @@
 """Detects that a job makes no progress, and names the process that is behind.
 
-JAX takes a process that hangs for healthy, because its heartbeats come from another thread, and all
+A process that hangs looks healthy to JAX, because another thread sends its heartbeats, and all
 others wait for it in a collective for ever. So each process watches itself: every phase has a time
 limit. If a limit is exceeded, all processes write their stacks and publish their progress, and a
 message names the process that is behind or does not answer. A process that the command line owns
@@ -8,7 +8,7 @@ then ends (`HANG`). Time in which this process did not run (SIGSTOP, Ctrl-Z, a p
 machine) does not count.
 
     with Watchdog(Limits(), stacks=Path("logs/process_0.stacks")) as watchdog:
-        watchdog.enter("step", 17)            # and again with each step
+        watchdog.enter("step", 17)            # each step calls it again
 """
 
 import contextlib
@@ -34,13 +34,13 @@ from jddp.ground.files import make_folder, opener
 from jddp.ground.typing import JsonObject
 
 _ANSWER_SECONDS = 5.0
-_TICK = 0.5  # seconds
+_TICK = 0.5  # Seconds.
 _openings = itertools.count()
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that a phase may take, and in evaluation one batch.
+    """Time limits of the phases, in seconds; in an evaluation, of one batch.
 
     Attributes:
       start_seconds: Time to make the first state, and to read a checkpoint.
@@ -78,8 +78,8 @@ class Watchdog:
         self._limits = limits
         self._path = stacks
         self._key = f"jddp/hang/{next(_openings)}"
-        self._ran = 0.0  # seconds
-        self._ticked = time.monotonic()  # time of the last count
+        self._ran = 0.0  # Seconds.
+        self._ticked = time.monotonic()  # Time of the last count.
         self.phase = "start"
         self._step = 0
         self._since = 0.0
@@ -89,7 +89,7 @@ class Watchdog:
         self._silence: IO[bytes] | None = None
 
     def enter(self, phase: str, step: int) -> None:
-        """Records that a phase begins, or a step or batch of it, after `step` finished steps."""
+        """Records that a phase, or a step or batch in it, begins after `step` finished steps."""
         now = self._ran
         if phase == self.phase == "step":
             self._longest_step = max(self._longest_step, now - self._since)
@@ -98,7 +98,8 @@ class Watchdog:
         self._step = step
         self._since = now
         process.progress.update(step=step, phase=phase)
-        if is_new:  # a thread that holds the interpreter's lock from here on prevents the next tick
+        # A thread that holds the interpreter's lock from now on prevents the next tick.
+        if is_new:
             self._report_limit()
 
     def __enter__(self) -> "Watchdog":
@@ -124,7 +125,7 @@ class Watchdog:
         if kind is None:
             failure_file.begin(None)
         self._open.close()
-        with contextlib.suppress(OSError):  # it may have been moved
+        with contextlib.suppress(OSError):  # The file may have been moved.
             if self._path is not None and self._path.stat().st_size == 0:
                 self._path.unlink()
 
@@ -133,7 +134,7 @@ class Watchdog:
         return self._limits.of(self.phase, self._longest_step)
 
     def _watch(self) -> bool:
-        """Counts the time since the last call, unless the process did not run in it."""
+        """Counts the time since the last call, unless the process was stopped in it."""
         now = time.monotonic()
         self._ran += min(now - self._ticked, 2 * _TICK)
         self._ticked = now
@@ -150,13 +151,13 @@ class Watchdog:
     def _report_limit(self) -> None:
         """Passes the allowed time of silence to the process that watches this one."""
         if self._silence is not None:
-            with contextlib.suppress(OSError):  # it was killed
+            with contextlib.suppress(OSError):  # The other process was killed.
                 self._silence.write(b"%f\n" % (self._limit + 30))
 
     def _report(self) -> bool:
         """Writes the stacks, compares the progress of all, and ends the process if it may.
 
-        If a process has left, it is not a hang: the job ends because of that.
+        If a process has left, it is no hang: the job ends because that process has left.
         """
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.flush()
@@ -193,7 +194,7 @@ def describe_hang(
       longest_step: Seconds of the longest step so far.
 
     Returns:
-      Its number, and a paragraph about all processes.
+      The number of that process, and a paragraph about all processes.
     """
     known = {number: found for number, found in sorted(progress.items()) if found is not None}
     silent = [number for number in progress if number not in known]
