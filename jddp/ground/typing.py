@@ -135,8 +135,8 @@ def _row(tag: str, cells: Sequence[str], aligned: Sequence[str]) -> str:
 class Shown:
     """Base class of objects that notebooks show as tables, or as their text if they have none.
 
-    class Plan(Shown):              # has `__repr__` or `__str__`: in a notebook, its columns,
-        def _tables(self):          # or these tables
+    class Plan(Shown):              # a notebook shows its `__repr__` or `__str__`,
+        def _tables(self):          # unless it has tables
             yield TextTable("a plan", [("0", "1.25")], ["bucket", "MiB"])
     """
 

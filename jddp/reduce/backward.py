@@ -7,7 +7,7 @@ and the rest be evaluated after it.
 
     _, pullback = jax.vjp(loss, params)
     backward = trace_backward(pullback)
-    backward.ready          # for each leaf: the number of equations that it takes
+    backward.ready          # number of equations until each leaf is finished
 
 A loop is one equation: gradients that a `lax.scan` over layers stacks up are finished all at once.
 
