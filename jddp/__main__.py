@@ -23,7 +23,7 @@ COMMANDS = {
     "tune": "find the fastest way to send gradients, or the largest batch",
     "verify": "compare a step on all devices with one on a single device",
     "doctor": "check this host, or this job, before training",
-    "checkpoint": "list, verify, export and share checkpoints",
+    "checkpoint": "list, verify and export checkpoints",
     "data": "write token files, or list the examples of a step",
 }
 WORKBENCH = {"report", "compare", "tune"}  # Found by their entry points.
