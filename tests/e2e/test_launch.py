@@ -545,16 +545,16 @@ ENDS = {  # of the last process of a script: what it does and where; the launche
 def scripts(tmp_path_factory):
     """Launchers that have ended, each with a script of two processes, a few of them at once."""
 
-    def run(how):
-        folder, command = tmp_path_factory.mktemp("script"), [*TWO, SCRIPT, *how.split()]
-        with Launched(folder, *command, **compiling_as_here()) as launched:
+    def run(how, folder):
+        with Launched(folder, *TWO, SCRIPT, *how.split(), **compiling_as_here()) as launched:
             # JAX's shutdown barrier holds processes for 300 s. Here it is 10 s for one that is
             # waited for, and what it takes to start and compile on a machine that is busy.
             launched.code = launched.end(150)
         return launched
 
+    folders = [tmp_path_factory.mktemp("script") for _ in ENDS]  # Threads would race for the first.
     with ThreadPoolExecutor(3) as threads:
-        return dict(zip(ENDS, threads.map(run, ENDS), strict=True))
+        return dict(zip(ENDS, threads.map(run, ENDS, folders), strict=True))
 
 
 @pytest.mark.processes

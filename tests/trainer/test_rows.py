@@ -11,6 +11,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.commands.data import main
 from jddp.config.files import load_config
+from jddp.data.transforms import as_stored
 from jddp.ground.errors import ConfigError, DataError, ExitCode, UsageError
 from jddp.trainer.job.build import build
 from jddp.trainer.runs.predictions import rows_of_step
@@ -34,10 +35,11 @@ def trained(tmp_path_factory):
 @pytest.mark.slow
 def test_the_examples_of_a_step_are_those_of_its_batch_in_their_order(trained):
     config, _ = load_config([str(trained / "config.yaml")], ["data.transforms=[]"])
-    batches = build(config).train_batches()
-    for step, batch in zip(range(1, 7), batches, strict=False):
+    job = build(config)
+    stored, _ = as_stored(job.data.train)
+    for step, batch in zip(range(1, 7), job.train_batches(), strict=False):
         rows = rows_of_step(trained, step)
-        found = batches._examples.take(np.array(rows.examples))
+        found = stored.take(np.array(rows.examples))
         np.testing.assert_array_equal(found["image"], batch["image"])
         assert rows.epoch == (step - 1) * 256 / 15_000
         assert rows.names == ()
