@@ -322,25 +322,26 @@ def commands() -> str:
     """Every command with its help, and those of its own commands."""
     from jddp.__main__ import COMMANDS
 
-    listed = [(f"jddp.{name}", about) for name, about in COMMANDS.items()]
-
     def help_of(*words: str) -> str:
-        command = [sys.executable, "-m", *words, "--help"]
+        command = [sys.executable, "-m", "jddp", *words, "--help"]
         environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
         return done.stdout.strip()
 
     def page(command: tuple[str, str]) -> str:
-        module, about = command
-        text = help_of(module)
-        parts = [f"## `{module}`\n\n{about[0].upper()}{about[1:]}.\n\n```text\n{text}\n```\n"]
+        command_name, about = command
+        text = help_of(command_name)
+        parts = [
+            f"## `jddp {command_name}`\n\n{about[0].upper()}{about[1:]}.\n\n```text\n{text}\n```\n"
+        ]
         below = re.search(r"^  COMMAND\n((?:    .+\n)+)", text, re.M)
         for name in re.findall(r"^    (\w+)", below[1], re.M) if below else ():
-            parts.append(f"### `{module} {name}`\n\n```text\n{help_of(module, name)}\n```\n")
+            shown = help_of(command_name, name)
+            parts.append(f"### `jddp {command_name} {name}`\n\n```text\n{shown}\n```\n")
         return "\n".join(parts)
 
     with ThreadPoolExecutor(2) as pool:
-        return "\n".join(pool.map(page, listed))
+        return "\n".join(pool.map(page, COMMANDS.items()))
 
 
 def examples() -> str:
