@@ -32,31 +32,24 @@ from cosmic_ray.work_db import use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome
 
 ROOT = Path(__file__).resolve().parent.parent
-STEP = ["data_parallel", "step", "ddp_accumulation", "parameters", "ddp_unused"]
-HEART = {  # the tests of each file, those that notice most first
+STEP = ["data_parallel", "against_one_device", "parameters", "ddp_unused"]
+HEART = {  # The tests of each file; the tests that notice most come first.
     "jddp/engine/micro_batches.py": [
-        "micro_batches",
         *STEP,
         *("overlap", "hooks", "ddp_hooks", "loss_scale", "state_reduction", "replica"),
     ],
-    "jddp/engine/step.py": [*STEP, "constants", "verify"],
+    "jddp/engine/step.py": [*STEP, "constants", "verify", "option_pairs", "logical_replicas"],
     "jddp/modules/metrics.py": ["metrics", "data_parallel", "mean", "overlap", "logical_replicas"],
     "jddp/reduce/backward.py": ["overlap", "transforms"],
     "jddp/reduce/hooks.py": ["hooks", "ddp_hooks", "loss_scale", "reduce"],
     "jddp/reduce/packing.py": [
-        "reduction",
-        "reduce",
-        "shard_optimizer",
-        "logical_replicas",
-        "ddp_hooks",
+        *("reduction", "reduce", "strategies", "logical_replicas", "ddp_hooks"),
     ],
     "jddp/reduce/plan.py": ["reduce", "hooks"],
     "jddp/reduce/reducer.py": [
-        "reduction",
-        *("reduce", "overlap", "hooks", "ddp_hooks", "ddp_accumulation", "ddp_unused"),
-        "shard_optimizer",
+        *("reduction", "reduce", "overlap", "hooks", "ddp_hooks", "ddp_unused", "strategies"),
     ],
-    "jddp/reduce/shards.py": ["reduce", "shard_optimizer"],
+    "jddp/reduce/shards.py": ["reduce", "strategies"],
 }
 TESTS = HEART | {
     "jddp/engine/compiled.py": [
@@ -65,21 +58,14 @@ TESTS = HEART | {
     "jddp/engine/digest.py": ["digest", "replica"],
     "jddp/engine/evaluation.py": ["data_parallel", "mean", "constants", "replica"],
     "jddp/engine/data_parallel.py": ["data_parallel", "constants", "explain", "run", "trainer"],
-    "jddp/engine/guard.py": [
-        *("guard", "loss_scale", "numerics", "moving_average", "local_steps", "shard_optimizer"),
-    ],
+    "jddp/engine/guard.py": ["loss_scale", "numerics", "local_steps", "strategies"],
     "jddp/engine/initial_state.py": ["data_parallel", "weights", "parameters"],
-    "jddp/workbench/logical_replicas.py": [
-        *("replicas", "logical_replicas", "reduction", "sums_of_calls"),
-    ],
+    "jddp/workbench/logical_replicas.py": ["logical_replicas", "reduction"],
     "jddp/engine/mesh.py": ["mesh", "data_parallel", "axis_name"],
-    "jddp/engine/optimizer.py": [
-        *("optimizer", "shard_optimizer", "ddp_unused", "separable", "whole_matrices"),
-    ],
-    "jddp/engine/step.py": ["replicas", "sync", "option_pairs", "logical_replicas"],
-    "jddp/engine/state.py": ["replica", "local_steps", "shard_optimizer", "run", "checkpoint"],
-    "jddp/engine/strategy.py": ["sync", "local_steps", "option_pairs"],
-    "jddp/engine/view.py": ["view", "clip", "shard_optimizer", "local_steps"],
+    "jddp/engine/optimizer.py": ["optimizers_of_optax", "ddp_unused", "separable"],
+    "jddp/engine/state.py": ["replica", "local_steps", "strategies", "run", "checkpoint"],
+    "jddp/engine/strategy.py": ["strategies", "local_steps", "option_pairs"],
+    "jddp/engine/view.py": ["strategies", "local_steps"],
 }
 # cosmic-ray replaces each operator by all others, ten mutants of one kind: one stands for
 # them. `|` is left out: here it joins types and dicts.
