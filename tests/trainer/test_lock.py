@@ -92,21 +92,6 @@ def test_the_lock_ends_with_its_process_however_that_ends(tmp_path, child):
         holder.stdout.close()
 
 
-LEAVES = """
-import os, sys
-from pathlib import Path
-from jddp.trainer.reports import run_directory as lock
-path = Path(sys.argv[1])
-with lock.held(path) as name:
-    child = os.fork()
-    if child:
-        assert os.waitpid(child, 0)[1] == 0
-        assert path.read_text() == name != ""
-if child:
-    assert path.read_text() == ""
-"""
-
-
 def test_a_child_that_leaves_through_the_holder_s_code_takes_nothing_along(tmp_path):
     subprocess.run(program(LEAVES, tmp_path / "lock"), env=environment(), check=True)
 
