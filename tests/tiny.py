@@ -8,6 +8,8 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
+import jddp
+
 NUM_CLASSES = 4
 
 
@@ -115,6 +117,12 @@ def loss_fn(model, batch, train):
     return losses, {"accuracy": logits.argmax(-1) == batch["y"]}
 
 
+def wrapped(model=None, optimizer=None, loss=loss_fn, *, mesh=2, **options):
+    """The smallest `DataParallel`, or one of these parts."""
+    optimizer = optimizer or optax.sgd(0.1)
+    return jddp.DataParallel(model or MLP(), optimizer, loss, mesh=mesh, **options)
+
+
 def take_steps(ddp, batches, state=None):
     """The state behind a step on each of the batches, and the metrics of the last."""
     state = ddp.init(0, batches[0]) if state is None else state
@@ -133,3 +141,8 @@ def make_batch(rows=16, *, seed=0, masked=False):
         # Ragged: the first replicas are full, the last ones empty.
         batch["mask"] = np.arange(rows) < rows - 5
     return batch
+
+
+def make_batches(num=6, rows=8):
+    """A list of different batches, as a user may have it."""
+    return [make_batch(rows, seed=seed) for seed in range(num)]

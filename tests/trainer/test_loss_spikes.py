@@ -1,13 +1,16 @@
 """A batch with a loss far above those before it: reported, or its update left out."""
 
+import functools
+
 import numpy as np
 import optax
 import pytest
+import tiny
 from flax import nnx
 from runs import records
 from states import assert_same, copied
 from sweeps import swept
-from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
+from tiny import MLP, ConvNet, NnxConvNet, make_batch, take_steps
 
 import jddp
 from jddp.ground.errors import NumericsError
@@ -22,9 +25,7 @@ def batches(bad=(BAD,), num=70):
         yield {"x": 100 * batch["x"], "y": (batch["y"] + 1) % 4} if step in bad else batch
 
 
-def wrapped(model=None, **options):
-    options = {"mesh": 2, **options}
-    return jddp.DataParallel(model or MLP(), optax.adam(1e-3), loss_fn, **options)
+wrapped = functools.partial(tiny.wrapped, optimizer=optax.adam(1e-3))
 
 
 def fit(ddp, action, given=None, num_steps=70, **options):

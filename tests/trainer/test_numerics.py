@@ -1,5 +1,6 @@
 """NaN and infinity: steps are skipped bitwise, counted, and reported when they do not stop."""
 
+import functools
 import itertools
 import json
 
@@ -8,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from flax import linen as nn
 from flax import nnx
 from runs import records
 from states import assert_same, copied
 from sweeps import swept
-from tiny import MLP, ConvNet, NnxConvNet, Of, loss_fn, make_batch, take_steps
+from tiny import MLP, ConvNet, NnxConvNet, Of, loss_fn, make_batch, make_batches, take_steps
 
 import jddp
 from jddp.data import ArrayExamples, TrainBatches
@@ -23,10 +25,7 @@ from jddp.trainer.numerics import Numerics, Sent, write_evidence
 from jddp.trainer.run import Progress
 from jddp.zoo.losses import cross_entropy
 
-
-def wrapped(model=None, loss=loss_fn, **options):
-    options = {"mesh": 2, "skip_nonfinite": True, **options}
-    return jddp.DataParallel(model or MLP(), optax.adam(0.01), loss, **options)
+wrapped = functools.partial(tiny.wrapped, optimizer=optax.adam(0.01), skip_nonfinite=True)
 
 
 def skips(number):
@@ -110,7 +109,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("model, loss, flag, options", ELSEWHERE.values(), ids=ELSEWHERE)
 def test_what_is_not_finite_elsewhere_is_skipped_on_all_replicas(model, loss, flag, options):
-    ddp = wrapped(model, loss, **options)
+    ddp = wrapped(model, loss=loss, **options)
     state, metrics = take_steps(ddp, [flagged(0, 1)])
     assert int(metrics["skipped"]) == 0  # what was infinite from the start is no reason
     before = copied(state)
@@ -124,7 +123,7 @@ def test_what_is_not_finite_elsewhere_is_skipped_on_all_replicas(model, loss, fl
 
 @pytest.mark.parametrize("options", [{}, {"precision": jddp.Precision(loss_scale="dynamic")}])
 def test_other_state_that_stays_not_finite_ends_the_run_and_leaves_the_loss_scale(options):
-    ddp = wrapped(Of(keeping), kept_loss, **AVERAGED, **options)
+    ddp = wrapped(Of(keeping), loss=kept_loss, **AVERAGED, **options)
     with pytest.raises(NumericsError, match="3 in a row .* other state are not finite") as caught:
         jddp.fit(ddp, [flagged(0, -1)] * 8, num_steps=8, checks=skips(3))
     scales = {record.get("loss_scale") for record in caught.value.run.history}
@@ -163,8 +162,7 @@ SKIPPING = {"num_steps": 8, "log_every_steps": 1}
 
 def batches(*wrong):
     """Eight batches, those of these numbers with a NaN in row 3."""
-    made = [make_batch(8, seed=seed) for seed in range(8)]
-    return [broken(batch, 3) if i + 1 in wrong else batch for i, batch in enumerate(made)]
+    return [broken(x, 3) if i in wrong else x for i, x in enumerate(make_batches(8), 1)]
 
 
 def test_a_run_skips_counts_and_says_so_once_for_a_row(tmp_path, capsys):

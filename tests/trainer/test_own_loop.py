@@ -1,5 +1,6 @@
 """Your own loop: `jddp.Checkpoints`, and padding."""
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from runs import environment
 from states import assert_same, close, copied, equal
 from sweeps import swept
@@ -18,9 +20,7 @@ import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.ground.errors import ConfigError, FileSystemError, NumericsError, UsageError
 
-
-def wrapped(model=None, *, mesh=2, **options):
-    return jddp.DataParallel(model or MLP(), optax.adam(0.1), loss_fn, mesh=mesh, **options)
+wrapped = functools.partial(tiny.wrapped, optimizer=optax.adam(0.1))
 
 
 def started(ddp):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import records
-from tiny import MLP, loss_fn, make_batch
+from tiny import make_batch, wrapped
 
 import jddp
 from jddp.data import ArrayExamples, Epochs, Order, TrainBatches
@@ -77,8 +77,8 @@ ROWS["x"] = np.concatenate([ROWS["x"][: 8 * (BAD - 1)], 1e3 * ROWS["x"][:8], ROW
 
 
 @functools.cache
-def wrapped():
-    return jddp.DataParallel(MLP(), optax.adam(1e-3), loss_fn, mesh=2)
+def adaptive():
+    return wrapped(optimizer=optax.adam(1e-3))
 
 
 def fit(run_dir, *callbacks):
@@ -86,7 +86,7 @@ def fit(run_dir, *callbacks):
     batches = TrainBatches(ArrayExamples(ROWS), global_batch_size=8, order=order)
     stopping = jddp.EarlyStopping(patience=4, min_delta=10.0)  # at the fifth evaluation, step 72
     return jddp.fit(
-        wrapped(),
+        adaptive(),
         batches,
         num_steps=90,
         evaluate=[make_batch(16)],

@@ -18,7 +18,7 @@ from flax import nnx
 from fsspec.implementations.memory import MemoryFileSystem
 from runs import records
 from states import assert_same, close, equal
-from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, make_batches, wrapped
 
 import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
@@ -27,14 +27,10 @@ from jddp.ground.errors import ConfigError, FileSystemError, UsageError
 from jddp.trainer.options import Options
 
 
-def wrapped(model=None, **options):
-    return jddp.DataParallel(model or MLP(), optax.sgd(0.1), loss_fn, **options)
-
-
 def fit(num_steps=4, **options):
-    batches = [make_batch(seed=seed) for seed in range(8)]
+    batches = make_batches(8, rows=16)
     options = {"evaluate": [make_batch(13, seed=9)], "log_every_steps": 1, **options}
-    return jddp.fit(wrapped(), batches, num_steps=num_steps, eval_every_steps=2, **options)
+    return jddp.fit(wrapped(mesh=8), batches, num_steps=num_steps, eval_every_steps=2, **options)
 
 
 # A run directory may be a URL: a run resumes from it on a machine that has nothing of it.
@@ -59,7 +55,7 @@ def test_a_run_stays_usable_when_another_starts_from_its_state():
     first = fit(2)
     before = first.evaluate()
     batches = [make_batch(seed=seed) for seed in range(2, 4)]
-    second = jddp.fit(wrapped(), batches, num_steps=4, state=first.state)
+    second = jddp.fit(wrapped(mesh=8), batches, num_steps=4, state=first.state)
     assert first.evaluate() == before
     assert len(first.predict(function=logits_of)["label"]) == 13
     assert_same(second.state, fit(4).state)
@@ -82,7 +78,7 @@ def test_a_run_remembers_its_records_and_draws_a_panel_for_the_loss_and_for_each
 
 @pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
 def test_predictions_are_those_of_one_device_row_by_row(model):
-    ddp = wrapped(model)  # of eight
+    ddp = wrapped(model, mesh=8)
     state = ddp.init(0, make_batch())
     batches = [make_batch(size, seed=i) for i, size in enumerate((0, 16, 16, 5))]
     got = ddp.predict(state, batches, logits_of)
@@ -98,7 +94,7 @@ def test_predictions_are_those_of_one_device_row_by_row(model):
 def test_predictions_without_a_row_for_each_or_a_known_input_are_refused():
     ddp = wrapped()
     state = ddp.init(0, make_batch())
-    with pytest.raises(ConfigError, match=r"shape \(\) for 2 rows"):
+    with pytest.raises(ConfigError, match=r"shape \(\) for 8 rows"):
         ddp.predict(state, [make_batch()], lambda model, batch: model(batch["x"], False).sum())
     with pytest.raises(ConfigError, match=r"holds y, of which none .* function\(model, batch\)"):
         ddp.predict(state, [{"y": make_batch()["y"]}])
@@ -157,7 +153,7 @@ def test_an_interrupt_while_a_step_is_traced_comes_at_once_and_costs_nothing():
 
 
 def test_what_a_cell_ends_with_says_what_it_is_in_text_and_in_html():
-    ddp, batch = wrapped(ConvNet(), ema_decay=0.9, accumulate_steps=2), make_batch()
+    ddp, batch = wrapped(ConvNet(), mesh=8, ema_decay=0.9, accumulate_steps=2), make_batch()
     assert repr(ddp) == "DataParallel(ConvNet on 8 x cpu, 2 micro-batches a step)"
     state = ddp.init(0, batch)
     assert "ema_params   64 numbers in 5 arrays, 0.000244 MiB" in repr(state)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from flax import linen as nn
 from flax import nnx
 from sweeps import swept
@@ -69,10 +70,8 @@ def scaled_loss(model, batch, train):
     return loss_fn(lambda x, train: scaled(model(x, train=train)), batch, train)
 
 
-def wrapped(model=None, optimizer=None, loss=loss_fn, *, mesh=2, **options):
-    return jddp.DataParallel(
-        model or MLP(), optimizer or optax.adamw(1e-3), loss, mesh=mesh, **options
-    )
+def wrapped(model=None, optimizer=None, loss=loss_fn, **options):
+    return tiny.wrapped(model or MLP(), optimizer or optax.adamw(1e-3), loss, **options)
 
 
 def fit(ddp, path, num_steps=2, *, rows=16, masked=False, **options):

@@ -4,9 +4,8 @@ import logging
 
 import jax
 import numpy as np
-import optax
 import pytest
-from tiny import MLP, loss_fn, make_batch
+from tiny import make_batch, wrapped
 
 import jddp
 from jddp.ground.typing import RESERVED
@@ -23,10 +22,6 @@ FLOPS_PER_ROW = 2 * (2 * 16 * 16 + 3 * 16 * 4)
 class Device:
     def __init__(self, stats):
         self.memory_stats = lambda: stats
-
-
-def wrapped(**options):
-    return jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2, **options)
 
 
 @pytest.fixture

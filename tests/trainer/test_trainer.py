@@ -18,7 +18,7 @@ from flax import nnx
 from runs import contents, printed, records
 from states import assert_same, copied
 from sweeps import swept
-from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, make_batches, wrapped
 
 import jddp
 from jddp.checkpoint import reader
@@ -36,26 +36,15 @@ NUM_STEPS = 6
 SCHEDULE = optax.cosine_decay_schedule(0.1, NUM_STEPS)
 
 
-def wrapped(model=None, optimizer=None, *, mesh=2, loss=loss_fn, **options):
-    optimizer = optimizer or optax.sgd(0.1)
-    return jddp.DataParallel(model or MLP(), optimizer, loss, mesh=mesh, **options)
-
-
 @pytest.fixture(scope="module")
 def ddp():
     """A model with everything that a state can hold: statistics, dropout keys, an average."""
     return wrapped(ConvNet(dropout_rate=0.3), optax.adamw(SCHEDULE), ema_decay=0.5)
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """The smallest model."""
-    return wrapped()
-
-
 def batches(num_batches=NUM_STEPS, *, broken=None):
-    """A list of batches, as a user may have it; the `broken`-th holds NaN."""
-    made = [make_batch(8, seed=seed) for seed in range(num_batches)]
+    """A list of batches, the `broken`-th of which holds NaN."""
+    made = make_batches(num_batches)
     if broken is not None:
         made[broken - 1]["x"][3] = np.nan
     return made

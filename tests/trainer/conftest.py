@@ -1,0 +1,10 @@
+"""One small `DataParallel` for the tests of runs."""
+
+import pytest
+from tiny import wrapped
+
+
+@pytest.fixture(scope="session")
+def plain():
+    """The smallest model, on two devices."""
+    return wrapped()
