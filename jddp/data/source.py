@@ -9,7 +9,7 @@ row stays on its side when others are added after it.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TypeVar
@@ -21,7 +21,7 @@ from jddp.data.examples import Concatenated, Examples, Subset, as_examples
 from jddp.data.order import ExampleOrder, MixtureOrder
 from jddp.data.transforms import Transform
 from jddp.ground.errors import ConfigError, DataError, UsageError
-from jddp.ground.typing import Batches, JsonObject, Shown, TextTable
+from jddp.ground.typing import Batches, JsonObject, Shown
 
 Spec = dict[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -51,14 +51,11 @@ class DataSet(Shown):
     encoding: JsonObject = field(default_factory=dict)
     order: Callable[[int], ExampleOrder] | None = None
 
-    def _tables(self) -> Iterator[TextTable]:
-        """The arrays of an example, and the classes."""
-        rows = [
-            (name, " x ".join(map(str, shape)) or "a number", dtype.name)
-            for name, (shape, dtype) in spec_of(self.train).items()
-        ]
-        notes = [f"{len(self.classes)} classes: {', '.join(self.classes)}"] if self.classes else []
-        yield TextTable(self.description, rows, ("array", "shape of an example", "dtype"), notes)
+    def __str__(self) -> str:
+        """The description, and the arrays of an example."""
+        spec = spec_of(self.train).items()
+        arrays = [f"{name}: {dtype.name}{[*shape]}" for name, (shape, dtype) in spec]
+        return "\n".join([self.description, *arrays])
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ The module also has the base class of objects that notebooks show. It imports no
 code that runs before JAX can name these types.
 """
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeVar, runtime_checkable
 
@@ -66,13 +64,9 @@ RESERVED = (
 # example, or losses and a dict of metrics. `evaluate` and `predict` call such functions too.
 LossFn = Callable[..., Any]
 
-# Tables and text in notebooks. An export may give `<pre>` a proportional font, and columns would be
-# lost. Notebooks stripe and center tables, each in its own way. So each element carries its style:
-# the style sheets of a page do not override it. It has no color: text is light or dark as its page.
+# An export of a notebook may give `<pre>` a proportional font, and columns would be lost. So each
+# text carries its style, without a color: it is light or dark as its page.
 STYLE = "font-family: monospace; white-space: pre; line-height: 1.25"
-_BOX = "overflow: auto; max-height: 36em; margin-bottom: .6em"
-_CELL = "padding: .15em 1em .15em 0; vertical-align: top; background: none; max-width: 40em"
-_NUMBER = re.compile(r"-?[\d,.]+(e[-+]?\d+)?( ?%)?|unknown|-|")
 
 
 @runtime_checkable
@@ -92,58 +86,8 @@ class Shaped(Protocol):
         """Number of entries."""
 
 
-@dataclass(frozen=True)
-class TextTable:
-    """A table of text; a column of numbers is aligned at the right.
-
-    Attributes:
-      title: Text above it.
-      rows: Rows of cells.
-      head: Heads of the columns; () for none.
-      notes: Sentences below it.
-    """
-
-    title: str
-    rows: Sequence[Sequence[str]] = ()
-    head: Sequence[str] = ()
-    notes: Sequence[str] = ()
-
-    def __str__(self) -> str:
-        """The table as HTML."""
-        aligned = [_alignment(column) for column in zip(*self.rows, strict=True)]
-        head = _row("th", self.head, aligned) if self.rows and self.head else ""
-        rows = "".join(_row("td", row, aligned) for row in self.rows)
-        notes = "".join(f"<div>{escape(note)}</div>" for note in self.notes)
-        return (
-            f'<div style="{_BOX}"><b>{escape(self.title)}</b>'
-            f'<table style="border-collapse: collapse; margin: 0">{head}{rows}</table>{notes}</div>'
-        )
-
-
-def _alignment(column: Iterable[str]) -> str:
-    return "right" if all(_NUMBER.fullmatch(cell) for cell in column) else "left"
-
-
-def _row(tag: str, cells: Sequence[str], aligned: Sequence[str]) -> str:
-    made = (
-        f'<{tag} style="{_CELL}; text-align: {side}">{escape(cell)}</{tag}>'
-        for cell, side in zip(cells, aligned, strict=True)
-    )
-    return f'<tr style="border-bottom: 1px solid #8884; background: none">{"".join(made)}</tr>'
-
-
 class Shown:
-    """Base class of objects that notebooks show as tables, or as their text if they have none.
-
-    class Plan(Shown):              # a notebook shows its `__repr__` or `__str__`,
-        def _tables(self):          # unless it has tables
-            yield TextTable("a plan", [("0", "1.25")], ["bucket", "MiB"])
-    """
-
-    def _tables(self) -> Iterable[TextTable]:
-        """The tables that a notebook shows; by default none."""
-        return ()
+    """Base class of objects that notebooks show as their text, in columns."""
 
     def _repr_html_(self) -> str:
-        text = f'<pre style="{STYLE}">{escape(str(self))}</pre>'
-        return "".join(map(str, self._tables())) or text
+        return f'<pre style="{STYLE}">{escape(str(self))}</pre>'

@@ -10,7 +10,7 @@ This module reads plans and programs, and runs nothing.
 import dataclasses
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jddp.engine.mesh import platform
 from jddp.engine.step import Synchronization
 from jddp.ground.names.plugins import tool
 from jddp.ground.numbers import in_mebibytes
-from jddp.ground.typing import Batch, JsonObject, Shown, TextTable
+from jddp.ground.typing import Batch, JsonObject, Shown
 from jddp.inspection.collectives import GRADIENTS, PARAMETERS, Collective, collectives, purpose_of
 from jddp.inspection.hlo import read_program
 from jddp.inspection.memory import FIELDS, Memory, assigned_memory
@@ -120,15 +120,6 @@ class Explanation(Shown):
         form = "{:>6} {:>9}  {:<6} {:<18} {:<5}  {}"
         lines += [form.format(*row) for row in self._rows]
         return "\n".join([*lines, "", *self._sentences()])
-
-    def _tables(self) -> Iterator[TextTable]:
-        if self.prediction is not None:
-            return  # A modelled step is text.
-        yield TextTable(self.verdict)
-        yield from self.plan._tables()
-        head = ("number", "MiB", "dtype", "collective", "async", "for")
-        yield TextTable(self._compiled_for, self._rows, head, [" ".join(self._sentences())])
-        yield from self.memory._tables()
 
     @property
     def _compiled_for(self) -> str:

@@ -17,7 +17,7 @@ import jax
 from jddp.distributed.gpus import smallest_bytes
 from jddp.engine.compiled import CompiledSteps, Trainable
 from jddp.engine.mesh import platform
-from jddp.ground.typing import Batch, PyTree, Shown, TextTable
+from jddp.ground.typing import Batch, PyTree, Shown
 from jddp.inspection.hlo import Computation, HloProgram, HloShape, read_program
 
 FIELDS = ("parameters", "gradients", "optimizer", "other_state", "batch", "temporaries")
@@ -104,14 +104,6 @@ class Memory(Shown):
         """A table of 80 columns: memory that it needs on a device, and the device's own."""
         sizes = (f"  {name:<15}{_in_mib(x):>12}" for name, x in self._rows.items())
         return "\n".join(["memory per device, MiB", *sizes])
-
-    def _tables(self) -> Iterator[TextTable]:
-        rows = [(name, _in_mib(x)) for name, x in self._rows.items()]
-        part = f", {self.peak / self.limit:.1%} used" if self.limit < math.inf else ""
-        yield TextTable(f"memory per device{part}", rows, ("", "MiB"))
-        largest = [(_in_mib(array.bytes), str(array)) for array in self.largest]
-        if largest:
-            yield TextTable("largest arrays", largest, ("MiB", "array"))
 
     @property
     def _rows(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jddp.ground.errors import ConfigError
 from jddp.ground.numbers import in_mebibytes
-from jddp.ground.typing import Path, PyTree, Shaped, Shown, TextTable
+from jddp.ground.typing import Path, PyTree, Shaped, Shown
 
 
 @dataclass(frozen=True)
@@ -126,17 +126,6 @@ class BucketPlan(Shown):
         found = [(x.bucket, f"{x.num_passes} x {x.num_slices:<4} ") for x in self.units]
         units = _table_rows("unit", "passes x slices", found)
         return "\n".join((self.headline, *buckets, *units, *self._remarks()))
-
-    def _tables(self) -> Iterator[TextTable]:
-        head = ("MiB", "leaves", "dtype", "first and last leaf")
-        rows = [(f"{i}", *_cells(bucket)) for i, bucket in enumerate(self.buckets)]
-        yield TextTable(self.headline, rows, ("bucket", *head), self._remarks())
-        units = [
-            (f"{i}", f"{x.num_passes}", f"{x.num_slices}", *_cells(x.bucket))
-            for i, x in enumerate(self.units)
-        ]
-        if units:
-            yield TextTable("units, gathered", units, ("unit", "passes", "slices", *head))
 
     def _remarks(self) -> tuple[str, ...]:
         if not self.unused:

@@ -30,7 +30,7 @@ def test_an_explanation_counts_what_the_compiled_step_sends():
     )
     reported = jddp.explain(ddp, make_batch())
     assert max(map(len, str(reported).splitlines())) <= 80
-    assert reported.verdict in reported._repr_html_()
+    assert reported._repr_html_().startswith("<pre")
     program = ddp.steps.lower(make_batch()).compile().as_text()
     found = [(x.op, x.num_elements) for x in reported.compiled]
     assert found == collectives(program)
