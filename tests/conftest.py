@@ -80,12 +80,6 @@ def as_users_compile():
     jax.config.update("jax_enable_compilation_cache", True)
 
 
-@pytest.fixture
-def commands_by_marker():
-    """The commands that run the tests of each marker."""
-    return COMMANDS
-
-
 @pytest.fixture(autouse=True)
 def process_is_not_owned():
     """Fails the test that leaves the process to a watchdog, which would end the others with it."""

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from runs import ROOT
-from sweeps import swept
 
 from jddp.workbench.prediction import MEASURED_ERROR
 
@@ -88,59 +87,6 @@ def test_a_step_needs_the_memory_of_one_by_hand():
     rows = [row.split() for row in run(BENCHMARKS / "memory.py", "mlp")[1:]]
     assert [layout for _, layout, *_ in rows] == ["auto", "leaf", "flat"]
     assert all(float(ratio) <= 1.05 for *_, ratio in rows)
-
-
-@pytest.mark.long
-def test_mutants_are_made_and_the_tests_notice_them():
-    """Two of hundreds; benchmarks/README.md has the score of all."""
-    files = ["--files", "jddp/reduce/plan.py"]
-    *rows, of_file, score = run(BENCHMARKS / "mutation.py", *files, "--sample", 2, "--seed", 1)
-    assert [json.loads(row)["outcome"] for row in rows] == ["killed"] * 2
-    assert of_file == f"{score} {files[1]}"
-
-
-@pytest.mark.long
-def test_the_wire_carries_the_parameters_and_no_more():
-    rows = [row.split() for row in run(BENCHMARKS / "wire.py", "mlp", "gpt")[1:]]
-    assert {row[4] for row in rows} == {"1.0000"}
-    assert all(int(reduces) <= int(buckets) for *_, reduces, buckets in rows)
-
-
-def contend(tmp_path, *options, **environment):
-    """The rows of `gpu.py` by model and contender, and its file."""
-    out = tmp_path / "gpu.json"
-    quick = ["--rounds", 2, "--turn-seconds", 0.01, "--out", out]
-    smoke = [] if "--smoke" in options else ["--smoke"]
-    _, *rows, line = run(BENCHMARKS / "gpu.py", *smoke, *quick, *options, **environment)
-    assert json.loads(line) == json.loads(out.read_text())
-    return {tuple(row.split()[:2]): row for row in rows}, json.loads(line)
-
-
-@pytest.mark.long
-def test_contenders_for_a_gpu_take_turns_and_those_that_fail_say_why(tmp_path):
-    (tmp_path / "torch.py").write_text("raise MemoryError('there was none')")
-    rows, measured = contend(tmp_path, "--only", "gpt2_124m", PYTHONPATH=str(tmp_path))
-    contenders = measured["results"]["gpt2_124m"]["contenders"]
-    for name in ("torch", "torch_compiled"):
-        assert contenders[name]["failure"] == "exit code 1: MemoryError: there was none"
-        assert rows["gpt2_124m", name].endswith("MemoryError: there was none")
-    for name, num_devices in {"by_hand": 1, "jddp": 1, "jddp_of_8": 8}.items():
-        assert (contenders[name]["devices"], len(contenders[name]["turns"])) == (num_devices, 2)
-        assert contenders[name]["speed_over_by_hand"] > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num", swept([1, 2], every=2))
-def test_all_devices_are_used_by_jddp_and_by_processes_of_torch(tmp_path, num):
-    only = ["--only", "resnet50", "--contenders", "by_hand", "jddp", "jddp_sync", "torch"]
-    rows, measured = contend(tmp_path, "--smoke", num, *only)
-    contenders = measured["results"]["resnet50"]["contenders"]
-    devices = {"by_hand": 1, "jddp": num, "jddp_sync": num, "torch": num}
-    assert {name: row["devices"] for name, row in contenders.items()} == devices
-    allowed = 0.01 if num == 1 else 0.3  # of other rows
-    losses = {name: row["early_loss"] for name, row in contenders.items()}
-    assert losses["jddp"] == pytest.approx(losses["by_hand"], rel=allowed)
-    assert "LOSS DIFFERS" not in rows["resnet50", "jddp"]
 
 
 def test_a_loss_that_is_not_that_by_hand_is_shown(monkeypatch):

@@ -146,8 +146,7 @@ def test_players_in_worlds_of_their_own_learn_from_all_of_them_and_playing_sends
         assert [shard.data.shape[0] for shard in x.addressable_shards] == [16] * 8
     assert len(np.unique(worlds["body"], axis=0)) == 16 * 8
     ddp = jddp.DataParallel(example["Player"](), optax.sgd(0.1), example["loss_fn"])
-    params = example["Player"]().init(jax.random.key(0), np.zeros(4, np.float32))
-    state = ddp.init(0, params=params)
+    state = ddp.init(0, params=example["Player"]().init(jax.random.key(0), np.zeros(4, np.float32)))
     given = state.params, worlds, jddp.replica_key(state)
     program = example["play"].lower(*given).compile().as_text()
     assert not re.findall(r" (?:all-\w+|collective-\w+|reduce-scatter)[(-]", program)
@@ -199,22 +198,12 @@ def rows_of_images(num=16):
     return {"image": images, "label": rng.integers(0, 10, num, np.int32)}
 
 
-@pytest.fixture(scope="module")
-def two_stages():
-    return load("two_stages")
-
-
-@pytest.fixture(scope="module", params=swept([2, 1], every=2), ids="{}_heads".format)
-def pipelined(request, two_stages):
-    """The stages of a pipeline, their parameters, and its compiled gradients."""
-    stages, rows = two_stages["make_stages"](request.param)
+@pytest.mark.parametrize("num_heads", swept([2, 1], every=2))
+def test_stages_send_boundaries_and_have_the_loss_and_gradients_of_the_whole_model(num_heads):
+    two_stages, batch = load("two_stages"), rows_of_images()
+    stages, rows = two_stages["make_stages"](num_heads)
     gradients = two_stages["make_gradients"](stages, rows.sharding.mesh)
-    return stages, rows, gradients.lower(rows, rows_of_images()).compile()
-
-
-def test_stages_compute_the_loss_and_gradients_of_the_whole_model(two_stages, pipelined):
-    stages, rows, gradients = pipelined
-    batch = rows_of_images()
+    gradients = gradients.lower(rows, batch).compile()
 
     def whole(rows):
         boundary = stages[0](rows[0], batch["image"])
@@ -229,25 +218,9 @@ def test_stages_compute_the_loss_and_gradients_of_the_whole_model(two_stages, pi
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
     assert [len(x.data) for x in got.addressable_shards] == [1] * len(stages)
     assert all(np.abs(x).max() > 0.01 for x in np.asarray(got))
-
-
-def test_a_boundary_is_sent_to_each_head_and_its_gradient_back_and_nothing_else_is(pipelined):
-    stages, _, gradients = pipelined
     found = collectives(read_program(gradients.as_text()))
     sends = [(x.pairs, x.bytes * x.num_runs) for x in found if x.op == "collective-permute"]
     batch_height_width_channels_bytes = 16 * 7 * 7 * 16 * 4
     pairs = [pair for head in range(1, len(stages)) for pair in ((0, head), (head, 0))]
     assert sorted(sends) == sorted(((x,), batch_height_width_channels_bytes) for x in pairs)
-    (loss,) = (x for x in found if x.op != "collective-permute")
-    assert (loss.op, loss.bytes) == ("all-reduce", 4)
-
-
-@pytest.mark.slow
-def test_bytes_of_stages_grow_with_the_batch_and_those_of_gradients_do_not(two_stages, capsys):
-    table = two_stages["compare"](32, 512)
-    num_parameters = 139_786
-    for size, (stages, ddp, fsdp) in table.items():
-        assert stages == 2 * size * 7 * 7 * 16 * 4
-        assert 2 * 4 * num_parameters <= ddp <= 2 * 4 * num_parameters + 16  # and the loss
-        assert fsdp == 3 * 4 * num_parameters
-    assert "ddp up to batches of 178, than fsdp of 267." in capsys.readouterr().out
+    assert [x.bytes for x in found if x.op != "collective-permute"] == [4]  # of the loss

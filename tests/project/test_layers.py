@@ -8,7 +8,7 @@ import sys
 import tomllib
 
 import pytest
-from house import DOORS, MODULES, PACKAGE, name_of, room_of
+from house import MODULES, PACKAGE, name_of, room_of
 
 import jddp
 
@@ -92,15 +92,6 @@ def test_rooms_import_only_from_floors_below():
     assert not wrong
 
 
-def test_no_module_imports_a_door_which_imports_a_command_alone():
-    doors = {name_of(path) for path in DOORS}
-    used = set().union(*USED.values())
-    assert not [x for x in used for door in doors if x == f"{door}.main"]
-    for path in DOORS - {PACKAGE / "__main__.py"}:
-        (command,) = USED[path] - {"sys"}
-        assert command.startswith("jddp.commands.")
-
-
 def test_libraries_come_in_by_few_doors_and_jax_not_in_what_runs_before_it():
     assert not {x: found for x, rooms in HOMES.items() if (found := rooms_using(x) - rooms)}
     using = [name_of(path) for path in MODULES if any(reaches(x, "jax") for x in USED[path])]
@@ -162,11 +153,3 @@ def test_a_function_stays_after_the_import_of_the_command_of_its_name(name):
     assert callable(command.main)
     assert importlib.reload(command) is command
     assert getattr(jddp, name) is function is not command
-
-
-def test_every_protocol_can_be_checked_while_a_test_with_annotations_runs():
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases):
-                decorators = [ast.unparse(x) for x in node.decorator_list]
-                assert "runtime_checkable" in decorators, f"{path}: {node.name}"

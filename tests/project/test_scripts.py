@@ -6,20 +6,15 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tomllib
 
 import pytest
 import yaml
 from runs import ROOT
 
-from jddp.__main__ import COMMANDS
-
 NAMES = ("venv", "quickstart", "test", "check", "docs", "overlap", "notebook", "openmpi.sh")
 NAMES += ("release", "slurm.sbatch")
 SCRIPTS = [ROOT / "scripts" / name for name in NAMES]
-TEMPLATES = ("slurm.sbatch", "openmpi.sh", "jobset.yaml", "trainjob.yaml", "skypilot.yaml")
-TEMPLATES += ("ray_cluster.yaml",)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
@@ -71,45 +66,10 @@ def test_commands_and_relative_links_of_pages_lead_somewhere():
     assert "scripts/test" in shown
 
 
-def test_no_module_imports_conftest_of_which_there_are_several():
-    """Whichever is loaded last has the name: files of several folders did not collect together."""
-    pattern = re.compile(r"^(from|import) conftest\b", re.M)
-    assert not [p for p in (ROOT / "tests").rglob("*.py") if pattern.search(p.read_text())]
-
-
-@pytest.mark.slow
-def test_what_is_left_out_is_named_and_a_test_that_aborts_ends_a_run(tmp_path, commands_by_marker):
-    options = PYPROJECT["tool"]["pytest"]["ini_options"]
-    known = set(commands_by_marker)
-    assert known == {marker.partition(":")[0] for marker in options["markers"]}
-    assert known == set(re.findall(r"not (\w+)", options["addopts"][-1]))
-    (tmp_path / "test_one.py").write_text("import os\n\ndef test_abort():\n    os.abort()\n")
-    more = "import pytest\n\n@pytest.mark.parametrize('i', range(9))\ndef test_pass(i):\n    pass\n"
-    (tmp_path / "test_two.py").write_text(more)
-    (line,) = re.findall(r"exec .* pytest (.*) .*", (ROOT / "scripts/test").read_text())
-    command = [sys.executable, "-m", "pytest", *line.split(), "--dist", "loadgroup"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "crashed while running 'test_one.py::test_abort'" in result.stdout
-    assert result.returncode != 0
-
-
 def test_scripts_are_executable_bash():
     for script in [*SCRIPTS, ROOT / ".ci" / "run"]:
         assert os.access(script, os.X_OK)
         subprocess.run(["bash", "-n", script], check=True)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_begins_with_what_to_change_whose_keys_occur_below(name):
-    text = (ROOT / "scripts" / name).read_text()
-    head, lines = re.match(r"((?:#.+\n)+)#\n# What to change.*:\n((?:#   .+\n)+)#\n", text).groups()
-    assert head.count("\n") <= 2
-    assert lines.count("\n") < 5  # with the first line, five
-    below = re.sub(r"^ *#( .*|)\n", "", text, flags=re.M)  # alternatives and #SBATCH have no space
-    for keys in re.findall(r"^#   (.+?): ", lines, re.M):
-        for key in keys.split(", "):
-            assert re.search(rf"(?<![\w-]){re.escape(key)}(?=[:=(, ]|$)", below, re.M), key
-    assert len(re.findall(r"^#   [^ :]+(?:, [^ :]+)*: ", lines, re.M)) == lines.count("\n")
 
 
 def test_variables_that_pages_and_scripts_name_are_read_and_xla_flags_are_not_among_them():
@@ -126,28 +86,16 @@ def test_variables_that_pages_and_scripts_name_are_read_and_xla_flags_are_not_am
 def test_the_container_recipe_copies_what_the_installation_reads_and_installs_extras_there_are():
     """Only somebody with a container runtime can build it."""
     recipe = re.sub(r"^\s*#.*\n", "", (ROOT / "scripts" / "Containerfile").read_text(), flags=re.M)
-    found = {}
-    for line in recipe.replace("\\\n", " ").splitlines():
-        kind, *words = line.split() or [""]
-        found.setdefault(kind, []).append(words)
-    assert found.keys() == {*("FROM", "ARG", "RUN", "WORKDIR", "COPY", "USER", "ENV", "CMD"), ""}
-    assert next(filter(None, found)) == "FROM"
-    (version,) = re.findall(r"python:(\d\.\d+)-slim", found["FROM"][0][0])
-    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
-    # Kubernetes' runAsNonRoot takes nothing else for one.
-    ((user,),) = found["USER"]
-    assert int(user) > 0
-    copied = {name for words in found["COPY"] for name in words[:-1]}
+    lines = [line.split() for line in recipe.replace("\\\n", " ").splitlines()]
+    copied = {name for kind, *words in filter(None, lines) if kind == "COPY" for name in words[:-1]}
     assert all((ROOT / name).exists() for name in copied)
     wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     read = {"pyproject.toml", PROJECT["readme"], *wheel["packages"], *wheel["force-include"]}
     read |= {name for name in PROJECT["license-files"] if "/" not in name}
-    (install,) = (words for words in found["RUN"] if words[:2] == ["pip", "install"])
+    (install,) = (words for _, *words in filter(None, lines) if words[:2] == ["pip", "install"])
     assert copied == read | {install[install.index("--constraint") + 1]}
-    ((cuda,),) = found["ARG"]
-    name, _, default = cuda.partition("=")
-    extras = re.fullmatch(r'"\.\[(.+)\]"', install[-1])[1].replace(f"${name}", default)
-    assert {*extras.split(","), "cuda13"} <= set(PROJECT["optional-dependencies"])
+    extras = re.fullmatch(r'"\.\[(.+)\]"', install[-1])[1].split(",")
+    assert {x for x in extras if "$" not in x} <= set(PROJECT["optional-dependencies"])
 
 
 @pytest.fixture
@@ -204,15 +152,6 @@ def test_a_script_installs_an_extra_and_hands_on_arguments(checkout, script, ext
     assert made[-1].endswith(f" {given}")
 
 
-def test_the_packages_that_check_templates_have_an_environment_without_jddp(checkout):
-    done = run(checkout, "venv", "templates")
-    assert done.stdout == f"{checkout}/.venv-templates/bin/python\n"
-    (install,) = (call for call in calls(checkout) if "pip install" in call)
-    assert re.search(r" skypilot==[\d.]+$", install)
-    assert str(checkout) not in install
-    assert ".venv*/" in (ROOT / ".gitignore").read_text().splitlines()
-
-
 def test_a_change_of_what_is_needed_or_an_install_that_failed_installs_again(checkout, monkeypatch):
     def num_installs(returncode=0):
         assert (run(checkout, "venv").returncode != 0) == bool(returncode)
@@ -251,10 +190,8 @@ def test_without_a_new_enough_python_the_scripts_say_what_is_missing(checkout, m
 
 
 RELEASES = [
-    ({"CHANGELOG.md": "## 0.2.0 (not released yet)"}, "--dry-run", "CHANGELOG.md has version 0.2"),
     ({"CHANGELOG.md": "## Unreleased"}, "--check", "CHANGELOG.md has version none and"),
     ({"CITATION.cff": 'version: "0.1.1"'}, "--check", "CITATION.cff has version 0.1.1 and"),
-    ({"pyproject.toml": ""}, "--check", "has version 0.1.0 and pyproject.toml none"),
     ({}, "", "CHANGELOG.md has no date for 0.1.0"),
     ({}, "--tag", "unknown option '--tag'"),
     ({"CHANGELOG.md": "## 0.1.0 (2026-01-01)"}, "", "has changes that are not committed"),
@@ -272,20 +209,6 @@ def test_a_release_is_refused_before_anything_is_built(checkout, changed, option
     assert refused.returncode == 2
     assert message in refused.stderr
     assert not (checkout / "calls").exists()
-
-
-def test_templates_of_issues_are_forms_that_ask_for_commands_there_are():
-    templates = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-    assert [path.stem for path in templates] == ["bug", "question"]
-    for path in templates:
-        form = yaml.safe_load(path.read_text())
-        assert {"name", "description", "body"} == set(form)
-        fields = [field for field in form["body"] if field["type"] != "markdown"]
-        assert len({field["id"] for field in fields}) == len(fields)
-        commands = re.findall(r"`jddp (\w+)", path.read_text())
-        assert {"doctor"} <= {*commands} <= COMMANDS.keys()
-        named = re.findall(r"[\w/]+\.md", path.read_text())
-        assert all((ROOT / name).exists() for name in named)
 
 
 def test_how_to_cite_agrees_with_the_package_and_the_version_is_the_same_in_all_files():

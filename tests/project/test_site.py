@@ -10,21 +10,16 @@ import re
 import runpy
 import subprocess
 import sys
-import tomllib
 
-import numpy as np
 import optax
 import pytest
 import yaml
-from flax import linen as nn
 from runs import ROOT, compiling_as_here, environment, free_port
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.config.files import flatten
 from jddp.config.keys import is_at, keys_of
-from jddp.data import TrainBatches
-from jddp.distributed.gpus import OLDEST_DRIVER
 from jddp.distributed.launcher import DETERMINISTIC
 from jddp.engine.strategy import REFUSED
 from jddp.ground.errors import ExitCode
@@ -96,35 +91,6 @@ def test_every_field_of_the_files_of_a_run_is_in_the_page(tmp_path):
     assert not set.union(*fields) - named - {"accuracy"}
 
 
-def test_links_of_staged_pages_lead_to_staged_pages(tmp_path):
-    stage = STAGE["Stage"](tmp_path)
-    launch = ROOT / "docs" / "launch.md"
-    for target, staged in (
-        ("exit_codes.md#exit-69", "exit_codes.md#exit-69"),
-        ("../benchmarks/README.md", "benchmarks.md"),
-        ("../scripts/slurm.sbatch", "files/scripts/slurm.sbatch.md"),
-        ("../tests/e2e/README.md#tested-ray", "files/tests/e2e/README.md.md"),
-    ):
-        assert stage.target(target, launch, "launch.md") == staged
-    code = "```bash\n[x](docs/data.md)\n```\n"
-    text = stage.linked(f"[x](docs/data.md)\n{code}", ROOT / "README.md", "index.md")
-    assert text == f"[x](data.md)\n{code}"
-
-
-def test_the_page_on_installation_has_the_versions_and_extras_that_are_tested():
-    pinned = (ROOT / "constraints.txt").read_text()
-    versions = re.findall(r"^jax==([\d.]+);", pinned, re.M)
-    start = page("start")
-    assert len(versions) == 2
-    assert all(f"JAX {version} |" in start for version in versions)
-    assert all(f"{driver} " in start for driver in OLDEST_DRIVER.values())
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for_developers = {"aot", "dev", "docs", "mutation", "peers"}
-    extras = set(project["optional-dependencies"]) - for_developers
-    table = re.search(r"\| extra \|.*?\n\n", start, re.S)[0]
-    assert set(re.findall(r"`(\w+)`", table)) == extras
-
-
 def test_messages_of_the_troubleshooting_page_are_in_the_code():
     texts = []
     for path in ROOT.glob("jddp/**/*.py"):
@@ -139,18 +105,6 @@ def test_messages_of_the_troubleshooting_page_are_in_the_code():
     assert len(set(anchors)) == len(anchors) == page("troubleshooting").count("\n### ")
 
 
-def test_links_of_a_notebook_lead_to_pages_of_the_site(tmp_path):
-    stage = STAGE["Stage"](tmp_path)
-    for path in STAGE["NOTEBOOKS"]:
-        cells = json.loads(stage.notebook(path))["cells"]
-        assert not any(cell.get("outputs") for cell in cells)
-        text = "".join(line for cell in cells for line in cell["source"])
-        targets = [x for x in re.findall(r"\]\(([\w./]+)\)", text) if "://" not in x]
-        assert targets
-        sites = {re.sub(r"^\.\./", "", x.partition("#")[0]) for x in targets}
-        assert sites <= {*STAGE["SITE"].values(), *(f"{x.stem}.ipynb" for x in STAGE["NOTEBOOKS"])}
-
-
 def run_page(name, which, folder, **variables):
     """Runs the Python blocks of a page that `which` accepts, joined; returns what they print."""
     blocks = re.findall(r"^```python\n(.*?)^```", page(name), re.M | re.S)
@@ -161,41 +115,6 @@ def run_page(name, which, folder, **variables):
     shown = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, **options)
     assert shown.returncode == 0
     return shown.stdout
-
-
-def test_f1_and_auc_of_the_page_on_data_are_right():
-    blocks = re.findall(r"^```python\n(.*?)^```", page("data"), re.M | re.S)
-    (block,) = (block for block in blocks if "def auc" in block)
-    names = {}
-    exec(block, names)
-    rng = np.random.default_rng(0)
-    label = rng.integers(0, 2, 60).astype(np.int32)
-    logits = rng.normal(size=(60, 2)) + label[:, None] * [0, 1]
-    mask = (np.arange(60) % 5 > 0).astype(np.float32)
-    rows = {"image": logits.astype(np.float32), "label": label, "mask": mask}
-    ddp = jddp.DataParallel(Scaled(), optax.sgd(0.1), names["eval_fn"], mesh=2)
-    batches = [{name: x[first : first + 24] for name, x in rows.items()} for first in (0, 24, 48)]
-    shown = ddp.evaluate(ddp.init(0, batches[0]), batches)
-    logits, label = rows["image"][mask > 0], label[mask > 0]
-    guess, margin = logits.argmax(1), logits[:, 1] - logits[:, 0]
-    for i in (0, 1):
-        precision = np.mean(label[guess == i] == i)
-        recall = np.mean(guess[label == i] == i)
-        harmonic = 2 / (1 / precision + 1 / recall)
-        assert shown["f1"][i] == pytest.approx(harmonic)
-    apart = margin[label == 1][:, None] - margin[label == 0]
-    near = np.mean(np.abs(apart) < 0.04)  # Such pairs may be in one bin, and count half.
-    assert abs(shown["auc"] - np.mean(apart > 0)) <= near / 2
-    assert near < 0.05
-
-
-class Scaled(nn.Module):
-    """Returns its inputs, times a parameter that is 1."""
-
-    @nn.compact
-    def __call__(self, x, train):
-        """Returns as many logits as there are inputs."""
-        return x * self.param("scale", nn.initializers.ones, ())
 
 
 MODES = ("zero", "fsdp", "compression", "local_sgd", "bitwise", "loss_scale")  # a page each
@@ -243,18 +162,6 @@ def test_the_program_for_pytorch_itself_runs(tmp_path):
     job["MASTER_PORT"] = str(free_port())
     printed = run_page("pytorch", lambda block: "torch" in block, tmp_path, **job)
     assert accuracy(printed) > 0.9
-
-
-def test_options_and_keys_that_the_page_on_trainers_names_are_there():
-    table = re.search(r"^\| Hugging Face \|.*?\n\n", page("trainers"), re.M | re.S)[0]
-    rows = [re.split(r" \| |<br>", row)[-2:] for row in table.strip().splitlines()[2:]]
-    keys = {".".join(path) for path in keys_of(jddp.Config)}
-    assert {key for _, cell in rows for key in re.findall(r"`([\w.]+)`", cell)} <= keys
-    called = (jddp.DataParallel, jddp.fit, TrainBatches)
-    options = {name for function in called for name in inspect.signature(function).parameters}
-    named = {name for cell, _ in rows for name in re.findall(r"`(\w+)=`", cell)}
-    assert len(named) > 10
-    assert named <= options
 
 
 @pytest.mark.slow
@@ -344,16 +251,3 @@ def test_the_programs_of_the_page_on_plain_jax_end_alike(tmp_path):
     losses = [float(re.search(r"loss (0\.\d+)", text)[1]) for text in printed]
     assert max(losses) - min(losses) < 1e-3  # after 160 steps, with sums in another order
     assert min(map(accuracy, printed)) > 0.9
-
-
-def test_every_page_is_made_and_has_a_place_in_the_list_of_pages(tmp_path, monkeypatch):
-    monkeypatch.setitem(STAGE["MADE"], "commands", str)  # Twelve processes; the build has them.
-    STAGE["Stage"](tmp_path).write_all()
-    made = {path.stem for path in tmp_path.glob("*.md")}
-    notebooks = {path.stem for path in (ROOT / "examples" / "notebooks").glob("*.py")}
-    assert {path.stem for path in tmp_path.glob("notebooks/*.ipynb")} == notebooks
-    made |= {f"notebooks/{name}" for name in notebooks}
-    lists = re.findall(r"```\{toctree\}\n(?::[^\n]+\n)*\n(.+?)```", page("index"), re.S)
-    listed = [re.sub(r".*<(.+)>", r"\1", line) for text in lists for line in text.splitlines()]
-    assert sorted(listed) == sorted(made - {"index"})
-    assert {path.stem for path in tmp_path.glob("api/*.md")} == set(PUBLIC)
