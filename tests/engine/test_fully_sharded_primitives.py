@@ -1,6 +1,6 @@
-"""`strategy="fsdp"` on small programs: each primitive of JAX, by itself and inside of others."""
+"""`strategy="fsdp"` on small programs: each kind of primitive, by itself and inside of others."""
 
-import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,101 @@ import numpy as np
 import pytest
 from jax import P, lax
 from two_replicas import reduction_of
-from zoo_of_primitives import OPERATIONS, OTHERS, SIZE, known
 
 from jddp.engine.mesh import over_replicas
 from jddp.engine.strategy import FSDP
-from jddp.ground.jaxprs import equations
 
-NUM = 2
+NUM, SIZE = 2, 4
+
+
+def stopped(f):
+    """A function that JAX does not differentiate, beside one that it does."""
+    return lambda a, b: f(lax.stop_gradient(a), lax.stop_gradient(b)) * a * b
+
+
+def on_the_host(a, b):
+    like = jax.ShapeDtypeStruct(a.shape, a.dtype)
+    return jax.pure_callback(np.add, like, a, b, vmap_method="sequential")
+
+
+def noted(a, b):
+    jax.debug.callback(lambda a: None, a)
+    return a * b
+
+
+def with_a_ref(a, b):
+    ref = jax.new_ref(a)
+    ref[0] = b[0] * a[1]
+    ref[1] += b[1]
+    return jax.freeze(ref)
+
+
+def until_small(a, b):
+    def body(state):
+        i, u = state
+        u = lax.stop_gradient(a) @ u + lax.stop_gradient(b) @ u
+        return i + 1, u / jnp.sqrt((u * u).sum())
+
+    _, u = lax.while_loop(lambda s: s[0] < 3, body, (0, jnp.ones(SIZE)))
+    return a @ u / 9
+
+
+def rounded(a, b):
+    """A loop of rounded numbers, which have no gradient."""
+    whole = jnp.floor(4 * a)
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] * whole), (0, whole))[1] * b
+
+
+def keyed(a, b):
+    keys = jax.random.split(jax.random.wrap_key_data(jnp.uint32([1, 2])))
+    noise = jax.random.normal(keys[0], a.shape)
+    return a * noise + b * jax.random.bernoulli(keys[1], 0.5, b.shape)
+
+
+def state_space(a, b):
+    """A diagonal state space of complex numbers, by an associative scan."""
+    rate = jnp.exp(lax.complex(-jnp.exp(a[0]), b[0]))
+    rates = jnp.broadcast_to(rate, (SIZE, SIZE))
+
+    def join(x, y):
+        return x[0] * y[0], y[0] * x[1] + y[1]
+
+    return lax.associative_scan(join, (rates, (a @ b).astype(jnp.complex64)))[1].real
+
+
+def recurrent(a, b):
+    """The same by a loop that carries complex numbers."""
+    rate = jnp.exp(lax.complex(-jnp.exp(a[0]), b[0]))
+
+    def body(state, row):
+        state = rate * state + row
+        return state, state.imag
+
+    return lax.scan(body, jnp.zeros(SIZE, jnp.complex64), (a @ b).astype(jnp.complex64))[1]
+
+
+SAVEABLE = jax.checkpoint_policies.dots_saveable
+OPERATIONS = {
+    "products": lambda a, b: jnp.tanh(a @ b) / (1 + jnp.abs(a)),
+    "whole numbers": lambda a, b: a * (3 * b).astype(jnp.int32),
+    "narrow": lambda a, b: a.astype(jnp.bfloat16) @ b.astype(jnp.bfloat16),
+    "remat": jax.checkpoint(lambda a, b: jnp.sin(jnp.tanh(a @ b))),
+    "remat with a policy": jax.checkpoint(lambda a, b: jnp.sin(jnp.tanh(a @ b)), policy=SAVEABLE),
+    "scan": lambda a, b: lax.scan(lambda c, row: (jnp.tanh(c @ b + row), c), a[0], a)[1],
+    "switch": lambda a, b: lax.switch((a[0] > 0).sum() % 2, [jnp.multiply, jnp.add], a, b),
+    "power iteration": until_small,
+    "rounded floor": rounded,
+    "keys": keyed,
+    "ref": with_a_ref,
+    "debug_callback": noted,
+    "pure_callback": stopped(on_the_host),
+    "complex": lambda a, b: lax.complex(a, b) @ lax.complex(b, a),
+    "complex remat": lambda a, b: jax.checkpoint(lambda z: jnp.exp(z) * z)(lax.complex(a, b)),
+    "complex branches": lambda a, b: lax.cond(a[0, 0] > 0, jnp.exp, jnp.conj, lax.complex(a, b)),
+    "rfft": lambda a, b: jnp.fft.irfft(jnp.fft.rfft(jnp.tanh(a)) * jnp.fft.rfft(b), n=SIZE),
+    "complex loop": recurrent,
+    "state space": state_space,
+}
 
 
 def total(results):
@@ -165,28 +253,15 @@ def compare(operation, place):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5 * max(1, np.abs(y).max()))
 
 
-@functools.cache
-def seen():
-    a = jax.ShapeDtypeStruct((SIZE, SIZE), np.float32)
-    found = set()
-    for f in OPERATIONS.values():
-        found |= {eqn.primitive.name for eqn in equations(jax.make_jaxpr(f)(a, a).jaxpr)}
-    return found
-
-
-def test_the_operations_have_each_primitive_with_a_derivative():
-    assert not known() - seen() - OTHERS
-
-
 # JAX does not differentiate these; and it has no rule for a reference inside a custom rule that is
-# computed again, which is the one program of the zoo that `fsdp` does not run.
+# computed again, which is the one program of these that `fsdp` does not run.
 LEFT_OUT = {
     ("debug_callback", "while"),
     ("debug_callback", "while with stops"),
     ("ref", "fori"),
     ("ref", "custom_jvp"),
 }
-# One of each kind: a gradient that stops in a loop, complex numbers alone and inside a rule.
+# A gradient that stops in a loop, complex numbers alone and inside a rule.
 QUICK = {
     ("power iteration", "alone"),
     ("rounded floor", "cond"),
@@ -195,10 +270,9 @@ QUICK = {
     ("pure_callback", "while with stops"),
 }
 CASES = [
-    pytest.param(operation, place, marks=[] if (operation, place) in QUICK else pytest.mark.long)
-    for place in PLACES
-    for operation in OPERATIONS
-    if (operation, place) not in LEFT_OUT
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long)
+    for case in itertools.product(OPERATIONS, PLACES)
+    if case not in LEFT_OUT
 ]
 
 
