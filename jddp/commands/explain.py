@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_target_arguments(parser)
     scaling = "also model 1, 8, 32 and 128 hosts of the target, with as many rows on each"
     add("--scaling", action="store_true", help=scaling)
-    traced = "print the times of a trace instead; with --target beside those of its modelled step"
+    traced = "print the times of a trace instead; with --target next to the modelled times"
     add("--trace", type=Path, metavar="RUN_DIR", help=traced)
     return run_command(lambda: _explain(parser.parse_intermixed_args(argv)))
 

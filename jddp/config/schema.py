@@ -207,7 +207,7 @@ class GroupConfig(NamedSection):
     """Parameters that are trained in another way than the rest, perhaps by another optimizer."""
 
     patterns: list[str] = option([], "Regular expressions for whole paths: backbone/.*")
-    learning_rate: float | None = option(None, "Peak rate; that of the rest unless given.", gt=0)
+    learning_rate: float | None = option(None, "Peak rate; by default the rate of the rest.", gt=0)
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "GroupConfig":

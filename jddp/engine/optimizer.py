@@ -92,7 +92,7 @@ class PlacedOptimizer:
         opt_state = jax.eval_shape(self.tx.init, params)
         if self.num_micro_batches > 1 and parts_in(opt_state, optax.MultiStepsState):
             raise ConfigError(
-                "optax.MultiSteps beside accumulate_steps would reduce once per micro-batch and "
+                "optax.MultiSteps with accumulate_steps would reduce once per micro-batch and "
                 "count steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all."
             )
         try:

@@ -264,8 +264,7 @@ def _warnings(batch: Batch, traced: Traced, num_micro_batches: int) -> Iterator[
     if traced.has_batch_statistics:
         yield (
             f"accumulate_steps={num_micro_batches}: batch norm takes the statistics of each "
-            "micro-batch, and not of the whole batch, so this is another step than that of the "
-            "whole batch."
+            "micro-batch, so this step differs from a step on the whole batch at once."
         )
 
 

@@ -76,7 +76,7 @@ REFUSED = {
         "a hook reduces gradients in each step; see reduction.wire_dtype"
     ),
     ("local steps from the first", "reduction.overlap=True"): (
-        "between outer steps no gradient is sent, beside which a backward pass could run"
+        "between outer steps no gradient is sent while a backward pass runs"
     ),
     ("reduction.layout='leaf'", "reduction.overlap=True"): (
         "a bucket is waited for as a whole, and its leaves are reduced one by one"

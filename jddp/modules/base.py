@@ -225,7 +225,7 @@ class FlaxModel(abc.ABC):
         if unknown:
             raise ConfigError(
                 f"state names {unknown[0]!r}, and the model keeps "
-                f"{', '.join(sorted(there)) or 'nothing'} beside its parameters."
+                f"{', '.join(sorted(there)) or 'nothing'} as state besides its parameters."
             )
 
     @abc.abstractmethod

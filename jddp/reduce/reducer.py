@@ -271,7 +271,7 @@ def average_gradients(
         if is_checked and not all(varies(x, axis) for x in jax.tree.leaves(updates)):
             raise ConfigError(
                 f"average_gradients: these gradients are already the same over {axis!r}: under "
-                "shard_map's check_vma=True JAX sums those of replicated parameters by itself, and "
+                "shard_map's check_vma=True JAX sums gradients of replicated parameters, and "
                 "their mean would be N times too large. Build the step with check_vma=False, or "
                 f"take the gradient at jax.lax.pcast(params, {axis!r}, to='varying')."
             )

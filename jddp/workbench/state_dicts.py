@@ -145,7 +145,7 @@ def scheme_of(model: Module, library: str) -> Scheme:
     if library not in libraries(model):
         known = " or ".join(libraries(model)) or "no library: leave the names out"
         raise ConfigError(
-            f"{library!r} has no names for a {type(model).__name__}. There are those of {known}."
+            f"{library!r} has no names for a {type(model).__name__}. It has names of {known}."
         )
     return SCHEMES[type(model)][library]
 

@@ -132,7 +132,7 @@ def _guessed_class(facts: Facts) -> str:
     if accuracy.largest.value > max(GUESSING * chance, chance + 3 * error):
         return ""
     value = number(accuracy.largest.value)
-    return f"accuracy {value} is that of guessing among {num_classes} classes"
+    return f"accuracy {value} is no better than guessing among {num_classes} classes"
 
 
 def _guessed_token(facts: Facts) -> str:
@@ -142,7 +142,7 @@ def _guessed_token(facts: Facts) -> str:
         return ""
     if loss.smallest.value < OF_RANDOM * math.log(size):
         return ""
-    return f"loss {number(loss.smallest.value)} is that of guessing among {size:,} tokens"
+    return f"loss {number(loss.smallest.value)} is no better than guessing among {size:,} tokens"
 
 
 MOST_SKIPPED = 0.01  # Largest share of steps that a loss scale or `train.on_spike` may skip.

@@ -72,7 +72,7 @@ RUNS = {
     "memory is nearly full: 96% of a device's is taken": {
         "records": train(peak_memory_bytes=72 * GIB, memory_limit_bytes=75 * GIB) + evaluations(),
     },
-    "at chance: accuracy 0.21 is that of guessing among 5 classes": {
+    "at chance: accuracy 0.21 is no better than guessing among 5 classes": {
         "records": train(loss=lambda step: 1.61) + evaluations(accuracy=lambda step: 0.21),
         "manifest": CLASSES,
     },
@@ -145,7 +145,7 @@ def test_a_language_model_that_guesses_is_at_chance(make):
     folder = make(train(loss=lambda step: 5.54) + evaluations(loss=lambda step: 5.53))
     (folder / "config.yaml").write_text("model: {kwargs: {vocab_size: 256}}\n")
     records = [x for x in judge(read_facts(folder)) if x.sentence.startswith("at chance")]
-    assert records[0].sentence == "at chance: loss 5.53 is that of guessing among 256 tokens"
+    assert records[0].sentence == "at chance: loss 5.53 is no better than guessing among 256 tokens"
 
 
 def test_a_run_that_an_exception_ended_says_so_first(make):

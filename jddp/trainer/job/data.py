@@ -161,7 +161,7 @@ def source_of_batches(name: str, train: Batches, test: object) -> DataSource:
         tests = _Made(test)
     else:
         raise ConfigError(
-            f"data.target: beside a stream for training {name} returns {type(test).__name__}. It "
+            f"data.target: with a stream for training {name} returns {type(test).__name__}. It "
             "must return batches that can be iterated again, such as a list of them or "
             "jddp.data.eval_batches(...), or a function that returns batches."
         )

@@ -196,8 +196,8 @@ class OwnBatches:
             if kept and self._data.encoding != kept:  # Encoding of the columns of a table.
                 raise DataError(
                     f"{self._data.description}: its training part gives other means or categories "
-                    "than the run was trained with. Put the run's files train* beside the new "
-                    "files test*."
+                    "than the run was trained with. Put the run's files train* into the "
+                    "folder of the new files test*."
                 )
         return iter(test_batches(self._config, self._data))
 
