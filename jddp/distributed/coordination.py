@@ -24,6 +24,7 @@ import collections
 import contextlib
 import gc
 import json
+import os
 import signal
 import threading
 import time
@@ -36,9 +37,19 @@ import jax
 from jax._src import distributed, xla_bridge
 from jaxlib import _jax
 
-from jddp.distributed.identity import refuse_differences
+from jddp.distributed.exits import is_at_prompt
+from jddp.ground.errors import UsageError, refuse_differences
 from jddp.ground.typing import PyTree
 
+# Variables with the number of processes and of this process: of launchers, and of schedulers, which
+# do not count where a user types.
+_OF_LAUNCHERS = (("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"), ("WORLD_SIZE", "RANK"))
+_OF_SCHEDULERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("JAX_NUM_PROCESSES", "JOB_COMPLETION_INDEX"),
+)
 BUSY_SECONDS = 120.0  # Limit for processes that have joined a job, and may still be busy.
 
 _uses: collections.Counter[str] = collections.Counter()
@@ -53,6 +64,43 @@ def num_processes() -> int:
 def process_index() -> int:
     """Number of this process, without initializing devices."""
     return distributed.global_state.process_id or 0
+
+
+def explain_unjoined(environ: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
+    """The mistake of a process that has not joined the job its launcher has started, and a way out.
+
+    Numbers that are incomplete or contradict each other describe no job.
+
+    Returns:
+      None if there is no such job, or this process has joined it.
+    """
+    is_in_pty = bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0)
+    is_interactive = is_at_prompt() or is_in_pty
+    for names in (*_OF_LAUNCHERS, *(() if is_interactive else _OF_SCHEDULERS)):
+        count, number = (environ.get(name, "") for name in names)
+        is_job = count.isdecimal() and number.isdecimal() and int(number) < int(count) > 1
+        if is_job and jax.process_count() == 1:
+            what = (
+                f"{names[0]}={count}: a launcher has started {count} processes, of which this is "
+                f"number {number}, but it has not joined them: each would train by itself."
+            )
+            way_out = (
+                "Add two lines before JAX is used: `from jddp import distributed` and "
+                "`distributed.initialize(distributed.resolve_identity())`. To train by itself on "
+                f"purpose, unset {names[0]}."
+            )
+            return what, way_out
+    return None
+
+
+def refuse_unjoined() -> None:
+    """Refuses to train in one process of several that have not connected.
+
+    Raises:
+      UsageError: If a launcher's variables describe a job of several, and JAX has one process.
+    """
+    if (mistake := explain_unjoined()) is not None:
+        raise UsageError(" ".join(mistake))
 
 
 def gather(key: str, value: str, *, timeout_seconds: float) -> list[str]:

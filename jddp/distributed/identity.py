@@ -1,7 +1,6 @@
 """Finds the number of this process in its job, from the variables of launchers, tried in order.
 
     identity = resolve_identity()
-    refuse_unjoined()                # an error, before anything is compiled
 
 One small function for each launcher reads only the environment, and returns None if its launcher
 has not started this process. It passes the names of its variables to `identify`, which checks
@@ -13,18 +12,16 @@ MPI is tried before Slurm: `mpirun` inside an allocation starts its daemons as a
 its processes inherit the numbers of this step.
 """
 
-import contextlib
 import os
 import re
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jddp.distributed.exits import is_at_prompt
-from jddp.ground.errors import ConfigError, ProcessMismatchError, UsageError
-from jddp.ground.typing import Settings
+from jddp.ground.errors import ConfigError
 
 Environ = Mapping[str, str]
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -36,7 +33,6 @@ VISIBLE = (NVIDIA, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 FIRST_PORT = 61440  # The ports that Linux assigns by itself are lower.
 NUM_PORTS = 4096
 LAUNCHED = "JDDP_LAUNCHED"  # Set by jddp: JAX's variables count under any scheduler.
-JOIN = "from jddp import distributed", "distributed.initialize(distributed.resolve_identity())"
 KUBERNETES_PORT = 8476  # Each pod has its own address.
 
 
@@ -51,7 +47,6 @@ class Identity:
       local_device_ids: Numbers of this process's accelerators among all accelerators of the host;
         None for all that it sees.
       source: Launcher that has set the numbers; empty if there is none.
-      count_in: Variable with the number of processes; empty if there is none.
     """
 
     coordinator: str | None = None
@@ -59,7 +54,6 @@ class Identity:
     process_id: int = 0
     local_device_ids: tuple[int, ...] | None = None
     source: str = field(default="", compare=False)
-    count_in: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         """One line: the numbers, and the launcher that has set them."""
@@ -177,7 +171,7 @@ def identify(
         )
     coordinator = check_address(coordinator, ADDRESS if given else names.address)
     devices = choose_local_devices(environ, names)
-    return Identity(coordinator, int(count), int(number), devices, source, there)
+    return Identity(coordinator, int(count), int(number), devices, source)
 
 
 def visible_in(environ: Environ) -> str:
@@ -399,75 +393,3 @@ def _num_sharing(environ: Environ, hosts: list[str]) -> str:
     for count, times in per_node:
         counts += [count] * int(times or 1)
     return dict(zip(hosts, counts, strict=False)).get(environ.get("SLURMD_NODENAME", ""), "")
-
-
-def refuse_differences(kind: str, subject: str, members: Iterable[tuple[str, Settings]]) -> None:
-    """Compares all members' values with the values of member 0.
-
-    Args:
-      kind: Name of a member: "process" or "node".
-      subject: Common name of the values.
-      members: Number of each member, perhaps with its place, and its values by name; 0 comes first.
-
-    Raises:
-      ProcessMismatchError: If a value differs.
-    """
-    (_, first), *others = members
-    for member, other in others:
-        if differ := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
-            there, here = (values.get(differ[0], "nothing") for values in (other, first))
-            more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
-            raise ProcessMismatchError(
-                f"{kind} {member} has another {subject} than {kind} 0: {differ[0]} is {there} "
-                f"there and {here} here{more}. Give every {kind} the same."
-            )
-
-
-def started_job(environ: Environ = os.environ) -> Identity | None:
-    """The job of several processes that a launcher's variables describe; None for a job of one.
-
-    Incomplete or contradictory variables describe no job.
-    """
-    given = {name: value for name, value in environ.items() if value}
-    # Launchers may give no address of process 0. With a placeholder the numbers alone decide.
-    address = {ADDRESS: "process-0:1"}
-    for placeholder in (address, address | {"MASTER_ADDR": "process-0", "MASTER_PORT": "1"}):
-        with contextlib.suppress(ConfigError):
-            identity = resolve_identity(placeholder | given)
-            if identity.num_processes > 1:
-                return identity
-    return None
-
-
-def unjoined_job(environ: Environ = os.environ) -> Identity | None:
-    """The job that a launcher describes, if this process of JAX has not joined it."""
-    import jax
-
-    job = started_job(environ)
-    return job if job is not None and jax.process_count() == 1 else None
-
-
-def explain_unjoined(job: Identity) -> tuple[str, str]:
-    """The mistake of a process that has not joined this job, and the way out."""
-    what = (
-        f"{job.source} has started {job.num_processes} processes, of which this is number "
-        f"{job.process_id}, but it has not joined them: each would train by itself."
-    )
-    first, second = JOIN
-    way_out = (
-        f"Add two lines before JAX is used: `{first}` and `{second}`. To train by itself on "
-        f"purpose, unset {job.count_in}."
-    )
-    return what, way_out
-
-
-def refuse_unjoined() -> None:
-    """Refuses to train in one process of several that have not connected.
-
-    A program that forgets to join would train once in each of its processes.
-
-    Raises:
-      UsageError: If a launcher's variables describe a job of several, and JAX has one process.
-    """
-    if (job := unjoined_job()) is not None:
-        raise UsageError(" ".join(explain_unjoined(job)))

@@ -26,11 +26,11 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from jddp.distributed.identity import refuse_differences
 from jddp.ground.errors import (
     CoordinatorError,
     Error,
     ProcessMismatchError,
+    refuse_differences,
     report,
     words_of,
 )

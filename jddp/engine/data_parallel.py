@@ -37,7 +37,7 @@ from jddp.config.options import (
     Reduction,
     SyncBatchNorm,
 )
-from jddp.distributed.identity import refuse_unjoined
+from jddp.distributed.coordination import refuse_unjoined
 from jddp.engine import evaluation
 from jddp.engine.calls import run_compiled
 from jddp.engine.compiled import Call, CompiledSteps

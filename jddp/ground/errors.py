@@ -10,7 +10,7 @@ import enum
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 
 class ExitCode(enum.IntEnum):
@@ -124,6 +124,30 @@ class NumericsError(Error):
     """A loss, gradient or state is not finite."""
 
     exit_code = ExitCode.NUMERICS
+
+
+def refuse_differences(
+    kind: str, subject: str, members: Iterable[tuple[str, Mapping[str, object]]]
+) -> None:
+    """Compares all members' values with the values of member 0.
+
+    Args:
+      kind: Name of a member: "process" or "node".
+      subject: Common name of the values.
+      members: Number of each member, perhaps with its place, and its values by name; 0 comes first.
+
+    Raises:
+      ProcessMismatchError: If a value differs.
+    """
+    (_, first), *others = members
+    for member, other in others:
+        if differ := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
+            there, here = (values.get(differ[0], "nothing") for values in (other, first))
+            more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
+            raise ProcessMismatchError(
+                f"{kind} {member} has another {subject} than {kind} 0: {differ[0]} is {there} "
+                f"there and {here} here{more}. Give every {kind} the same."
+            )
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from jddp.config.versions import versions
 from jddp.distributed import coordination
 from jddp.distributed.coordination import agree, gather, process_index
 from jddp.distributed.gpus import gpu_facts
-from jddp.distributed.identity import explain_unjoined, resolve_identity, unjoined_job
+from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.engine.calls import from_process_zero
 from jddp.engine.mesh import AXIS, make_mesh, over_replicas, put_rows
@@ -110,8 +110,8 @@ def check_job(directory: Path) -> list[Finding]:
     Args:
       directory: Directory of runs, which must be shared.
     """
-    if (job := unjoined_job()) is not None:
-        return [Finding(BAD, *explain_unjoined(job))]
+    if (mistake := coordination.explain_unjoined()) is not None:
+        return [Finding(BAD, *mistake)]
     if coordination.num_processes() == 1:
         return [Finding(OK, "one process: nothing to compare")]
     shared = coordination.gather("doctor/versions", json.dumps(versions()), timeout_seconds=SECONDS)
