@@ -7,11 +7,8 @@ each bucket is sent while the pass continues. The numbers are the same.
 The loss is summed over the valid entries, so gradients are gradients of a sum, and the step
 divides them by the global count.
 
-A batch norm moves its running statistics each time it runs: k micro-batches, one after the other,
-would move them by 1 - momentum ** k. So each micro-batch runs from the statistics before the step,
-and the step keeps the mean of the k new values, which is a single move towards the mean of the
-statistics of the micro-batches. Where there is a mask, micro-batches are weighted by their valid
-entries of all replicas. Other state passes from one micro-batch to the next.
+Other state of the model passes from one micro-batch to the next: a batch norm moves its running
+statistics in each, as in PyTorch.
 
 This room knows models, losses and masks, and nothing of optimizers or meshes.
 """
@@ -23,7 +20,6 @@ from typing import NamedTuple, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -33,97 +29,11 @@ from jddp.ground.errors import ConfigError
 from jddp.ground.typing import Batch, Grads, LossFn, ModelState, Params, Path, PyTree, Tree
 from jddp.modules.base import FlaxModel
 from jddp.modules.forward import run_and_settle, trace_state
-from jddp.modules.metrics import Sums, mask_in
+from jddp.modules.metrics import Sums
 from jddp.modules.rows import split_rows
 from jddp.reduce.backward import Backward, Finished, Gradients, Running, trace_backward
 from jddp.reduce.hooks import Units, power_of_two_within
 from jddp.reduce.plan import BucketPlan
-
-
-@dataclass(frozen=True)
-class RunningStatistics:
-    """The running statistics among a model's other state, over the micro-batches of a step.
-
-    Attributes:
-      first: State before the step.
-      chosen: Tree of booleans, of the structure of `first`: the leaves that are moved once.
-      weights: Weights of the micro-batches, which add up to 1.
-    """
-
-    first: ModelState
-    chosen: PyTree
-    weights: Array | tuple[float, ...]
-
-    def start(self) -> ModelState:
-        """Returns the state to carry over the micro-batches; of chosen leaves, their moves."""
-        return self._map(lambda first, _: jnp.zeros_like(first, _exact(first)), self.first)
-
-    def before(self, carried: ModelState) -> ModelState:
-        """Returns the state from which the next micro-batch runs."""
-        return self._map(lambda first, _: first, carried)
-
-    def add(self, carried: ModelState, i: int | Array, after: ModelState) -> ModelState:
-        """Returns the state to carry on, with the state after micro-batch `i`."""
-
-        def add(first: Array, total: Array, x: Array, is_chosen: bool) -> Array:
-            if not is_chosen:
-                return x
-            # Moves are added, and not values: a leaf that no micro-batch moves stays as it is.
-            move = x.astype(total.dtype) - first.astype(total.dtype)
-            if not jnp.issubdtype(x.dtype, jnp.inexact):
-                return move  # A count of updates: each micro-batch has counted this one.
-            return total + jnp.asarray(self.weights, total.real.dtype)[i] * move
-
-        return jax.tree.map(add, self.first, carried, after, self.chosen)
-
-    def finish(self, carried: ModelState) -> ModelState:
-        """Returns the state after the last micro-batch."""
-
-        def move(first: Array, total: Array) -> Array:
-            return (first.astype(total.dtype) + total).astype(first.dtype)
-
-        return self._map(move, carried)
-
-    def _map(self, function: Callable[[Array, Array], Array], state: ModelState) -> ModelState:
-        """Applies a function of the first value and this one to the chosen leaves."""
-        return jax.tree.map(
-            lambda first, x, is_it: function(first, x) if is_it else x,
-            self.first,
-            state,
-            self.chosen,
-        )
-
-
-def running_statistics(
-    model: FlaxModel, model_state: ModelState, rows: Batch, num: int
-) -> RunningStatistics:
-    """Chooses the statistics that are moved once, and weighs the micro-batches.
-
-    Args:
-      model: The model.
-      model_state: Other state of the model before the step.
-      rows: Rows of one replica.
-      num: Number of micro-batches. A single one moves everything by itself.
-    """
-    chosen = jax.tree_util.tree_map_with_path(
-        lambda path, x: num > 1 and model.is_global_statistic(path, x), model_state
-    )
-    equal = (1 / num,) * num
-    mask, sync = mask_in(rows), model.sync
-    # Logical replicas have no batch norm of the global batch: it would take a collective.
-    if mask is None or sync.logical_replicas or not any(jax.tree.leaves(chosen)):
-        return RunningStatistics(model_state, chosen, equal)
-    valid = (mask.astype(jnp.float32) > 0).reshape(num, -1).astype(jnp.float32).sum(1)
-    # Counts valid rows of all replicas, or their statistics would differ.
-    valid = lax.psum(valid, sync.axis)
-    weights = jnp.where(valid.sum() > 0, valid / jnp.maximum(valid.sum(), 1), jnp.asarray(equal))
-    return RunningStatistics(model_state, chosen, weights)
-
-
-def _exact(x: Array) -> np.dtype:
-    is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-    return jnp.promote_types(x.dtype, jnp.float32) if is_inexact else x.dtype
-
 
 Number = int | Array  # number of a micro-batch
 MicroBatch = tuple[Batch, Array, PyTree]  # its rows, key and constants
@@ -212,7 +122,7 @@ class Accumulated(NamedTuple):
 
     Attributes:
       grads: Gradients; half-precision gradients are widened to float32.
-      model_state: The model's other state after the last micro-batch, as it is carried.
+      model_state: The model's other state after the last micro-batch.
       sums: Sums of the loss and metrics.
     """
 
@@ -273,28 +183,25 @@ class MicroBatches:
         if self.overlaps:
             return self._with_last_pass(state, inputs, key, loss_scale)
         # All micro-batches run in one loop: gradients are finished before a bucket leaves.
-        scale, running = loss_scale(state), self.running(state, inputs)
-        take = self.split(inputs, key)
-        total = self.accumulate(state, running, take, self.num, scale)
+        scale = loss_scale(state)
+        total = self.accumulate(state, self.split(inputs, key), self.num, scale)
         # Casts back to the dtypes of the parameters: gradients are planned, sent and given to optax
         # in these.
         grads = jax.tree.map(lambda g, x: g.astype(x.dtype), total.grads, state.params)
         units = self.units(state.params, total.sums, scale)
-        return Local(Finished(grads), total.sums, running.finish(total.model_state), units)
+        return Local(Finished(grads), total.sums, total.model_state, units)
 
     def _with_last_pass(
         self, state: TrainState, inputs: Inputs, key: Array, loss_scale: ScaleOf
     ) -> Local:
         """Runs all micro-batches, but for the last backward pass, which the reduction runs."""
         take, scale = self.split(inputs, key), loss_scale(state)
-        running = self.running(state, inputs)
         # The last micro-batch stands outside the scan: a loop is one equation, so buckets could
         # only be sent at its end. Only in the last backward pass are the sums of gradients
         # finished, one by one.
         last = self.num - 1
-        total = self.accumulate(state, running, take, last, scale)
-        carried = total.model_state
-        run = self.linearize(state, running.before(carried), take(last))
+        total = self.accumulate(state, take, last, scale)
+        run = self.linearize(state, total.model_state, take(last))
         earlier = jax.tree.leaves(total.grads)
 
         def finish(i: int, x: Array) -> Array:
@@ -308,8 +215,7 @@ class MicroBatches:
         # Sums need no reduction inside the pass: they are sent after it, in one small vector.
         sums = jax.tree.map(jnp.add, total.sums, run.sums) if earlier else run.sums
         units = self.units(state.params, sums, scale)
-        model_state = running.finish(running.add(carried, last, run.model_state))
-        return Local(Running(backward, finish), sums, model_state, units)
+        return Local(Running(backward, finish), sums, run.model_state, units)
 
     def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
         """Returns the plan with notes on when buckets leave.
@@ -387,10 +293,6 @@ class MicroBatches:
         num_entries = sums["loss"].num_entries * self.num
         return Units(self.start(params, num_entries), loss_scale, num_entries)
 
-    def running(self, state: TrainState, inputs: Inputs) -> RunningStatistics:
-        """Returns the running statistics over the micro-batches, from the state before the step."""
-        return running_statistics(self.model, state.model_state, inputs.rows, self.num)
-
     def start(self, params: Params, num_entries: int) -> float:
         """Returns the power of two that the backward pass starts from; 1 where it is not needed.
 
@@ -417,19 +319,14 @@ class MicroBatches:
         return take
 
     def accumulate(
-        self,
-        state: TrainState,
-        running: RunningStatistics,
-        take: Callable[[Number], MicroBatch],
-        num: int,
-        scale: Scale,
+        self, state: TrainState, take: Callable[[Number], MicroBatch], num: int, scale: Scale
     ) -> Accumulated:
-        """Sums over the first micro-batches, in their order; other state as `running` carries."""
+        """Sums over the first micro-batches, in their order."""
 
-        def one(carried: ModelState, i: Number) -> Accumulated:
-            run = self.linearize(state, running.before(carried), take(i))
+        def one(before: ModelState, i: Number) -> Accumulated:
+            run = self.linearize(state, before, take(i))
             grads = jax.tree.map(run.finish, run.backward(jnp.float32(scale)))
-            return Accumulated(grads, running.add(carried, i, run.model_state), run.sums)
+            return Accumulated(grads, run.model_state, run.sums)
 
         def add(total: Accumulated, i: Array) -> tuple[Accumulated, Sums]:
             more = one(total.model_state, i)
@@ -439,12 +336,12 @@ class MicroBatches:
             return Accumulated(grads, more.model_state, {}), more.sums
 
         if num == 0:
-            return Accumulated(None, running.start(), {})
+            return Accumulated(None, state.model_state, {})
         if num == 1:  # A scan of one iteration would add all gradients to zeros.
-            return one(running.start(), 0)
+            return one(state.model_state, 0)
         # A scan, and not an unrolled loop: the program holds the model once, and one micro-batch's
         # activations are in memory at a time.
         zeros = jax.tree.map(jnp.zeros_like, widened(state.params))
-        first = Accumulated(zeros, running.start(), {})
+        first = Accumulated(zeros, state.model_state, {})
         total, sums = lax.scan(add, first, jnp.arange(num))
         return total._replace(sums=jax.tree.map(lambda x: x.sum(0), sums))

@@ -295,39 +295,6 @@ class Replica:
     model_state: object
 
 
-class Moves:
-    """Statistics of the global batch: each part moves them from where the step begins.
-
-    The step moves them by the mean of these moves, weighted by what is valid of each part.
-    """
-
-    def __init__(self, case, replicas, split):
-        is_moved = case.model.norm == "batch" and case.chosen["batch_norm"] == "sync"
-        self.replicas = replicas if is_moved else []
-        mask = split.get("mask", np.ones((1, case.chosen["accumulate_steps"])))
-        valid = mask.swapaxes(0, 1).reshape(mask.shape[1], -1).sum(1)
-        self.weights = valid / valid.sum()
-        self.first = [replica.model_state["batch_stats"] for replica in self.replicas]
-        self.moved = self.first
-
-    def begin(self):
-        self.put(self.first)
-
-    def end(self, part):
-        def move(moved, first, x):
-            return moved + self.weights[part] * (x - first)
-
-        new = [replica.model_state["batch_stats"] for replica in self.replicas]
-        self.moved = jax.tree.map(move, self.moved, self.first, new)
-
-    def settle(self):
-        self.put(jax.tree.map(np.float32, self.moved))
-
-    def put(self, statistics):
-        for replica, x in zip(self.replicas, statistics, strict=True):
-            replica.model_state = {**replica.model_state, "batch_stats": x}
-
-
 def divided(grads, count, limit):
     """The mean gradient, clipped to a norm, and its norm before."""
     grads = jax.tree.map(lambda g: g / np.float32(count or 1), grads)
@@ -363,9 +330,8 @@ class OneDevice:
         parts = case.chosen["accumulate_steps"]
         split = {k: x.reshape(num, parts, -1, *x.shape[1:]) for k, x in batch.items()}
         run = run_piece(case.model, case.form, True)
-        grads, sums, moves = {}, {}, Moves(case, self.replicas, split)
+        grads, sums = {}, {}
         for part in range(parts):
-            moves.begin()
             states, first = {}, None
             for group in self.groups():
                 rows = {k: x[group, part].reshape(-1, *x.shape[3:]) for k, x in split.items()}
@@ -390,8 +356,6 @@ class OneDevice:
                 sums[key] = sums.get(key, 0) + new
                 states[key] = host(state)
             self.settle(states, first or 0)
-            moves.end(part)
-        moves.settle()
         return grads, sums
 
     def settle(self, states, first):
