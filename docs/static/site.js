@@ -66,8 +66,13 @@ function summarize(html, keywords) {
   return summary;
 }
 
+// A heading that holds all that was searched for comes before pages that hold the words.
+const headingsFirst = ([, , , , score, , kind]) => score + (kind === "title" ? 100 : 0);
+
 document.addEventListener("DOMContentLoaded", () => {
   showContents();
   nameColumns();
-  if (typeof Search !== "undefined") Search.makeSearchSummary = summarize;
+  if (typeof Search === "undefined") return;
+  Search.makeSearchSummary = summarize;
+  Scorer.score = headingsFirst;
 });
