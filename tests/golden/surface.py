@@ -7,24 +7,28 @@ import argparse
 import contextlib
 import inspect
 import json
-import re
 import sys
 from unittest import mock
 
 import jddp
+import jddp.data
 from jddp.__main__ import COMMANDS, main
 from jddp.config.keys import keys_of
 from jddp.config.schema import Config
 from jddp.ground.errors import ExitCode
 
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+def public():
+    """Each public name with its value; names of `jddp.data` begin with "data."."""
+    data = {x: y for x, y in vars(jddp.data).items() if x[0] != "_" and not inspect.ismodule(y)}
+    found = {name: getattr(jddp, name) for name in jddp.__all__}
+    return found | {f"data.{name}": data[name] for name in sorted(data)}
 
 
 def names():
     """Each public name with its signature, and the public members of classes with theirs."""
     found = {}
-    for name in jddp.__all__:
-        value = getattr(jddp, name)
+    for name, value in public().items():
         found[name] = signature(value)
         if inspect.isclass(value):
             members = {**vars(value), **getattr(value, "__annotations__", {})}
@@ -40,9 +44,22 @@ def signature(value):
     if not callable(value):
         return ""
     try:
-        return ADDRESS.sub("", str(inspect.signature(value)))
+        found = inspect.signature(value)
     except ValueError:
         return ""
+    return str(found.replace(parameters=[plain(x) for x in found.parameters.values()]))
+
+
+PLAIN = {type(None), bool, int, float, str, tuple, list, type(inspect.Parameter.empty)}
+
+
+def plain(parameter):
+    """A parameter without what inspect shows by an address: objects and functions."""
+    if type(parameter.default) not in PLAIN:
+        parameter = parameter.replace(default=...)
+    if "<" in inspect.formatannotation(parameter.annotation):
+        parameter = parameter.replace(annotation=parameter.empty)
+    return parameter
 
 
 def keys():

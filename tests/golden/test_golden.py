@@ -1,6 +1,7 @@
 """Programs, orders, names and runs are as the stored ones, which an earlier commit has written."""
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -9,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import environment
+from runs import ROOT, environment
 
-from golden import orders, programs, resumed
+from golden import changes, orders, programs, resumed
 
 STORED = Path(__file__).parent / "stored"
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 OLDEST = version("jax").startswith("0.10.")  # another JAX traces to other equations
 
 
@@ -59,10 +61,26 @@ def surface():
     return json.loads(subprocess.check_output(command, env=environment(), text=True))
 
 
-def test_public_names_keys_commands_and_exit_codes_are_the_stored_ones():
+def declared(names):
+    """Those of the names that the changelog has for the version that is not released yet."""
+    section = re.search(r"^## .*\(not released yet\)\n(.*?)(?=^## \d|\Z)", CHANGELOG, re.M | re.S)[
+        1
+    ]
+    return {name for name in names if re.search(rf"(?<![\w.-]){re.escape(name)}(?!\w)", section)}
+
+
+def test_a_change_of_the_public_surface_is_in_the_changelog():
     found, want = surface(), stored("surface")
-    for kind in want:
-        assert found[kind] == want[kind], kind
+    names = changes.changed(want, found)
+    assert not names - declared(names), changes.broken(want["names"], found["names"])
+
+
+def test_griffe_reports_what_a_renamed_argument_breaks():
+    names = stored("surface")["names"]
+    renamed = {**names, "fit": names["fit"].replace("num_steps:", "steps:")}
+    assert changes.changed({"names": names}, {"names": renamed}) == {"fit"}
+    shown = changes.broken(names, renamed)
+    assert [line for line in shown if "fit(num_steps)" in line and "removed" in line], shown
 
 
 def is_of_two(name):
