@@ -119,7 +119,8 @@ def run_page(name, which, folder, **variables):
 
 MODES = ("zero", "fsdp", "compression", "local_sgd", "bitwise", "loss_scale")  # a page each
 MODELS = ("models", "losses", "fine_tuning")
-COMPILED = [pytest.param(x, marks=pytest.mark.slow) for x in ("howto", "questions", *MODELS, *MODES)]
+GUIDES = ("howto", "questions")
+COMPILED = [pytest.param(x, marks=pytest.mark.slow) for x in (*GUIDES, *MODELS, *MODES)]
 
 
 @pytest.mark.parametrize("name", ["data", "launch", *COMPILED])
@@ -141,7 +142,7 @@ def test_python_blocks_that_no_test_runs_are_in_one_page():
     """It quotes the code, which a test compares."""
     pages = {path.stem for path in ROOT.glob("docs/**/*.md") if "```python" in path.read_text()}
     pages -= {"python"}  # See test_docs.py.
-    run = {"pytorch", "jax", "data", "howto", "questions", "launch", "tutorial", "sweeps", *MODELS, *MODES}
+    run = {"pytorch", "jax", "data", "launch", "tutorial", "sweeps", *GUIDES, *MODELS, *MODES}
     assert pages - run == {"life_of_a_gradient"}
 
 
