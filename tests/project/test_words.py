@@ -1,6 +1,6 @@
 """Pages, help, errors, comments and docstrings use the terms of docs/glossary.md.
 
-Its last table lists words that are not used, each with the term that is.
+A table of CONTRIBUTING.md lists words that are not used, each with the term that is.
 """
 
 import ast
@@ -10,9 +10,9 @@ import tokenize
 
 from runs import ROOT
 
-GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 ROW = re.compile(r"^\| (`.+`) \| (.+) \|$", re.MULTILINE)
-ROWS = ROW.findall(GLOSSARY)
+ROWS = ROW.findall(GUIDE)
 INSTEAD = {word: terms for words, terms in ROWS for word in re.findall("`(.+?)`", words)}
 PHRASES = "|".join(r"\s+".join(map(re.escape, word.split())) for word in INSTEAD)
 FORBIDDEN = re.compile(rf"\b({PHRASES})\b(?!/|-all-to-all)", re.I)  # but in paths and in HLO
