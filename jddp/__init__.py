@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from jddp.modules.metrics import Metric as Metric
     from jddp.reduce.hooks import CommHook as CommHook
     from jddp.reduce.plan import BucketPlan as BucketPlan
-    from jddp.reduce.powersgd import powersgd as powersgd
     from jddp.reduce.reducer import average_gradients as average_gradients
     from jddp.trainer.fit import fit as fit
     from jddp.trainer.job.build import train as train
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from jddp.trainer.watching import EarlyStopping as EarlyStopping
     from jddp.trainer.watching import KeepBest as KeepBest
     from jddp.workbench.logical_replicas import LogicalReplicas as LogicalReplicas
+    from jddp.workbench.powersgd import powersgd as powersgd
 
 __version__ = "0.1.0"
 
@@ -88,7 +88,7 @@ _HOMES = {
     "launch": "commands.launch",
     "memory": "inspection.memory",
     "open_run": "trainer.runs.opened",
-    "powersgd": "reduce.powersgd",
+    "powersgd": "workbench.powersgd",
     "register_batch_norm": "modules.batch_norm",
     "replica_key": "engine.mesh",
     "sync_batch_norm": "modules.functional",

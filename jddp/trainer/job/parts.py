@@ -32,7 +32,6 @@ from jddp.ground.names import accepted_names, check_arguments, defaults_of, name
 from jddp.ground.names.plugins import ADDED_CALLBACKS, added, tool
 from jddp.ground.typing import JsonObject, LossFn, Settings
 from jddp.reduce.hooks import CommHook
-from jddp.reduce.powersgd import powersgd
 from jddp.trainer.job.data import check_listed, source_of_batches, stream_arguments
 from jddp.trainer.job.optimizers import optimizer_of
 from jddp.trainer.reports.sinks import ChosenSink, choose_sinks
@@ -47,7 +46,7 @@ def mean() -> None:
     """The exact mean, which is no hook."""
 
 
-COMM_HOOKS: dict[str, Callable[..., CommHook | None]] = {"mean": mean, "powersgd": powersgd}
+COMM_HOOKS = {"mean": mean, "powersgd": "jddp.workbench.powersgd:powersgd"}
 
 
 @dataclass(frozen=True)
@@ -159,6 +158,7 @@ def _ddp_options(config: Config) -> JsonObject:
 def _hook(section: CommHookConfig) -> CommHook | None:
     key = "ddp.reduction.hook"
     make = named(section, key, COMM_HOOKS, "hook")
+    make = resolve_target(make, key=key) if isinstance(make, str) else make
     check_arguments(make, section.kwargs, key=f"{key}.kwargs")
     hook = make(**section.kwargs)
     if make is not mean and not isinstance(hook, CommHook):

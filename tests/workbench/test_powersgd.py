@@ -1,7 +1,6 @@
 """PowerSGD: what travels, what arrives, what is remembered."""
 
 import collections
-import itertools
 import math
 import re
 
@@ -21,7 +20,6 @@ from judge import (
     in_both_places,
     joined,
     make_rows,
-    sent,
     wrapped,
 )
 from states import assert_same, copied
@@ -136,18 +134,11 @@ def test_after_steps_of_zeros_gradients_get_through():
     np.testing.assert_array_equal(w[:4, 3:], 0)
 
 
-def test_gradients_of_any_size_arrive():
-    for scale in np.float32([1e-18, 1e-6, 1e6, 1e15]):
-        x = np.full((16, *SIDES), scale)
-        np.testing.assert_allclose(one_step(x, powersgd()), x[0], rtol=1e-5)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_arrives_as_such_and_a_skipped_step_leaves_no_trace(bad):
+def test_what_is_not_finite_leaves_no_trace_in_a_skipped_step():
     ddp, x = linear(powersgd(), skip_nonfinite=True), matrices()
     state = through(ddp, [{"x": x}])
     before, x = copied(state), x.copy()
-    x[5, 2, 3] = bad
+    x[5, 2, 3] = np.nan
     state = through(ddp, [{"x": x}], state)
     assert int(state.skipped) == 1
     assert_same((state.params, state.comm_state.hook), (before.params, before.comm_state.hook))
@@ -168,25 +159,6 @@ def test_without_warm_start_each_step_looks_another_way_and_nothing_but_the_coun
     assert (np.abs(np.diff(steps, axis=0)).max((1, 2)) > 1e-3).all()
     assert list(state.comm_state.hook) == ["step"]
     np.testing.assert_array_equal(state.comm_state.hook["step"], [3] * REPLICAS)
-
-
-@in_both_places
-@pytest.mark.parametrize("dtype, eps", swept([("bfloat16", 2**-7), ("float16", 2**-10)], every=2))
-def test_a_narrow_wire_rounds_and_no_more(place, dtype, eps):
-    batches = [{"x": matrices(seed=i)} for i in range(3)]
-    wide, narrow = (
-        host(
-            through(
-                linear(powersgd(2), **joined(place, reduction=jddp.Reduction(wire_dtype=wire))),
-                batches,
-            ).params
-        )
-        for wire in (None, dtype)
-    )
-    for name, want in wide.items():
-        # What is sent, P, Q, their sums and their product round, in each of three steps.
-        atol = 15 * eps * np.abs(want).max()
-        np.testing.assert_allclose(narrow[name], want, rtol=0, atol=atol)
 
 
 @in_both_places
@@ -254,28 +226,16 @@ def promised(bucket, rank, rate):
     ids=["mlp", "narrow", "conv"],
 )
 def test_a_bucket_sends_its_factors_in_two_collectives(model, rank, rate, dtype, place):
-    options = joined(
-        {
-            "reduction": jddp.Reduction(
-                wire_dtype=dtype, hook=powersgd(rank, min_compression_rate=rate)
-            )
-        },
-        place,
+    reduction = jddp.Reduction(
+        bucket_mb=300 / 2**20, wire_dtype=dtype, hook=powersgd(rank, min_compression_rate=rate)
     )
-    ddp = wrapped(
-        model, loss_fn, **joined(options, reduction=jddp.Reduction(bucket_mb=300 / 2**20))
-    )
+    ddp = wrapped(model, loss_fn, **joined(place, reduction=reduction))
     found = bytes_by_bucket(ddp, make_batch())
     plan = ddp.steps.planned(make_batch()).plan
     assert len(plan) > 1 or isinstance(model, ConvNet)
     for index, bucket in enumerate(plan.buckets):
         assert sorted(found[index]) == sorted(promised(bucket, rank, rate))
     assert sum(map(sum, found.values())) < 0.9 * plan.wire_bytes  # convolutions of 36 numbers
-    if (
-        place["reduction"].layout == "flat" and dtype is None
-    ):  # What is asked for is what is compiled.
-        compiled = [x.bytes for x in sent(ddp, make_batch()) if "bucket_" in x.op_name]
-        assert sorted(compiled) == sorted(itertools.chain(*found.values()))
 
 
 def applied_and_unsent(state, factor=1.0):
