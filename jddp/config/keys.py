@@ -31,6 +31,7 @@ REMOVED: dict[str, tuple[object, str]] = {
     "ddp.strategy.outer.learning_rate": (1.0, "numbers"),
     "loss.eval_kwargs": ({}, "numbers"),
     "optimizer.decay_norms_and_biases": (False, "numbers"),
+    "optimizer.layer_decay": ({"factor": 1.0, "layers": []}, "numbers"),
     "report.norms_every_steps": (None, "none"),
     "train.check_evaluation": (True, "none"),
     "train.stop": (dict(metric=None, patience=3, mode="auto", min_delta=0.0), "result"),

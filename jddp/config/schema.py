@@ -216,21 +216,6 @@ class GroupConfig(NamedSection):
         return self
 
 
-class LayerDecayConfig(Section):
-    """Learning rates that fall from the highest layer to the lowest."""
-
-    factor: float = option(1.0, "Rate of a layer over that of the layer above it.", gt=0, le=1)
-    layers: list[str] = option(
-        [], "Patterns of paths, lowest layer first; block_([0-9]+)/.* is one per number."
-    )
-
-    @model_validator(mode="after")
-    def _both_or_neither(self) -> "LayerDecayConfig":
-        if (self.factor == 1) == bool(self.layers):
-            raise ValueError("give both 'factor', below 1, and 'layers'")
-        return self
-
-
 class OptimizerConfig(NamedSection):
     """The optimizer: one of optax, or your own callable that returns one."""
 
@@ -239,7 +224,6 @@ class OptimizerConfig(NamedSection):
     warmup_steps: int = option(0, "Steps of linear warm-up from zero.", ge=0)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     groups: dict[str, GroupConfig] = Field(default_factory=dict)
-    layer_decay: LayerDecayConfig = Field(default_factory=LayerDecayConfig)
 
 
 class MeshConfig(Section):

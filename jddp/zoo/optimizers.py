@@ -8,21 +8,14 @@ arguments are checked against signatures, so new functions of optax work at once
 decides which defaults a function gets: the rate, the length of the schedule, and a mask that
 excludes norms and biases from weight decay.
 
-Groups of parameters may have optimizers of their own, and rates that fall from layer to layer:
+Groups of parameters may have optimizers of their own; the result is an optimizer of optax:
 
     optimizer = by_group({"head": ParameterGroup(["head/.*"], optax.sgd(0.1))}, optax.adamw(1e-4))
-    optimizer = decay_by_layer(optimizer, ["embed.*", "block_([0-9]+)/.*"], 0.75)
 
-Both are optimizers of optax, so that every part of a step treats them as any other. This module
-knows optax and nothing of steps, replicas or configs.
-
-References:
-  Clark et al., "ELECTRA", ICLR 2020, for layer-wise rates. https://arxiv.org/abs/2003.10555
+This module knows optax and nothing of steps, replicas or configs.
 """
 
-import functools
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -39,7 +32,7 @@ from jddp.ground.names import (
     match_paths,
     name_of_callable,
 )
-from jddp.ground.typing import Grads, Params, PyTree
+from jddp.ground.typing import Params, PyTree
 
 Arguments = Mapping[str, object]
 Transformation = optax.GradientTransformation  # Name for modules that do not import optax.
@@ -211,8 +204,14 @@ def by_group(
     if REST in groups:
         raise ConfigError(f"optimizer.groups.{REST} is all that no group matches. Rename it.")
     transforms = {name: group.optimizer for name, group in groups.items()}
-    labels = functools.partial(groups_of, {name: x.patterns for name, x in groups.items()})
-    return optax.partition({**transforms, REST: rest}, lambda params: _by_path(labels, params))
+    patterns = {name: group.patterns for name, group in groups.items()}
+
+    def labels(params: Params) -> PyTree:
+        paths = paths_of(params)
+        group_of = groups_of(patterns, paths)
+        return jax.tree.unflatten(jax.tree.structure(params), [group_of[path] for path in paths])
+
+    return optax.partition({**transforms, REST: rest}, labels)
 
 
 def groups_of(patterns: Mapping[str, Sequence[str]], paths: Sequence[str]) -> dict[str, str]:
@@ -233,64 +232,7 @@ def groups_of(patterns: Mapping[str, Sequence[str]], paths: Sequence[str]) -> di
     return found
 
 
-def decay_by_layer(
-    optimizer: optax.GradientTransformation, layers: Sequence[str], factor: float
-) -> optax.GradientTransformation:
-    """Returns an optimizer whose updates are smaller from each layer to the next below it.
-
-    Args:
-      optimizer: Any optimizer.
-      layers: Patterns of the layers; see `scales_of`.
-      factor: Rate of each layer, divided by the rate of the layer above it.
-
-    Raises:
-      ConfigError: When it is initialized, if a pattern matches no parameter.
-    """
-    scales = functools.partial(scales_of, layers, factor)
-
-    def init(params: Params) -> optax.EmptyState:
-        scales(paths_of(params))
-        return optax.EmptyState()
-
-    def update(updates: Grads, state: PyTree, params: Params = None) -> tuple[Grads, PyTree]:
-        return jax.tree.map(operator.mul, updates, _by_path(scales, updates)), state
-
-    return optax.chain(optimizer, optax.GradientTransformation(init, update))
-
-
-def scales_of(layers: Sequence[str], factor: float, paths: Sequence[str]) -> dict[str, float]:
-    """Returns the factor of the rate of each parameter, by path.
-
-    Args:
-      layers: Regular expressions for whole paths, from the lowest layer upwards. A pattern with a
-        number in parentheses, `block_([0-9]+)/.*`, stands for a layer for each number that it
-        finds. Parameters that no pattern matches are the highest layer. Its factor is 1.
-      factor: Rate of each layer, divided by the rate of the layer above it.
-      paths: Paths of all parameters.
-
-    Raises:
-      ConfigError: If a pattern matches no parameter, or its parentheses match no number.
-    """
-    key = "optimizer.layer_decay.layers"
-    layer_of = dict[str, tuple[int, int]]()
-    for row, pattern in reversed([*enumerate(layers)]):
-        for path, match in match_paths([pattern], paths, key=key).items():
-            number = "".join(match.groups(default="")) or "0"
-            if not number.isdecimal():
-                raise ConfigError(f"{key}: {pattern!r} finds {number!r} in {path}, and no number.")
-            layer_of[path] = (row, int(number))
-    order = sorted({*layer_of.values()})
-    depth_of = {path: len(order) - order.index(layer) for path, layer in layer_of.items()}
-    return {path: factor ** depth_of.get(path, 0) for path in paths}
-
-
 def paths_of(params: Params) -> list[str]:
     """Returns the paths of all parameters, such as "backbone/Dense_0/kernel"."""
     leaves = jax.tree.leaves_with_path(params)
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-
-
-def _by_path(rule: Callable[[list[str]], Mapping[str, Any]], params: Params) -> PyTree:
-    """A tree of the values that a rule gives to the parameters, by their paths."""
-    paths = paths_of(params)
-    return jax.tree.unflatten(jax.tree.structure(params), map(rule(paths).__getitem__, paths))

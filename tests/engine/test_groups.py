@@ -1,4 +1,4 @@
-"""Optimizers for groups of parameters, and rates that fall from layer to layer."""
+"""Optimizers for groups of parameters."""
 
 import jax
 import numpy as np
@@ -13,17 +13,7 @@ from jddp.commands.summary import preview
 from jddp.config.files import load_config
 from jddp.trainer.job.build import build
 from jddp.trainer.job.optimizers import optimizer_of
-from jddp.zoo.optimizers import ParameterGroup, by_group, scales_of
-
-PATHS = ["embed/w", "block_0/w", "block_2/w", "block_10/w", "head/w"]
-LAYERS = ["embed/.*", "block_([0-9]+)/.*"]
-
-
-def test_layers_are_counted_downwards_from_what_no_pattern_matches():
-    scales = scales_of(LAYERS, 0.5, PATHS)
-    # The head is the highest; blocks follow their numbers, not the order of their names.
-    assert [scales[path] for path in PATHS] == [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]
-    assert scales_of([], 0.5, PATHS) == dict.fromkeys(PATHS, 1)
+from jddp.zoo.optimizers import ParameterGroup, by_group
 
 
 def test_the_first_group_that_matches_has_the_parameter():
@@ -40,8 +30,6 @@ GROUPS = {
     "optimizer.groups.stem.kwargs.momentum": 0.9,
     "optimizer.groups.last.patterns": ["Dense_0/.*"],
     "optimizer.groups.last.learning_rate": 0.02,
-    "optimizer.layer_decay.layers": ["Conv_([0-9]+)/.*"],
-    "optimizer.layer_decay.factor": 0.5,
     "ddp.frozen": ["Dense_0/bias"],
 }
 
@@ -51,8 +39,8 @@ def test_a_dry_run_lists_how_each_parameter_is_trained():
     config, _ = load_config(["fashion_mnist_cnn"], {**GROUPS, "optimizer.learning_rate": 0.01})
     table = preview(build(config)).partition(" peak rate")[2].splitlines()[1:]
     rows = {row.split()[-1]: row.split()[:-1] for row in table[: table.index("")]}
-    assert rows["Conv_0/kernel"] == ["0.00125", "sgd", "stem"]
-    assert rows["Conv_1/kernel"] == ["0.0025", "adamw", "rest"]
+    assert rows["Conv_0/kernel"] == ["0.01", "sgd", "stem"]
+    assert rows["Conv_1/kernel"] == ["0.01", "adamw", "rest"]
     assert rows["BatchNorm_1/bias"] == ["0.01", "adamw", "rest"]
     assert rows["Dense_0/kernel"] == ["0.02", "adamw", "last"]
     assert rows["Dense_0/bias"] == ["frozen"]
@@ -71,10 +59,10 @@ def test_the_groups_of_a_config_have_their_rates_and_arguments():
     tx, followed = optimizer_of(config, num_steps=10)
     updates, opt_state = tx.update(params, tx.init(params), params)
     rates = {name: -float(x["w"]) for name, x in updates.items()}
-    assert rates == pytest.approx({"Conv_0": 0.25, "Conv_1": 0.5, "Dense_0": 0.02, "other": 1})
+    assert rates == pytest.approx({"Conv_0": 1, "Conv_1": 1, "Dense_0": 0.02, "other": 1})
     updates, _ = tx.update(params, opt_state, params)
-    close(updates["Conv_0"]["w"], -0.25 * 1.9, rtol=1e-6)  # momentum is of this group alone
-    close(updates["Conv_1"]["w"], -0.5, rtol=1e-6)
+    close(updates["Conv_0"]["w"], -1.9, rtol=1e-6)  # momentum is of this group alone
+    close(updates["Conv_1"]["w"], -1, rtol=1e-6)
     assert followed(0) == 1.0
 
 
@@ -85,8 +73,6 @@ BAD = [
     ({"groups.rest.patterns": ["x"]}, "groups.rest is all that no group matches"),
     ({"groups.a.patterns": ["x"], "groups.a.name": "adm"}, "groups.a.name: optax has no 'adm'"),
     ({"groups": ["x"]}, "optimizer.groups must be .* not"),
-    ({"layer_decay.factor": 0.5}, "layer_decay: give both 'factor', below 1, and 'layers'"),
-    ({"layer_decay.layers": ["x"]}, "layer_decay: give both"),
     ({"name": "sgd", "kwargs.weight_decay": 0.1}, "optimizer.kwargs.weight_decay: sgd takes no"),
 ]
 
@@ -98,21 +84,9 @@ def test_groups_that_cannot_be_are_refused_in_one_line(keys, message):
     assert "\n" not in str(caught.value)
 
 
-def test_patterns_that_match_nothing_or_no_number_are_refused():
+@pytest.mark.parametrize("parts", [1, 2])
+def test_patterns_that_match_nothing_are_refused(parts):
     optimizer = by_group({"head": ParameterGroup(["lost/.*"], optax.sgd(0.1))}, optax.sgd(0.1))
-    lost = r"groups.head.patterns: 'lost/.*' matches no"
-
-    def traced(parts):
-        ddp = wrapped(Net(), optimizer=optimizer, accumulate_steps=parts)
-        return ddp.steps.abstract_state(make_rows())
-
-    nearest = "layer_decay.layers: 'embd/.*' matches no whole path .*nearest are 'embed/w'"
-    for make, message in (
-        (lambda: scales_of(["embd/.*"], 0.5, PATHS), nearest),
-        (lambda: scales_of(["(embed)/.*"], 0.5, PATHS), "finds 'embed' in embed/w, and no number"),
-        (lambda: scales_of(["block_(/.*"], 0.5, PATHS), "no regular expression"),
-        (lambda: traced(1), lost),
-        (lambda: traced(2), lost),
-    ):
-        with pytest.raises(jddp.ConfigError, match=message):
-            make()
+    ddp = wrapped(Net(), optimizer=optimizer, accumulate_steps=parts)
+    with pytest.raises(jddp.ConfigError, match=r"groups.head.patterns: 'lost/.*' matches no"):
+        ddp.steps.abstract_state(make_rows())

@@ -21,7 +21,6 @@ from jddp.ground.errors import ConfigError
 from jddp.zoo.optimizers import (
     ParameterGroup,
     by_group,
-    decay_by_layer,
     decay_mask,
 )
 
@@ -151,7 +150,7 @@ OWN = {
     "a plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
     "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
     "steps of muon": optax.MultiSteps(muon(), 2),
-    "groups": decay_by_layer(by_group(LAST, optax.adam(1e-2)), ["layers/.*"], 0.5),
+    "groups": by_group(LAST, optax.adam(1e-2)),
     "muon and parameters that stay": optax.partition(
         {"moved": muon(), "kept": optax.set_to_zero()}, by_layer
     ),

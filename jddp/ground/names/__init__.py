@@ -302,10 +302,8 @@ def choose_mode(metric: str, mode: str, *, key: str) -> str:
     return chosen
 
 
-def match_paths(
-    patterns: Iterable[str], paths: Iterable[str], *, key: str
-) -> dict[str, re.Match[str]]:
-    """Returns the paths that a pattern matches, each with its first match.
+def match_paths(patterns: Iterable[str], paths: Collection[str], *, key: str) -> set[str]:
+    """Returns the paths that a pattern matches.
 
     Args:
       patterns: Regular expressions, each for whole paths.
@@ -316,11 +314,10 @@ def match_paths(
       ConfigError: If a pattern is no regular expression, or matches no path. The message then has
         the nearest paths.
     """
-    paths = [*paths]
-    matches = dict[str, re.Match[str]]()
+    matches = set[str]()
     for pattern in patterns:
         try:
-            found = {x: match for x in paths if (match := re.fullmatch(pattern, x))}
+            found = {path for path in paths if re.fullmatch(pattern, path)}
         except re.error as error:
             raise ConfigError(f"{key}: {pattern!r} is no regular expression: {error}.") from error
         if not found:
@@ -329,5 +326,5 @@ def match_paths(
                 f"{key}: {pattern!r} matches no whole path of a parameter. The nearest are "
                 f"{nearest}."
             )
-        matches = found | matches
+        matches |= found
     return matches

@@ -30,14 +30,12 @@ from jddp.zoo.optimizers import (
     ParameterGroup,
     Transformation,
     by_group,
-    decay_by_layer,
     factory_of,
     groups_of,
     hold_peak,
     make_optimizer,
     make_schedule,
     paths_of,
-    scales_of,
 )
 
 Schedule = Callable[[int], jax.typing.ArrayLike]
@@ -84,8 +82,6 @@ def optimizer_of(
     if section.groups:
         groups = {n: ParameterGroup(section.groups[n].patterns, made[n][0]) for n in section.groups}
         optimizer = by_group(groups, optimizer)
-    if layers := section.layer_decay.layers:
-        optimizer = decay_by_layer(optimizer, layers, section.layer_decay.factor)
     return optimizer, rate
 
 
@@ -97,15 +93,14 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
     section = config.optimizer
     specs = _specs(config)
     frozen = paths_of(state.model_state.get(COLLECTION, {}))
-    if not (section.groups or section.layer_decay.layers or frozen):
+    if not (section.groups or frozen):
         return
     paths = paths_of(state.params)
     groups = groups_of({name: x.patterns for name, x in section.groups.items()}, paths)
-    scales = scales_of(section.layer_decay.layers, section.layer_decay.factor, paths)
     yield f"{'peak rate':>10}  {'optimizer':12} {'group':12} parameter"
     for path in paths:
         spec = specs[groups[path]]
-        rate = scales[path] * spec.kwargs.get("learning_rate", spec.learning_rate)
+        rate = spec.kwargs.get("learning_rate", spec.learning_rate)
         yield f"{rate:10.4g}  {name_of_callable(spec.factory):12} {groups[path]:12} {path}"
     for path in frozen:
         yield f"{'frozen':>10} {'':26}{path}"
