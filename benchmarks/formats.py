@@ -47,7 +47,6 @@ def write_images(root: Path) -> Made:
         np.savez(folder(root, "npz") / f"{part}.npz", image=pixels, label=labels)
         np.save(folder(root, "npy") / f"{part}_images.npy", pixels)
         np.save(folder(root, "npy") / f"{part}_labels.npy", labels)
-        rows.to_parquet(folder(root, "parquet") / f"{part}.parquet")
         rows.save_to_disk(folder(root, "hugging_face") / part)
         with tarfile.open(folder(root, "webdataset") / f"{part}.tar", "w") as tar:
             for number, (file, label) in enumerate(zip(files, labels, strict=True)):
@@ -61,7 +60,6 @@ def write_images(root: Path) -> Made:
         "npy": {**of_size, "num_classes": 10},
         "image_folder": of_size,
         "webdataset": of_size,
-        "parquet": {},
         "hugging_face": {},
     }
 
@@ -73,13 +71,11 @@ def write_rows(root: Path) -> Made:
     columns = {f"x{number}": column for number, column in enumerate(x.T)}
     for part in ("train", "test"):
         np.savez(folder(root, "npz") / f"{part}.npz", x=x, label=label)
-        rows.to_parquet(folder(root, "parquet") / f"{part}.parquet")
         rows.save_to_disk(folder(root, "hugging_face") / part)
         table = pyarrow.table({**columns, "label": label})
         pyarrow.csv.write_csv(table, folder(root, "table") / f"{part}.csv")
     return {
         "npz": {},
-        "parquet": {},
         "hugging_face": {},
         "table": {"inputs": [*columns], "target": "label"},
     }

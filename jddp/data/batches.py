@@ -17,7 +17,7 @@ any number of times. All processes take the same number of them; the last one ma
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -121,7 +121,6 @@ class TrainBatches(Shown):
         first = self.share.process_index * process_batch_size
         self._own = np.arange(process_batch_size) + first
         self._position = 0
-        self.num_masked = 0  # Number of masked examples in the batches delivered here.
 
     @property
     def settings(self) -> dict[str, object]:
@@ -154,11 +153,8 @@ class TrainBatches(Shown):
 
     def rows(self, position: int) -> NumpyBatch:
         """The arrays of `batch`: all of it but the function that is for the devices."""
-        own, end = position + self._own, self._end_of(position)
+        own, end = position + self._own, min(position + self.global_batch_size, self._end)
         return self._rows(np.minimum(own, end - 1), own < end)
-
-    def _end_of(self, position: int) -> int:
-        return min(position + self.global_batch_size, self._end)
 
     def completed(self, rows: NumpyBatch) -> Batch:
         """The rows, with the function that transforms them on the devices, if there is one."""
@@ -205,16 +201,8 @@ class TrainBatches(Shown):
         if not self.positions_left():
             raise StopIteration
         batch = self.batch(self._position)
-        self.advance(batch)
-        return batch
-
-    def advance(self, batch: Batch) -> None:
-        """Counts the next batch as delivered."""
-        mask = batch.get("mask") if isinstance(batch, Mapping) else None
-        if mask is not None and mask.ndim == 1:
-            num_rows = np.count_nonzero(self._position + self._own < self._end_of(self._position))
-            self.num_masked += int(num_rows - np.count_nonzero(mask))
         self._position += self.global_batch_size
+        return batch
 
     def positions_left(self) -> range:
         """Positions of the batches that are not yet delivered; very many if they are endless."""

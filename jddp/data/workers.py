@@ -56,7 +56,7 @@ class WorkerBatches(TrainBatches):
                 f"a worker that reads data has died ({error}), perhaps for lack of memory. Lower "
                 "data.num_workers, or set it to 0 to see the error."
             ) from error
-        self.advance(batch)
+        self._position += self.global_batch_size
         # Copied from the shared memory, which is freed here: at exit Python would warn of a leak.
         return self.completed({name: np.array(array) for name, array in batch.items()})
 

@@ -159,8 +159,6 @@ class Loop:
         self._evaluate_and_save(at_end=True)
         self.reporter.report_best()
         self.reporter.report_throughput()
-        if num_masked := self.source.num_masked:
-            self.reporter.note(f"masked out: {num_masked:,} of the examples read by this process")
         call_each(self.options.callbacks, lambda callback: callback.on_end(run))
         self.act(self.requests.last())
 

@@ -83,11 +83,6 @@ class Source:
         return as_arrays(self._peeked[0][0])
 
     @property
-    def resumes_exactly(self) -> bool:
-        """Whether batches continue after a position as if there had been no break."""
-        return getattr(self._batches, "resumes_exactly", True)
-
-    @property
     def steps_per_epoch(self) -> float | None:
         """Number of steps in a pass over `TrainBatches`; None for other batches."""
         own = self._train
@@ -97,11 +92,6 @@ class Source:
     def num_left(self) -> int:
         """Number of batches to come, of some epochs."""
         return len(self._batches.positions_left())
-
-    @property
-    def num_masked(self) -> int:
-        """Number of examples that `TrainBatches` read here and masked out; 0 for other batches."""
-        return 0 if self._train is None else self._train.num_masked
 
     def reached(self, step: int, position: JsonObject) -> Reached:
         """How far a run has come with a step, after which it is at a position."""

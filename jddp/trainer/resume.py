@@ -80,7 +80,6 @@ def _continue(loop: Loop, before: Progress, trace: Trace) -> None:
             now.world,
             uses_rng=steps.planned(source.peek()).uses_rng,
             has_statistics=any(map(is_float, jax.tree.leaves(run.state.model_state))),
-            has_order=source.resumes_exactly,
         )
     run.progress = replace(
         before,
@@ -199,7 +198,6 @@ def differences(
     *,
     uses_rng: bool,
     has_statistics: bool,
-    has_order: bool = True,
 ) -> str | None:
     """A note on the difference of two topologies and its effect; None if they are equal.
 
@@ -209,16 +207,14 @@ def differences(
       now: Topology of the run that resumes.
       uses_rng: Whether a step uses random numbers.
       has_statistics: Whether the model keeps batch statistics.
-      has_order: Whether batches continue exactly in the order of the examples.
     """
     differ = [name for name in now if before.get(name) != now[name]]
     if not differ:
         return None
     numbers = ", ".join(f"{name} {now[name]} (was {before.get(name)})" for name in differ)
-    kept = "the order of examples and all counts continue" if has_order else "all counts continue"
-    exact = f"{numbers}: {kept} exactly"
+    exact = f"{numbers}: the order of examples and all counts continue exactly"
     options = [name for name in differ if name not in ("num_processes", "num_devices")]
-    if now["logical_replicas"] is not None and has_order and not options:
+    if now["logical_replicas"] is not None and not options:
         return f"{exact}; all numbers stay bitwise identical"
     others = [name for name in options if not is_free(f"ddp.{name}", before, now)]
     inexact = [f"another {name} changes what later steps compute" for name in others]

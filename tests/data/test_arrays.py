@@ -1,7 +1,6 @@
 """Arrays: your own, in files, and Fashion-MNIST; read as they were written, or refused."""
 
 import gzip
-import os
 import pickle
 import shutil
 import zipfile
@@ -92,21 +91,6 @@ def test_no_format_loads_pickles(tmp_path):
     for read, name in ((map_npy, "a.npy"), (map_npz, "a.npz"), (map_npz, "b.npz")):
         with pytest.raises(DataError, match="Python objects|not a whole array"):
             read(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("name", "pipe", "kwargs"),
-    [
-        ("npz", "train.npz", {}),
-        ("npy", "train_images.npy", {"image_size": 8, "num_classes": 2}),
-        ("tokens", "train.npy", {"sequence_length": 4}),
-        ("parquet", "train.parquet", {}),
-    ],
-)
-def test_a_pipe_in_the_place_of_a_file_is_named(tmp_path, name, pipe, kwargs):
-    os.mkfifo(tmp_path / pipe)
-    with pytest.raises(DataError, match="a named pipe"):
-        make_source(name, directory=str(tmp_path), kwargs=kwargs).load()
 
 
 BAD_DATA = (

@@ -97,14 +97,6 @@ def test_a_batch_that_devices_do_not_divide_is_padded_and_a_mask_of_the_examples
     equal((first["mask"], last["mask"]), (mask[:4], np.zeros((4, 3))))
 
 
-def test_examples_that_are_masked_out_are_counted_and_padding_is_not():
-    rows = {"x": np.arange(10.0), "mask": np.arange(10) != 3}
-    batches = TrainBatches(rows, global_batch_size=6, seed=0, num_epochs=1, multiple_of=4)
-    masks = np.concatenate([batch["mask"] for batch in batches])
-    assert (len(masks), masks.sum()) == (16, 9)
-    assert batches.num_masked == 1
-
-
 WORLDS = st.sampled_from([(1, 1), (2, 1), (8, 1), (4, 2), (8, 4), (3, 1)])  # devices, processes
 
 

@@ -1,4 +1,4 @@
-"""Rows that `datasets` reads: saved, by name, Parquet, tar files, streams. There is no network."""
+"""Rows that `datasets` reads: saved, by name, tar files, streams. There is no network."""
 
 import itertools
 import json
@@ -15,10 +15,9 @@ import pytest
 from data_files import file_of, npy_of, rows_of, write_images, write_tar
 from states import equal
 
-from jddp.data import RowExamples, make_data_set, make_source
+from jddp.data import RowExamples, make_source
 from jddp.data.batches import Share
-from jddp.data.source import spec_of
-from jddp.ground.errors import ConfigError, DataError, Error, FileSystemError
+from jddp.ground.errors import ConfigError, DataError, Error
 
 X = np.arange(30, dtype=np.float32).reshape(10, 3)
 Y = np.arange(10) % 4
@@ -57,25 +56,24 @@ def source(directory=None, name="hugging_face", **kwargs):
 
 
 def write(folder, made):
-    """A `Dataset` for training and testing, in the formats that read one."""
+    """A `Dataset` for training and testing."""
     for part in BOTH:
         made.save_to_disk(str(folder / part))
-        made.to_parquet(str(folder / f"{part}-0.parquet"))
 
 
 def test_a_saved_dictionary_of_data_sets_is_read_with_splits_of_any_names(saved):
     data = source(saved, train_split="test", test_split="validation").load()
     equal((rows_of(data.train)["x"], rows_of(data.test)["x"]), (X[:4], X[4:6]))
-    with pytest.raises(DataError, match=r"saved/valid: .*splits are: test, train, validation\."):
+    with pytest.raises(DataError, match=r"saved/valid"):
         source(saved, test_split="valid")
 
 
 def test_a_data_set_is_found_by_its_name_with_splits_and_parts_of_them(named):
     data = source(path=named, train_split="train[:80%]", test_split="train[80%:]").load()
     equal((rows_of(data.train)["x"], rows_of(data.test)["x"]), (X[:8], X[8:]))
-    with pytest.raises(DataError, match="split dev: Unknown split.*'validation'.*test_sp"):
+    with pytest.raises(DataError, match="split dev: Unknown split.*'validation'"):
         source(path=named, test_split="dev")
-    with pytest.raises(DataError, match=r"BuilderConfig 'en' not found.*data\.kwargs: path"):
+    with pytest.raises(DataError, match=r"BuilderConfig 'en' not found"):
         source(path=named, config="en")
 
 
@@ -94,53 +92,27 @@ def test_columns_are_chosen_and_one_that_is_missing_is_named(tmp_path, streaming
         batch("x", "y")
 
 
-@pytest.mark.parametrize("is_shown", [True, False])
-def test_rows_of_memory_disk_and_parquet_are_read_without_progress_bars(tmp_path, capfd, is_shown):
+def test_rows_of_the_disk_have_numbers_in_32_bits(tmp_path, monkeypatch):
     made = datasets.Dataset.from_dict({"x": X, "y": Y, "name": ["a"] * len(X)})
-    want = {"x": X, "y": Y.astype(np.int32)}
-    equal(rows_of(make_data_set("mine", made.select_columns(["x", "y"]), {"x": X}).train), want)
     with pytest.raises(DataError, match="'name' of the data is <U1"):
         RowExamples(made).take(np.array([0]))
     write(tmp_path, made)
-    (datasets.enable_progress_bars if is_shown else datasets.disable_progress_bars)()
-    capfd.readouterr()
-    try:
-        for name in ("hugging_face", "parquet"):
-            found = source(tmp_path, name, columns=["x", "y"])
-            equal(rows_of(found.load().train), want)
-            kinds = {name: dtype.name for name, (_, dtype) in found.spec.items()}
-            assert kinds == {"x": "float32", "y": "int32"}
-            assert found.spec == spec_of(found.load().test)
-        assert capfd.readouterr() == ("", "")
-        assert datasets.are_progress_bars_disabled() is not is_shown  # as the user set it
-    finally:
-        datasets.enable_progress_bars()
-    with pytest.raises(DataError, match=r"no files train\*\.parquet"):
-        source(tmp_path / "train", "parquet")
-
-
-def test_a_library_that_is_missing_or_cannot_write_its_cache_is_named_with_the_way_out(
-    named, monkeypatch
-):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/dev/null/cache")
-    with pytest.raises(FileSystemError, match="Set HF_HOME"):
-        source(named, "parquet")
+    found = source(tmp_path, columns=["x", "y"])
+    equal(rows_of(found.load().train), {"x": X, "y": Y.astype(np.int32)})
+    assert {name: dtype.name for name, (_, dtype) in found.spec.items()} == {
+        "x": "float32",
+        "y": "int32",
+    }
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"needs datasets, .*jddp\[data\]"):
-        source(named, "parquet")
+        source(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "call"),
-    [
-        ({"path": "ylecun/mnist", "revision": "main"}, "ylecun/mnist, split train"),
-        ({"path": "nyu-mll/glue", "config": "sst2"}, "nyu-mll/glue, split train"),
-    ],
-)
-def test_without_a_network_one_line_says_how_to_get_the_data(kwargs, call):
-    with pytest.raises(DataError, match=rf"{call}: Couldn't reach .*load_dataset") as raised:
-        source(**kwargs)
-    assert "\n" not in str(raised.value)
+def test_without_a_network_one_line_says_how_to_get_the_data():
+    for kwargs in ({"path": "ylecun/mnist", "revision": "main"}, {"path": "a/b", "config": "c"}):
+        with pytest.raises(DataError, match=r"split train: .*network, .*HF_HOME") as raised:
+            source(**kwargs)
+        assert "\n" not in str(raised.value)
 
 
 def test_the_script_of_a_data_set_is_not_run(tmp_path):
@@ -156,10 +128,7 @@ def test_the_script_of_a_data_set_is_not_run(tmp_path):
     [
         ({}, r"data\.dir, or .*data\.kwargs\.path"),
         ({"directory": "here", "path": "ylecun/mnist"}, "Give one of the two"),
-        ({"directory": "here", "revision": "main"}, "revision"),
         ({"directory": "here", "streaming": True, "test_share": 0.5}, "test_share=0.5"),
-        ({"directory": "here", "streaming": True, "shuffle_buffer": 0}, "shuffle_buffer=0"),
-        ({"directory": "here", "shuffle_buffer": 10}, "shuffle_buffer=10 .*streaming=true"),
     ],
 )
 def test_arguments_that_do_not_belong_together_are_refused(kwargs, message):
@@ -185,10 +154,9 @@ def test_an_image_that_is_a_program_of_another_format_starts_nothing(tmp_path, m
     write(tmp_path, images_in_columns(EPS))
     for part in BOTH:
         write_images(tmp_path / part, {"cat/b.png": EPS})
-    for name in ("parquet", "hugging_face"):
-        with pytest.raises(DataError, match="'image': does not decode"):
-            source(tmp_path, name)
-    with pytest.raises(DataError, match=r"b\.png: does not decode"):
+    with pytest.raises(DataError, match="'image': not a whole image"):
+        source(tmp_path)
+    with pytest.raises(DataError, match=r"b\.png: not a whole image"):
         rows_of(source(tmp_path, "image_folder", image_size=8).load().train)
     assert not (tmp_path / "started").exists()
 
@@ -212,12 +180,14 @@ def column_of_kind(kind, **stored):
 def test_a_column_that_would_be_fetched_or_decoded_by_others_is_refused_or_left_out(
     tmp_path, kind, stored, message
 ):
+    (tmp_path / "rows").mkdir()
     for part in BOTH:
         table = column_of_kind(kind, **stored)
-        pyarrow.parquet.write_table(table, tmp_path / f"{part}.parquet")
+        pyarrow.parquet.write_table(table, tmp_path / "rows" / f"{part}.parquet")
+    path = str(tmp_path / "rows")
     with pytest.raises(DataError, match=message):
-        source(tmp_path, "parquet")
-    examples = source(tmp_path, "parquet", columns=["x"]).load().train
+        source(path=path)
+    examples = source(path=path, columns=["x"]).load().train
     assert rows_of(examples)["x"].tolist() == [1.0]
 
 
@@ -241,15 +211,13 @@ def error_of(name, folder, **kwargs):
     return None
 
 
-@pytest.mark.parametrize("name", ["parquet", "hugging_face", "webdataset"])
+@pytest.mark.parametrize("name", ["hugging_face", "webdataset"])
 def test_damaged_files_are_refused_in_one_line(tmp_path, name, capfd):
     (sound := tmp_path / "sound").mkdir()
     made = datasets.Dataset.from_dict({"x": np.ones((50, 3), np.float32), "y": [1] * 50})
     for part in BOTH:
         if name == "hugging_face":
             made.save_to_disk(str(sound / part))
-        elif name == "parquet":
-            made.to_parquet(str(sound / f"{part}.parquet"))
         else:
             write_tar(sound / f"{part}.tar", {f"{i}.npy": npy_of(np.ones(3)) for i in range(20)})
     kwargs = {"members": {"x": "npy"}} if name == "webdataset" else {}
@@ -314,41 +282,6 @@ def test_processes_read_parts_of_the_same_global_batches_and_resume_from_one_pos
     equal(np.concatenate([np.concatenate(pair) for pair in zip(*rows, strict=True)]), X)
     with pytest.raises(ConfigError, match="=5 does not divide over 2 processes"):
         streams(saved, 5, share=Share(0, 2))
-
-
-def test_a_shuffled_stream_follows_its_seed_and_warns_that_it_does_not_resume_exactly(
-    saved, caplog
-):
-    def epochs(seed, **kwargs):
-        made = streams(saved, 5, seed=seed, shuffle_buffer=10, **kwargs).train
-        found = np.concatenate(first(4, made))[:, 0]
-        return made, found[:10], found[10:]
-
-    made, one, two = epochs(3)
-    assert caplog.text.count("does not resume exactly") == 1
-    assert sorted(one) == sorted(two) == sorted(X[:, 0])
-    assert not np.array_equal(one, two)
-    np.testing.assert_array_equal(one, epochs(3)[1])
-    assert not np.array_equal(one, epochs(4)[1])
-    made.load_state_dict(made.state_dict())
-    assert len(first(1, made)) == 1
-    shares = [streams(saved, 2, shuffle_buffer=4, share=Share(i, 2)).train for i in range(2)]
-    halves = np.concatenate([x for part in shares for x in first(5, part)])
-    assert sorted(halves[:, 0]) == sorted(X[:, 0])
-
-
-def test_a_shuffled_stream_begins_its_next_epoch_on_another_number_of_processes(saved, caplog):
-    one = streams(saved, 2, shuffle_buffer=4, share=Share(0, 2)).train
-    first(2, one)
-    alone, again = (streams(saved, 2, shuffle_buffer=4).train for _ in range(2))
-    alone.load_state_dict(after_text(one))
-    assert "another number of processes" in caplog.text
-    assert not alone.resumes_exactly
-    assert streams(saved, 2).train.resumes_exactly
-    rows = np.concatenate(first(5, alone))[:, 0]
-    assert sorted(rows) == sorted(X[:, 0])
-    again.load_state_dict({"epoch": 0, "rows": {}, "num_processes": 2})
-    np.testing.assert_array_equal(np.concatenate(first(5, again))[:, 0], rows)
 
 
 PHOTO = np.arange(24 * 20 * 3, dtype=np.uint8).reshape(24, 20, 3)
@@ -435,25 +368,13 @@ def test_names_of_members_follow_the_format(tmp_path):
     assert rows_of(data.train)["label"].tolist() == [1]
 
 
-def test_an_image_of_a_sample_that_does_not_decode_is_named_or_masked_out(shards, caplog):
-    write_tar(shards / "train-1.tar", {"cat/1.jpg": b"no image", "cat/1.cls": b"0"})
-    with pytest.raises(DataError, match=r"train-1\.tar: cat/1: .*undecodable=mask"):
-        rows_of(tars(shards).load().train)
-    found = tars(shards, undecodable="mask")
-    assert rows_of(found.load().train)["mask"].tolist() == [1] * 10 + [0]
-    assert found.spec["mask"] == ((), np.dtype("float32"))
-    assert "cat/1: does not decode" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("error", "message", "kwargs"),
     [
-        (ConfigError, "members", {"members": "jpg"}),
         (ConfigError, "image_size=None", {"image_size": None}),
-        (ConfigError, "undecodable 'skip'", {"undecodable": "skip"}),
         (ConfigError, "test_share: 2", {"test_share": 2}),
         (DataError, "mean has 2 numbers", {"mean": [0.5, 0.5]}),
-        (DataError, "cls is no image", {"members": {"image": "cls"}}),
+        (DataError, "set of images", {"members": {"image": "cls"}}),
         (DataError, "'image' is to be one of png", {"members": {"image": "png"}}),
     ],
 )
@@ -473,7 +394,8 @@ LAST_HAS_NONE = {f"{i}.{end}": x for i in range(7) for end, x in (("jpg", JPEG),
         ({"1.jpg": JPEG, "1.cls": str(2**40).encode()}, "which needs 64 bits"),
         ({"22.05.jpg": JPEG, "22.05.cls": b"1"}, "05.jpg, 05.cls.*ends at its first dot"),
         ({"1.txt": b""}, "members txt, and 'image' is to be"),
-        (LAST_HAS_NONE | {"7.jpg": JPEG}, r"train\.tar: 7 has no member cls"),
+        (LAST_HAS_NONE | {"7.jpg": JPEG}, "'label' is to be one of cls, which 1 lack"),
+        ({"cat/1.jpg": b"no image", "cat/1.cls": b"0"}, r"train\.tar: cat/1: not a whole image"),
         ({"1.npy": npy_of(np.array([{}]))}, "allow_pickle"),
     ],
 )

@@ -122,7 +122,7 @@ def test_numbers_that_differ_by_their_rounding_alone_keep_their_scale(tmp_path, 
     assert abs(train_rows(tmp_path)["x"]).max() < 1e-7
 
 
-@pytest.mark.parametrize("name", ["npz", "parquet", "table"])
+@pytest.mark.parametrize("name", ["npz", "table"])
 def test_each_source_holds_a_share_of_its_training_part_back(tmp_path, name):
     rows = {"x": np.arange(50.0), "label": np.arange(50) % 3}
     np.savez(tmp_path / "train.npz", **rows)

@@ -50,14 +50,3 @@ def test_a_run_of_tar_files_resumes_bitwise_names_its_samples_and_predicts_image
     images = {f"{number}.png": file_of(np.full((9, 9, 3), number, "u1")) for number in range(3)}
     write_images(tars / "new", images)
     assert predict_file(whole.run_dir, tars / "new", tars / "out.csv") == 3
-
-
-def test_images_that_do_not_decode_are_counted_at_the_end(tars, capsys):
-    damaged = bytearray((tars / "train-0.tar").read_bytes())
-    for number in (3, 7):
-        at = damaged.index(f"train-0-{number:02}.png".encode())
-        damaged[at + 512] ^= 255
-    (tars / "train-0.tar").write_bytes(damaged)
-    train(config(tars, "run", 3, undecodable="mask"))
-    said = capsys.readouterr().out
-    assert "masked out: 2 of the examples read by this process" in said

@@ -138,8 +138,6 @@ def rows_in(folder, name, *, train, test, **more):
         match name:
             case "npz":
                 np.savez(folder / f"{part}.npz", **rows)
-            case "parquet":
-                datasets.Dataset.from_dict(rows).to_parquet(str(folder / f"{part}.parquet"))
             case "hugging_face":
                 datasets.Dataset.from_dict(rows).save_to_disk(str(folder / part))
     return config(folder, data={"name": name, "dir": str(folder)}, name="mlp")
@@ -149,14 +147,14 @@ LABELS, UNLABELLED = np.arange(16) % 3, np.where(np.arange(16) < 12, np.arange(1
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
-@pytest.mark.parametrize("name", ["npz", "parquet", "hugging_face"])
+@pytest.mark.parametrize("name", ["npz", "hugging_face"])
 def test_a_label_of_minus_one_is_refused_at_the_start_with_its_row(tmp_path, name, part):
     made = rows_in(tmp_path, name, **{"train": LABELS, "test": LABELS, part: UNLABELLED})
     with pytest.raises(DataError, match=f"{part}: 4 labels are negative"):
         build(made)
 
 
-@pytest.mark.parametrize("name, dtype", [("npz", "uint8"), ("npz", "int64"), ("parquet", "int64")])
+@pytest.mark.parametrize("name, dtype", [("npz", "uint8"), ("hugging_face", "int64")])
 def test_labels_of_any_whole_numbers_and_files_are_counted(tmp_path, name, dtype):
     labels = LABELS.astype(dtype)
     made = rows_in(tmp_path, name, train=labels, test=labels + labels.dtype.type(8))

@@ -277,8 +277,6 @@ def test_a_note_names_what_is_not_the_same_in_another_world(now, facts, note):
     said = differences(before, before | now, **flags)
     assert (said is None) == (note is None)
     assert note is None or f"order of examples and all counts continue exactly; {note}" in said
-    shuffled = differences(before, before | now, **flags, has_order=False)
-    assert "order" not in (shuffled or "")
 
 
 def test_what_has_changed_since_a_run_of_objects_was_broken_off_is_said(tmp_path, capsys):

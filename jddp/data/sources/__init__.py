@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jddp.data.source import DataSource
 from jddp.data.sources.arrays import fashion_mnist, npy, npz
-from jddp.data.sources.hugging_face import hugging_face, parquet, webdataset
+from jddp.data.sources.hugging_face import hugging_face, webdataset
 from jddp.data.sources.images import image_folder
 from jddp.data.sources.table import table_in_files
 from jddp.data.sources.tokens import python_stdlib, tokens
@@ -25,7 +25,6 @@ SOURCES: dict[str, Callable[..., DataSource]] = {
     "image_folder": image_folder,
     "npy": npy,
     "npz": npz,
-    "parquet": parquet,
     "python_stdlib": python_stdlib,
     "table": table_in_files,
     "tokens": tokens,

@@ -242,25 +242,27 @@ def image_examples(
             f"labels are {labels.dtype}{labels.shape} for {len(images)} images. Each image needs "
             "one whole number."
         )
-    check_per_channel("mean", mean, images.shape[-1])
-    check_per_channel("std", std, images.shape[-1])
+    check_per_channel(mean, std, images.shape[-1])
     if images.dtype == np.float16:
         images = images.astype(np.float32)
     stored = ArrayExamples({"image": images, "label": labels.astype(np.int32)})
     return stored if images.dtype.kind == "f" else Transformed(stored, normalize(mean, std))
 
 
-def check_per_channel(name: str, given: float | Sequence[float], num_channels: int) -> None:
+def check_per_channel(
+    mean: float | Sequence[float], std: float | Sequence[float], num_channels: int
+) -> None:
     """Refuses anything but one number, or one for each channel of the images.
 
     Raises:
       DataError: If their number differs.
     """
-    if np.shape(given) not in ((), (num_channels,)):
-        raise DataError(
-            f"{name} has {np.size(given)} numbers, but images have {num_channels} channels. Give "
-            "one number, or one per channel."
-        )
+    for name, numbers in (("mean", mean), ("std", std)):
+        if np.shape(numbers) not in ((), (num_channels,)):
+            raise DataError(
+                f"{name} has {np.size(numbers)} numbers, but images have {num_channels} channels. "
+                "Give one number, or one per channel."
+            )
 
 
 class MappedArray(np.memmap):
@@ -288,27 +290,16 @@ def map_npz(path: Path) -> dict[str, np.ndarray]:
     Raises:
       DataError: If the file is missing, is not whole, or holds objects.
     """
-    require_file(path)
     with refusing_damage(path, ".npz file"), zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         return {x.filename.removesuffix(".npy"): _open_member(path, archive, x) for x in members}
-
-
-def require_file(path: Path) -> None:
-    """Refuses anything but a file: a read of a named pipe would wait for a writer forever.
-
-    Raises:
-      DataError: If the path is not a file.
-    """
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path}: not a file, but a folder, a named pipe or a device. Replace it.")
 
 
 def files_of(directory: Path, part: str, *endings: str) -> list[Path]:
     """The files of a part, "train" or "test", in the order of their names; of "", all.
 
     Raises:
-      DataError: If there are none, or one is no file.
+      DataError: If there are none.
     """
     files = [path for end in endings for path in sorted(directory.glob(f"{part}*{end}"))]
     if not files:
@@ -317,8 +308,6 @@ def files_of(directory: Path, part: str, *endings: str) -> list[Path]:
             f"{directory}: no files {names}. Add them; without files for testing, give "
             "data.kwargs.test_share."
         )
-    for path in files:
-        require_file(path)
     return files
 
 
@@ -349,7 +338,6 @@ def _open_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) 
 
 def _map_at(path: Path, offset: int, where: str) -> np.ndarray:
     """The array whose header begins at `offset`."""
-    require_file(path)
     with refusing_damage(where, ".npy file"), path.open("rb") as file:
         file.seek(offset)
         is_old = read_magic(file) == (1, 0)
@@ -369,7 +357,6 @@ def _map_at(path: Path, offset: int, where: str) -> np.ndarray:
 
 def _read_idx(path: Path, sha256_hex: str) -> np.ndarray:
     """The array in a gzipped IDX file, whose unpacked content has this hash."""
-    require_file(path)
     with refusing_damage(path, "gzip file"):
         plain = gzip.decompress(path.read_bytes())
     digest = sha256(plain).hexdigest()

@@ -13,9 +13,7 @@ limit on the number of pixels applies: a larger image is refused like one that d
 """
 
 import io
-import logging
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -28,7 +26,7 @@ from jddp.data.examples import NumpyBatch, RowExamples
 from jddp.data.source import DataSet, DataSource, image_spec, make_data_set, selected_parts
 from jddp.data.sources.arrays import check_per_channel, import_extra, refusing_damage
 from jddp.data.transforms import CropAndFlip, Transformed, normalize
-from jddp.ground.errors import DataError, check_choice
+from jddp.ground.errors import DataError, printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
@@ -40,35 +38,6 @@ ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # Statistics of ImageNet.
 TEST_MARGIN = 0.125
 MOST_OF_JPEG = 65_535  # Longest side, in pixels.
-
-
-class UndecodableError(DataError):
-    """An image does not decode, or has more pixels than Pillow allows."""
-
-
-def check_image_arguments(
-    mean: float | Sequence[float],
-    std: float | Sequence[float],
-    undecodable: str,
-    *,
-    needed_by: str,
-) -> None:
-    """Refuses arguments of a source of images that break their rule.
-
-    Args:
-      mean: Value to subtract from pixels over 255.
-      std: Divisor after that.
-      undecodable: Treatment of an image that does not decode.
-      needed_by: Name of the source.
-
-    Raises:
-      ConfigError: If one does, or Pillow is not installed.
-      DataError: If there are not as many numbers as channels.
-    """
-    check_choice("data.kwargs.undecodable", undecodable, ("error", "mask"))
-    import_extra("PIL", needed_by=needed_by)
-    check_per_channel("mean", mean, 3)
-    check_per_channel("std", std, 3)
 
 
 def decode_image(
@@ -91,35 +60,29 @@ def decode_image(
       where: Name of the image, for errors.
 
     Raises:
-      UndecodableError: If it does not decode, has more pixels than Pillow allows, or no pixel
-        value that is known to be white.
+      DataError: If it does not decode, has more pixels than Pillow allows, or 32 bits a pixel.
     """
     from PIL import Image, ImageOps
 
-    bomb = (Image.DecompressionBombError, Image.DecompressionBombWarning)
-    try:
-        with Image.open(io.BytesIO(file), formats=FORMATS) as image:
-            if image.format == "JPEG" and image.mode == "RGB":
-                # JPEG decodes at n / 8 of its size: the smallest n with enough pixels a side.
-                least = MOST_OF_JPEG if size is None else math.ceil(size / (1 - margin))
-                least_size = {"min_height": least, "min_width": least, "min_factor": 1}
-                simplejpeg = import_extra("simplejpeg", needed_by="JPEG")
-                pixels = simplejpeg.decode_jpeg(file, "RGB", fastdct=False, **least_size)
-                whole: PillowImage = Image.fromarray(pixels)
-            else:
-                image.load()  # Loading turns a TIFF upright.
-                whole = image
-            if mode in (None, "L", "RGB"):
-                whole = _as_shown(whole, where)
-            if mode not in (None, whole.mode):
-                whole = whole.convert(mode)
-            if size is not None:
-                kernel = Image.Resampling.BILINEAR
-                whole = ImageOps.fit(whole, (size, size), kernel, bleed=margin / 2)
-            return _upright(np.asarray(whole), image)
-    except (OSError, SyntaxError, ValueError, *bomb) as error:
-        reason = str(error).partition(" <_io")[0]  # Pillow names the buffer, and not the file
-        raise UndecodableError(f"{where}: does not decode ({reason}). Remove it.") from error
+    with refusing_damage(where, "image"), Image.open(io.BytesIO(file), formats=FORMATS) as image:
+        if image.format == "JPEG" and image.mode == "RGB":
+            # JPEG decodes at n / 8 of its size: the smallest n with enough pixels a side.
+            least = MOST_OF_JPEG if size is None else math.ceil(size / (1 - margin))
+            least_size = {"min_height": least, "min_width": least, "min_factor": 1}
+            simplejpeg = import_extra("simplejpeg", needed_by="JPEG")
+            pixels = simplejpeg.decode_jpeg(file, "RGB", fastdct=False, **least_size)
+            whole: PillowImage = Image.fromarray(pixels)
+        else:
+            image.load()  # Loading turns a TIFF upright.
+            whole = image
+        if mode in (None, "L", "RGB"):
+            whole = _as_shown(whole, where)
+        if mode not in (None, whole.mode):
+            whole = whole.convert(mode)
+        if size is not None:
+            kernel = Image.Resampling.BILINEAR
+            whole = ImageOps.fit(whole, (size, size), kernel, bleed=margin / 2)
+        return _upright(np.asarray(whole), image)
 
 
 def _as_shown(image: "PillowImage", where: str) -> "PillowImage":
@@ -127,26 +90,20 @@ def _as_shown(image: "PillowImage", where: str) -> "PillowImage":
     from PIL import Image
 
     if image.mode[0] in "FI":
-        return Image.fromarray(_bytes_of(np.asarray(image), image.info.get("transparency"), where))
+        pixels = np.asarray(image)
+        if pixels.dtype.kind != "u":
+            raise DataError(
+                f"{where}: the pixels are {pixels.dtype}, and none is known as white. Save it in 8 "
+                "or 16 bits."
+            )
+        pixels = np.where(pixels == image.info.get("transparency"), 65_535, pixels)
+        return Image.fromarray(np.rint(pixels / 257).astype(np.uint8))
     mode = "L" if image.mode in ("1", "L", "LA") else "RGB"
     if image.has_transparency_data:
         visible = image.convert("RGBA")
         image = Image.new("RGB", image.size, "white")
         image.paste(visible, mask=visible)
     return image if image.mode == mode else image.convert(mode)
-
-
-def _bytes_of(pixels: np.ndarray, transparent: int | None, where: str) -> np.ndarray:
-    """Grey pixels of 16 bits, or of floating point from 0 to 1, as uint8; others are refused."""
-    low, high = pixels.min(), pixels.max()
-    if pixels.dtype.kind == "u":
-        pixels = np.where(pixels == transparent, 65_535, pixels) / 65_535
-    elif pixels.dtype.kind == "i" or not 0 <= low <= high <= 1:  # NaN fails the comparison.
-        raise UndecodableError(
-            f"{where}: the pixels are {pixels.dtype} from {low:g} to {high:g}, none of them known "
-            "as white. Save it in 8 or 16 bits, or in floating point from 0, black, to 1, white."
-        )
-    return np.rint(pixels * 255).astype(np.uint8)
 
 
 def _upright(pixels: np.ndarray, image: "PillowImage") -> np.ndarray:
@@ -160,37 +117,6 @@ def _upright(pixels: np.ndarray, image: "PillowImage") -> np.ndarray:
     return turned[:: -1 if down else 1, :: -1 if right else 1]
 
 
-def image_or_mask(
-    file: bytes, size: int, margin: float, *, where: str, masked: set[str] | None
-) -> NumpyBatch:
-    """uint8 "image" `(size, size, 3)`; and float32 "mask", if images may be missing.
-
-    Args:
-      file: Content of the file of the image.
-      size: Height and width, in pixels.
-      margin: Fraction of the shorter side that is cropped.
-      where: Name of the image.
-      masked: Names of the images so far that do not decode, to which it is added if it does not:
-        it then becomes a black one of mask 0, and is named in the log. None if all must decode.
-
-    Raises:
-      DataError: If it does not decode, and none may be missing.
-    """
-    mask = np.ones((), np.float32)
-    try:
-        image = decode_image(file, size, margin=margin, where=where)
-    except UndecodableError as error:
-        if masked is None:
-            way_out = "data.kwargs.undecodable=mask leaves out all such images."
-            raise DataError(f"{error} {way_out}") from error
-        if where not in masked:  # Warns once, not in each epoch.
-            masked.add(where)
-            text = "%s Until then it is masked out (such images so far: %d)."
-            logging.getLogger("jddp").warning(text, error, len(masked))
-        image, mask = np.zeros((size, size, 3), np.uint8), np.zeros_like(mask)
-    return {"image": image} | ({} if masked is None else {"mask": mask})
-
-
 @dataclass(frozen=True, eq=False)
 class FolderExamples(RowExamples):
     """Images of a folder, and the number of the class of each.
@@ -202,7 +128,6 @@ class FolderExamples(RowExamples):
       labels: Number of the class of each image, int32 `(n,)`.
       image_size: Height and width of the images that are returned, in pixels.
       margin: Fraction of the shorter side that is cropped, half of it on each side.
-      masked: Names of the images so far that do not decode; None if all must.
     """
 
     root: Path
@@ -211,7 +136,6 @@ class FolderExamples(RowExamples):
     labels: np.ndarray
     image_size: int
     margin: float = 0.0
-    masked: set[str] | None = None
 
     def __len__(self) -> int:
         return len(self.files)
@@ -224,11 +148,11 @@ class FolderExamples(RowExamples):
         rows = []
         for index in indices:
             path = self.root / self.files[index]
-            where = _shown(path)
+            where = printable(str(path))
             with refusing_damage(where, "image"):
                 file = path.read_bytes()
-            row = image_or_mask(file, self.image_size, self.margin, where=where, masked=self.masked)
-            rows.append(row | {"label": self.labels[index]})
+            image = decode_image(file, self.image_size, margin=self.margin, where=where)
+            rows.append({"image": image, "label": self.labels[index]})
         return rows
 
     def subset(self, indices: np.ndarray) -> "FolderExamples":
@@ -247,7 +171,7 @@ class FolderExamples(RowExamples):
         return sha256("".join(sizes).encode(errors="surrogateescape")).hexdigest()
 
 
-def _classified(root: Path, image_size: int, masked: set[str] | None) -> FolderExamples:
+def _classified(root: Path, image_size: int) -> FolderExamples:
     """The images in the folders of classes in a folder."""
     classes = _class_folders(root) if root.is_dir() else []
     if not classes:
@@ -259,32 +183,16 @@ def _classified(root: Path, image_size: int, masked: set[str] | None) -> FolderE
     images = [_images_in(root / name) for name in classes]
     for name, paths in zip(classes, images, strict=True):
         if not paths:
-            where = _shown(root / name)
-            raise DataError(f"{where}: no images of this class. Add some, or remove the folder.")
+            raise DataError(f"{root / name}: no images of this class. Add some, or remove it.")
     labels = np.repeat(np.arange(len(images), dtype=np.int32), [*map(len, images)])
     files = [path.relative_to(root).as_posix() for paths in images for path in paths]
-    return FolderExamples(root, classes, files, labels, image_size, masked=masked)
+    return FolderExamples(root, classes, files, labels, image_size)
 
 
 def _images_in(folder: Path) -> list[Path]:
-    """The image files in a folder and below, by their endings, in the order of their names.
-
-    Raises:
-      DataError: If one is not a file, but a pipe, for example, which would never end.
-    """
-    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
-    for path in images:
-        if not (path.is_file() or path.is_dir()):
-            raise DataError(
-                f"{_shown(path)}: a link that leads to no file, a named pipe or a device, not an "
-                "image. Remove it."
-            )
-    return [path for path in images if path.is_file()]
-
-
-def _shown(path: Path) -> str:
-    """The path as text that every log accepts: its bytes need not be UTF-8."""
-    return os.fsencode(path).decode(errors="backslashreplace")
+    """The image files in a folder and below, by their endings, in the order of their names."""
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+    return sorted(path for path in found if not path.is_dir())
 
 
 def _class_folders(root: Path) -> list[str]:
@@ -299,7 +207,6 @@ def image_folder(
     num_classes: int | None = None,
     mean: float | Sequence[float] = MEAN,
     std: float | Sequence[float] = STD,
-    undecodable: str = "error",
     test_share: float | None = None,
 ) -> DataSource:
     """The source of a directory with the folders train and test, or with a folder for each class.
@@ -311,21 +218,20 @@ def image_folder(
       num_classes: Number of classes; any other number is refused. None accepts any.
       mean: Value to subtract from pixels over 255; one number, or one per channel.
       std: Divisor after that.
-      undecodable: "error", or "mask": such an image is masked out, and named in the log.
       test_share: Fraction of the images that are for testing, chosen by a hash of their names;
         None if they are in the folder test.
 
     Raises:
       ConfigError: If an argument breaks its rule, or Pillow is not installed.
     """
-    check_image_arguments(mean, std, undecodable, needed_by="image_folder")
-    masks = undecodable == "mask"
+    import_extra("PIL", needed_by="image_folder")
+    check_per_channel(mean, std, 3)
 
     def load() -> DataSet:
         if test_share is not None and {"train", "test"} <= {*_class_folders(directory)}:
             raise DataError(f"{directory} has folders train and test. Leave test_share out.")
         train, test = selected_parts(
-            lambda part: _classified(directory / part, image_size, set() if masks else None),
+            lambda part: _classified(directory / part, image_size),
             test_share,
             FolderExamples.subset,
             FolderExamples.draws,
@@ -351,8 +257,6 @@ def image_folder(
         )
 
     spec = image_spec(image_size, image_size, 3)
-    if masks:
-        spec["mask"] = ((), np.dtype("float32"))
     root = directory if test_share is not None else directory / "train"
     num_folders = num_classes or (len(_class_folders(root)) if root.is_dir() else 0)
     sizes = {"num_classes": num_folders} if num_folders else {}
@@ -374,7 +278,7 @@ def images_in(
       image_size: Height and width, in pixels.
       mean: Value to subtract from pixels over 255; one number, or one per channel.
       std: Divisor after that.
-      **others: Arguments of `image_folder` that concern labels, or images that do not decode.
+      **others: Arguments of `image_folder` that concern labels.
     """
     files = [path.relative_to(directory).as_posix() for path in _images_in(directory)]
     labels = np.zeros(len(files), np.int32)

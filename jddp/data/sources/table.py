@@ -26,7 +26,7 @@ import numpy as np
 
 from jddp.data.examples import ArrayExamples, NumpyBatch
 from jddp.data.source import DataSource, make_data_set, selected_parts, spec_of
-from jddp.data.sources.arrays import files_of, import_extra, refusing_damage, require_file
+from jddp.data.sources.arrays import files_of, import_extra, refusing_damage
 from jddp.ground.errors import ConfigError, DataError, check_choice
 from jddp.ground.names import did_you_mean
 from jddp.ground.typing import JsonObject
@@ -204,7 +204,6 @@ def _read_file(path: Path, names: list[str]) -> Any:
     """An Arrow table of these columns of one file."""
     from pyarrow import csv, parquet
 
-    require_file(path)
     is_csv = path.suffix != ".parquet"
     with refusing_damage(path, "CSV file" if is_csv else "Parquet file"):
         with csv.open_csv(path) if is_csv else parquet.ParquetFile(path) as file:

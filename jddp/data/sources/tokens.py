@@ -23,7 +23,7 @@ import numpy as np
 from jddp.data.examples import Examples, NumpyBatch
 from jddp.data.packing import pack_items
 from jddp.data.source import DataSet, DataSource, Spec, make_data_set
-from jddp.data.sources.arrays import map_npy, refusing_damage, require_file
+from jddp.data.sources.arrays import map_npy, refusing_damage
 from jddp.ground.errors import ConfigError, DataError
 from jddp.ground.typing import JsonObject
 
@@ -64,7 +64,6 @@ def tokens(
     spec = token_spec(sequence_length, documents)
     facts: JsonObject = {}
     if (index := directory / INDEX).exists():
-        require_file(index)
         with refusing_damage(index, "index"):
             facts = json.loads(index.read_text())
             vocab_size = vocab_size or int(facts["vocab_size"])
