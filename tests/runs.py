@@ -15,7 +15,7 @@ from jddp.distributed.identity import VARIABLES
 
 ROOT = Path(jddp.__file__).parents[1]
 TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds", "tokens_per_second")
-TIMINGS += ("host_seconds", "slowest_process", "slowest_host", "slowest_phase", "slowest_ratio")
+TIMINGS += ("host_seconds",)
 TIMINGS += ("model_flops_per_second", "mfu")
 TIMINGS += ("peak_memory_bytes", "predicted_memory_bytes", "memory_limit_bytes")
 

@@ -225,13 +225,6 @@ def published(prefix: str) -> dict[int, str]:
     return {}
 
 
-def unpublish(prefix: str) -> None:
-    """Removes the values under `prefix/`, after they have been read."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        if is_connected():
-            _client().key_value_delete(prefix)
-
-
 def is_connected() -> bool:
     """Whether processes can reach each other: one may have called `jax.distributed.shutdown`."""
     return _client() is not None

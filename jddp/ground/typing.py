@@ -54,8 +54,6 @@ RESERVED = (
     # Names in the record of a step.
     *("loss", "count", "examples", "grad_norm", "skipped", "loss_scale", "spike"),
     *("learning_rate", "step_seconds", "data_wait_seconds", "host_seconds", "examples_per_second"),
-    # The slowest process of a job.
-    *("slowest_process", "slowest_host", "slowest_phase", "slowest_ratio"),
     *("tokens_per_second", "model_flops_per_second", "mfu"),
     *("peak_memory_bytes", "predicted_memory_bytes", "memory_limit_bytes"),
 )

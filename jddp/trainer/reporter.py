@@ -35,7 +35,7 @@ from jddp.trainer.reports.lines import Course, Display, Pause, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
 from jddp.trainer.run import Run, call_each
-from jddp.trainer.timing import Clock, Processes
+from jddp.trainer.timing import Clock
 from jddp.trainer.watching import Watching, watching
 
 # Names of arrays that mark the examples of a batch as images, or as sequences of tokens.
@@ -166,7 +166,6 @@ class Reporter:
       evaluations: Evaluations of the run, whose time is measured.
       saves: Checkpoints of the run, whose time is measured too.
       progress: Sink that prints records and sentences, or shows them in a notebook.
-      processes: Comparison of the processes of the job.
       note: Function that prints a sentence.
     """
 
@@ -194,7 +193,6 @@ class Reporter:
         self._kept: list[Sink] = [*file, *self._guarded]  # The terminal keeps no records.
         self.clock = Clock(0)
         self.work = Work((), 0, {})
-        self.processes = Processes(self.note)
         self._waiting: Sent | None = None  # the newest step, whose metrics are not read yet
 
     def begin(self) -> None:
@@ -249,7 +247,7 @@ class Reporter:
         if (spent := self.clock.spent(now.step)) is not None:
             record |= {"step_seconds": spent.step, "data_wait_seconds": spent.data}
             rates = self.work.rates(record, count_rows(sent.batch))
-            record |= {"host_seconds": spent.host} | rates | self.processes.compare(spent)
+            record |= {"host_seconds": spent.host} | rates
         metrics = copy.deepcopy(record)  # a callback may change it
         self.run.progress = dataclasses.replace(self.run.progress, metrics=metrics)
         self.run.records.append(record)

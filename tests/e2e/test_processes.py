@@ -137,18 +137,6 @@ def test_after_an_exit_in_a_callback_of_both_all_that_is_kept_ends_with_the_same
     assert [x["step"] for x in records(tmp_path / "run")] == [*range(1, saved[0] + 1)]
 
 
-def test_a_process_that_is_slow_is_named_with_its_phase_and_not_the_one_that_waits(tmp_path):
-    (said, _), _ = run_two("slow", tmp_path)
-    for phase in ("data", "host"):
-        lines = (tmp_path / phase / "metrics.jsonl").read_text().splitlines()
-        found = [json.loads(line) for line in lines if "slowest_process" in line]
-        assert len(found) >= 6
-        slow = [x for x in found if (x["slowest_process"], x["slowest_phase"]) == (1, phase)]
-        assert len(slow) > len(found) / 2, found
-        words = rf"process 1 on \S+ is \S+\s+times slower than the\s+others, in\s+{phase},"
-        assert re.search(words, said), said
-
-
 @pytest.mark.slow
 def test_two_processes_skip_the_spike_that_the_rows_of_one_make(tmp_path):
     together, alone = tmp_path / "two", tmp_path / "one"

@@ -14,6 +14,7 @@ from jddp.inspection.memory import limit_bytes, peak_bytes
 from jddp.trainer import reporter
 from jddp.trainer.reporter import Work, measure
 from jddp.trainer.reports.lines import summary
+from jddp.trainer.timing import Clock, Spent
 
 # Two layers of 16 x 16 and 16 x 4, of which the first has no gradient of its inputs.
 FLOPS_PER_ROW = 2 * (2 * 16 * 16 + 3 * 16 * 4)
@@ -107,3 +108,27 @@ def test_peak_memory_is_that_of_the_fullest_device():
     record = {"peak_memory_bytes": 62.1 * 2**30, "predicted_memory_bytes": 60 * 2**30}
     assert summary(record, "ex") == "peak memory 62.1 GiB (60.0 predicted)"
     assert summary(record | {"predicted_memory_bytes": None}, "ex") == "peak memory 62.1 GiB"
+
+
+def test_a_clock_tells_waiting_from_the_host_and_from_pauses(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = Clock(0)
+
+    def spend(seconds):
+        now[0] += seconds
+
+    assert clock.spent(0) is None
+    for _ in range(2):
+        with clock.measure("data"):
+            spend(1.0)
+        with clock.measure("devices"):
+            spend(4.0)
+        spend(0.5)
+        with clock.measure("pause"):
+            spend(2.0)  # saving
+            with clock.measure("devices"):
+                spend(8.0)  # evaluation
+    assert clock.spent(2) == Spent(step=5.5, data=1.0, devices=12.0, host=2.5)
+    spend(1.0)
+    assert clock.spent(3) == Spent(step=1.0, data=0.0, devices=0.0, host=1.0)

@@ -669,10 +669,9 @@ def test_every_field_of_a_record_but_the_metrics_has_a_reserved_name(tmp_path):
     options = {"max_grad_norm": 1.0, "precision": jddp.Precision(loss_scale="dynamic")}
     run = fit(wrapped(**options), batches(), tmp_path, learning_rate=lambda step: 0.1)
     fields = {name for record in run.history for name in record}
-    # Those of epochs, GPUs, tokens, traces, spikes and several processes are reserved too.
+    # Names of epochs, GPUs, tokens and spikes are reserved too.
     elsewhere = {"epoch", "tokens_per_second", "mfu", "spike"}
     elsewhere |= {"peak_memory_bytes", "predicted_memory_bytes", "memory_limit_bytes"}
-    elsewhere |= {f"slowest_{name}" for name in ("process", "host", "phase", "ratio")}
     assert fields - {"accuracy"} == {*RESERVED} - elsewhere
 
 

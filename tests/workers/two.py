@@ -5,7 +5,6 @@ import itertools
 import json
 import sys
 import threading
-import time
 from pathlib import Path
 
 import jax
@@ -105,31 +104,6 @@ def exits(folder):
         jddp.fit(make_ddp(), endless(), callbacks=callbacks, **options)
     except SystemExit as error:
         write(folder, {"code": error.code, "step": error.run.step, "called_for": recorder.steps})
-
-
-# Process 1 is slow, in one phase after the other.
-
-
-def wait():
-    if jax.process_index() == 1:
-        time.sleep(0.2)
-
-
-class Waits(jddp.Callback):
-    def on_step(self, run, metrics):
-        wait()
-
-
-def slow(folder):
-    def batches(*, is_slow=False):
-        for step in range(10):
-            if is_slow:
-                wait()
-            yield make_batch(8, seed=2 * step + jax.process_index())
-
-    options = {"num_steps": 10, "log_every_steps": 1}
-    jddp.fit(make_ddp(), batches(is_slow=True), run_dir=folder / "data", **options)
-    jddp.fit(make_ddp(), batches(), run_dir=folder / "host", callbacks=[Waits()], **options)
 
 
 # The loss jumps in one step: the parameters at the end, and the steps that were reported as spikes.

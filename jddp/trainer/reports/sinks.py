@@ -46,7 +46,6 @@ PAGE_COLUMNS = 240  # Width of a page.
 _GROUPS = {
     "optimizer": ("learning_rate", "grad_norm", "loss_scale", "skipped", "spike"),
     "time": ("epoch", "step_seconds", "data_wait_seconds", "host_seconds"),
-    "processes": ("slowest_process", "slowest_ratio"),
     "speed": ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu"),
     "memory": ("peak_memory_bytes", "predicted_memory_bytes"),
 }
