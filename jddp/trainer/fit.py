@@ -7,7 +7,6 @@ job, and runs the training loop under a watchdog. It knows a model only as an ob
 evaluates. Processes with different arguments would hang in a collective, or compute nonsense.
 """
 
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -35,7 +34,7 @@ from jddp.ground.errors import ConfigError, FileSystemError
 from jddp.ground.names import refuses_unknown
 from jddp.ground.names.plugins import RUN_ENDED, added
 from jddp.ground.names.synonyms import OF_FIT
-from jddp.ground.typing import Batch, Batches, JsonObject
+from jddp.ground.typing import Batch, Batches
 from jddp.modules.rows import as_arrays
 from jddp.trainer.loop import Loop, run_to_the_end
 from jddp.trainer.options import CHECKS, Checks, Evaluation, Keep, Options
@@ -68,7 +67,6 @@ def fit(
     seed: int = 0,
     log_every_steps: int | Epochs = 50,
     learning_rate: Callable[[int], ArrayLike] | None = None,
-    config: JsonObject | None = None,
     checks: Checks = CHECKS,
 ) -> Run:
     """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.
@@ -102,8 +100,8 @@ def fit(
         the methods `log(record)` and `close()`, or functions that make one for a run.
       seed: Seed of the first state's PRNG key.
       log_every_steps: Steps between train records, or epochs.
-      learning_rate: Learning rate as a function of the step, for the records.
-      config: Settings to keep in the run directory; a directory with others is refused.
+      learning_rate: Learning rate as a function of the number of steps that were taken before,
+        for the records.
       checks: Checks of the run: replicas stay equal, not all steps are skipped, processes have rows
         of their own, and none hangs.
 
@@ -151,7 +149,6 @@ def fit(
         checks=checks,
         seed=seed,
         run_dir=None if run_dir is None else folder_or_url(run_dir),
-        config=copy.deepcopy(config),  # A copy: the caller may change the original.
         callbacks=callbacks,
         sinks=choose_sinks(sinks, key="sinks"),
     )

@@ -24,7 +24,6 @@ from jddp.distributed.exits import ending_forked_children, process
 from jddp.distributed.requests import Request, Requests
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.compiled import Trainable
-from jddp.engine.guard import own_count
 from jddp.engine.state import TrainState
 from jddp.ground.errors import NumericsError, ReplicaMismatchError, UsageError
 from jddp.ground.typing import Batch
@@ -112,8 +111,6 @@ class Loop:
         limited = getattr(self._evaluation, "limited", None)
         if limited and options.evaluation.limit is not None:
             self._evaluation = limited(options.evaluation.limit, options.seed)
-        has_count = own_count(state.opt_state) is not None
-        self._own_count = own_count if has_count else lambda opt_state: None
 
     @property
     def is_over(self) -> bool:
@@ -188,9 +185,7 @@ class Loop:
             with self.reporter.clock.measure("devices"):
                 self.replica_check.finish()
             self.replica_check.begin(run.step, run.state)
-            # A copy, since the next step takes the count. Most optimizers have none.
-            count = jax.tree.map(jax.numpy.copy, self._own_count(run.state.opt_state))
-            self.reporter.next(Sent(run.step, metrics, batch, position, count))
+            self.reporter.next(Sent(run.step, metrics, batch, position))
             if run.step == first:
                 jax.block_until_ready(metrics)
                 process.is_early = False  # From here on there is a step to save.
@@ -294,7 +289,6 @@ class Loop:
         run.progress = replace(
             run.progress,
             best=best_steps(run, callbacks),
-            learning_rate=self.reporter.learning_rate(),
             buckets=self.reporter.work.buckets,
             plan=self.options.settings,
         )

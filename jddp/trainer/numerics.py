@@ -152,14 +152,12 @@ class Sent(NamedTuple):
       metrics: Metrics of the step, perhaps not yet computed.
       batch: Rows of the step, on the devices.
       position: Position in the data after the step.
-      updates: Updates so far of an optimizer that skips steps by itself; None for any other.
     """
 
     step: int
     metrics: Metrics
     batch: Batch
     position: JsonObject
-    updates: jax.Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,9 +210,6 @@ class Numerics:
             losses = (*losses, (sent.step, loss))[-WINDOW - LAG :]
         before = progress.skipped
         was_skipped = num_skipped > before.total
-        # An optimizer that skips steps by itself shows its last update; its schedule begins at 0.
-        own = None if sent.updates is None else max(int(sent.updates) - 1, 0)
-        updates = sent.step - 1 - before.total if own is None else own
         left_out = spike if self.checks.on_spike == "skip" else None
         # A step that only lowers the loss scale has a finite forward pass. A step that is skipped
         # because of other state leaves the loss scale as it was.
@@ -228,7 +223,7 @@ class Numerics:
                 why = f"loss is far above the losses before, {left_out.median:.4g} in the median"
             raise NumericsError(self._describe(sent, state, loss, why, in_a_row))
         skipped = Skips(int(num_skipped), in_a_row, scale if was_skipped else None)
-        progress = replace(progress, losses=losses, skipped=skipped, updates=updates)
+        progress = replace(progress, losses=losses, skipped=skipped)
         if spike is not None:
             note = self._note(spike) if spike.is_first else ""
             return progress, note, {"spike": spike.num_mads}

@@ -228,6 +228,7 @@ class Reporter:
 
     def _record(self, sent: Sent, now: Reached) -> dict[str, float]:
         """Waits for a step, and records its metrics if due; returns them if they were read."""
+        num_skipped = self.run.progress.skipped.total
         with self.clock.measure("devices"):  # Each step is checked before its state is saved.
             looked = self.numerics.look(self.run.progress, sent, self.run.state)
         self.run.progress, note, spike = looked
@@ -242,8 +243,8 @@ class Reporter:
         if not is_logged:
             return values
         record: JsonObject = {**now.fields, "split": "train", **values}
-        if self.options.learning_rate is not None:
-            record["learning_rate"] = self.learning_rate()
+        if (schedule := self.options.learning_rate) is not None:
+            record["learning_rate"] = float(np.asarray(schedule(sent.step - 1 - num_skipped)))
         if (spent := self.clock.spent(now.step)) is not None:
             record |= {"step_seconds": spent.step, "data_wait_seconds": spent.data}
             rates = self.work.rates(record, count_rows(sent.batch))
@@ -259,11 +260,6 @@ class Reporter:
     def _keep(self, record: Record) -> None:
         for sink in self._kept:
             sink.log(record)
-
-    def learning_rate(self) -> float | None:
-        """The learning rate of the last step; None without a step or a schedule."""
-        schedule, updates = self.options.learning_rate, self.run.progress.updates
-        return None if schedule is None or updates < 0 else float(np.asarray(schedule(updates)))
 
     def evaluated(self, metrics: Metrics) -> None:
         """Reports an evaluation of the newest state."""

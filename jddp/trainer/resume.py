@@ -10,7 +10,6 @@ is refused, unless `resume="changed"` continues with the new program.
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -89,13 +88,11 @@ def _continue(loop: Loop, before: Progress, trace: Trace) -> None:
     source.move_to(before.position)
     _count_steps(loop)
     run.progress = now = replace(run.progress, plan=loop.options.settings)
-    rate = loop.reporter.learning_rate()
     another, kept = _compare_programs(before, now, loop.options.resume, trace)
     run.progress = replace(now, program=kept)
     notes = [
         another,
         changed_settings(before, now),
-        changed_rate(run.step, before.learning_rate, rate),
         in_another_world,
     ]
     loop.notes += filter(None, notes)
@@ -237,20 +234,3 @@ def changed_settings(before: Progress, now: Progress) -> str | None:
         old = before.plan
         differ = [f"{k} {old[k]} -> {x}" for k, x in now.plan.items() if old.get(k, x) != x]
     return f"changed: {', '.join(differ)}; finished steps stay" if differ else None
-
-
-def changed_rate(step: int, before: float | None, now: float | None) -> str | None:
-    """A note that the schedule differs from the one that finished steps followed, or None.
-
-    Args:
-      step: Number of finished steps.
-      before: Learning rate with which the last of them was taken; None if it is not known.
-      now: Learning rate of this step on the schedule with which the run resumes.
-    """
-    # Another platform may round a schedule differently.
-    if before is None or now is None or math.isclose(before, now, rel_tol=1e-4, abs_tol=1e-12):
-        return None
-    return (
-        f"learning rate: the schedule has changed, step {step} was taken at {before:.4g} and would "
-        f"now be at {now:.4g}. Finished steps stay as they are."
-    )

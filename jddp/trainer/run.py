@@ -77,11 +77,9 @@ class Progress:
         metrics has the others.
       stopped: Reason that a callback gave for ending the run, or None.
       skipped: The steps that were skipped.
-      updates: Number of updates before the last step that was reported; -1 before one.
       losses: The last losses, by which spikes are judged.
       best: Steps of the best checkpoints, the best first.
       world: Processes, devices and options by which a step divides rows.
-      learning_rate: Learning rate of the last step, if it is known.
       buckets: Buckets of a step.
       program: Digests of model, loss and optimizer.
       config: Settings of the run; None where there are none.
@@ -96,11 +94,9 @@ class Progress:
     evaluations: list[JsonObject] = dataclasses.field(default_factory=list)
     stopped: str | None = None
     skipped: Skips = NO_SKIPS
-    updates: int = -1
     losses: Losses = ()
     best: list[int] = dataclasses.field(default_factory=list)
     world: Settings = dataclasses.field(default_factory=dict)
-    learning_rate: float | None = None
     buckets: list[JsonObject] = dataclasses.field(default_factory=list)
     program: JsonObject | None = None
     config: JsonObject | None = None
@@ -128,7 +124,7 @@ class Progress:
           LookupError, TypeError or ValueError: If this cannot be its run data.
         """
         names = {x.name for x in dataclasses.fields(cls)}
-        fields = {"updates": step - 1} | {name: x for name, x in beside.items() if name in names}
+        fields = {name: x for name, x in beside.items() if name in names}
         fields["position"] = from_plain(beside["position"])
         fields["before"] = Reached(*beside.get("before", [step - 1]))
         total, in_a_row, *scale = beside["skipped"]
@@ -143,8 +139,8 @@ class Run(Shown):
     Attributes:
       state: The most recent state.
       run_dir: Folder of the run's files, or None.
-      config: The config of the run, or the settings of `fit(config=...)`, as nested dicts; or None.
-        `jddp.Config(**run.config)` makes the object.
+      config: The config of the run as nested dicts, of which `jddp.Config(**run.config)` makes the
+        object; None for a run of `fit`.
       interrupted: Name of the signal that stopped the run before its end, or None. Such a run is
         saved, and resumes when it is started again.
     """

@@ -1,7 +1,5 @@
 """Objects that a user changes after having given them change nothing that was taken from them."""
 
-import copy
-
 import jax
 import numpy as np
 import optax
@@ -84,7 +82,6 @@ class Scribbles(Callback):
 
     def on_step(self, run, metrics):
         metrics.clear()
-        run.config["nested"]["x"] += 1
 
     def on_eval(self, run, metrics):
         metrics["loss"] = -1.0
@@ -100,8 +97,6 @@ def test_a_saved_position_stays_where_it_was_though_the_iterator_moves_its_own(t
 
 
 def test_what_a_callback_changes_is_its_own(tmp_path):
-    config = {"nested": {"x": 1}}
-    given = copy.deepcopy(config)
     seen = []
 
     class Sees(Callback):
@@ -110,12 +105,8 @@ def test_what_a_callback_changes_is_its_own(tmp_path):
 
     plan = {"num_steps": 4, "evaluate": fresh(2), "eval_every_steps": 2, "log_every_steps": 1}
     callbacks = [Scribbles(), Sees()]
-    run = jddp.fit(wrapped(), fresh(), **plan, callbacks=callbacks, config=config, run_dir=tmp_path)
-    assert config == given
+    run = jddp.fit(wrapped(), fresh(), **plan, callbacks=callbacks, run_dir=tmp_path)
     assert [record["loss"] for record in run.evaluations] == [x["loss"] for x in seen]
     assert all(x["loss"] > 0 and "table" not in x for x in run.evaluations)
     assert run.metrics["step"] == 4
-    again = jddp.fit(
-        wrapped(), fresh(), **plan, config=config, run_dir=tmp_path
-    )  # of the same config
-    assert again.step == 4
+    assert jddp.fit(wrapped(), fresh(), **plan, run_dir=tmp_path).step == 4

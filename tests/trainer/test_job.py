@@ -487,7 +487,6 @@ def test_a_longer_run_is_as_if_it_had_been_as_long_from_the_start(mine, capsys):
     reported = printed(capsys)
     for change in ("num_steps 3 -> 7", "log_every_steps 1 -> 2", "eval_every_steps null -> 2"):
         assert f"train.{change}" in reported
-    assert "learning rate: the schedule" not in reported
     assert read_yaml(Path("run/config.yaml"))["train"]["num_steps"] == 7
     assert_same(run.state, train(of_steps(7, "whole")).state)
     assert train(of_steps(3)).step == 7
@@ -502,15 +501,12 @@ def test_a_schedule_follows_the_length_of_a_run_or_is_kept_in_a_longer_one(mine,
 
     for folder in ("follows", "kept"):
         cosine(4, folder)
-    rate, reported = cosine(8, "follows")
-    # Cosine from 0.05 to 0: after 3 of 4 steps, and of 8.
-    assert "step 4 was taken at 0.007322 and would now be at 0.03457" in reported
+    rate, _ = cosine(8, "follows")
     assert rate == pytest.approx(0.0019, rel=0.01)
     with pytest.raises(ConfigError, match=r"alpha is absent there, 0\.0 here"):
         cosine(8, "kept", decay_steps=4, alpha=0.0)
     rate, reported = cosine(8, "kept", decay_steps=4)
     assert "optimizer.schedule.kwargs.decay_steps absent -> 4" in reported
-    assert "the schedule has changed" not in reported
     assert rate == 0
     with pytest.raises(ConfigError, match=r"decay_steps is 4 there, 5 here"):
         cosine(8, "kept", decay_steps=5)

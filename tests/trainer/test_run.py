@@ -298,9 +298,8 @@ def url():
 @pytest.mark.slow
 def test_a_run_at_a_url_resumes_bitwise_identically(url, tmp_path, capsys):
     first = fit(4, run_dir=url, **SAVED)
-    for other, message in (({"resume": "never"}, "a run at step 4"), ({"config": {}}, "objects")):
-        with pytest.raises(ConfigError, match=f"{url} holds {message}|started from {message}"):
-            fit(2, run_dir=url, **other)
+    with pytest.raises(ConfigError, match=f"{url} holds a run at step 4"):
+        fit(2, run_dir=url, resume="never")
     resumed, whole = fit(8, run_dir=url, **SAVED), fit(8, run_dir=tmp_path, **SAVED)
     assert resumed.run_dir != first.run_dir
     assert_same(resumed.state.params, whole.state.params)

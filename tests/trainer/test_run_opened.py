@@ -36,8 +36,7 @@ def of_objects(request, tmp_path_factory):
     batches = [make_batch(8, seed=seed) for seed in range(4)]
     plan = {"num_steps": 4, "evaluate": jddp.Evaluation(OTHER, "ema"), "eval_every_steps": 2}
     plan |= {"run_dir": tmp_path_factory.mktemp("objects") / "run", "save_every_steps": 2}
-    config = {"note": "mine"} if request.param == "linen" else None
-    run = jddp.fit(ddp, batches, **plan, callbacks=[KeepBest("loss", mode="min")], config=config)
+    run = jddp.fit(ddp, batches, **plan, callbacks=[KeepBest("loss", mode="min")])
     return run, model
 
 

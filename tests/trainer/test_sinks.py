@@ -119,7 +119,8 @@ def expected(history, name):
 
 def test_tensorboard_shows_training_beside_evaluation_rates_and_the_config(ddp, tmp_path):
     config = {"model": {"width": 16}, "note": None}
-    run = fit(ddp, run_dir=tmp_path, config=config, sinks=["tensorboard"])
+    board = [lambda start: TensorBoard(start.run_dir, config, start.step)]
+    run = fit(ddp, run_dir=tmp_path, sinks=board)
     found = [*events(tmp_path)]
     values = scalars(found)
     for name in ("loss", "accuracy"):
@@ -231,7 +232,8 @@ def wandb(monkeypatch):
 
 
 def test_wandb_gets_every_record_and_a_resumed_run_has_the_same_id(ddp, tmp_path, wandb):
-    plan = {"run_dir": tmp_path / "mine", "config": {"seed": 3}, "sinks": ["wandb"]}
+    board = [lambda start: sinks.WeightsAndBiases(start.run_dir, {"seed": 3}, start.step)]
+    plan = {"run_dir": tmp_path / "mine", "sinks": board}
     fit(ddp, 2, **plan)
     run = fit(ddp, 4, callbacks=[Sampling()], **plan)
     first, second = wandb.runs

@@ -280,14 +280,12 @@ def test_a_note_names_what_is_not_the_same_in_another_world(now, facts, note):
 
 
 def test_what_has_changed_since_a_run_of_objects_was_broken_off_is_said(tmp_path, capsys):
-    rates = map(optax.constant_schedule, (0.1, 0.2))
-    fit(wrapped(), batches(), tmp_path, num_steps=3, learning_rate=next(rates))
+    fit(wrapped(), batches(), tmp_path, num_steps=3)
     assert "changed" not in printed(capsys)
     ddp = wrapped(batch_norm="local")
-    fit(ddp, batches(), tmp_path, log_every_steps=2, learning_rate=next(rates))
+    fit(ddp, batches(), tmp_path, log_every_steps=2)
     said = printed(capsys)
     assert "changed: num_steps 3 -> 6, log_every_steps 1 -> 2; finished steps stay" in said
-    assert "step 3 was taken at 0.1 and would now be at 0.2" in said
     assert "batch_norm local (was sync): the order" in said
     assert "exactly; another batch_norm changes what later steps compute" in said
     assert "bitwise identical" not in said
@@ -513,23 +511,16 @@ class Changing(jddp.Callback):
     def on_step(self, run, metrics):
         metrics.clear()
         run.metrics.clear()
-        run.config["mine"].append("a callback was here")
-        SETTINGS["mine"].append("so was the caller")
 
     def on_eval(self, run, metrics):
         metrics.clear()
 
 
-SETTINGS = {"mine": [1]}
-
-
-def test_a_callback_that_changes_what_it_gets_changes_no_record_and_no_checkpoint(plain, tmp_path):
-    run = fit(plain, batches(), tmp_path / "run", callbacks=[Changing()], config=SETTINGS)
+def test_a_callback_that_changes_what_it_gets_changes_no_record(plain, tmp_path):
+    run = fit(plain, batches(), tmp_path / "run", callbacks=[Changing()])
     lines = records(tmp_path / "run")
     assert [x["loss"] > 0 for x in lines] == [True] * len(lines)
     assert run.eval_metrics["loss"] == lines[-1]["loss"]
-    (last,) = (tmp_path / "run" / "checkpoints").glob(f"{NUM_STEPS}/run.json")
-    assert json.loads(last.read_text())["config"] == {"mine": [1]}
 
 
 def fails_in(hook, how=break_off):
@@ -715,9 +706,9 @@ def test_a_state_that_is_restored_and_evaluated_is_not_written_again(plain, tmp_
     assert (tmp_path / "checkpoints" / str(NUM_STEPS)).stat().st_ino == before
 
 
-def test_numbers_of_numpy_and_paths_among_the_settings_are_saved(plain, tmp_path):
+def test_numbers_of_numpy_among_the_settings_are_saved(plain, tmp_path):
     two, one = np.int64(2), np.int64(1)
-    given = {"save_every_steps": one, "eval_every_steps": one, "config": {"at": tmp_path, 1: (2,)}}
+    given = {"save_every_steps": one, "eval_every_steps": one}
     for num_steps in (two, two + 1):
         stop = jddp.EarlyStopping(patience=np.int64(9), min_delta=np.float32(0.5))
         run = fit(plain, batches(), tmp_path, num_steps=num_steps, callbacks=[stop], **given)

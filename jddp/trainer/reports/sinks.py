@@ -76,7 +76,7 @@ class Start(NamedTuple):
 
     Attributes:
       run_dir: Run directory, or None.
-      config: Config of the run, or the settings of `fit(config=...)`; {} if there are none.
+      config: Config of the run; {} for a run of `fit`.
       step: Number of finished steps; 0 unless the run resumes.
     """
 
