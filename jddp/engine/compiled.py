@@ -44,7 +44,6 @@ from jddp.engine.planned import (
     Program,
     digest_optimizer,
     digest_passes,
-    trace_as,
 )
 from jddp.engine.state import (
     CommState,
@@ -474,26 +473,20 @@ class CompiledSteps:
         _, run = self._jitted_for(self._make_step, state, inputs)
         return call(run.trace, state, self._global(inputs))
 
-    def program(self, state: TrainState, batch: Batch, form: Form | None = None) -> Program:
+    def program(self, state: TrainState, batch: Batch) -> Program:
         """Digests of model, loss and optimizer, of traces that a step makes anyway; runs nothing.
 
         Args:
           state: A state, for its shapes.
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-          form: Form of another program to compare with, in which model and loss are traced again
-            where it differs; by default the form of these rows.
         """
         self.rows.check(batch)
         inputs, one = self.inputs(batch), self._one(state)
-        own = Form.of(self.plans.micro_batch(inputs).rows, self.mesh.size, self.spec.backward.num)
-        if form in (None, own):
-            traced = self.plans.of(one, inputs).traced
-        else:
-            part = self.plans.micro_batch(inputs)
-            traced = trace_as(form, self.spec, shapes_of(one), part)
+        form = Form.of(self.plans.micro_batch(inputs).rows, self.mesh.size, self.spec.backward.num)
+        traced = self.plans.of(one, inputs).traced
         assert traced is not None  # There are rows.
         passes = digest_passes(traced, self.spec.axis)
-        return Program(passes | digest_optimizer(self.spec, shapes_of(state.params)), form or own)
+        return Program(passes | digest_optimizer(self.spec, shapes_of(state.params)), form)
 
     def sent(self, batch: Batch) -> BucketPlan:
         """The plan of the arrays that are sent: gradients, or parameters with local steps."""

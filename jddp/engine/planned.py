@@ -11,8 +11,7 @@ Rows of another form may use other parameters, so they have other buckets too.
 Digests are compared when a run resumes. A digest is of the text in which JAX prints the equations,
 without names of functions, addresses in memory and shardings, and of the arrays that are constants
 in them. Every process finds the same. The equations of model and loss depend on the shapes of a
-micro-batch and on the number of replicas. So a program has its `Form`, and a run that resumes on
-other devices, or with other batches, is traced in the form of the run before.
+micro-batch and on the number of replicas. So a program has its `Form`.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ from jddp.engine.state import Inputs, TrainState, form_key, name_of, shapes_of
 from jddp.engine.step import Step, TraceLoss
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import DRAWING, Followed, follow, has_random_bits
-from jddp.ground.typing import Batch, ModelState, Params, Path, PyTree, Shaped
+from jddp.ground.typing import Batch, ModelState, Params, PyTree
 from jddp.modules.base import LOSS
 from jddp.modules.metrics import Sums, weights_in
 from jddp.modules.precision import MODEL
@@ -300,23 +299,6 @@ class Form:
         shapes = {name_of(path): [[*x.shape], str(x.dtype)] for path, x in leaves}
         return cls(shapes, num_replicas, num_micro_batches)
 
-    def applied_to(self, rows: Batch) -> Batch:
-        """Shapes of a micro-batch in this form; an array that it does not know has its rows.
-
-        The mask of a dict comes and goes with padding: there is one if the form has one.
-        """
-        num_rows = {shape[0] for shape, _ in self.rows.values()}
-
-        def one(path: Path, x: Shaped) -> jax.ShapeDtypeStruct:
-            shape, dtype = self.rows.get(name_of(path), ((*num_rows, *x.shape[1:]), x.dtype))
-            return jax.ShapeDtypeStruct(tuple(shape), dtype)
-
-        if isinstance(rows, dict):
-            rows = {name: x for name, x in rows.items() if name != "mask"}
-            if "mask" in self.rows:
-                rows["mask"] = np.zeros(0)
-        return jax.tree_util.tree_map_with_path(one, rows)
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -329,21 +311,6 @@ class Program:
 
     digests: Mapping[str, str]
     form: Form
-
-
-def trace_as(form: Form, spec: Step, state: TrainState, part: Inputs) -> Traced:
-    """Traces the passes over a micro-batch in a form.
-
-    Args:
-      form: The form.
-      spec: The parts of the step.
-      state: Shapes of the state of one replica.
-      part: Shapes of the inputs of a micro-batch, perhaps of another form.
-    """
-    backward = dataclasses.replace(spec.backward, num=form.num_micro_batches)
-    mesh = AbstractMesh((form.num_replicas,), (spec.axis,))
-    inputs = part._replace(rows=form.applied_to(part.rows))
-    return call(trace, dataclasses.replace(spec, backward=backward), mesh, state, inputs)
 
 
 def digest_passes(traced: Traced, axis: str) -> dict[str, str]:

@@ -158,15 +158,11 @@ def test_another_program_is_refused_also_where_nothing_is_left_to_do(tmp_path, n
     assert fit(wrapped(), tmp_path, 4).step == 4
 
 
-def test_a_run_continues_with_another_program_on_request_and_records_it(tmp_path, capsys):
+def test_a_run_continues_with_another_program_on_request(tmp_path, capsys):
     fit(wrapped(), tmp_path)
     other = {"model": MLP(activation="tanh"), "optimizer": optax.adamw(1e-2)}
     fit(wrapped(**other), tmp_path, 4, resume="changed")
     assert "another program: model and optimizer differ" in capsys.readouterr().out
-    kept = json.loads((tmp_path / "checkpoints/4/run.json").read_text())["program"]
-    (change,) = kept["changes"]
-    assert (change["step"], change["parts"]) == (2, ["model", "optimizer"])
-    assert change["digests"] == own_digests()
     run = fit(wrapped(**other), tmp_path, 6)  # the program of the newest checkpoint
     assert "another program" not in capsys.readouterr().out
     assert run.step == 6

@@ -254,29 +254,11 @@ def test_the_length_of_epochs_that_are_made_longer_is_kept_and_reported(tmp_path
     assert kept["plan"]["num_steps"] == run.step == 4
 
 
-RANDOM = "random numbers differ (keys depend on replica and micro-batch)"
-STATISTICS = "batch norm computes statistics over other parts of a batch"
-OWN = "each replica starts from the mean of the"
-NOTES = [
-    ({}, "", None),
-    ({"num_devices": 2}, "statistics", "all else is equal within rounding"),
-    ({"num_devices": 2}, "random", RANDOM),
-    ({"num_devices": 2, "batch_norm": "local"}, "statistics", STATISTICS),
-    ({"accumulate_steps": 2}, "random", RANDOM),
-    ({"accumulate_steps": 2}, "statistics", STATISTICS),
-    ({"num_devices": 2, "local_steps": 3}, "", OWN),
-]
-
-
-@pytest.mark.parametrize("now, facts, note", NOTES, ids=str)
-def test_a_note_names_what_is_not_the_same_in_another_world(now, facts, note):
-    before = {"num_processes": 1, "num_devices": 4, "accumulate_steps": 1, "batch_norm": "sync"}
-    before |= {"batch_norm_group_size": None, "logical_replicas": None, "local_steps": None}
-    before |= {name: x for name, x in now.items() if name in ("batch_norm", "local_steps")}
-    flags = {"uses_rng": facts == "random", "has_statistics": facts == "statistics"}
-    said = differences(before, before | now, **flags)
-    assert (said is None) == (note is None)
-    assert note is None or f"order of examples and all counts continue exactly; {note}" in said
+def test_a_note_names_what_is_not_the_same_in_another_world():
+    before = {"num_devices": 4, "accumulate_steps": 1, "batch_norm": "sync"}
+    assert differences(before, before) is None
+    said = differences(before, before | {"num_devices": 2, "accumulate_steps": 2})
+    assert said.endswith("(was 1): the order of examples and all counts continue exactly")
 
 
 def test_what_has_changed_since_a_run_of_objects_was_broken_off_is_said(tmp_path, capsys):

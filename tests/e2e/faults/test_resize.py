@@ -34,7 +34,6 @@ def test_a_run_moves_from_two_processes_to_one_and_to_four(folder, golden):
         said = " ".join(job.outputs[0][0].split())
         if num_processes > 1 and until is None:
             assert "num_processes 4 (was 1), num_devices 4 (was 1): the order of examples" in said
-            assert "all else is equal within rounding" in said
     want = golden(*PLAIN)
     got, wanted = values(job), values(want)
     assert got.keys() == wanted.keys()
@@ -65,5 +64,4 @@ def test_logical_shards_resume_bitwise_identically_wherever_they_are_carried(fol
             job.wait_for_step(until)
             job.processes[0].kill()
             job.codes()
-    assert "all numbers stay bitwise identical" in " ".join(job.outputs[0][0].split())
     assert_same_run(job, golden(*SHARDS, "mesh.num_devices=8"))
