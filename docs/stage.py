@@ -59,7 +59,6 @@ API = {
         "all_gather",
         "replica_key",
         "sync_batch_norm",
-        "register_batch_norm",
     ],
     "Options": [
         "Reduction",

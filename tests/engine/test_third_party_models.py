@@ -175,7 +175,10 @@ def of_meshes(name, **options):
 
 
 @pytest.mark.parametrize("name", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
-def test_a_model_written_to_be_sharded_trains_and_evaluates_as_one_that_is_not(name, caplog):
+def test_a_model_written_to_be_sharded_trains_and_evaluates_as_one_that_is_not(
+    name, caplog, monkeypatch
+):
+    monkeypatch.setattr("jddp.modules.base.REPORTED", set())
     batch, ends = make_batch(), []
     rules = [("rows", "fsdp"), ("embed", "model"), ("heads", None)]
     for options in ({}, {"named": False}):
@@ -200,7 +203,8 @@ def test_a_step_is_taken_inside_of_its_own_mesh():
 
 
 @pytest.mark.parametrize("make", [on_a_mesh_of_its_own, on_no_mesh])
-def test_a_module_that_lies_on_another_mesh_is_taken_whole(make, caplog):
+def test_a_module_that_lies_on_another_mesh_is_taken_whole(make, caplog, monkeypatch):
+    monkeypatch.setattr("jddp.modules.base.REPORTED", set())
     module = make()
     with caplog.at_level(logging.WARNING, "jddp"):
         ddp = wrapped(module)
