@@ -1,6 +1,6 @@
 """Packings: forms in which gradients of a bucket are sent, and each replica's part of the mean.
 
-    WholeLeaves      leaves as they are, or in one vector; each replica gets the whole mean
+    Packing          leaves as they are, or in one vector; each replica gets the whole mean
     ShardedLeaves    leaves cut into shards (`shards`); each replica gets its shard of the mean, and
                      an update in shards needs no more
 
@@ -45,7 +45,7 @@ NOTES = {
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """The form in which gradients of a bucket are sent, and a replica's part of their mean.
+    """Sends leaves as they are, or as one vector; a subclass sends another form.
 
     `pack` is passed one array's leaves at a time: `members` decides which leaves share one.
 
@@ -72,33 +72,17 @@ class Packing:
         return ((tuple(packed),) if packed else ()) + tuple((i,) for i in alone)
 
     def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
-        """Returns the array in which these leaves are sent."""
-        raise NotImplementedError
-
-    def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
-        """Returns the gradients of a bucket that has been reduced, in the order of the plan."""
-        raise NotImplementedError
-
-    def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
-        """Returns the mean of a gradient that is in no bucket: it is the same on all replicas."""
-        raise NotImplementedError
-
-
-class WholeLeaves(Packing):
-    """Keeps leaves unchanged, but joins leaves that share an array into one vector."""
-
-    def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
-        """Makes one vector of several leaves, and in the flat layout also of one."""
+        """Returns the array in which leaves are sent: several as one vector."""
         if len(leaves) > 1 or self.layout == "flat":
             return jnp.concatenate([leaf.ravel() for leaf in leaves])
         return leaves[0]
 
     def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
-        """Cuts vectors into the leaves."""
+        """Returns the gradients of a bucket that has been reduced, in the order of the plan."""
         return bucket.leaves
 
     def alone(self, leaf: jax.Array, axis: str) -> jax.Array:
-        """Returns the leaf."""
+        """Returns the mean of a gradient that is in no bucket: it is the same on all replicas."""
         return leaf
 
 
@@ -140,14 +124,14 @@ def bucketed(layout: BucketLayout, hook: CommHook | None, *, on_network: bool = 
         form.
     """
     if hook is None:
-        return WholeLeaves(layout, math.inf if on_network else MANY), narrow(mean_hook()), ""
+        return Packing(layout, math.inf if on_network else MANY), narrow(mean_hook()), ""
     if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
         raise ConfigError(
             f"The hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
         )
     check_choice("hook: on_resize", hook.on_resize, ON_RESIZE)
     name = getattr(hook.reduce, "__name__", repr(hook.reduce))
-    return WholeLeaves(layout), _checked(narrow(hook), name), name
+    return Packing(layout), _checked(narrow(hook), name), name
 
 
 def choose_packing(

@@ -166,19 +166,6 @@ def _in_short(numbers: Sequence[int]) -> str:
     return text if len(text) <= 12 else f"{numbers[0]},{numbers[1]}..{numbers[-1]}"
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    position: int
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    wire_dtype: np.dtype
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.wire_dtype.itemsize
-
-
 def plan_buckets(
     tree: PyTree,
     *,
@@ -226,24 +213,25 @@ def plan_buckets(
     when = [-i for i in range(len(leaves))] if ready is None else ready
     # The traced program shows them before any step, and the same in every process: no replica waits
     # for a gradient that never comes. DDP finds them at run time.
-    unused = tuple(leaf.path for leaf in leaves if when[leaf.position] is None)
-    # If leaves are finished at once, the last of the tree comes first.
-    rank = {leaf.position: (when[leaf.position], -leaf.position) for leaf in leaves}
-    sent = [x for x in leaves if x.bytes and when[x.position] is not None]
+    unused = tuple(leaf.paths[0] for leaf, ready in zip(leaves, when, strict=True) if ready is None)
+    sent = [x for x in leaves if x.bytes and when[x.leaves[0]] is not None]
     if is_left_out is not None:
-        sent = [x for x in sent if not is_left_out(x.shape)]
-    sent.sort(key=lambda leaf: rank[leaf.position])
-    groups = _fill(sent, limits)
+        sent = [x for x in sent if not is_left_out(x.shapes[0])]
+
+    def rank(bucket: Bucket) -> tuple[int | None, int]:
+        # If leaves are finished at once, the last of the tree comes first.
+        return when[bucket.leaves[-1]], -bucket.leaves[-1]
+
     # Buckets of several dtypes fill side by side, and may be completed in another order than they
     # were opened. All replicas reduce in this one order, or collectives would hang.
-    groups.sort(key=lambda group: rank[group[-1].position])
-    return BucketPlan(tuple(map(_bucket, groups)), unused)
+    buckets = sorted(map(_joined, _fill(sorted(sent, key=rank), limits)), key=rank)
+    return BucketPlan(tuple(buckets), unused)
 
 
-def _fill(leaves: Sequence[_Leaf], limits: Sequence[int]) -> list[list[_Leaf]]:
+def _fill(leaves: Sequence[Bucket], limits: Sequence[int]) -> list[list[Bucket]]:
     """Fills buckets of one dtype each, up to the limits; the last limit repeats."""
-    groups: list[list[_Leaf]] = []
-    filling: dict[np.dtype, list[_Leaf]] = {}
+    groups: list[list[Bucket]] = []
+    filling: dict[np.dtype, list[Bucket]] = {}
     num_opened: dict[np.dtype, int] = {}
     room: dict[np.dtype, int] = {}
     for leaf in leaves:
@@ -260,17 +248,15 @@ def _fill(leaves: Sequence[_Leaf], limits: Sequence[int]) -> list[list[_Leaf]]:
     return groups
 
 
-def _bucket(group: Sequence[_Leaf]) -> Bucket:
-    return Bucket(
-        paths=tuple(leaf.path for leaf in group),
-        leaves=tuple(leaf.position for leaf in group),
-        shapes=tuple(leaf.shape for leaf in group),
-        dtype=group[0].dtype,
-        wire_dtype=group[0].wire_dtype,
-    )
+def _joined(group: Sequence[Bucket]) -> Bucket:
+    """One bucket of the leaves of several."""
+    fields = [(x.paths, x.leaves, x.shapes) for x in group]
+    paths, leaves, shapes = (sum(parts, ()) for parts in zip(*fields, strict=True))
+    return Bucket(paths, leaves, shapes, group[0].dtype, group[0].wire_dtype)
 
 
-def _leaf(position: int, path: Path, leaf: PyTree, wire_dtype: np.dtype | None) -> _Leaf:
+def _leaf(position: int, path: Path, leaf: PyTree, wire_dtype: np.dtype | None) -> Bucket:
+    """A bucket of one leaf."""
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     if not isinstance(leaf, Shaped) or not jax.numpy.issubdtype(leaf.dtype, np.inexact):
         what = f"an array of {leaf.dtype}" if isinstance(leaf, Shaped) else type(leaf).__name__
@@ -283,7 +269,7 @@ def _leaf(position: int, path: Path, leaf: PyTree, wire_dtype: np.dtype | None) 
     # A complex or equally narrow leaf is sent as it is.
     if wire_dtype is None or not (is_narrower and jax.numpy.issubdtype(dtype, np.floating)):
         wire_dtype = dtype
-    return _Leaf(position, name, tuple(leaf.shape), dtype, wire_dtype)
+    return Bucket((name,), (position,), (tuple(leaf.shape),), dtype, wire_dtype)
 
 
 def _shorten(text: str, width: int) -> str:
