@@ -122,25 +122,6 @@ def sums_in_16_bits(jaxpr: Jaxpr) -> set[tuple[str, str, int]]:
     return found
 
 
-def quantizations(jaxpr: Jaxpr) -> set[str]:
-    """How a program quantizes: names of dtypes of 8 bits or fewer, and "round".
-
-    The set is empty if the program does not quantize, or takes no maximum to scale numbers by.
-    """
-    found = set()
-    has_maximum = False
-    for eqn in equations(jaxpr):
-        has_maximum = has_maximum or eqn.primitive.name == "reduce_max"
-        if eqn.primitive.name == "round":
-            found.add("round")
-        if eqn.primitive.name == "convert_element_type":
-            old, new = map(dtype_of, (*eqn.invars, *eqn.outvars))
-            is_narrowed = jnp.issubdtype(old, jnp.floating) and old.itemsize > new.itemsize == 1
-            if is_narrowed and jnp.issubdtype(new, jnp.number):
-                found.add(new.name)
-    return found if has_maximum else set()
-
-
 def aval_shape(v: Var | Literal) -> tuple[int, ...]:
     """The shape of a variable or number; () if it is not an array."""
     return getattr(v.aval, "shape", ())

@@ -314,24 +314,17 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
             return loss_fn(model, batch, train=train) if by_name else loss_fn(model, batch, train)
     except (KeyError, TypeError) as error:
         names = [*map(str, batch)] if isinstance(batch, Mapping) else None
-        reads = str(error)
-        asks = "indices must be" in reads if names is None else isinstance(error, KeyError)
+        asks = "indices must be" in str(error) if names is None else isinstance(error, KeyError)
         frame = inspect.trace(0)[-1].frame  # The frame of the line that raised it.
         if not (asks and any(x is batch for x in frame.f_locals.values())):
             raise
         if names is None:
-            raise ConfigError(
-                f"loss_fn reads the batch as a dict, but it is a {type(batch).__name__}. Yield "
-                "dicts, such as {'x': x, 'y': y}."
-            ) from error
-        if (holds := LEFT_OUT.get(error.args[0])) is not None:
-            raise ConfigError(
-                f"loss_fn reads batch[{reads}], which holds {holds}, and a device holds numbers. "
-                "Encode it as numbers before training."
-            ) from error
-        raise ConfigError(
-            f"loss_fn reads batch[{reads}], and the batch holds {', '.join(names)}."
-        ) from error
+            mistake = f"the batch as a dict, but it is a {type(batch).__name__}. Yield dicts."
+        elif holds := LEFT_OUT.get(error.args[0]):
+            mistake = f"batch[{error}], which holds {holds}, and a device holds numbers. Encode it."
+        else:
+            mistake = f"batch[{error}], and the batch holds {', '.join(names)}."
+        raise ConfigError(f"loss_fn reads {mistake}") from error
 
 
 def stream(key: jax.Array, name: str) -> jax.Array:

@@ -260,34 +260,23 @@ def _losses_and_metrics(outputs: Any, rows: int, *, train: bool) -> tuple[Any, M
     if train and not jnp.issubdtype(jnp.result_type(jax.tree.leaves(losses)[0]), jnp.inexact):
         raise ConfigError("loss_fn returned whole numbers, which have no gradient. Return floats.")
     for name, values in {"loss": losses, **metrics}.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"loss_fn returned a metric named {name!r}. Name metrics by text.")
-        if not isinstance(values, _NUMBERS | Mean | Metric):
+        if not (isinstance(name, str) and isinstance(values, _NUMBERS | Mean | Metric)):
             raise ConfigError(
-                f"loss_fn returned metric {name!r} of {type(values).__name__}. Return an array "
-                "with a value per row, a scalar, a jddp.Mean or a jddp.Metric."
+                f"loss_fn returned metric {name!r} of {type(values).__name__}. Return, by names of "
+                "text, arrays with a value per row, scalars, a jddp.Mean or a jddp.Metric."
             )
-        _refuse_complex(name, values)
-        for shape in map(jnp.shape, jax.tree.leaves(values)):
-            if shape and shape[0] != rows:
+        for x in jax.tree.leaves(values):
+            if jnp.iscomplexobj(x):  # Its imaginary part would be lost.
                 raise ConfigError(
-                    f"loss_fn returned {name!r} of shape {shape} for {rows} rows. Return one value "
-                    "per row (or per token of each row), or a scalar."
+                    f"loss_fn returned {name!r} of {jnp.result_type(x)}; losses and metrics are "
+                    "real. Return jnp.abs(x) ** 2, x.real or x.imag."
+                )
+            if jnp.ndim(x) and len(x) != rows:
+                raise ConfigError(
+                    f"loss_fn returned {name!r} of shape {x.shape} for {rows} rows. Return one "
+                    "value per row (or per token of each row), or a scalar."
                 )
     return losses, metrics
-
-
-def _refuse_complex(name: str, values: Any) -> None:
-    """Refuses complex values, because their imaginary part would be lost.
-
-    Raises:
-      ConfigError: If there are any.
-    """
-    for x in filter(jnp.iscomplexobj, jax.tree.leaves(values)):
-        raise ConfigError(
-            f"loss_fn returned {name!r} of {jnp.result_type(x)}; losses and metrics are real. "
-            "Return jnp.abs(x) ** 2, x.real or x.imag."
-        )
 
 
 def mask_of(batch: Batch, valid: Array | None) -> Any:

@@ -346,15 +346,10 @@ def _value(name: str, x: Sum) -> Any:
         return math.nan
     if x.compute is None:
         return float(x.total / x.count)
-    computed = x.compute(x.total, float(x.count))
-    try:
-        found = np.asarray(computed)
-    except ValueError:  # Lists of different lengths are no array.
-        found = np.asarray(None)
-    is_real = jnp.issubdtype(found.dtype, np.bool_) or jnp.issubdtype(found.dtype, np.number)
-    if not is_real or jnp.issubdtype(found.dtype, np.complexfloating):
+    computed = np.asarray(x.compute(x.total, float(x.count)))
+    if computed.dtype.kind not in "biuf":
         raise ConfigError(
             f"Metric {name!r}: compute returned {repr(computed)[:60]}. Return a number or an "
             "array of numbers; a jddp.Metric of its own for each value of a dict."
         )
-    return found.tolist()
+    return computed.tolist()

@@ -114,10 +114,6 @@ def _like(old: PyTree, new: PyTree) -> PyTree:
     """The part of `new` with a place in `old`: sown values would change the state's form."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
-    if gone := sorted(map(str, old.keys() - new.keys())):
-        raise ConfigError(
-            f"loss_fn removes the variable {gone[0]!r} of the module. Remove none inside the loss."
-        )
     return {name: _like(value, new[name]) for name, value in old.items()}
 
 

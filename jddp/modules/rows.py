@@ -12,6 +12,7 @@ a mask.
 import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from jddp.ground.errors import ConfigError, DataError
-from jddp.ground.typing import TRANSFORM, Batch, PyTree, Shaped, Tree
+from jddp.ground.typing import TRANSFORM, Batch, Shaped, Tree
 
 # Columns of batches that were left out because they hold no numbers, with words for their contents.
 LEFT_OUT: dict[str, str] = {}
@@ -80,7 +81,7 @@ def as_arrays(batch: Batch) -> Batch:
         bits, and JAX has 32; or if "mask" holds other numbers than 0 and 1.
     """
     if not isinstance(batch, Mapping):
-        return _converted("the batch", batch)
+        return jax.tree.map(partial(_array, "the batch"), batch, is_leaf=_is_list_of_values)
     kept = dict[str, Batch]()
     for name, column in batch.items():
         if name == TRANSFORM and callable(column):
@@ -88,9 +89,13 @@ def as_arrays(batch: Batch) -> Batch:
             kept[name] = column if isinstance(column, Partial) else Partial(column)
             continue
         try:
-            kept[name] = _converted(f"batch[{name!r}]", column)
+            convert = partial(_array, f"batch[{name!r}]")
+            kept[name] = jax.tree.map(convert, column, is_leaf=_is_list_of_values)
         except _NoNumbers as error:
-            _leave_out(name, error.holds)
+            if name not in LEFT_OUT:
+                said = "batch[%r] holds %s, and a device holds numbers: it is left out."
+                logging.getLogger("jddp").warning(said, name, error.holds)
+            LEFT_OUT[name] = error.holds
     if batch and not kept:
         raise DataError(f"no column of the batch holds numbers: {', '.join(map(str, batch))}.")
     _refuse_weights(kept.get("mask"))
@@ -118,18 +123,6 @@ class _NoNumbers(DataError):
         self.holds = holds
 
 
-def _leave_out(name: str, holds: str) -> None:
-    if name not in LEFT_OUT:
-        logging.getLogger("jddp").warning(
-            "batch[%r] holds %s, and a device holds numbers: it is left out.", name, holds
-        )
-    LEFT_OUT[name] = holds
-
-
-def _converted(where: str, tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: _array(where, x), tree, is_leaf=_is_list_of_values)
-
-
 def _is_list_of_values(x: object) -> bool:
     """Whether it is a list of numbers or text: this is an array, and no list of arrays."""
     if not isinstance(x, list) or not x:
@@ -155,26 +148,16 @@ def _array(where: str, x: object) -> Shaped:
             f"{where} is a masked array with missing values. Fill them (x.filled(0)), and give "
             "batch['mask'] to leave their rows out."
         )
-    if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
-        x = _from_numpy(where, x)
+    try:
+        x = np.asarray(x)
+    except (TypeError, ValueError):  # Lists of several lengths, or an object that is no array.
+        raise _NoNumbers(where, f"{type(x).__name__} whose rows differ in length") from None
     if x.dtype.kind not in _KINDS and not jnp.issubdtype(x.dtype, np.number):
-        raise _NoNumbers(where, _in_words(x))
+        words = {"U": "text", "S": "bytes", "O": "objects", "M": "dates", "m": "durations"}
+        raise _NoNumbers(where, f"{words.get(x.dtype.kind, 'no numbers')} ({x.dtype})")
     if x.dtype.kind in "iu" and x.dtype.itemsize == 8 and not jax.config.read("jax_enable_x64"):
         _refuse_cut(where, x)
     return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
-
-
-def _from_numpy(where: str, x: object) -> np.ndarray:
-    try:
-        return np.asarray(x)
-    except (TypeError, ValueError):  # Lists of several lengths, or an object that is no array.
-        raise _NoNumbers(where, f"{type(x).__name__} whose rows differ in length") from None
-
-
-def _in_words(x: np.ndarray) -> str:
-    """The contents of an array without numbers."""
-    words = {"U": "text", "S": "bytes", "O": "objects", "M": "dates", "m": "durations"}
-    return f"{words.get(x.dtype.kind, 'no numbers')} ({x.dtype})"
 
 
 def _refuse_cut(where: str, x: np.ndarray) -> None:

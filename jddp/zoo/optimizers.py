@@ -15,7 +15,6 @@ Groups of parameters may have optimizers of their own; the result is an optimize
 This module knows optax and nothing of steps, replicas or configs.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -62,7 +61,7 @@ def make_schedule(
       ConfigError: If optax has no such schedule, or it does not take these arguments.
     """
     key = "optimizer.schedule"
-    factory = find_attribute(optax, name, called="optax", key=f"{key}.name", is_meant=_is_schedule)
+    factory = find_attribute(optax, name, called="optax", key=f"{key}.name", ending="_schedule")
     accepted = accepted_names(factory, key=f"{key}.name")
     warms_up = "warmup_steps" in accepted
     length = num_steps - warmup_steps
@@ -132,20 +131,8 @@ def factory_of(factory: str | Callable[..., Any], *, key: str) -> Callable[..., 
     """
     if not isinstance(factory, str):
         return factory
-    found: Callable[..., Any] = find_attribute(
-        optax, factory, called="optax", key=f"{key}.name", is_meant=_is_optimizer
-    )
+    found: Callable[..., Any] = find_attribute(optax, factory, called="optax", key=f"{key}.name")
     return found
-
-
-def _is_schedule(found: Any) -> bool:
-    name = name_of_callable(found)
-    return name.endswith("_schedule") and not name.startswith("scale_by")
-
-
-def _is_optimizer(found: Any) -> bool:
-    is_public = inspect.isfunction(found) and not found.__name__.startswith("scale_by")
-    return is_public and "learning_rate" in inspect.signature(found).parameters
 
 
 def decay_mask(params: Any) -> Any:

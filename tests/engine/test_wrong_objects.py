@@ -165,7 +165,7 @@ def test_a_key_that_the_batch_lacks_is_named_beside_those_that_it_has(model):
     for call, *given in calls:
         with pytest.raises(ConfigError, match=reported):
             call(*given)
-    with pytest.raises(ConfigError, match="as a dict, but it is a tuple. Yield dicts, such as"):
+    with pytest.raises(ConfigError, match="as a dict, but it is a tuple. Yield dicts"):
         wrapped().init(0, tuple(batch.values()))
 
 

@@ -144,31 +144,6 @@ def test_what_is_not_one_device_is_found_and_named(given, message):
     assert "<- differs" in str(report)
 
 
-def quantized(x):
-    """Rounds to 8 bits by the largest of all rows, as the backward pass of AQT's int8 does."""
-    scale = 127 / jnp.abs(x).max(0, keepdims=True)
-    return (x * scale).astype(jnp.int8).astype(x.dtype) / scale
-
-
-quantized_backward = jax.custom_vjp(lambda w, x: x @ w)
-quantized_backward.defvjp(
-    lambda w, x: (x @ w, (w, x)),
-    lambda kept, g: (quantized(kept[1]).T @ quantized(g), g @ kept[0].T),
-)
-
-
-def of_int8(m, x, train):
-    return quantized_backward(m.param("w", nn.initializers.lecun_normal(), (16, NUM_CLASSES)), x)
-
-
-def test_quantization_by_a_maximum_over_rows_is_named_and_no_coupling_of_examples():
-    report = verified(Of(of_int8), optimizer=optax.sgd(0.1))
-    assert not report.passed
-    (finding,) = report.findings
-    assert finding.startswith("The step quantizes (int8), and takes a maximum.")
-    assert max(map(len, finding.splitlines())) <= 80
-
-
 def rounded(x):
     """Has the 11 significant bits of TF32, unless products are to be exact."""
     is_exact = jax.config.jax_default_matmul_precision == "highest"

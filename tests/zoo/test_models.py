@@ -134,7 +134,7 @@ def test_a_gradient_by_one_hot_rows_equals_that_by_a_scatter(dtype):
         assert ("scatter" in str(jax.make_jaxpr(gradient)(variables))) == (how == "scatter")
         grads.append(gradient(variables)["params"])
     assert_trees_close(*grads)
-    with pytest.raises(ConfigError, match="'sort' is neither 'scatter' nor 'one_hot'"):
+    with pytest.raises(ConfigError, match="embedding_gradient 'sort'"):
         model.clone(embedding_gradient="sort").init(jax.random.key(0), tokens)
 
 
@@ -177,7 +177,7 @@ def test_attention_is_computed_by_what_was_named(name, monkeypatch):
         model = model.clone(attention=attention)
         jax.eval_shape(model.init, jax.random.key(0), inputs)
     assert kernels == ["xla", "xla", "cudnn", "cudnn"]  # two blocks each
-    with pytest.raises(ConfigError, match="attention 'flash' is neither 'xla' nor 'cudnn'"):
+    with pytest.raises(ConfigError, match="attention 'flash'"):
         jax.eval_shape(model.clone(attention="flash").init, jax.random.key(0), inputs)
 
 
@@ -275,7 +275,7 @@ def test_impossible_sizes_are_refused():
         (GPT(num_heads=3, width=8), TOKENS, "width 8 does not divide over num_heads 3"),
         (GPT(max_length=5), TOKENS, "6 tokens are longer than max_length 5"),
         (ViT(patch_size=3), IMAGES, "8 x 8 pixels do not divide into patches of patch_size 3"),
-        (resnet18(stem="mnist"), IMAGES, "stem 'mnist' is neither"),
+        (resnet18(stem="mnist"), IMAGES, "stem 'mnist'"),
     ):
         with pytest.raises(ConfigError, match=message):
             jax.eval_shape(model.init, jax.random.key(0), inputs)

@@ -119,14 +119,7 @@ def resolve_target(target: str, *, key: str) -> Any:
     return find_attribute(found, name, called=f"module {module_name!r}", key=key)
 
 
-def find_attribute(
-    owner: object,
-    name: str,
-    *,
-    called: str,
-    key: str,
-    is_meant: Callable[[Any], bool] = lambda found: True,
-) -> Any:
+def find_attribute(owner: object, name: str, *, called: str, key: str, ending: str = "") -> Any:
     """Returns `owner.name`, where `name` may be dotted and `owner` is a module or a class.
 
     Args:
@@ -134,15 +127,15 @@ def find_attribute(
       name: Dotted name of an attribute.
       called: Name of the owner for the error.
       key: The config key that holds the name, for the error.
-      is_meant: Whether an attribute has the right kind to be suggested.
+      ending: Ending of the names that are suggested.
 
     Raises:
       ConfigError: If there is no such name.
     """
     for part in name.split("."):
         if not hasattr(owner, part):
-            public = [n for n in dir(owner) if not n.startswith("_")]
-            meant = did_you_mean(part, [n for n in public if is_meant(getattr(owner, n, None))])
+            names = [x for x in dir(owner) if x.endswith(ending) and not x.startswith("_")]
+            meant = did_you_mean(part, names)
             raise ConfigError(f"{key}: {called} has no {part!r}.{meant}")
         owner = getattr(owner, part)
     return owner

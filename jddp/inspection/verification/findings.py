@@ -224,7 +224,6 @@ def causes(
     is_scalar: bool,
     is_weighted: bool,
     combined: str | None,
-    quantized: Iterable[str] = (),
 ) -> Iterator[str]:
     """Likely causes of a difference.
 
@@ -237,7 +236,6 @@ def causes(
       combined: How the gradient of the whole batch follows from the gradients of the replica
         batches: as their "mean", as a mean with other "weights" than their rows, as "neither"; None
         if it is not known.
-      quantized: How the step quantizes, `jddp.ground.jaxprs.quantizations`.
     """
     many, one = losses
     if is_scalar and np.isclose(many * num_devices, one, rtol=_CLOSE):
@@ -253,13 +251,6 @@ def causes(
             "rows. Return jddp.Mean(l * w, w): both are summed over all replicas before the\n"
             "division.\n"
             'Or return a loss per row or token, with batch["mask"].'
-        )
-    elif quantized and combined != "mean":
-        yield (
-            f"The step quantizes ({', '.join(sorted(quantized))}), and takes a maximum.\n"
-            "Where the maximum is over rows, as in the backward pass of int8 layers (AQT),\n"
-            "each replica takes the maximum of its own rows, and so rounds differently.\n"
-            "Verify again without quantization, to see whether all else is equal."
         )
     elif combined == "neither":
         yield (

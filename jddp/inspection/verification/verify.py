@@ -26,7 +26,7 @@ from jddp.engine.state import Divided, Inputs, Layout, Replicated, Sharded, Trai
 from jddp.engine.step import replica_gradients, replica_step
 from jddp.engine.strategy import FSDP
 from jddp.ground.errors import UsageError
-from jddp.ground.jaxprs import coarse_products, dtypes, quantizations, sums_in_16_bits
+from jddp.ground.jaxprs import coarse_products, dtypes, sums_in_16_bits
 from jddp.ground.typing import Batch, Grads, LossFn, Metrics, ModelState, Params, PyTree
 from jddp.inspection.verification import findings
 from jddp.inspection.verification.findings import (
@@ -208,8 +208,6 @@ def _compared(
         if not (draws or has_all or jax.tree.leaves(alone.model_state)):
             plain = wrapped(**here | {"accumulate_steps": 1})
             combined = _combined(plain, alone, batch, many.mesh.size, comparisons[1].allowed)
-        call = many.steps.gradients_for(state, batch, constants)  # Leaves out the optimizer.
-        quantized = quantizations(call.run.trace(call.state, call.inputs).jaxpr.jaxpr)
         causes = [
             *findings.causes(
                 spec,
@@ -218,7 +216,6 @@ def _compared(
                 is_scalar="loss" in planned.scalars,
                 is_weighted=bool(weights_in(batch)),
                 combined=combined,
-                quantized=quantized,
             )
         ]
         if is_repeatable and not causes:

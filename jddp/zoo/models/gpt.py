@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax import Array
 from jaxtyping import Float, Int
 
-from jddp.ground.errors import ConfigError
+from jddp.ground.errors import ConfigError, check_choice
 from jddp.zoo.models.transformer import Transformer
 
 
@@ -87,9 +87,7 @@ class GPT(Transformer):
                 f"sequences of {t} tokens are longer than max_length {self.max_length}. Raise "
                 "max_length, or shorten the sequences."
             )
-        if self.embedding_gradient not in GATHERS:
-            chosen = self.embedding_gradient
-            raise ConfigError(f"embedding_gradient {chosen!r} is neither 'scatter' nor 'one_hot'.")
+        check_choice("embedding_gradient", self.embedding_gradient, GATHERS)
         init = nn.initializers.normal(0.02)
         embed = nn.Embed(self.vocab_size, self.width, embedding_init=init)
         positions = self.param("positions", init, (self.max_length, self.width))

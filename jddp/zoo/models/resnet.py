@@ -18,7 +18,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from jddp.ground.errors import ConfigError
+from jddp.ground.errors import check_choice
 from jddp.zoo.models.cnn import Mask
 
 _Layer = Callable[..., Callable[..., Array]]
@@ -104,8 +104,7 @@ class ResNet(nn.Module):
         self, images: Float[Array, "b h w c"], train: bool = False, mask: Mask = None
     ) -> Float[Array, "b classes"]:
         """The logits, in float32; batch norm leaves out images of mask 0."""
-        if self.stem not in ("cifar", "imagenet"):
-            raise ConfigError(f"stem {self.stem!r} is neither 'cifar' nor 'imagenet'.")
+        check_choice("stem", self.stem, ("cifar", "imagenet"))
         init = nn.initializers.he_normal()
         conv = partial(nn.Conv, use_bias=False, dtype=self.dtype, kernel_init=init)
         counts = None if mask is None else mask[:, None, None, None] > 0

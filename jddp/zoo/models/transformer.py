@@ -16,7 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jddp.ground.errors import ConfigError
+from jddp.ground.errors import ConfigError, check_choice
 
 
 class Block(nn.Module):
@@ -59,8 +59,7 @@ class Block(nn.Module):
         b, t, width = x.shape
         if width % self.num_heads:
             raise ConfigError(f"width {width} does not divide over num_heads {self.num_heads}.")
-        if self.attention not in ("xla", "cudnn"):
-            raise ConfigError(f"attention {self.attention!r} is neither 'xla' nor 'cudnn'.")
+        check_choice("attention", self.attention, ("xla", "cudnn"))
         options: dict[str, Any] = {"is_causal": self.is_causal, "implementation": self.attention}
         if segments is not None:
             options["mask"] = segments[:, None, :, None] == segments[:, None, None, :]
@@ -72,8 +71,7 @@ class Block(nn.Module):
 
     def _think(self, x: Array) -> Array:
         width = x.shape[-1]
-        if self.gelu not in ("exact", "tanh"):
-            raise ConfigError(f"gelu {self.gelu!r} is neither 'exact' nor 'tanh'.")
+        check_choice("gelu", self.gelu, ("exact", "tanh"))
         x = self._dense(4 * width, self.kernel_init, "mlp_hidden")(x)
         x = nn.gelu(x, approximate=self.gelu == "tanh")
         return self._drop(self._dense(width, self.output_init, "mlp_output")(x))

@@ -14,7 +14,7 @@ from flax import linen as nn
 from jax import Array
 from jaxtyping import Float
 
-from jddp.ground.errors import ConfigError
+from jddp.ground.errors import ConfigError, check_choice
 from jddp.zoo.models.transformer import Transformer
 
 
@@ -43,8 +43,7 @@ class ViT(Transformer):
                 f"images of {height} x {width} pixels do not divide into patches of patch_size "
                 f"{self.patch_size}."
             )
-        if self.pooling not in ("mean", "token"):
-            raise ConfigError(f"pooling {self.pooling!r} is neither 'mean' nor 'token'.")
+        check_choice("pooling", self.pooling, ("mean", "token"))
         patch = (self.patch_size, self.patch_size)
         x = nn.Conv(self.width, patch, strides=patch, padding="VALID", dtype=self.dtype)(images)
         x = x.reshape(b, -1, self.width)
