@@ -107,7 +107,7 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
     rank = launch.node_rank
     script = "".join(command[:1])
     is_one, has_rank = nodes == 1, arguments.node_rank is not None
-    may_shrink = launch.max_restarts and (launch.ray or not is_one)
+    may_shrink = launch.max_restarts and launch.ray
     is_there = script == "-m" or Path(script).is_file()
     both = (host or port) and arguments.coordinator
     mistakes = {
@@ -123,8 +123,9 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
         "--ray places all processes: leave out the options for nodes and coordinator.": (
             launch.ray and (address or has_rank or not is_one)
         ),
-        "--min-processes is for a job that may lose machines: it needs --ray, or --num-nodes 2 or "
-        "more, and --max-restarts.": launch.min_processes and not may_shrink,
+        "--min-processes needs --ray and --max-restarts. Without Ray: torchrun --nnodes MIN:MAX.": (
+            launch.min_processes and not may_shrink
+        ),
     }
     if made := [mistake for mistake, is_made in mistakes.items() if is_made]:
         raise UsageError(made[0])
@@ -147,7 +148,7 @@ def _parser() -> Parser:
     add("--num-nodes", "--nnodes", type=_positive, help="machines of the job (1)")
     add("--node-rank", "--node-rank", type=_whole_number, help="number of this machine, from 0")
     add("--coordinator", help="host:port on node 0; with one node, a free port")
-    add("--min-processes", type=_positive, help="elastic: fewest processes to resume with")
+    add("--min-processes", type=_positive, help="with --ray: fewest processes to resume with")
     add("--master-addr", "--master-addr", help="host of --coordinator")
     add("--master-port", "--master-port", help="port of --coordinator")
     add("--ray", nargs="?", const="auto", metavar="ADDRESS", help="start on a Ray cluster")

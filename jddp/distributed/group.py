@@ -70,8 +70,8 @@ class Launch:
       coordinator: host:port on node 0; None for a free port of this machine.
       devices_per_process: Number of GPUs of each process, or of CPU devices if there are no GPUs.
         None splits GPUs evenly, and leaves the number of CPU devices to JAX.
-      min_processes: Smallest number of processes, on all machines, with which the job resumes after
-        it has lost a machine; None for all.
+      min_processes: Smallest number of processes with which a job on Ray resumes after the loss of
+        a machine; None for all.
       logs: Folder for the output of the processes.
       max_restarts: Number of times that all processes are restarted after one has failed.
       grace_seconds: Time from SIGTERM until a process is killed. A job that a signal has stopped

@@ -2,11 +2,8 @@
 
 When one process fails, all are ended, and all are restarted with the same command: a job of jddp
 resumes from its last checkpoint. A job is not restarted after a failure that would repeat: a
-mistake in config, code or data, numbers that are not finite, and the same message twice in a row
-within a minute. A job that a signal has stopped is not restarted either.
-
-If a job may run on fewer processes, it resumes without a machine that has left without a failure.
-When a machine connects again, all stop and restart with it.
+mistake in config, code or data, and numbers that are not finite. A job that a signal has stopped is
+not restarted either.
 
 The launchers of several machines agree, before each attempt, on the machines that take part. The
 launcher of node 0 listens at the coordinator's port as long as it runs, and the others stay
@@ -51,7 +48,6 @@ DETERMINISTIC = {ExitCode.USAGE, ExitCode.DATA, ExitCode.OUT_OF_MEMORY}
 DETERMINISTIC |= {ExitCode.PROCESS_MISMATCH, ExitCode.NUMERICS}
 # Ends that may only be the consequence of another process's end: jddp reports it, or JAX aborts.
 CONSEQUENCES = {ExitCode.ANOTHER_FAILED, -signal.SIGABRT}
-SOON = 60.0  # Seconds.
 _END_SECONDS = 10.0  # Limit for a process that has left its job to end.
 _NUM_PORTS = 64  # Number of ports above the coordinator's port that are tried.
 
@@ -62,13 +58,11 @@ class Failure(NamedTuple):
     Attributes:
       data: The failure as data.
       headline: Process that failed, and its failure.
-      seconds: Time that the process ran.
       text: Traceback, or the end of standard error.
     """
 
     data: JsonObject
     headline: str
-    seconds: float = 0.0
     text: str = ""
 
     def __str__(self) -> str:
@@ -79,14 +73,6 @@ class Failure(NamedTuple):
     def code(self) -> int:
         """Exit code of the launcher."""
         return self.data["exit_code"] or ExitCode.DATA
-
-    def repeats(self, other: "Failure | None") -> bool:
-        """Whether another attempt failed in the same way, both within a minute."""
-        is_known = self.code <= 128 and self.code != ExitCode.ANOTHER_FAILED
-        if other is None or not is_known or max(self.seconds, other.seconds) > SOON:
-            return False
-        last, before = (failure.text.rpartition("\n")[2] for failure in (self, other))
-        return self.code == other.code and last == before != ""
 
 
 def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
@@ -111,7 +97,7 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
         data = describe_failure(None, ExitCode.ANOTHER_FAILED, host=None, exception=reason)
         with suppress(OSError), group.failure_file.open("x") as file:
             json.dump(data, file)  # Processes may wait for that machine.
-        return Failure(data, text, seconds)
+        return Failure(data, text)
     if data is None:  # The process has written no failure.
         worker = [*by_themselves, *failed][0]
         data = describe_failure(worker.number, worker.returncode)
@@ -134,12 +120,11 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     if named:
         text += f" Its whole output is in {named[0].output.path}."
     said = next((worker.output.stderr_end() for worker in (*named, *failed)), "")
-    return Failure(data, text, seconds, ("" if named else data["traceback"]) or said)
+    return Failure(data, text, ("" if named else data["traceback"]) or said)
 
 
 def kill_overdue(group: Group, number: int) -> Failure:
     """Kills the processes that have not ended after a signal to the launcher."""
-    seconds = time.monotonic() - group.began
     name = signal.Signals(number).name
     late = ", ".join(f"process {worker.number}" for worker in group.running)
     text = f"{name}: killed after --grace-seconds, because it had not ended: {late}."
@@ -148,7 +133,7 @@ def kill_overdue(group: Group, number: int) -> Failure:
     reason = {"type": "jddp.launch", "message": text}
     data = describe_failure(first, 128 + number, exception=reason)
     write_failure(data, group.failure_file)
-    return Failure(data, text, seconds)
+    return Failure(data, text)
 
 
 class Nodes:
@@ -171,9 +156,8 @@ class Nodes:
             address = launch.coordinator
             silence = read_seconds(environ, HEARTBEAT)
             if launch.node_rank == 0:
-                enough = self._is_enough if launch.min_processes else None
-                about: JsonObject = {"silence_seconds": silence, "is_enough": enough}
-                self._end = RendezvousServer("node", address, bind_address(address), **about)
+                listens = bind_address(address)
+                self._end = RendezvousServer("node", address, listens, silence_seconds=silence)
             else:
                 self._end = RendezvousClient("node", address, silence_seconds=silence)
 
@@ -196,11 +180,6 @@ class Nodes:
         first = sum(x["processes"] for rank, x in infos.items() if rank < launch.node_rank)
         return Place(infos[0]["coordinator"], num_processes, first, infos[0]["job"])
 
-    def has_newcomer(self) -> bool:
-        """Whether a machine waits for the next attempt: at node 0, of a job that may change."""
-        may_change = self._launch.min_processes is not None
-        return may_change and isinstance(self._end, RendezvousServer) and self._end.has_newcomer()
-
     def lost(self, failure_file: Path) -> list[int]:
         """Machines of this attempt that were lost; only node 0 is connected to all.
 
@@ -222,9 +201,6 @@ class Nodes:
         if self._end is not None:
             self._end.say_goodbye(failed=failed)
             self._end.close()
-
-    def _is_enough(self, infos: dict[int, JsonObject]) -> bool:
-        return sum(x["processes"] for x in infos.values()) >= (self._launch.min_processes or 0)
 
     def _choose_port(self) -> str:
         """host:port at which the processes connect: a port of node 0 that is free now."""
@@ -291,26 +267,17 @@ class NodeRunner:
 
     def _run(self) -> Failure | None:
         failure: Failure | None = None
-        last: Failure | None = None
         try:
-            while (failure := self._attempt()) and self._restarts(failure, last):
-                last = failure
+            while (failure := self._attempt()) and self._restarts(failure):
+                pass
         except CoordinatorError as error:
             if failure is None:
                 raise
             report(f"not restarted: {error}")
         return failure
 
-    def _has_changed(self, failure: Failure) -> bool:
-        """Whether all have stopped only because a machine has left or has connected."""
-        in_order = self._launch.min_processes is not None and failure.code == ExitCode.PREEMPTED
-        return (in_order or self._makes_room) and not self._signals.numbers
-
-    def _restarts(self, failure: Failure, last: Failure | None) -> bool:
+    def _restarts(self, failure: Failure) -> bool:
         """Whether all are restarted, after a pause without a signal; prints the decision."""
-        if self._has_changed(failure):
-            report("restarting with the machines that are connected")
-            return True
         if not (most := self._launch.max_restarts):
             return False
         by = "".join(signal.Signals(number).name for number in self._signals.numbers[:1])
@@ -318,7 +285,6 @@ class NodeRunner:
             f"{by} has stopped the job": by,
             "it was stopped by a signal, and is saved": failure.code == ExitCode.PREEMPTED,
             f"exit code {failure.code} would repeat": failure.code in DETERMINISTIC,
-            "the same failure twice, each within a minute": failure.repeats(last),
             f"restarts allowed: {most}": self._num_restarts == most,
         }
         if held := [reason for reason, holds in reasons.items() if holds]:
@@ -346,7 +312,7 @@ class NodeRunner:
             self._wait_for_cause(group)
             failure = self._first_failure(group)
             in_order = {worker.returncode for worker in group.failed()} == {ExitCode.PREEMPTED}
-            if in_order or self._signals.numbers or self._makes_room:
+            if in_order or self._signals.numbers:
                 group.wait(
                     _SAVE_SECONDS,
                     lambda: group.forward(self._signals.numbers) > 1 or group.is_overdue,
@@ -358,16 +324,11 @@ class NodeRunner:
 
     def _watch(self, group: Group) -> None:
         """Waits until a process or a machine has failed, or the group is to end."""
-        self._makes_room = False  # Whether all stop, to restart with a new machine.
         while not group.wait(POLL_SECONDS) and not group.failed():
             num_signals = group.forward(self._signals.numbers)
             lost = self._nodes.lost(group.failure_file)
             if num_signals > 1 or lost or group.is_overdue:
                 break
-            if not self._makes_room and self._nodes.has_newcomer():
-                self._makes_room = True
-                report("another machine has connected: stopping, to resume with it")
-                group.signal(signal.SIGTERM)
 
     def _wait_for_cause(self, group: Group) -> None:
         """Waits a moment for the failure that has caused the failures of the processes here."""
@@ -387,7 +348,7 @@ class NodeRunner:
 
     def _report(self, failure: Failure) -> Failure:
         self._nodes.send_failure(failure.data)
-        if failure.code != ExitCode.PREEMPTED and not self._has_changed(failure):
+        if failure.code != ExitCode.PREEMPTED:
             with CONSOLE:  # Lines of another process could come in between.
                 report(str(failure))
         return failure

@@ -21,7 +21,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
@@ -43,7 +43,6 @@ _LONGEST = 2**20  # Bytes of a message.
 _CHUNK = 2**16
 _SEND_SECONDS = 5.0
 _PROBES = 4  # Unanswered probes until a connection is lost.
-PATIENCE_SECONDS = 30.0  # Time to wait for further members when there are enough.
 _PLURALS = {"process": "processes", "node": "nodes"}
 _SHOWN = 8  # Numbers of missing members in a message.
 _SPARE_FILES = 256  # Files of libraries, and connections of other programs.
@@ -135,11 +134,6 @@ class Member:
     same: dict[str, str] = field(default_factory=dict)
     info: JsonObject = field(default_factory=dict)
     where: str = field(default_factory=lambda: f"{socket.gethostname()}, pid {os.getpid()}")
-
-    @property
-    def host(self) -> str:
-        """The host of the member."""
-        return self.where.partition(",")[0]
 
     def __post_init__(self) -> None:
         """Refuses a message of another program."""
@@ -269,9 +263,6 @@ class RendezvousServer:
       address: host:port of member 0.
       listens: host:port to listen on, if it differs from the address.
       silence_seconds: Time without a sign of life after which a member is lost.
-      is_enough: Function that returns whether these members suffice; None if all are needed.
-        Missing members are still awaited for `PATIENCE_SECONDS`, except for members that took part
-        in an earlier round and have left.
 
     Attributes:
       failure: The failure that a member has sent since the last round.
@@ -287,14 +278,11 @@ class RendezvousServer:
         listens: str | None = None,
         *,
         silence_seconds: int = 100,
-        is_enough: Callable[[dict[int, JsonObject]], bool] | None = None,
     ):
         self.kind = kind
         self.address = address
         self.failure: JsonObject | None = None
         self._silence_seconds = silence_seconds
-        self._is_enough = is_enough
-        self._is_first_round = True
         # All connections, each with the member that awaits an answer.
         self._waiting: dict[Connection, Member | None] = {}
         self._present: dict[Connection, Member] = {}  # Members of the last round.
@@ -336,7 +324,6 @@ class RendezvousServer:
         self._lost = []
         self.failure = None
         self._waiting = dict.fromkeys(self._waiting)
-        self._is_first_round = False
         for client in self._present:
             client.send({"infos": infos})
         return infos
@@ -346,26 +333,19 @@ class RendezvousServer:
 
     def _wait_for_all(self, mine: Member, seconds: float) -> dict[int, JsonObject]:
         until = time.monotonic() + seconds
-        enough_since = None
         notice = Notice()
         allow_connections(mine.count)
         while True:
             members = [mine, *self._members().values()]
             self._refuse_mismatch(members)
             infos = {member.number: member.info for member in members}
-            now = time.monotonic()
             if len(infos) == mine.count:
                 return infos
-            if self._is_enough is not None and self._is_enough(infos):
-                enough_since = enough_since or now
-                is_complete = None not in self._waiting.values() and not self._is_first_round
-                if is_complete or now > enough_since + PATIENCE_SECONDS:
-                    return infos
             missing = [str(number) for number in range(mine.count) if number not in infos]
             which = ", ".join(missing[:_SHOWN])
             which += f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             name = self.kind if len(missing) == 1 else _PLURALS[self.kind]
-            if now > until:
+            if time.monotonic() > until:
                 raise CoordinatorError(
                     f"{name} {which} of {mine.count} did not connect to {self.address} within "
                     f"{seconds:.0f} s. Was each started, with its own number, and can it reach "
@@ -383,28 +363,6 @@ class RendezvousServer:
         """Informs all members that this one leaves for good."""
         for client in self._waiting:
             client.send({"failed": failed})
-
-    def has_newcomer(self) -> bool:
-        """Whether a member waits that did not take part in the last round.
-
-        A newcomer with the number of a present member replaces it if both are on one machine: the
-        connection was lost. On another machine the newcomer is refused.
-        """
-        self._receive(0.0)
-        has_newcomer = False
-        for client, member in self._members().items():
-            if client in self._present:
-                continue
-            same = [x for x, other in self._present.items() if other.number == member.number]
-            if member.number == 0 or any(self._present[x].host != member.host for x in same):
-                taken = f"another has already connected as {self.kind} {member.number}."
-                _refuse(client, ProcessMismatchError(taken))
-                self._forget(client)
-                continue
-            for lost in same:
-                self._forget(lost)
-            has_newcomer = True
-        return has_newcomer
 
     def _receive(self, seconds: float) -> None:
         """Takes the connections and messages that arrive next."""

@@ -238,48 +238,28 @@ def client(address):
         yield client
 
 
-def test_a_further_round_leaves_out_lost_members_and_takes_new_ones(address, gather):
+def test_a_further_round_waits_for_a_lost_member_to_be_back(server, address, gather):
     clients = [RendezvousClient("node", address) for _ in range(2)]
 
     def assert_round(*ends):
-        rounds = [end if number is None else gather(end, number, 3) for end, number in ends]
-        assert [sorted(found.result()) for found in rounds] == [[*range(len(ends))]] * len(ends)
+        rounds = [gather(end, number, 3) for number, end in enumerate(ends)]
+        assert [sorted(found.result()) for found in rounds] == [[0, 1, 2]] * 3
 
-    with closing(RendezvousServer("node", address, is_enough=lambda x: len(x) >= 2)) as server:
-        assert_round((server, 0), (clients[0], 1), (clients[1], 2))
-        assert not server.has_newcomer()
-        assert server.lost() == clients[0].lost() == []
-        clients[1].close()
-        wait_until(server.lost)
-        assert server.lost() == [2]
-        assert_round((server, 0), (clients[0], 1))
-        with closing(RendezvousClient("node", address)) as impostor:
-            refused = gather(impostor, 1, 3, where="elsewhere, pid 1")
-            while not refused.done():
-                assert not server.has_newcomer()
-            assert "another has already connected as node 1" in str(refused.exception())
-        clients[1] = RendezvousClient("node", address)
-        back = gather(clients[1], 2, 3)
-        wait_until(server.has_newcomer)
-        assert_round((server, 0), (clients[0], 1), (back, None))
-        clients[1].say_goodbye(failed=False)
-        clients[1].close()
-        for _ in range(100):
-            assert server.lost() == []
-        clients[0].say_goodbye(failed=True)
-        wait_until(server.lost)
-        assert server.lost() == [1]
-        clients[0].close()
-
-
-def test_a_machine_lost_without_a_sign_is_noticed_when_it_is_back(address, server, client, gather):
-    met = gather(client, 1)
-    assert sorted(gather(server, 0).result()) == sorted(met.result()) == [0, 1]
-    with closing(RendezvousClient("node", address)) as after:
-        back = gather(after, 1)
-        wait_until(server.has_newcomer)
-        assert server.lost() == [1]
-        assert sorted(gather(server, 0).result()) == sorted(back.result()) == [0, 1]
+    assert_round(server, *clients)
+    assert server.lost() == clients[0].lost() == []
+    clients[1].close()
+    wait_until(server.lost)
+    assert server.lost() == [2]
+    clients[1] = RendezvousClient("node", address)
+    assert_round(server, *clients)
+    clients[1].say_goodbye(failed=False)
+    clients[1].close()
+    for _ in range(100):
+        assert server.lost() == []
+    clients[0].say_goodbye(failed=True)
+    wait_until(server.lost)
+    assert server.lost() == [1]
+    clients[0].close()
 
 
 @pytest.mark.parametrize("failed", [False, True])
