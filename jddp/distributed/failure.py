@@ -18,7 +18,6 @@ Only a process that the command line owns is ended in this way.
 import atexit
 import contextlib
 import json
-import logging
 import os
 import socket
 import sys
@@ -49,15 +48,10 @@ _KEY, _GONE, _LEFT, _HOST = "jddp/failed", "jddp/failed/gone", "jddp/left", "jdd
 _MOMENT = 1.0  # Seconds for another process that fails to report its failure.
 _POLL_SECONDS = 0.2
 _PATIENCE = 6.0  # Seconds for a computation to end after a process that took part has left.
-_CALLBACK_SECONDS = 3.0  # Limit for JAX to raise an exception of a callback, unless devices wait.
 _LINGER_SECONDS = 5.0
 _END_SECONDS = 300.0  # JAX's own limit for a process to wait for the others at its end.
-# If devices wait in a collective for a device whose callback has failed (`jax.debug.callback`), the
-# arrays are never computed, and the exception is not raised: JAX only logs it.
-_CALLBACK_LOGGERS = ("jax._src.debugging", "jax._src.callback")
 _leaving = threading.Lock()  # Held by the thread that ends this process.
-_callback_errors: list[BaseException] = []
-_of_left, _of_others = LongestWait(), LongestWait()
+_of_left = LongestWait()
 
 
 @contextlib.contextmanager
@@ -83,8 +77,6 @@ def watch_over_job() -> None:
         return
     process.is_owned = True
     process.end_job = end_job
-    for name in _CALLBACK_LOGGERS:
-        logging.getLogger(name).addFilter(_keep_callback_error)
     service.try_publish(f"{_HOST}/{service.process_index()}", socket.gethostname())
     me = os.getpid()
     listening = contextlib.ExitStack()
@@ -95,13 +87,6 @@ def watch_over_job() -> None:
             _wait_for_others(listening)
 
     atexit.register(end)  # This runs before JAX's own function.
-
-
-def _keep_callback_error(record: logging.LogRecord) -> bool:
-    """Keeps the exception of a record, and lets the record be logged."""
-    if record.exc_info and record.exc_info[1] is not None:
-        _callback_errors.append(record.exc_info[1])
-    return True
 
 
 def keep_uncaught(number: int) -> None:
@@ -196,12 +181,6 @@ def _listen() -> bool:
             _follow(first)
     if (left := service.published(_LEFT)) and _of_left.seconds(left) > _PATIENCE:
         blame_who_left()
-    error = _callback_errors[0] if _callback_errors else None
-    others = {*range(service.num_processes())} - {service.process_index()}
-    if error is not None and _of_others.seconds(others) > _CALLBACK_SECONDS:
-        code = getattr(error, "exit_code", ExitCode.BUG)
-        report(headline(describe_failure(service.process_index(), code, error)))
-        end_job(code, error)
     return False
 
 

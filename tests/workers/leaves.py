@@ -20,7 +20,6 @@ BATCH = {"x": X, "y": 2 * X}
 
 distributed.initialize(distributed.resolve_identity())
 IS_ONE = jax.process_index() == NUMBER
-numbers = itertools.count()
 
 
 def leave():
@@ -28,17 +27,8 @@ def leave():
     Path("left").touch()
 
 
-def measure(loss):
-    if IS_ONE and next(numbers) == 8:
-        leave()
-        raise RuntimeError("a bug in a callback")
-
-
 def loss_fn(model, batch):
-    losses = jnp.square(model(batch["x"]) - batch["y"]).mean(-1)
-    if HOW == "callback":
-        jax.debug.callback(measure, losses.mean())
-    return losses
+    return jnp.square(model(batch["x"]) - batch["y"]).mean(-1)
 
 
 class Callback(jddp.Callback):
