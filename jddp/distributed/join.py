@@ -7,7 +7,6 @@ hold a rendezvous on the same port before JAX starts.
 
 import contextlib
 import ipaddress
-import json
 import os
 import socket
 import time
@@ -27,7 +26,6 @@ _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 VIRTUAL_DEVICES = 8
 _IS_ON, _FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
 _LATE_SECONDS = 2.0  # Limit for a file system to show a file of another host.
-_NO_CACHE, _SEEN, _UNSEEN = "no cache", "seen", "not seen"
 _PLATFORMS = "jax_platforms"  # JAX_PLATFORMS, unless a program has set this option.
 
 
@@ -88,39 +86,31 @@ def use_if_shared() -> None:
     from jddp.distributed.coordination import BUSY_SECONDS, from_first, gather, process_index
 
     place = (getattr(jax.config, _FOLDER) or "") if getattr(jax.config, _IS_ON) else ""
-    is_first = process_index() == 0
-    mark = ".jddp-not-written"
+    mark = place if "://" in place else ""
     with contextlib.ExitStack() as written:
-        if is_first and place and "://" not in place:
+        if process_index() == 0 and place and not mark:
             with contextlib.suppress(OSError):  # No process sees the file then.
                 Path(place).mkdir(parents=True, exist_ok=True)
                 file = written.enter_context(NamedTemporaryFile(dir=place, prefix=".jddp-"))
                 mark = Path(file.name).name
-        mine = json.dumps([place, mark])
-        first = json.loads(from_first("cache/mark", mine, timeout_seconds=BUSY_SECONDS))
-        mine = _look_for(place, *first)
-        seen = gather("cache/seen", mine, timeout_seconds=BUSY_SECONDS)
-    if set(seen) in ({_NO_CACHE}, {_SEEN}):
+        mark = from_first("cache/mark", mark, timeout_seconds=BUSY_SECONDS)
+        until = time.monotonic() + _LATE_SECONDS
+
+        def sees() -> bool:
+            return place == mark or (bool(mark and place) and Path(place, mark).exists())
+
+        while not sees() and time.monotonic() < until:
+            time.sleep(0.05)
+        seen = gather("cache/seen", str(sees()), timeout_seconds=BUSY_SECONDS)
+    if (blind := seen.count("False")) == 0:
         return
     jax.config.update(_IS_ON, False)
-    if is_first:
-        blind = len(seen) - seen.count(_SEEN)
-        where = place or "a cache that it does not have"
+    if process_index() == 0:
         report(
             f"the cache of compiled programs is off: {blind} of {len(seen)} processes do not see "
-            f"the files of process 0 in {where}, and would wait for programs that it does not "
+            f"the files of process 0 in {place}, and would wait for programs that it does not "
             "compile. Set XDG_CACHE_HOME to a directory that all of them share."
         )
-
-
-def _look_for(place: str, first: str, name: str) -> str:
-    """Whether this process, with a cache at `place`, sees the file of process 0."""
-    until = time.monotonic() + _LATE_SECONDS
-    while place and not (place == first if "://" in place else Path(place, name).exists()):
-        if time.monotonic() > until:
-            return _UNSEEN
-        time.sleep(0.05)
-    return _SEEN if place else _NO_CACHE
 
 
 def configure_devices(num_devices: int | str, *, num_processes: int = 1) -> None:
