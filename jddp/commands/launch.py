@@ -23,7 +23,7 @@ from jddp.config.cli import Parser
 from jddp.config.permissions import expand
 from jddp.distributed.command import run_command
 from jddp.distributed.group import Launch
-from jddp.distributed.identity import check_address, loopback
+from jddp.distributed.identity import LOOPBACK, check_address
 from jddp.distributed.join import START
 from jddp.distributed.launcher import NodeRunner, supervise
 from jddp.ground.errors import UsageError
@@ -99,7 +99,7 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
     host, port = arguments.master_addr, arguments.master_port
     address, name = arguments.coordinator, "--coordinator"
     if host or port:
-        address, name = f"{host or loopback()}:{port or 29500}", "--master-addr:--master-port"
+        address, name = f"{host or LOOPBACK}:{port or 29500}", "--master-addr:--master-port"
     given = vars(arguments) | {"command": command}
     given["coordinator"] = None if address is None else check_address(address, name)
     launch = Launch(**{x.name: given[x.name] for x in fields(Launch) if given[x.name] is not None})

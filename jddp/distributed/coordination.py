@@ -37,14 +37,15 @@ import jax
 from jax._src import distributed, xla_bridge
 from jaxlib import _jax
 
-from jddp.distributed.exits import is_at_prompt
+from jddp.distributed.exits import in_shell
 from jddp.ground.errors import UsageError, refuse_differences
 from jddp.ground.typing import PyTree
 
-# Variables with the number of processes and of this process: of launchers, and of schedulers, which
-# do not count where a user types.
-_OF_LAUNCHERS = (("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"), ("WORLD_SIZE", "RANK"))
-_OF_SCHEDULERS = (
+# Variables with the number of processes and of this process. Schedulers, from the third pair on, do
+# not count where a user types.
+_NUMBERS = (
+    ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
+    ("WORLD_SIZE", "RANK"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
@@ -74,22 +75,17 @@ def explain_unjoined(environ: Mapping[str, str] = os.environ) -> tuple[str, str]
     Returns:
       None if there is no such job, or this process has joined it.
     """
-    is_in_pty = bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0)
-    is_interactive = is_at_prompt() or is_in_pty
-    for names in (*_OF_LAUNCHERS, *(() if is_interactive else _OF_SCHEDULERS)):
-        count, number = (environ.get(name, "") for name in names)
+    for name, rank in _NUMBERS[:2] if in_shell(environ) else _NUMBERS:
+        count, number = environ.get(name, ""), environ.get(rank, "")
         is_job = count.isdecimal() and number.isdecimal() and int(number) < int(count) > 1
         if is_job and jax.process_count() == 1:
-            what = (
-                f"{names[0]}={count}: a launcher has started {count} processes, of which this is "
-                f"number {number}, but it has not joined them: each would train by itself."
-            )
-            way_out = (
+            return (
+                f"{name}={count}: a launcher has started {count} processes, of which this is "
+                f"number {number}, but it has not joined them: each would train by itself.",
                 "Add two lines before JAX is used: `from jddp import distributed` and "
                 "`distributed.initialize(distributed.resolve_identity())`. To train by itself on "
-                f"purpose, unset {names[0]}."
+                f"purpose, unset {name}.",
             )
-            return what, way_out
     return None
 
 

@@ -10,7 +10,7 @@ here imports JAX, or takes long to import: signals are handled before anything e
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -79,6 +79,11 @@ def _report(error: BaseException) -> int:
 def is_at_prompt() -> bool:
     """Whether this is a Python prompt or a notebook, which continues when a call has ended."""
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+def in_shell(environ: Mapping[str, str]) -> bool:
+    """Whether a user types here: at a prompt, in a notebook, or in the shell of `srun --pty`."""
+    return is_at_prompt() or (bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0))
 
 
 def write_line(text: str) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jddp.distributed.exits import is_at_prompt
+from jddp.distributed.exits import in_shell
 from jddp.ground.errors import ConfigError
 
 Environ = Mapping[str, str]
@@ -33,6 +33,7 @@ VISIBLE = (NVIDIA, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 FIRST_PORT = 61440  # The ports that Linux assigns by itself are lower.
 NUM_PORTS = 4096
 LAUNCHED = "JDDP_LAUNCHED"  # Set by jddp: JAX's variables count under any scheduler.
+LOOPBACK = "127.0.0.1"
 KUBERNETES_PORT = 8476  # Each pod has its own address.
 
 
@@ -98,16 +99,6 @@ def is_number(text: str) -> bool:
 def shown(text: str) -> str:
     """The value of a variable for a message: quoted, and shortened."""
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
-
-
-def loopback() -> str:
-    """The loopback address of this host: 127.0.0.1, or [::1] if it has no other."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as here:
-            here.bind(("127.0.0.1", 0))
-    except OSError:
-        return "[::1]"
-    return "127.0.0.1"
 
 
 def check_address(address: str, name: str) -> str:
@@ -240,19 +231,14 @@ def resolve_identity(
       ConfigError: If numbers are incomplete or out of range.
     """
     if is_interactive is None:
-        # A user types at a prompt, in a notebook, or in the shell of `srun --pty`.
-        is_in_pty = bool(environ.get("SLURM_PTY_PORT")) and os.isatty(0)
-        is_interactive = is_at_prompt() or is_in_pty
+        is_interactive = in_shell(environ)
     half_set = None
     for source in (jax_variables, torchrun, *(() if is_interactive else SCHEDULERS)):
         try:
-            identity = source(environ)
+            if (identity := source(environ)) is not None:
+                return identity
         except HalfSetError as error:
             half_set = half_set or error
-            continue
-        if identity is None:
-            continue
-        return identity
     if half_set is not None:
         raise half_set
     is_in_slurm = environ.get("SLURM_JOB_ID")
@@ -289,7 +275,7 @@ def open_mpi(environ: Environ) -> Identity | None:
 
     def address() -> str | None:
         if environ.get(OPEN_MPI.num_local) == environ[OPEN_MPI.num_processes] and job:
-            return f"{loopback()}:{port_of(job)}"
+            return f"{LOOPBACK}:{port_of(job)}"
         if first := _first_of_slurm(environ):
             return first
         # The daemons are numbered, and the launcher has 0. mpirun ends the other processes.
@@ -320,7 +306,9 @@ def slurm(environ: Environ) -> Identity | None:
         return None
     hosts = list_hosts(environ["SLURM_STEP_NODELIST"])
     environ_of_step = {**environ, SLURM.num_local: _num_sharing(environ, hosts)}
-    return identify(environ_of_step, SLURM, lambda: _of_step(environ, hosts), "Slurm")
+    # Slurm sorts the hosts of a step, and numbers tasks in that order. Each step has its port.
+    step = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
+    return identify(environ_of_step, SLURM, lambda: f"{hosts[0]}:{port_of(step)}", "Slurm")
 
 
 def kubernetes(environ: Environ) -> Identity | None:
@@ -364,22 +352,6 @@ def _first_of_slurm(environ: Environ) -> str | None:
     nodes = environ.get("SLURM_JOB_NODELIST")
     job = environ.get("SLURM_JOB_ID")
     return f"{list_hosts(nodes)[0]}:{port_of(f'{job}.')}" if nodes and job else None
-
-
-def _of_step(environ: Environ, hosts: list[str]) -> str:
-    """Host of the first task of a step, and a port for each step.
-
-    Slurm sorts the hosts of a step, and numbers tasks in that order, except in a heterogeneous job.
-    """
-    first = hosts[0]
-    mine = environ.get("SLURMD_NODENAME", first)
-    if environ[SLURM.process_id] == "0" and mine != first:
-        raise ConfigError(
-            f"process 0 is on {mine}, but Slurm's variables name {first} for the others: set "
-            f"{ADDRESS} to {mine}:port, for all processes."
-        )
-    step = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
-    return f"{first}:{port_of(step)}"
 
 
 def _num_sharing(environ: Environ, hosts: list[str]) -> str:

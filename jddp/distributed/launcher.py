@@ -28,7 +28,7 @@ from jddp.distributed.failure_file import (
     write_failure,
 )
 from jddp.distributed.group import CONSOLE, POLL_SECONDS, Group, Launch, Place
-from jddp.distributed.identity import JOB, loopback
+from jddp.distributed.identity import JOB, LOOPBACK
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import (
     Member,
@@ -204,7 +204,7 @@ class Nodes:
 
     def _choose_port(self) -> str:
         """host:port at which the processes connect: a port of node 0 that is free now."""
-        host, _, port = (self._launch.coordinator or f"{loopback()}:0").rpartition(":")
+        host, _, port = (self._launch.coordinator or f"{LOOPBACK}:0").rpartition(":")
         above = range(int(port) + 1, min(int(port) + _NUM_PORTS, 2**16))
         *ports, last = above if self._launch.num_nodes > 1 else [int(port)]
         for number in ports:

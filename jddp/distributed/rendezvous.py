@@ -19,7 +19,6 @@ import math
 import os
 import resource
 import socket
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -45,8 +44,6 @@ _SEND_SECONDS = 5.0
 _PROBES = 4  # Unanswered probes until a connection is lost.
 _PLURALS = {"process": "processes", "node": "nodes"}
 _SHOWN = 8  # Numbers of missing members in a message.
-_SPARE_FILES = 256  # Files of libraries, and connections of other programs.
-_FILES_PER_MEMBER = 2  # A connection to the process itself, and one to JAX's service.
 
 
 class Connection:
@@ -307,8 +304,7 @@ class RendezvousServer:
           is_last: Whether to stop listening before the members get their answers, to free the port.
 
         Raises:
-          CoordinatorError: If members are missing, or there are more than the limit of open files.
-            The other members raise it too.
+          CoordinatorError: If members are missing. The other members raise it too.
           ProcessMismatchError: If two members have the same number, or different settings. The
             other members raise it too.
         """
@@ -334,7 +330,7 @@ class RendezvousServer:
     def _wait_for_all(self, mine: Member, seconds: float) -> dict[int, JsonObject]:
         until = time.monotonic() + seconds
         notice = Notice()
-        allow_connections(mine.count)
+        allow_connections()
         while True:
             members = [mine, *self._members().values()]
             self._refuse_mismatch(members)
@@ -437,21 +433,8 @@ def _refuse(client: Connection, error: Error) -> None:
     client.send({"error": str(error), "is_missing": isinstance(error, CoordinatorError)})
 
 
-def allow_connections(num: int) -> None:
-    """Raises the soft limit of open files: 1,024 in many shells, and 256 on macOS.
-
-    Raises:
-      CoordinatorError: If the hard limit is lower than this number of connections.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = (sys.maxsize if x == resource.RLIM_INFINITY else x for x in (soft, hard))
-    wanted = _FILES_PER_MEMBER * num + _SPARE_FILES
-    if soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            soft = min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if hard < num:
-        raise CoordinatorError(
-            f"{num} connections need as many open files, but the limit here is {hard}. Raise it: "
-            f"ulimit -n {wanted} (or the hard limit of the service that starts the job)."
-        )
+def allow_connections() -> None:
+    """Raises the soft limit of open files to the hard one: it is 1,024 in many shells."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from clusters.hosts import refuse_without
 from faults.jobs import FEW, assert_alike, result, saved_steps, train_command, variables_of
 from runs import ROOT, compiling_as_here, environment, free_port, wait_until
 
@@ -720,20 +718,6 @@ def test_a_job_killed_in_each_process_hung_and_signalled_resumes_bitwise_identic
     assert "resumed from step" in done.out
     undisturbed = golden("train.num_steps=600", num_processes=2)
     assert result(jobs, "disturbed") == result(undisturbed.run_dir, ".")
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_a_host_with_the_address_of_loopback_of_ipv6_alone_starts_a_job(folder):
-    refuse_without("ip", "unshare")
-    (folder / "waits.py").write_text(WAITS)
-    alone = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo; exec "
-    arguments = [sys.executable, "-m", "jddp.launch", "--num-processes", "2", "waits.py"]
-    command = ["unshare", "--net", "sh", "-c", alone + shlex.join(arguments)]
-    pipes = {"capture_output": True, "text": True, "timeout": SECONDS}
-    done = subprocess.run(command, cwd=folder, env=environment(), **pipes)
-    assert done.returncode == 0, done.stderr
-    assert (folder / "begun-0").exists()
 
 
 @pytest.mark.processes
