@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jddp.ground.typing import JsonObject
-from jddp.zoo.models.gpt import GPT
 from jddp.zoo.models.resnet import BottleneckBlock, ResNet
-from jddp.zoo.models.vit import ViT
+from jddp.zoo.models.transformer import GPT, ViT
 
 Tensors = dict[str, np.ndarray]  # Arrays by their names in a state dict, or by their paths in Flax.
 

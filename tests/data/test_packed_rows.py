@@ -14,8 +14,7 @@ import jddp
 from jddp.data.sources.tokens import PackedExamples
 from jddp.ground.errors import ConfigError
 from jddp.zoo.losses import next_token
-from jddp.zoo.models.gpt import GPT, positions_in
-from jddp.zoo.models.transformer import Block
+from jddp.zoo.models.transformer import GPT, Block, positions_in
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 

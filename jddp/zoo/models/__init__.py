@@ -19,11 +19,9 @@ from flax import nnx
 
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import accepted_names, check_arguments, did_you_mean, look_up
-from jddp.zoo.models.cnn import CNN, CNN_NNX
-from jddp.zoo.models.gpt import GPT, gpt2
-from jddp.zoo.models.mlp import MLP, Tabular
 from jddp.zoo.models.resnet import ResNet, resnet18, resnet50
-from jddp.zoo.models.vit import ViT, vit_b16
+from jddp.zoo.models.small import CNN, CNN_NNX, MLP, Tabular
+from jddp.zoo.models.transformer import GPT, ViT, gpt2, vit_b16
 
 Module = nn.Module | nnx.Module
 

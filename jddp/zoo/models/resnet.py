@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from jddp.ground.errors import check_choice
-from jddp.zoo.models.cnn import Mask
+from jddp.zoo.models.small import Mask
 
 _Layer = Callable[..., Callable[..., Array]]
 
