@@ -73,7 +73,7 @@ from jddp.ground.typing import (
     Settings,
     Shaped,
 )
-from jddp.modules.functional import refuse_constants
+from jddp.modules.base import refuse_constants
 from jddp.modules.rows import as_arrays
 from jddp.reduce.plan import BucketPlan
 

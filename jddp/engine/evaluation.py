@@ -36,8 +36,8 @@ from jddp.engine.state import Inputs, TrainState, Values, by_path, name_of, wide
 from jddp.engine.step import Step
 from jddp.ground.errors import ConfigError, UsageError, check_choice
 from jddp.ground.typing import Batch, Batches, LossFn, Metrics, ModelState, Params, PyTree, Tree
+from jddp.modules.base import name_arguments
 from jddp.modules.forward import mask_of, run_forward
-from jddp.modules.functional import name_constants, name_key
 from jddp.modules.metrics import Sum, Sums, Totals, count_valid_rows
 from jddp.modules.rows import as_arrays, check_rows, count_rows
 
@@ -209,7 +209,7 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
         # Folded with batch and replica: with one key, a model that samples while it is evaluated
         # would use the same numbers for every batch.
         key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
-        named = name_key(name_constants(function, inputs.constants), key)
+        named = name_arguments(function, inputs.constants, key)
         model = step.model
         outputs = read(lambda x: model.evaluate(named, *model.whole(*x), inputs.rows, key))
         for x in jax.tree.leaves(outputs):

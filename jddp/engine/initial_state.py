@@ -47,8 +47,7 @@ from jddp.engine.state import (
 from jddp.engine.step import Step
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.ground.typing import ModelState, Params, PyTree, Shaped, Tree
-from jddp.modules.base import freeze, thaw
-from jddp.modules.functional import name_constants, name_key
+from jddp.modules.base import freeze, name_arguments, thaw
 from jddp.reduce.reducer import unless_set
 from jddp.reduce.shards import Division
 
@@ -229,8 +228,7 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         # equal bits. PyTorch DDP broadcasts the parameters of rank 0.
         key = jax.random.key(seed)
         if params is None or (model_state is None and inputs.rows is not None):
-            loss_fn = name_constants(step.backward.loss_fn, inputs.constants)
-            loss_fn = name_key(loss_fn, key)
+            loss_fn = name_arguments(step.backward.loss_fn, inputs.constants, key)
             made, made_state = step.model.init(loss_fn, key, inputs.rows)
             params = made if params is None else params
             model_state = made_state if model_state is None else model_state

@@ -276,32 +276,26 @@ def refuse_constants(*functions: LossFn) -> None:
         )
 
 
-def name_constants(loss_fn: LossFn, constants: PyTree) -> LossFn:
-    """The loss, with `constants` passed if it names them.
+def name_arguments(loss_fn: LossFn, constants: PyTree, key: jax.Array) -> LossFn:
+    """The loss, with `constants` passed if it names them, and a key of its own if it names `key`.
+
+    A `key` with a default other than None, such as a column's name, belongs to the loss. The key is
+    the stream "loss" of the model's: another in every step, replica and micro-batch.
 
     Raises:
       UsageError: If the loss needs constants, and there are none.
     """
-    parameter = inspect.signature(loss_fn).parameters.get("constants")
-    if parameter is None or (constants is None and parameter.default is not parameter.empty):
-        return loss_fn
-    if constants is None:
+    defaults = {name: x.default for name, x in inspect.signature(loss_fn).parameters.items()}
+    needed = inspect.Parameter.empty
+    if constants is None and defaults.get("constants") is needed:
         raise UsageError(
             "loss_fn names `constants`, and was given none. Pass constants=, a tree of arrays, to "
             "init, step and evaluate; or take ddp.with_constants(constants)."
         )
-    return functools.partial(loss_fn, constants=constants)
-
-
-def name_key(loss_fn: LossFn, key: jax.Array) -> LossFn:
-    """The loss, with a key of its own passed if it names `key`, without a value or with None.
-
-    It is the stream "loss" of the model's key: another in every step, replica and micro-batch.
-    """
-    parameter = inspect.signature(loss_fn).parameters.get("key")
-    if parameter is None or parameter.default not in (parameter.empty, None):
-        return loss_fn  # A `key` with a default, such as a column's name, belongs to the loss.
-    return functools.partial(loss_fn, key=stream(key, "loss"))
+    given = {} if constants is None or "constants" not in defaults else {"constants": constants}
+    if defaults.get("key", "") in (needed, None):
+        given["key"] = stream(key, "loss")
+    return functools.partial(loss_fn, **given) if given else loss_fn
 
 
 def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:

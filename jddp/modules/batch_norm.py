@@ -101,8 +101,7 @@ class Sync:
 def give_axis(layer: Any, path: str, sync: Sync, *, is_synced: bool) -> None:
     """Lets a model library's copy of batch norm average over replicas by itself, or not."""
     name_axis(layer, path, sync, is_synced=is_synced)
-    is_grouped = is_synced and sync.groups is not None
-    if is_grouped and getattr(layer, "axis_index_groups", None) is None:
+    if is_synced and sync.groups is not None and getattr(layer, "axis_index_groups", None) is None:
         if not hasattr(layer, "axis_index_groups"):
             raise ConfigError(
                 f"{path!r} is a batch norm of its own that knows no groups of replicas. Leave "

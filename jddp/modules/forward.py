@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import Followed, axes_of, follow
 from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree, Tree
-from jddp.modules.base import STATISTICS, FlaxModel, name_constants, name_key
+from jddp.modules.base import STATISTICS, FlaxModel, name_arguments
 from jddp.modules.batch_norm import Sync
 from jddp.modules.metrics import Mean, Metric, Sums, mask_in, weigh
 from jddp.modules.rows import count_rows
@@ -104,7 +104,7 @@ def run_forward(
     Raises:
       ConfigError: If the loss or a metric has another number of rows.
     """
-    loss_fn = name_key(name_constants(loss_fn, constants), key)
+    loss_fn = name_arguments(loss_fn, constants, key)
     arguments = (*model.whole(params, model_state), batch, key)
     if train:
         outputs, written = model.train(loss_fn, *arguments)

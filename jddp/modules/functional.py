@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jddp.ground.errors import ConfigError, check_choice
 from jddp.ground.numbers import half_precision
-from jddp.modules.base import FlaxModel, Frozen, name_constants, name_key, refuse_constants, stream
+from jddp.modules.base import FlaxModel, Frozen
 from jddp.modules.batch_norm import Sync
 from jddp.modules.linen import LinenModel, synced_linen
 from jddp.modules.nnx import NnxModel, sync_nnx
@@ -27,8 +27,6 @@ from jddp.modules.nnx import NnxModel, sync_nnx
 MODES = ("sync", "broadcast", "local")
 REDUCTIONS = ("mean", "sum", "first")
 OWN = "per_replica"
-
-__all__ = ["FlaxModel", "functional", "name_constants", "name_key", "refuse_constants", "stream"]
 
 
 def functional(

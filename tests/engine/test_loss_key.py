@@ -12,7 +12,7 @@ from sweeps import swept
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.modules.functional import stream
+from jddp.modules.base import stream
 
 REPLICAS = 4
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels

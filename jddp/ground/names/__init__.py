@@ -286,11 +286,9 @@ def choose_mode(metric: str, mode: str, *, key: str) -> str:
     check_choice(key, mode, MODES)
     chosen = direction_of(metric) if mode == "auto" else mode
     if chosen is None:
-        near = difflib.get_close_matches(metric.lower(), sorted(DIRECTIONS), n=1, cutoff=0.8)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"{key} 'auto': the name {metric!r} does not show whether larger or smaller is better."
-            f"{meant} Set {key} to 'max' or 'min'."
+            f"{key} 'auto': the name {metric!r} does not show whether larger or smaller is better. "
+            f"Set {key} to 'max' or 'min'."
         )
     return chosen
 
