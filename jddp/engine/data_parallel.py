@@ -55,10 +55,9 @@ from jddp.ground.names import refuses_unknown
 from jddp.ground.names.plugins import tool
 from jddp.ground.names.synonyms import OF_DATA_PARALLEL
 from jddp.ground.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree, Shown
-from jddp.modules.base import Frozen, thaw
+from jddp.modules.base import Frozen, outputs, thaw
 from jddp.modules.batch_norm import Sync
 from jddp.modules.functional import functional
-from jddp.modules.inputs import outputs
 from jddp.modules.rows import as_arrays
 from jddp.reduce.plan import BucketPlan
 

@@ -36,14 +36,15 @@ from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layou
 from jddp.engine.step import EVERY_STEP, Averaged, Placement, Replicas, Synchronization
 from jddp.engine.view import View
 from jddp.ground.errors import ConfigError
+from jddp.ground.numbers import half_precision
 from jddp.ground.typing import ModelState, Params, Path, PyTree, Shaped
 from jddp.modules.base import FlaxModel
 from jddp.reduce.backward import Finished
-from jddp.reduce.hooks import CommHook, as_is
+from jddp.reduce.hooks import CommHook
 from jddp.reduce.lazy import Lazy
 from jddp.reduce.packing import BucketLayout, Packed, average_of_shards, choose_packing
 from jddp.reduce.plan import BucketPlan
-from jddp.reduce.reducer import Reducer, bucket_sizes, choose_layout, make_reducer
+from jddp.reduce.reducer import Reducer, bucket_sizes, choose_layout
 from jddp.reduce.shards import Groups, divided_dim
 from jddp.reduce.units import Gather
 
@@ -417,9 +418,9 @@ def choose_reducer(
     overlap = reduction.overlap if sends else False
     layout, overlaps = choose_layout(reduction.layout, overlap, lambda: platform(mesh))
     packed = strategy.packed(layout, reduction.hook, mesh)
-    seen = unscaled if is_scaled else as_is
-    sizes = bucket_sizes(reduction.bucket_mb)
-    reducer = make_reducer(axis_of(mesh), packed, sizes, reduction.wire_dtype, seen)
+    wire_dtype = half_precision("wire_dtype", reduction.wire_dtype)
+    sizes, seen = bucket_sizes(reduction.bucket_mb), unscaled if is_scaled else None
+    reducer = Reducer(axis_of(mesh), sizes, *packed, wire_dtype, seen)
     if isinstance(strategy, FSDP) and (size := strategy.groups(mesh.size).size) > 1:
         reducer = dataclasses.replace(
             reducer, is_divided=lambda shape: divided_dim(shape, size) is not None

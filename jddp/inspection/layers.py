@@ -9,7 +9,7 @@ from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import make_predict
 from jddp.engine.state import Inputs, TrainState
 from jddp.ground.typing import Batch
-from jddp.modules.inputs import outputs
+from jddp.modules.base import outputs
 
 Layers = dict[str, dict[str, float]]
 

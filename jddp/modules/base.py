@@ -1,4 +1,4 @@
-"""The interface of a model to a step, which Linen and NNX each implement; and calls of a loss.
+"""The interface of a model to a step, which Linen and NNX implement; calls of losses and models.
 
 Parameters that are not trained are kept with the other state of a model, in its collection
 "params". So code that works on `state.params` leaves them alone: they are not differentiated, sent,
@@ -10,6 +10,9 @@ also calls for its boxes and logical names). In a replica's program every array 
 refuses any constraint on it. JAX has no interceptor for constraints. So the function
 `jax.lax.with_sharding_constraint` is replaced once, when the first model is run. The new function
 calls the old one, except in a thread and context where constraints are left out.
+
+`call_model` passes a model the arrays of a batch that its `__call__` takes: inputs, and others by
+name. Losses by name call models in this way, and so do predictions that name no function.
 """
 
 import abc
@@ -337,3 +340,60 @@ def is_saved(values: PyTree) -> TypeGuard[Saved]:
     """Whether these are fields of a state, as a checkpoint or an export has them."""
     fields = {"params", "model_state", "ema_params", "ema_state"}
     return isinstance(values, Mapping) and {"params"} <= values.keys() <= fields
+
+
+Model = Callable[..., Any]  # A bound Linen module, or an NNX module in the right mode.
+ArrayBatch = Mapping[str, jax.Array]
+
+# Names that modules have for the argument of training or evaluation, with its value in training.
+_MODES = {"train": True, "training": True, "is_training": True, "deterministic": False}
+
+# Arrays of a batch that a model gets besides its inputs, and the way out if it does not take one.
+_NEEDED = {
+    "categories": "Choose model.name=tabular, or leave the categorical columns out.",
+    "segments": "Choose model.name=gpt, or data.kwargs.documents=mask.",
+}
+
+
+def call_model(
+    model: Model,
+    inputs: jax.Array,
+    train: bool,
+    mask: jax.Array | None = None,
+    **needed: jax.Array | None,
+) -> Any:
+    """The model's outputs, in training or evaluation mode.
+
+    The mode is passed as `train`, `training`, `is_training` or `deterministic`, if `__call__` has
+    such an argument. The mask of valid rows is passed as `mask`, for batch norms, if it has that
+    argument. The categories of a table are passed as `categories`, and the documents of a packed
+    row as `segments`.
+
+    Raises:
+      ConfigError: If there are categories or segments, and the model has no argument for them.
+    """
+    parameters = inspect.signature(model).parameters
+    given = {name: x for name, x in needed.items() if x is not None}
+    if unknown := [name for name in given if name not in parameters]:
+        raise ConfigError(
+            f"The batch holds {unknown[0]}, and the model has no argument {unknown[0]!r} in "
+            f"__call__. {_NEEDED[unknown[0]]}"
+        )
+    options: dict[str, Any] = {name: train == value for name, value in _MODES.items()}
+    if mask is not None:
+        options["mask"] = mask
+    options |= given
+    return model(inputs, **{name: x for name, x in options.items() if name in parameters})
+
+
+def outputs(model: Model, batch: ArrayBatch) -> Any:
+    """The outputs of a model in evaluation mode for the inputs of one of these losses."""
+    for name in ("image", "tokens", "x"):
+        if name in batch:
+            inputs = batch[name][:, :-1] if name == "tokens" else batch[name]
+            needed = {name: batch.get(name) for name in _NEEDED}
+            return call_model(model, inputs, False, **needed)
+    raise ConfigError(
+        f"The batch holds {', '.join(batch)}, of which none is known for the model's inputs. Give "
+        "predict a function(model, batch)."
+    )

@@ -15,7 +15,7 @@ from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 from jddp.modules import batch_norm
 from jddp.modules.base import FlaxModel, is_saved, report_axes
 from jddp.modules.batch_norm import Sync
-from jddp.modules.precision import CASTS, with_casts
+from jddp.modules.precision import CASTS, derived, with_casts
 
 
 class NnxModel(FlaxModel):
@@ -135,7 +135,7 @@ def sync_nnx(module: nnx.Module, sync: Sync, *, is_synced: bool = True) -> None:
 
 
 @functools.cache
-def _synced_class(cls: Any, sync: Sync, is_synced: bool) -> type:
+def _synced_class(cls: Any, sync: Sync, is_synced: bool) -> Any:
     def call(
         self: Any, x: Array, use_running_average: bool | None = None, *, mask: Array | None = None
     ) -> Array:
@@ -151,7 +151,7 @@ def _synced_class(cls: Any, sync: Sync, is_synced: bool) -> type:
         object.__setattr__(self, "axis_name", named)
         return y
 
-    return type(cls.__name__, (cls,), {"__call__": call})
+    return derived(cls, __call__=call)
 
 
 def _normalize(

@@ -177,6 +177,12 @@ def _inputs_to_keep(run: Callable[[Casts], Any], dtype: np.dtype) -> Container[i
     return each if fits(each) else ()
 
 
+def derived(cls: Any, **methods: Callable[..., Any]) -> Any:
+    """Makes a subclass of the same name with other methods."""
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), {**named, **methods})
+
+
 @functools.cache
 def _casting_class(cls: Any) -> Any:
     """Makes a subclass whose methods are called through the casts of the loss that runs."""
@@ -190,8 +196,7 @@ def _casting_class(cls: Any) -> Any:
 
     found = {name: inspect.getattr_static(cls, name) for name in dir(cls) if _is_own(name)}
     methods = {name: casting(x) for name, x in found.items() if isinstance(x, FunctionType)}
-    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), {**named, **methods})
+    return derived(cls, **methods)
 
 
 def _cast_rows(layer: Any, call: Callable[..., Any], dtype: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,8 +224,7 @@ def _embedding_class(cls: Any) -> Any:
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return _cast_rows(layer, partial(cls.__call__, layer), layer.dtype, *args, **kwargs)
 
-    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), {**named, "__call__": call})
+    return derived(cls, __call__=call)
 
 
 def _is_own(name: str) -> bool:

@@ -232,8 +232,3 @@ def narrow(hook: CommHook) -> CommHook:
 def power_of_two_within(scale: float) -> float:
     """The largest power of two that is no more than `scale`."""
     return 2.0 ** math.floor(math.log2(scale))
-
-
-def as_is(hook: CommHook, units: Units) -> CommHook:
-    """The hook itself, which is called with gradients in any units."""
-    return hook

@@ -213,8 +213,7 @@ class Lazy:
             arrays, dims = [parts[i].array for i in places], [parts[i].dim for i in places]
             gather = functools.cache(functools.partial(self.gather, arrays, dims, dtype))
             for at, i in enumerate(places):
-                read = functools.partial(_entry, gather, at)
-                own = dataclasses.replace(parts[i], cast=None, whole=read)
+                own = dataclasses.replace(parts[i], cast=None, whole=_entry(gather, at))
                 narrow = parts[i].cast
                 found[i] = own if narrow is None else self._cast(own, narrow)
         return found
@@ -232,8 +231,8 @@ class Lazy:
         )
 
 
-def _entry(gather: Callable[[], list[jax.Array]], at: int) -> jax.Array:
-    return gather()[at]
+def _entry(gather: Callable[[], list[jax.Array]], at: int) -> Callable[[], jax.Array]:
+    return lambda: gather()[at]
 
 
 def _whole(x: Value) -> ArrayLike:

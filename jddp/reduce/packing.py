@@ -4,9 +4,8 @@
     ShardedLeaves    leaves cut into shards (`shards`); each replica gets its shard of the mean, and
                      an update in shards needs no more
 
-Only some hooks can reduce the arrays of a packing, so both are made together: `bucketed` for a hook
-that averages whole arrays, and `choose_packing` also for a reduce-scatter. The packing of logical
-replicas is `jddp.workbench.logical_replicas.RowsOfSums`.
+Only some hooks can reduce the arrays of a packing, so `choose_packing` makes both. The packing of
+logical replicas is `jddp.workbench.logical_replicas.RowsOfSums`.
 """
 
 import dataclasses
@@ -109,52 +108,42 @@ class ShardedLeaves(Packing):
 Packed = tuple[Packing, CommHook, str]
 
 
-def bucketed(layout: BucketLayout, hook: CommHook | None, *, on_network: bool = True) -> Packed:
-    """Returns whole leaves, and the hook that averages them: a checked custom hook, or the mean.
-
-    Args:
-      layout: "leaf" or "flat".
-      hook: A custom hook, or None.
-      on_network: Whether the devices may be of several processes. On one process, packing many
-        leaves saves less than it costs: XLA:CPU compiles a kernel for each leaf that is cut from a
-        vector, but only one for each shape of leaves that are sent as they are.
-
-    Raises:
-      ConfigError: If `hook` is no hook; in the step, if it returns a bucket or state of another
-        form.
-    """
-    if hook is None:
-        return Packing(layout, math.inf if on_network else MANY), narrow(mean_hook()), ""
-    if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
-        raise ConfigError(
-            f"The hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
-        )
-    check_choice("hook: on_resize", hook.on_resize, ON_RESIZE)
-    name = getattr(hook.reduce, "__name__", repr(hook.reduce))
-    return Packing(layout), _checked(narrow(hook), name), name
-
-
 def choose_packing(
     layout: BucketLayout,
     hook: CommHook | None,
-    platform: str,
+    platform: str = "",
     *,
-    on_network: bool,
-    is_sharded: bool,
+    on_network: bool = True,
+    is_sharded: bool = False,
 ) -> Packed:
-    """Returns a packing, its hook, and the name of a custom hook.
+    """Returns a packing, a hook for it (a checked custom hook, or the mean), and the hook's name.
 
     Args:
       layout: "leaf" or "flat".
       hook: A custom hook, or None.
       platform: The hardware.
-      on_network: Whether the devices are of several processes.
+      on_network: Whether the devices may be of several processes. On one process, packing many
+        leaves saves less than it costs: XLA:CPU compiles a kernel for each leaf that is cut from a
+        vector, but only one for each shape of leaves that are sent as they are.
       is_sharded: Whether a replica needs only its shard of the mean.
+
+    Raises:
+      ConfigError: If `hook` is no hook; in the step, if it returns a bucket or state of another
+        form.
     """
+    if hook is None and is_sharded:
+        return ShardedLeaves(layout), narrow(mean_hook(average_of_shards(platform))), ""
+    if hook is None:
+        max_packed = math.inf if on_network or platform != "cpu" else MANY
+        return Packing(layout, max_packed), narrow(mean_hook()), ""
+    if not (isinstance(hook, CommHook) and callable(hook.init) and callable(hook.reduce)):
+        raise ConfigError(
+            f"The hook is {type(hook).__name__}. Give a jddp.CommHook(init, reduce) of functions."
+        )
+    check_choice("hook: on_resize", hook.on_resize, ON_RESIZE)
     # A custom hook promises the mean of whole leaves. Each replica takes its shard of that mean.
-    if not is_sharded or hook is not None:
-        return bucketed(layout, hook, on_network=on_network or platform != "cpu")
-    return ShardedLeaves(layout), narrow(mean_hook(average_of_shards(platform))), ""
+    name = getattr(hook.reduce, "__name__", repr(hook.reduce))
+    return Packing(layout), _checked(narrow(hook), name), name
 
 
 def average_of_shards(platform: str, groups: Groups | None = None) -> TakeMean:

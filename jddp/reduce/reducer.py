@@ -37,8 +37,8 @@ from jddp.ground.errors import ConfigError, check_choice
 from jddp.ground.numbers import MEBIBYTE, half_precision
 from jddp.ground.typing import Grads, HookState, Params, PyTree
 from jddp.reduce.backward import Finished, Gradients
-from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, as_is, varies
-from jddp.reduce.packing import NOTES, BucketLayout, Packed, Packing, bucketed
+from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, varies
+from jddp.reduce.packing import NOTES, BucketLayout, Packing, choose_packing
 from jddp.reduce.plan import BucketPlan, plan_buckets
 from jddp.reduce.shards import Shape, unpack
 
@@ -54,7 +54,8 @@ class Reducer:
       hook: Hook that reduces packed buckets.
       hook_name: Name of a custom hook, for reports; "" for the mean.
       wire_dtype: Dtype to which wider floats are cast on the wire, or None.
-      seen: Function of the hook and the units of a step that returns the hook to call.
+      seen: Function of a custom hook and the units of a step that returns the hook to call; None
+        for the hook itself.
       is_divided: Function of a leaf's shape: whether the leaf is in no bucket, since it has been
         averaged already; None if all leaves are sent.
     """
@@ -65,7 +66,7 @@ class Reducer:
     hook: CommHook
     hook_name: str
     wire_dtype: np.dtype | None
-    seen: Callable[[CommHook, Units], CommHook] = as_is
+    seen: Callable[[CommHook, Units], CommHook] | None = None
     is_divided: Callable[[Shape], bool] | None = None
 
     def plan(self, tree: PyTree, ready: Sequence[int | None] | None = None) -> BucketPlan:
@@ -105,7 +106,11 @@ class Reducer:
         Returns:
           A tree like `grads`, the same on every replica; and the hook's new state.
         """
-        run, hook = grads.start(), self.seen(self.hook, units)
+        run, hook = grads.start(), self.hook
+        # The mean is linear: a loss scale passes through it. A custom hook may be nonlinear, or
+        # have state of other steps, so it is called without the scale.
+        if self.seen is not None and self.hook_name:
+            hook = self.seen(hook, units)
         done: dict[int, jax.Array] = {}
         flying: list[GradBucket] = []
         # All replicas follow the order of the plan, because each collective needs all of them. The
@@ -196,33 +201,6 @@ def bucket_sizes(bucket_mb: float | Sequence[float]) -> tuple[int, ...]:
     return tuple(max(1, int(size * MEBIBYTE)) for size in sizes)
 
 
-def make_reducer(
-    axis: str,
-    packed: Packed,
-    sizes: tuple[int, ...],
-    wire_dtype: DTypeLike | None,
-    seen: Callable[[CommHook, Units], CommHook] = as_is,
-) -> Reducer:
-    """Makes a `Reducer` from options as a user gives them.
-
-    Args:
-      axis: Name of the mapped axis.
-      packed: A packing with its hook, and the name of the hook.
-      sizes: Result of `bucket_sizes`.
-      wire_dtype: Dtype to which wider gradients are cast on the wire, or None.
-      seen: Function of the hook and the units of a step that returns the hook to call.
-
-    Raises:
-      ConfigError: If the dtype is unknown.
-    """
-    # The mean is linear: a loss scale passes through it. A custom hook may be nonlinear, or have
-    # state of other steps, so it is called without the scale.
-    packing, hook, name = packed
-    seen = seen if name else as_is
-    dtype = half_precision("wire_dtype", wire_dtype)
-    return Reducer(axis, sizes, packing, hook, name, dtype, seen)
-
-
 def average_gradients(
     axis: str = "data",
     bucket_mb: float | Sequence[float] = BUCKET_MB,
@@ -257,8 +235,8 @@ def average_gradients(
         all replicas.
     """
     chosen, _ = choose_layout(layout, False, jax.default_backend)
-    sizes = bucket_sizes(bucket_mb)
-    reducer = make_reducer(axis, bucketed(chosen, comm_hook), sizes, wire_dtype)
+    dtype = half_precision("wire_dtype", wire_dtype)
+    reducer = Reducer(axis, bucket_sizes(bucket_mb), *choose_packing(chosen, comm_hook), dtype)
 
     def init(params: Params) -> HookState:
         # Stateless hooks need no plan, and then any tree will do.

@@ -28,7 +28,7 @@ from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.ground.typing import Batches, JsonObject, LossFn, Metrics, PyTree, Record, Settings, Shown
-from jddp.modules.inputs import outputs
+from jddp.modules.base import outputs
 from jddp.trainer.reports.files import as_json, from_plain, to_plain
 from jddp.trainer.reports.lines import is_metric, plot
 from jddp.trainer.reports.run_directory import OWN_NAMES

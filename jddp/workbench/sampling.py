@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from jddp.config.schema import Config
 from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, UsageError
-from jddp.modules.inputs import ArrayBatch, Model, call_model
+from jddp.modules.base import ArrayBatch, Model, call_model
 from jddp.trainer.job.parts import find_source
 from jddp.trainer.options import check_counts
 from jddp.trainer.run import Callback, Run

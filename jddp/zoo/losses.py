@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import LossFn
-from jddp.modules.inputs import ArrayBatch, Model, call_model
+from jddp.modules.base import ArrayBatch, Model, call_model
 from jddp.modules.metrics import Mean, Metric
 
 

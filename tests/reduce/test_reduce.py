@@ -15,15 +15,16 @@ from states import equal
 
 import jddp
 from jddp.ground.errors import ConfigError
+from jddp.ground.numbers import half_precision
 from jddp.reduce.backward import Finished
-from jddp.reduce.packing import MANY, bucketed, choose_packing, exchange_mean, scatter_mean
+from jddp.reduce.packing import MANY, choose_packing, exchange_mean, scatter_mean
 from jddp.reduce.plan import BucketPlan, GatheredUnit, plan_buckets
 from jddp.reduce.reducer import (
     BUCKET_MB,
+    Reducer,
     bucket_sizes,
     choose_layout,
     compiler_options,
-    make_reducer,
 )
 
 MIB = 2**20
@@ -36,7 +37,8 @@ def reduction(
     """From a user's options; only these matter to a test."""
     chosen, _ = choose_layout(layout, False, lambda: platform)
     sizes = bucket_sizes(bucket_mb)
-    return make_reducer("data", bucketed(chosen, comm_hook), sizes, wire_dtype)
+    dtype = half_precision("wire_dtype", wire_dtype)
+    return Reducer("data", sizes, *choose_packing(chosen, comm_hook), dtype)
 
 
 def shape(size, dtype="float32"):

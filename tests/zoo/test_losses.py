@@ -12,7 +12,7 @@ from flax import nnx
 
 import jddp
 from jddp.ground.errors import ConfigError
-from jddp.modules.inputs import call_model
+from jddp.modules.base import call_model
 from jddp.zoo.losses import LOSSES, cross_entropy, mean_squared_error, next_token
 
 LOGITS = jnp.array([[2.0, 0.0, -1.0], [0.0, 0.0, 0.0], [1.0, 3.0, 2.0]])

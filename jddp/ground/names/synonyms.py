@@ -78,12 +78,8 @@ class Option(NamedTuple):
     names: list[str]
 
 
-def _read(row: str) -> Option:
-    argument, key, *names = row.split()
-    return Option(argument.strip("-"), key.strip("-"), names)
-
-
-OPTIONS = [_read(row) for row in _TABLE.strip().splitlines()]
+_ROWS = [row.split() for row in _TABLE.strip().splitlines()]
+OPTIONS = [Option(argument.strip("-"), key.strip("-"), names) for argument, key, *names in _ROWS]
 KEYS = {name: option.key for option in OPTIONS if option.key for name in option.names}
 
 

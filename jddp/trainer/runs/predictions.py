@@ -51,7 +51,7 @@ from jddp.trainer.job.parts import find_source
 from jddp.trainer.runs.opened import open_run
 from jddp.trainer.runs.saved import TRUST, config_in, is_trusted, kept_of_data, refusal
 
-INPUTS = ("image", "tokens", "x")  # Names that `jddp.modules.inputs.outputs` looks for.
+INPUTS = ("image", "tokens", "x")  # Names that `jddp.modules.base.outputs` looks for.
 OF_IMAGES = ("image_folder", "webdataset")  # sources of images that are files
 
 Arrays = Mapping[str, np.ndarray]

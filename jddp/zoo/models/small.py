@@ -149,12 +149,8 @@ class Tabular(nn.Module):
         inputs = [x]
         if categories is not None:
             for column, number in enumerate(self.num_categories):
-                embed = nn.Embed(number, width_of(number), dtype=self.dtype, name=f"embed_{column}")
+                width = min(MAX_WIDTH, (number + 1) // 2)
+                embed = nn.Embed(number, width, dtype=self.dtype, name=f"embed_{column}")
                 inputs.append(embed(categories[:, column]))
         joined = jnp.concatenate(inputs, axis=-1)
         return MLP(self.widths, self.num_classes, self.dtype, name="mlp")(joined)
-
-
-def width_of(num_categories: int) -> int:
-    """The width of an embedding: half as many numbers as categories, and 50 at most."""
-    return min(MAX_WIDTH, (num_categories + 1) // 2)
