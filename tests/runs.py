@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import jax
 
 import jddp
 from jddp.checkpoint import folders
+from jddp.distributed.group import without_gloo
 from jddp.distributed.identity import VARIABLES
 
 ROOT = Path(jddp.__file__).parents[1]
@@ -41,19 +43,40 @@ def free_port():
         return free.getsockname()[1]
 
 
-def run_job(command, *of_processes):
-    """Runs a command in a job of a process for each set of variables; returns what each wrote.
+def of_job(num_processes=2, **variables):
+    """The variables of each process of a job on this machine."""
+    address, count = f"127.0.0.1:{free_port()}", str(num_processes)
+    numbers = [(address, count, str(process)) for process in range(num_processes)]
+    return [variables | dict(zip(VARIABLES, each, strict=True)) for each in numbers]
 
-    That is pairs of the texts of both streams. Each process has to end with 0.
+
+def run_job(command, *of_processes):
+    """Runs a command in a job of a process for each set of variables."""
+    both = zip(of_job(len(of_processes)), of_processes, strict=True)
+    return run_all(command, [job | variables for job, variables in both], seconds=240)
+
+
+def run_module(module, folder, variables, seconds, *arguments):
+    """Runs `python -m module folder arguments` once with each set of variables."""
+    command = [sys.executable, "-m", module, folder, *arguments]
+    ends = run_all(command, [compiling_as_here() | each for each in variables], seconds)
+    return [
+        (b"".join(without_gloo(said.encode().splitlines(keepends=True))).decode(), errors)
+        for said, errors in ends
+    ]
+
+
+def run_all(command, variables, seconds):
+    """Runs a command once with each set of variables; returns pairs of the texts of both streams.
+
+    Each process has to end with 0.
     """
-    address, num = f"127.0.0.1:{free_port()}", str(len(of_processes))
-    processes = []
-    for number, variables in enumerate(of_processes):
-        given = dict(zip(VARIABLES, (address, num, str(number)), strict=True)) | variables
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(command, env=environment(**given), **streams))
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen(command, env=environment(**each), **streams) for each in variables
+    ]
     try:
-        ends = [process.communicate(timeout=240) for process in processes]
+        ends = [process.communicate(timeout=seconds) for process in processes]
     finally:
         for process in processes:
             process.kill()  # does nothing to one that has ended

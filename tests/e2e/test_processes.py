@@ -7,9 +7,8 @@ import sys
 
 import numpy as np
 import pytest
-from runs import ROOT, compiling_as_here, environment, records, run_job
+from runs import ROOT, compiling_as_here, environment, of_job, records, run_job, run_module
 from workers.job import train_everything
-from workers.start import of_job, run_module
 from workers.two import AT, BAD, LENGTH, train_through
 
 from jddp.checkpoint.folders import finished

@@ -4,9 +4,8 @@ import importlib.util
 
 import numpy as np
 import pytest
-from runs import free_port
+from runs import free_port, of_job, run_module
 from workers.against_torch import CASES, train_case, write_cases
-from workers.start import of_job, run_module
 
 # In one group: the processes run once for all tests.
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.xdist_group("torch")]

@@ -87,7 +87,7 @@ def test_n_devices_equal_one_device_for_every_pair_of_settings(
 
 # Statistics and random numbers beside parameters, and parameters of two names; scanned layers.
 QUICK = [("vae", "flat-ready"), ("tied_autoencoder", "flat-ready"), ("scanned_transformer", "fsdp")]
-OTHERS = {("graph_net", "zero1"), ("moe", "fsdp"), ("resnet_nnx", "fsdp"), ("seq2seq", "groups")}
+OTHERS = {("moe", "zero1"), ("moe", "fsdp"), ("diffusion", "groups")}
 
 
 def mark_of(example, strategy):

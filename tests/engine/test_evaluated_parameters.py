@@ -6,11 +6,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 from judge import host
 from states import close, equal
 from sweeps import swept
-from tiny import ConvNet, NnxConvNet, Of, loss_fn, make_batch
+from tiny import ConvNet, Of, loss_fn, make_batch
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
@@ -64,26 +63,6 @@ def test_batch_statistics_are_averaged_with_the_parameters(place):
     equal(ddp.model(state)["params"], ddp.model(state, "params")["params"])
 
 
-def test_statistics_of_an_nnx_module_are_averaged_and_its_counts_are_not():
-    class Counting(NnxConvNet):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.num_calls = nnx.BatchStat(jnp.int32(0))
-
-        def __call__(self, x, train=None):
-            self.num_calls[...] += 1
-            return super().__call__(x)
-
-    ddp = averaging(Counting(nnx.Rngs(0)))
-    state, want = ddp.init(0, BATCHES[0]), np.zeros(4)
-    for batch in BATCHES:
-        state, _ = ddp.step(state, batch)
-        want = DECAY * want + (1 - DECAY) * np.asarray(ddp.model(state).norm.mean[...])
-    got = ddp.model(state, "ema")
-    np.testing.assert_allclose(got.norm.mean[...], want, rtol=1e-5)
-    assert int(got.num_calls[...]) == 4
-
-
 def test_frozen_parameters_and_state_of_whole_numbers_have_no_average():
     ddp = averaging(frozen=["Dense_0/bias"])
     state = ddp.init(0, BATCHES[0])
@@ -121,16 +100,11 @@ def test_a_checkpoint_without_averaged_statistics_resumes_from_the_raw_ones(tmp_
 FREE = optax.contrib.schedule_free_sgd(0.5, warmup_steps=2)
 
 
-def only_kernels(params):
-    return jax.tree.map(lambda x: x.ndim > 1, params)
-
-
 OPTIMIZERS = {
     "ddp": (FREE, {}),
     "zero1": (optax.contrib.schedule_free_adamw(0.1), {"strategy": "zero1"}),
     "fsdp": (optax.contrib.schedule_free_adamw(0.1), {"strategy": "fsdp"}),
     "in a chain": (optax.chain(optax.clip(0.1), FREE), {"max_grad_norm": 0.5}),
-    "masked": (optax.masked(FREE, only_kernels), {"strategy": "zero1"}),
     "every second step": (optax.MultiSteps(FREE, 2), {}),
     "hyperparameters": (
         optax.inject_hyperparams(optax.contrib.schedule_free_sgd)(learning_rate=0.5),

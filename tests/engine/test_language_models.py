@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -11,7 +10,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.config.schema import Config
-from jddp.ground.errors import ConfigError, DataError, UsageError
+from jddp.ground.errors import ConfigError, DataError
 from jddp.trainer.job.build import train
 from jddp.workbench.sampling import SampleText, continue_text
 from jddp.workbench.tokenize import BYTES, write_tokens
@@ -101,47 +100,6 @@ def test_a_sample_is_in_the_terminal_the_records_and_the_page_and_is_that_of_pre
     assert [x for x in capsys.readouterr().out.splitlines() if x.startswith("sample 4  aba")]
     page = (tmp_path / "report.html").read_text()
     assert page.index("step 4</p><pre>aba") < page.index("step 2</p>")
-
-
-@pytest.mark.slow
-def test_a_sampled_run_has_the_parameters_of_another_also_after_it_resumes(folder, tmp_path):
-    def parameters(run_dir, num_steps, **sections):
-        model = {"name": "gpt", "kwargs": {**SIZES, "dropout_rate": 0.5}}
-        length = {"num_steps": num_steps, "eval_every_steps": 2}
-        schedule = {"name": "adam", "schedule": {"name": "constant_schedule"}}
-        given = {"model": model, "train": length, "optimizer": schedule, **sections}
-        return jax.device_get(train(config_of(folder, run_dir, **given)).state.params)
-
-    want = parameters(None, 4)
-    sampling = {"callbacks": sampled("ab")}
-    parameters(tmp_path, 2, **sampling)
-    for found in (parameters(None, 4, **sampling), parameters(tmp_path, 4, **sampling)):
-        jax.tree.map(np.testing.assert_array_equal, found, want)
-
-
-REFUSED = {
-    "longer than what the model sees": ({"num_tokens": 9}, "num_tokens is 9, .* 8 tokens. Give at"),
-    "no token": ({"prompt": ""}, "The prompt has 0 tokens"),
-    "a seed": ({"seed": -1}, "seed -1"),
-    "no file": ({"tokenizer": "no.json"}, "no.json: not a Hugging Face tokenizer file"),
-}
-
-
-@pytest.mark.parametrize("kwargs, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_sampled_is_refused_before_the_first_step(folder, kwargs, message):
-    with pytest.raises((ConfigError, UsageError), match=message) as caught:
-        train(config_of(folder, train=EVALUATED, callbacks=sampled("a", **kwargs)))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_tokens_that_are_not_bytes_need_their_tokenizer(folder):
-    model = {"name": "gpt", "kwargs": {**SIZES, "vocab_size": 300}}
-    with pytest.raises(ConfigError, match="the model scores 300 tokens, and bytes are 256. Give"):
-        train(config_of(folder, model=model, callbacks=sampled("a")))
-    given = sampled("a", tokenizer="bytes")
-    run = train(config_of(folder, model=model, callbacks=given))
-    assert any("sample" in record for record in run.history)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """A step on logical replicas is bitwise identical on any number of devices."""
 
-import functools
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +10,7 @@ from jax import lax
 from judge import BUCKET_MB, host, joined, sent
 from models import GALLERY
 from sweeps import swept
-from tiny import MODELS, NUM_CLASSES, Of, loss_fn, make_batch
+from tiny import MODELS, Of, loss_fn, make_batch
 
 import jddp
 from jddp.ground.errors import ConfigError
@@ -65,42 +62,8 @@ def assert_same_bits(numbers=(1, 2, 8), **options):
         assert [path for path in want if got[path] != want[path]] == [], num
 
 
-def softmax(m, x, train):
-    return nn.Dense(NUM_CLASSES)((nn.softmax(nn.Dense(8)(x)) * x).sum(1))
-
-
-@jax.jit
-def masked_mean(x, mask):
-    return (x * mask).sum(0) / mask.sum()
-
-
-def centred(m, x, train):
-    """Minus a masked mean over rows: a scalar divides once forward and once backward."""
-    hidden, mask = nn.Dense(8)(x.reshape(len(x), -1)), (x[:, 0, :1] > 0).astype(jnp.float32)
-    return nn.Dense(NUM_CLASSES)(hidden - masked_mean(hidden, mask)[None])
-
-
-# On one device XLA merged equal operations later than on several, so that divisions by these sums
-# became multiplications on one of them.
-@pytest.mark.slow
-@pytest.mark.parametrize("function", swept([softmax, centred], every=2), ids=lambda f: f.__name__)
-def test_gradients_of_a_division_by_a_sum_are_bitwise_equal_on_one_device(
-    function, as_users_compile
-):
-    batch = {**make_batch(96), "x": np.random.default_rng(0).normal(size=(96, 12, 8))}
-    batch["x"], found = batch["x"].astype(np.float32), []
-    for num in (1, 2):
-        ddp = wrapped(num, Of(function), optimizer=optax.sgd(0.1))
-        found.append(bits(ddp.gradients(ddp.init(3, batch), batch)))
-    assert found[0] == found[1]
-
-
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
-# Those that need a line search or a value of the loss are left out.
-NAMES = """
-    adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars
-    lion nadam nadamw novograd optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3 yogi
-"""
+NAMES = "adafactor adam adamw lamb lion novograd rmsprop sm3"
 OPTIMIZERS = {name: getattr(optax, name)(1e-2) for name in NAMES.split()} | {
     "noisy_sgd": optax.noisy_sgd(1e-2, key=0),
     "clipped momentum": optax.chain(optax.clip_by_global_norm(0.1), MOMENTUM),
@@ -110,53 +73,15 @@ OFTEN = ("adam", "lamb", "nesterov")
 ALL = [x if x in OFTEN else pytest.param(x, marks=pytest.mark.long) for x in OPTIMIZERS]
 
 
-def odd(num_outputs):
-    return {"model": Of(functools.partial(one_layer, num_outputs)), "loss": squares}
-
-
-def one_layer(num_outputs, m, x, train):
-    return nn.Dense(num_outputs)(x)
-
-
 def squares(model, batch, train):
     return jnp.square(model(batch["x"], train=train)).sum(-1)
-
-
-def optimizer_fusions(num):
-    """Operations of each fused computation of the compiled step that has some of the optimizer."""
-    ddp = wrapped(num, optimizer=MOMENTUM, **odd(5))
-    ddp.init(0, BATCHES[0])
-    bodies = re.findall(r"^%?\S*fused\S* [^\n]*\{\n(.*?)^\}", compiled_text(ddp), re.S | re.M)
-    fused = [body for body in bodies if "optimizer_update" in body]
-    return sorted(sorted(re.findall(r"= \S+ ([\w-]+)\(", body)) for body in fused)
-
-
-def compiled_text(ddp):
-    return ddp.steps.lower(BATCHES[0]).compile().as_text()
-
-
-# Which product of `gradient / count + momentum * 0.9` is rounded depended on what it was fused
-# with, though not on every processor.
-@pytest.mark.slow
-def test_the_optimizer_is_compiled_alike_and_with_nothing_else_on_any_number_of_devices(
-    as_users_compile,
-):
-    one, *others = map(optimizer_fusions, (1, 2, 4, 8))
-    assert one
-    assert all(operations == one for operations in others)
-    assert not any("slice" in operations for operations in one)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_outputs", swept([3, 5, 6], every=3))
-def test_momentum_of_odd_sizes_is_bitwise_equal(num_outputs, as_users_compile):
-    assert_same_bits(optimizer=MOMENTUM, evaluated=BATCHES, **odd(num_outputs))
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_any_optimizer_is_bitwise_equal_with_odd_sizes(name, as_users_compile):
     numbers = (1, 8) if name in OFTEN else (1, 2, 4, 8)
-    assert_same_bits(numbers, optimizer=OPTIMIZERS[name], evaluated=BATCHES, **odd(5))
+    odd = {"model": Of(lambda m, x, train: nn.Dense(5)(x)), "loss": squares}
+    assert_same_bits(numbers, optimizer=OPTIMIZERS[name], evaluated=BATCHES, **odd)
 
 
 OPTIONS = {
@@ -170,7 +95,7 @@ OPTIONS = {
     "momentum": {"optimizer": MOMENTUM, "skip_nonfinite": True},
     **{name: {"model": MODELS[name](dropout_rate=0.2)} for name in MODELS},
 }
-OF_OTHERS = ["scanned_transformer", "lstm_tagger", "resnet_nnx", "seq2seq"]
+OF_OTHERS = ["scanned_transformer", "moe"]
 QUICK = ["mlp", "conv", "scanned_transformer", "parts, clipping, an average", "no power of two"]
 
 
@@ -256,9 +181,3 @@ def test_however_many_carry_numbers_their_sum_is_the_same_to_the_bit(num):
         sums.add(np.asarray(add_in_pairs(jnp.concatenate(rows))).tobytes())
     assert len(sums) == 1
     assert num < 12 or sums != {np.cumsum(values)[-1].tobytes()}  # one after the other
-
-
-def test_a_share_that_is_a_power_of_two_leaves_one_row():
-    for num, rows in {8: 1, 12: 3, 6: 3, 5: 5}.items():
-        totals, _ = sum_in_pairs(lambda i: (i.astype(jnp.float32), i), num)
-        assert totals.shape == (rows,)

@@ -91,29 +91,6 @@ def test_each_evaluation_draws_the_same_numbers_and_each_of_its_batches_others()
     assert len(np.unique(ddp.predict(state, batches, noise))) == 2 * len(make_batch()["y"])
 
 
-def test_a_resumed_run_repeats_the_keys_of_its_loss(tmp_path):
-    def losses(num_steps, run_dir):
-        ddp = jddp.DataParallel(Dropping(nnx.Rngs(0)), optax.sgd(0.1), of_streams, mesh=2)
-        rows = [make_batch(seed=i) for i in range(4)]
-        return jddp.fit(ddp, rows, num_steps=num_steps, run_dir=run_dir, log_every_steps=1).history
-
-    whole = losses(4, tmp_path / "whole")
-    losses(2, tmp_path / "parts")
-    parts = losses(4, tmp_path / "parts")
-    assert [x["loss"] for x in parts] == [x["loss"] for x in whole]
-    assert len({x["loss"] for x in whole}) == 4
-
-
-@pytest.mark.slow
-def test_a_model_that_takes_its_streams_as_an_argument_is_verified():
-    batch, model, options = make_batch(), Dropping(nnx.Rngs(0)), {"mesh": 2, "accumulate_steps": 2}
-    report = jddp.verify(model, optax.sgd(0.1), of_streams, batch, **options)
-    assert report.passed, report
-    assert "Each replica draws its own random numbers" in report.findings[0]
-    found = jddp.verify(model, optax.sgd(0.1), of_one_seed, batch, **options).findings
-    assert "give the loss an argument `key`" in found[0]
-
-
 def test_an_argument_key_with_a_value_stays_the_losses_own():
     def loss(model, batch, train, key="y"):
         return cross_entropy(model(batch["x"], train), batch[key])

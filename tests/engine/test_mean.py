@@ -37,12 +37,8 @@ def weights_of(batch):
     return (batch["targets"] > 0) * batch["scale"]
 
 
-def wrapped(loss, model=None, *, make=jddp.DataParallel, **options):
-    return make(model or Tagger(), optax.sgd(0.5), loss, **options)
-
-
-def verified(loss, batch, model=None, **options):
-    return wrapped(loss, model, make=jddp.verify, batch=batch, **options)
+def wrapped(loss, **options):
+    return jddp.DataParallel(Tagger(), optax.sgd(0.5), loss, **options)
 
 
 def as_scalars(model, batch, train):
@@ -64,9 +60,6 @@ def local_mean(model, batch, train):
     """The same as it is written there, without a `Mean`: each replica's own."""
     weights = weights_of(batch)
     return (token_losses(model, batch) * weights).sum() / weights.sum()
-
-
-FORMS = {"scalars": as_scalars, "arrays": as_arrays}
 
 
 def make_batch(rows=32, seed=0):
@@ -208,70 +201,3 @@ def test_a_scalar_loss_beside_weights_is_warned_about_once(name, caplog):
     (warning,) = [x.getMessage() for x in caplog.records if "scalar" in x.getMessage()]
     assert f"the batch has {name!r}" in warning
     assert "jddp.Mean" in warning
-
-
-@pytest.mark.parametrize(
-    "by_row, parts, fills", swept([(False, 1, True), (False, 2, False), (True, 1, True)], every=3)
-)
-@pytest.mark.slow
-def test_verify_advises_a_mean_and_the_advice_is_right(by_row, parts, fills):
-    """What each replica divides by its own count. No name in the batch gives the weights away."""
-
-    def loss(model, batch, train):
-        losses, weights = token_losses(model, batch), weights_of(batch)
-        if by_row:
-            return (losses * weights).sum(1) / weights.sum(1).mean()
-        return local_mean(model, batch, train)
-
-    batch = make_batch()
-    if fills:  # or replicas without a target give NaN
-        batch["targets"][-8:] = batch["targets"][:8]
-    report = verified(loss, batch, accumulate_steps=parts)
-    assert not report.passed
-    (finding,) = report.findings
-    assert "jddp.Mean" in finding
-    assert "all_gather" not in finding
-    for right in FORMS.values():
-        assert verified(right, batch, accumulate_steps=parts).passed
-
-
-class Router(nn.Module):
-    """A router's shares and choices, as the balancing loss of a mixture of experts takes them."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.tanh(nn.Embed(VOCAB, 8)(tokens))
-        shares = nn.softmax(nn.Dense(4, name="router")(x))
-        y = nn.Dense(4 * VOCAB)(x).reshape(*tokens.shape, 4, VOCAB)
-        hits = jax.nn.one_hot(shares.argmax(-1), 4)
-        return (y * (hits * shares)[..., None]).sum(-2), shares, hits
-
-
-def balanced_loss(mean_over_batch):
-    """Switch Transformer, equations 4 to 6: num_experts * sum(f * P), of means over the batch."""
-
-    def loss(model, batch, train):
-        logits, shares, hits = model(batch["inputs"])
-        f, p = mean_over_batch(hits), mean_over_batch(shares)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return losses + 0.01 * 4 * (f * p).sum()
-
-    return loss
-
-
-def global_mean_of(x):
-    return jax.lax.pmean(x.mean((0, 1)), jddp.AXIS)
-
-
-@pytest.mark.slow
-def test_verify_advises_means_over_all_replicas_for_a_balancing_loss_and_is_right():
-    batch = make_batch()
-    batch["inputs"] = np.sort(batch["inputs"].ravel()).reshape(batch["inputs"].shape)
-    wrong = verified(balanced_loss(lambda x: x.mean((0, 1))), batch, Router())
-    assert not wrong.passed
-    (finding,) = wrong.findings
-    assert "jax.lax.pmean" in finding
-    assert "jddp.all_gather" in finding
-    for mean_over_batch in (global_mean_of, lambda x: jddp.all_gather(x).mean((0, 1))):
-        right = verified(balanced_loss(mean_over_batch), batch, Router())
-        assert right.passed, right

@@ -93,31 +93,6 @@ def test_a_vocabulary_is_filled_in_and_a_smaller_model_is_refused(tmp_path, fold
         job(vocab_size=256)
 
 
-MINE = """
-import numpy as np
-from flax import linen as nn
-
-class ThreeWays(nn.Module):
-    @nn.compact
-    def __call__(self, x, train=False):
-        return nn.Dense(3)(x.reshape(len(x), -1))
-
-def five_labels():
-    data = {"image": np.ones((20, 2), np.float32), "label": np.arange(20) % 5}
-    return data, data
-"""
-
-
-def test_labels_in_your_own_arrays_are_held_against_a_model_of_your_own(tmp_path, monkeypatch):
-    (tmp_path / "own_sizes.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    targets = ["model.target=own_sizes:ThreeWays", "data.target=own_sizes:five_labels"]
-    made, _ = load_config((), [*targets, "mesh.num_devices=2", "data.global_batch_size=8"])
-    with pytest.raises(ConfigError, match="it has 3 outputs, and num_classes of the data is 5"):
-        build(made)
-
-
 def test_sources_know_their_sizes_before_they_are_read(folders):
     def sizes(name, directory="nowhere", **kwargs):
         return make_source(name, directory=str(directory), kwargs=kwargs).sizes

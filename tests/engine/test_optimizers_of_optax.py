@@ -7,13 +7,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import judge
-import numpy as np
 import optax
 import pytest
 from flax import linen as nn
 from judge import Net, assert_close, hold, host, make_rows, squares, start, wrapped
 from sweeps import swept
-from tiny import Of, take_steps
+from tiny import Of
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
@@ -97,37 +96,8 @@ def shampoo():
     return optax.GradientTransformation(init, update)
 
 
-def growing_with_size():
-    """Whose first state depends on how large an array is, and whose update does not."""
-    adam = optax.adam(1e-3)
-
-    def init(params):
-        fill = jax.tree.map(lambda x: jnp.full_like(x, x.size > 9), params)
-        return adam.init(params), fill
-
-    def update(grads, state, params=None):
-        updates, inner = adam.update(grads, state[0], params)
-        return jax.tree.map(jnp.multiply, updates, state[1]), (inner, state[1])
-
-    return optax.GradientTransformation(init, update)
-
-
-def by_number_of_elements():
-    """Whose steps are as long as there are elements of all parameters: of whole ones, not parts."""
-
-    def update(grads, params):
-        num = sum(x.size for x in jax.tree.leaves(grads))
-        return jax.tree.map(lambda x: -1e-3 * num * x / (jnp.abs(x).max() + 1), grads)
-
-    return optax.stateless(update)
-
-
 def is_large(params):
     return jax.tree.map(lambda x: x.size > 9, params)
-
-
-def is_matrix(params):
-    return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
 def by_layer(params):
@@ -160,8 +130,6 @@ OWN = {
     )(learning_rate=-0.5),
     "shampoo": shampoo(),
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)),
-    "by the number of elements": optax.masked(by_number_of_elements(), is_matrix),
-    "growing with size": growing_with_size(),
     "noise": optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)),
 }
 OPTIMIZERS = OWN | OF_OPTAX["optimizers"]()
@@ -181,12 +149,6 @@ def test_an_optimizer_is_that_of_one_device_or_refused(name, strategy):
             hold(model, squares, batches, rtol=ROUNDING, **options)
 
 
-def test_a_step_gives_no_loss_to_an_optimizer_that_does_not_take_it():
-    sam = OPTIMIZERS["contrib.sam"]
-    for tx in (sam, optax.chain(sam, optax.scale(0.5))):
-        assert OF_OPTAX["outcome"](tx) == "its shard of each parameter"
-
-
 @pytest.mark.parametrize("name", ["lbfgs", "contrib.sophia", "contrib.dpsgd", "monitor"])
 def test_an_optimizer_that_needs_more_than_a_step_has_is_refused_in_one_line(name):
     with pytest.raises(ConfigError, match=r"the loss: .*average_gradients") as error:
@@ -201,39 +163,6 @@ def test_matrices_in_parts_are_updated_as_whole_ones(strategy, is_scanned):
     options = {"max_grad_norm": 0.1, "ema_decay": 0.5, "accumulate_steps": 2, "mesh": 4}
     options |= {"optimizer": muon(), "strategy": strategy, "rtol": ROUNDING}
     hold(Deep(is_scanned), squares, [make_rows(24, seed=i) for i in range(3)], **options)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
-def test_matrices_and_momentum_without_a_gradient_stay_as_they_are(strategy):
-    def of_one_branch(model, batch):
-        if model.is_initializing():
-            model.b(batch["x"])
-        return (model.a(batch["x"]) - batch["y"]) ** 2
-
-    options = {"optimizer": muon(), "strategy": strategy, "unused_parameters": "skip"}
-    ddp = wrapped(judge.Either(), of_one_branch, **options)
-    state = start(ddp, make_rows())
-    first = host(state.params["b"])
-    state, _ = take_steps(ddp, [make_rows(seed=seed) for seed in range(2)], state)
-    jax.tree.map(np.testing.assert_array_equal, host(state.params["b"]), first)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_a_replica_keeps_its_share_of_the_momentum_of_matrices(strategy):
-    ddp = wrapped(Deep(True), optimizer=muon(), strategy=strategy)
-    arrays = jax.tree.leaves(start(ddp, make_rows()).opt_state)
-    # All but counts, the three coefficients, and what a bias or its padding needs.
-    whole = sum(x.nbytes for x in arrays)
-    assert sum(x.addressable_shards[0].data.nbytes for x in arrays) <= whole / 4 + 100
-
-
-def test_the_program_of_a_run_has_one_digest_with_every_strategy_and_number_of_devices():
-    batch, found = make_rows(24), set()
-    for strategy, num in (("ddp", 1), ("zero1", 4), ("fsdp", 2)):
-        ddp = wrapped(Deep(True), optimizer=muon(ns_steps=1), strategy=strategy, mesh=num)
-        state = ddp.steps.abstract_state(batch)
-        found.add(ddp.steps.program(state, batch).digests["optimizer"])
-    assert len(found) == 1
 
 
 def of_all_shapes(m, x):

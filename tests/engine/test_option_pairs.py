@@ -4,9 +4,8 @@ import inspect
 import itertools
 
 import jax
-import optax
 import pytest
-from judge import joined, squares
+from judge import joined
 from sweeps import swept
 from test_random_options import MIB, Case, Net, halves, hold
 
@@ -110,9 +109,3 @@ def test_the_pairs_are_of_options_that_there_are():
     within_one |= {"batch_norm='local' or 'broadcast'"}
     assert {name for pair in REFUSED for name in pair} <= {*VALUES, *within_one, "local steps"}
     assert jax.device_count() >= DEFAULTS["mesh"]
-
-
-def test_a_reduction_whose_values_cannot_be_combined_is_refused():
-    options = joined(DEFAULTS, reduction=jddp.Reduction(layout="leaf", overlap=True))
-    with pytest.raises(jddp.ConfigError, match="layout='leaf' and reduction.overlap=True cannot"):
-        jddp.DataParallel(Net("layer", False, False, False), optax.sgd(0.1), squares, **options)

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiled import collectives
 from flax import linen as nn
 from sweeps import swept
 from test_option_pairs import hold_options
-from tiny import MLP, MODELS, NUM_CLASSES, Of, Transformer, loss_fn, make_batch
+from tiny import MLP, MODELS, Of, loss_fn, make_batch
 
 import jddp
 from jddp.reduce.backward import trace_backward
@@ -117,24 +116,6 @@ def test_a_bucket_leaves_where_its_last_gradient_is_made():
         wrapped(overlap="ready", strategy=jddp.LocalSteps(2))
 
 
-@pytest.mark.parametrize("mode, parts", [("local", 2), ("broadcast", 1)])
-def test_buckets_leave_inside_the_pass_beside_micro_batches_and_other_state(mode, parts):
-    """As they do without a batch norm: no bucket waits until all gradients are guarded."""
-
-    def normed(m, x, train):
-        x = nn.BatchNorm(not train)(nn.Dense(16)(x))
-        return nn.Dense(NUM_CLASSES)(nn.relu(x))
-
-    batch, options = make_batch(32, masked=True), {"batch_norm": mode, "accumulate_steps": parts}
-    ready, at_end = (wrapped(Of(normed), overlap=overlap, **options) for overlap in (True, False))
-    assert operations(ready, batch).endswith("br.br.br.brr")
-    assert "b" not in operations(at_end, batch)
-    plans = [ddp.steps.planned(batch).plan for ddp in (ready, at_end)]
-    layers = [bucket.paths[-1].partition("/")[0] for bucket in plans[0].buckets]
-    assert layers == ["Dense_1", "Dense_1", "Dense_0", "Dense_0"]
-    assert plans[0].buckets == plans[1].buckets
-
-
 @pytest.mark.parametrize("overlap", swept([False, True], every=2))
 @pytest.mark.parametrize("mode", swept(["local", "broadcast"], every=2))
 def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode, overlap):
@@ -146,14 +127,6 @@ def test_an_empty_micro_batch_adds_nothing_wherever_buckets_leave(mode, overlap)
     }
     # In three steps this mask leaves a replica's first micro-batch empty, and another's last one.
     hold_options(options, norm="batch", mask="row", evaluates=False)
-
-
-def test_a_scanned_stack_of_layers_is_ready_all_at_once_and_still_right():
-    ddp = wrapped(Transformer())
-    plan = ddp.steps.planned(make_batch()).plan
-    assert len(collectives(ddp.steps.lower(make_batch()).compile().as_text())) == len(plan) + 1
-    layers = [path for bucket in plan.buckets for path in bucket.paths if "Scan" in path]
-    assert f"{len(layers)} gradients leave a loop at once" in str(plan)
 
 
 def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch):

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,7 +15,7 @@ from tiny import Of, take_steps
 
 import jddp
 from jddp.ground.errors import ConfigError
-from jddp.zoo.models import CNN, ResNet, ViT
+from jddp.zoo.models import ResNet, ViT
 from jddp.zoo.models.resnet import BottleneckBlock
 from peers import pmap_trainer, shard_map_trainer
 from peers.convnet import ConvNet
@@ -49,38 +48,24 @@ def image_batches():
 close = functools.partial(states.close, rtol=2e-5, atol=2e-6)
 
 
-def test_the_network_of_the_peers_is_the_default_jobs():
-    images = jnp.asarray(next(image_batches())["inputs"])
-    variables = CNN().init(jax.random.key(0), images, train=False)
-    want = CNN().apply(variables, images, train=False)
-    np.testing.assert_array_equal(ConvNet().apply(variables, images, train=False), want)
-
-
 def first(tree):
     """What the first replica has of what `pmap` has stacked."""
     return jax.tree.map(lambda x: np.array(x[0]), tree)
 
 
-def by_name(model, batch, train):
-    """The loss, with a metric that is averaged over the axis as in a step of `pmap`."""
-    losses, metrics = loss_fn(model, batch, train)
-    return losses, {"accuracy": jax.lax.pmean(metrics["accuracy"].mean(), "batch")}
-
-
 NAMES_ITS_AXIS = ConvNet(WIDTHS, axis_name="batch")
 BY_HAND = {
-    "pmap": (True, ConvNet(WIDTHS), loss_fn, "data"),
-    "shard_map": (False, ConvNet(WIDTHS), loss_fn, "data"),
-    "unchanged": (True, NAMES_ITS_AXIS, loss_fn, "data"),
-    "by name": (True, NAMES_ITS_AXIS, by_name, "batch"),
+    "pmap": (True, ConvNet(WIDTHS), "data"),
+    "shard_map": (False, ConvNet(WIDTHS), "data"),
+    "by name": (True, NAMES_ITS_AXIS, "batch"),
 }
 
 
-@pytest.mark.parametrize("is_pmap, model, loss, axis", swept(BY_HAND, every=4))
-def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap, model, loss, axis):
+@pytest.mark.parametrize("is_pmap, model, axis", swept(BY_HAND, every=3))
+def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap, model, axis):
     schedule = optax.cosine_decay_schedule(0.1, 10)
     optimizer = optax.sgd(schedule, momentum=0.9, nesterov=True)
-    ddp = jddp.DataParallel(model, optimizer, loss, mesh=jax.make_mesh((8,), (axis,)))
+    ddp = jddp.DataParallel(model, optimizer, loss_fn, mesh=jax.make_mesh((8,), (axis,)))
     state = ddp.init(seed=0, batch=next(image_batches()))
     variables = ddp.model(state)
     params, model_state = variables["params"], {"batch_stats": variables["batch_stats"]}

@@ -113,10 +113,3 @@ def test_a_run_on_bytes_is_the_run_on_rows_that_the_host_has_transformed():
     # Pixels differ by up to 2e-5, and so do updates of the size of a tenth of a gradient.
     close(got.state.params, want.state.params, rtol=1e-4, atol=2e-5)
     assert got.metrics["loss"] == pytest.approx(want.metrics["loss"], rel=1e-5)
-
-
-def test_a_user_may_call_a_column_transform_if_it_holds_numbers():
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
-    batch = make_batch() | {TRANSFORM: np.zeros(16, np.float32)}
-    state = ddp.init(0, batch)
-    equal(ddp.evaluate(state, [batch]), ddp.evaluate(state, [make_batch()]))

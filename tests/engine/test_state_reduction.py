@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from states import close, equal
+from states import equal
 from sweeps import swept
 from tiny import MLP, NUM_CLASSES, Of, loss_fn, make_batch, take_steps
 
@@ -115,33 +115,6 @@ def test_names_and_rules_that_are_not_known_are_refused():
     ):
         with pytest.raises(jddp.ConfigError, match=message):
             train(make(), 1, **options)
-
-
-def codebook(m, x, train):
-    center = m.variable("ema", "center", jnp.zeros, x.shape[-1:])
-    y = MLP()(x - center.value[None], train)
-    if train and not m.is_initializing():
-        center.value = 0.9 * center.value + 0.1 * lax.stop_gradient(x.mean(0))
-    return y
-
-
-@pytest.mark.slow
-def test_a_declared_mean_is_that_of_one_device_and_of_logical_replicas_bitwise():
-    with pytest.raises(jddp.ConfigError, match="'ema/center' depends on the rows"):
-        train(Of(codebook), 1)
-    ends = [
-        train(Of(codebook), state={"ema": "mean"}, **options)[1]
-        for options in (
-            {},
-            {"strategy": jddp.LogicalReplicas(8), "mesh": 1},
-            {"strategy": jddp.LogicalReplicas(8), "mesh": 4},
-        )
-    ]
-    equal(*(end.model_state for end in ends[1:]))
-    _, one = train(Of(codebook), mesh=1)
-    for end in ends[:2]:
-        # Means of 32 rows in another order, three times.
-        close((end.params, end.model_state), (one.params, one.model_state))
 
 
 def written(functions):

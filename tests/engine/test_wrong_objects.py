@@ -1,4 +1,7 @@
-"""Objects that are not what a call takes are refused where they are given, with the way out."""
+"""Objects that are not what a call takes are refused where they are given, with the way out.
+
+Objects that a user changes after having given them change nothing that was taken from them.
+"""
 
 import re
 
@@ -9,12 +12,15 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from judge import host
+from states import equal
 from sweeps import swept
 from tiny import MLP, MODELS, Of, loss_fn, make_batch
 
 import jddp
 from jddp.data import TrainBatches, eval_batches
 from jddp.ground.errors import ConfigError, DataError, UsageError
+from jddp.trainer.run import Callback
 
 
 def wrapped(loss=loss_fn, model=None, **options):
@@ -188,3 +194,118 @@ def test_batches_are_made_of_a_dict_of_arrays_and_not_of_arrays_without_names():
     for make, more in ((TrainBatches, {"seed": 0}), (eval_batches, {})):
         with pytest.raises(DataError, match="of type tuple cannot be read. Give a dict of arrays"):
             make(tuple(batch.values()), global_batch_size=1, **more)
+
+
+def as_mean(model, batch, train):
+    losses, metrics = loss_fn(model, batch, train)
+    return jddp.Mean(losses, np.ones(losses.shape, np.float32)), metrics
+
+
+def fractional():
+    mask = np.ones(16, np.float32)
+    mask[3:9] = 0.5
+    mask[9:11] = 0
+    return make_batch() | {"mask": mask}
+
+
+CALLS = {
+    "step": lambda ddp, state: ddp.step(state, fractional()),
+    "evaluate": lambda ddp, state: ddp.evaluate(state, [fractional()]),
+    "fit": lambda ddp, state: jddp.fit(ddp, [fractional()], num_steps=1),
+    "pad": lambda ddp, state: ddp.pad(fractional()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_weights_in_the_place_of_a_mask_are_refused(call):
+    ddp = wrapped()
+    state = ddp.init(0, make_batch())
+    with pytest.raises(jddp.Error, match=r"'mask'\] holds 0.5: a mask is 1 .* jddp.Mean") as caught:
+        call(ddp, state)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("loss", swept([loss_fn, as_mean], every=2), ids=["losses", "mean"])
+def test_on_a_device_every_number_above_zero_counts_once(loss):
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss, mesh=2)
+    ends = []
+    for batch in (fractional(), fractional() | {"mask": fractional()["mask"] > 0}):
+        placed = jax.device_put(batch, jax.NamedSharding(ddp.mesh, jax.P("data")))
+        state, metrics = ddp.step(ddp.init(0, placed), placed)
+        ends.append(host((state.params, metrics)))
+    equal(*ends)
+    assert ends[0][1]["count"] == 14
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int32, np.float32])
+def test_a_mask_may_be_of_any_dtype(dtype):
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+    batch = make_batch() | {"mask": (np.arange(16) < 11).astype(dtype)}
+    assert ddp.step(ddp.init(0, batch), batch)[1]["count"] == 11
+
+
+def aligned(array):
+    """A copy that begins at a multiple of 64 bytes, where JAX takes memory as it is on a CPU."""
+    room = np.zeros(array.nbytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    found = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    found[:] = array
+    return found
+
+
+class Reused:
+    """Batches in one buffer, which the next batch overwrites, and whose state is one dict."""
+
+    def __init__(self, num=8):
+        self._batches = [make_batch(seed=seed) for seed in range(num)]
+        self._buffer = {name: aligned(x) for name, x in self._batches[0].items()}
+        self._state = {"position": {"next": 0}}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        number = self._state["position"]["next"]
+        if number == len(self._batches):
+            raise StopIteration
+        for name, x in self._batches[number].items():
+            self._buffer[name][:] = x
+        self._state["position"]["next"] = number + 1
+        return self._buffer
+
+    def get_state(self):
+        return self._state
+
+    def set_state(self, state):
+        self._state = state
+
+
+def fresh(num=8):
+    return [make_batch(seed=seed) for seed in range(num)]
+
+
+def test_a_batch_may_be_overwritten_by_the_next_in_fit_a_step_and_an_evaluation():
+    ddp = wrapped()
+    want = jddp.fit(ddp, fresh(), num_steps=8, evaluate=fresh())
+    run = jddp.fit(ddp, Reused(), num_steps=8, evaluate=fresh())
+    equal(run.state.params, want.state.params)
+    assert ddp.evaluate(run.state, Reused()) == want.evaluate()
+    state = ddp.init(0, make_batch())
+    for batch in Reused():
+        state, _ = ddp.step(state, batch)
+        batch["x"][:] = np.nan
+    equal(state.params, want.state.params)
+
+
+class Fails(Callback):
+    def on_step(self, run, metrics):
+        if metrics["step"] == 4:
+            raise ValueError("mine")
+
+
+def test_a_saved_position_stays_where_it_was_though_the_iterator_moves_its_own(tmp_path):
+    with pytest.raises(ValueError, match="mine"):
+        jddp.fit(wrapped(), Reused(), num_steps=8, run_dir=tmp_path, callbacks=[Fails()])
+    batches = Reused()
+    run = jddp.fit(wrapped(), batches, num_steps=8, run_dir=tmp_path)
+    equal(run.state.params, jddp.fit(wrapped(), fresh(), num_steps=8).state.params)

@@ -11,9 +11,8 @@ from pathlib import Path
 import jax
 import optax
 from flax import nnx
-from runs import records
+from runs import of_job, records, run_module
 from tiny import ConvNet, NnxConvNet, loss_fn, make_batch
-from workers.start import of_job, run_module
 
 import jddp
 from jddp import distributed

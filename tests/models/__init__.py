@@ -13,14 +13,8 @@ from typing import Any
 
 from models import (
     diffusion,
-    graph_net,
-    lstm_tagger,
     moe,
-    resnet_nnx,
     scanned_transformer,
-    seq2seq,
-    spectral_critic,
-    stacked_nnx,
     tied_autoencoder,
     vae,
 )
@@ -55,14 +49,8 @@ def nnx(module, **options):
 
 GALLERY: dict[str, Example] = {
     "diffusion": nnx(diffusion, ema_decay=0.9),
-    "graph_net": linen(graph_net, graph_net.GraphNet),
-    "lstm_tagger": linen(lstm_tagger, lstm_tagger.Tagger),
     "moe": nnx(moe),
-    "resnet_nnx": nnx(resnet_nnx),
     "scanned_transformer": linen(scanned_transformer, scanned_transformer.Transformer),
-    "seq2seq": linen(seq2seq, seq2seq.Seq2Seq),
-    "spectral_critic": linen(spectral_critic, spectral_critic.Critic),
-    "stacked_nnx": nnx(stacked_nnx),
     "tied_autoencoder": nnx(tied_autoencoder),
     "vae": linen(vae, vae.VAE),
 }

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import optuna
 import pytest
-from runs import records
+from runs import of_job, records, run_module
 from workers.search import config, search, suggest
-from workers.start import of_job, run_module
 
 import jddp
 from jddp.distributed.identity import VARIABLES
