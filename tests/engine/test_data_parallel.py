@@ -100,7 +100,7 @@ def test_a_user_s_values_outlive_a_donated_step_and_a_donated_state_is_refused()
     linen, mine = wrapped(), jnp.ones((16, 16))
     params = host(linen.init(0, batch).params)
     params["Dense_0"]["kernel"] = mine
-    linen.step(linen.init(0, batch, params=params), batch)
+    linen.step(linen.init(0, params={"params": params}), batch)
     assert float(mine.sum()) == 256
 
 

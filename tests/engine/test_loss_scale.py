@@ -109,11 +109,11 @@ UNCHANGED = {
         PLACES["flat-ready"], {"reduction": jddp.Reduction(bucket_mb=1e-4), "accumulate_steps": 2}
     ),
     "clipped": {"max_grad_norm": 0.1, "ema_decay": 0.9, "optimizer": optax.adam(1e-2)},
-    "narrow": {"reduction": "bfloat16"},
-    "sharded": {"strategy": "zero1", "optimizer": optax.adam(1e-2)},
     "hook": {
         "reduction": jddp.Reduction(hook=jddp.powersgd(start_step=1, min_compression_rate=0.1))
     },
+    "narrow": {"reduction": "bfloat16"},
+    "sharded": {"strategy": "zero1", "optimizer": optax.adam(1e-2)},
 }
 
 

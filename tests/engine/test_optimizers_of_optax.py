@@ -149,6 +149,12 @@ def test_an_optimizer_is_that_of_one_device_or_refused(name, strategy):
             hold(model, squares, batches, rtol=ROUNDING, **options)
 
 
+def test_a_step_gives_no_loss_to_an_optimizer_that_does_not_take_it():
+    sam = OPTIMIZERS["contrib.sam"]
+    for tx in (sam, optax.chain(sam, optax.scale(0.5))):
+        assert OF_OPTAX["outcome"](tx) == "its shard of each parameter"
+
+
 @pytest.mark.parametrize("name", ["lbfgs", "contrib.sophia", "contrib.dpsgd", "monitor"])
 def test_an_optimizer_that_needs_more_than_a_step_has_is_refused_in_one_line(name):
     with pytest.raises(ConfigError, match=r"the loss: .*average_gradients") as error:

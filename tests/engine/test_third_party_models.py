@@ -57,7 +57,7 @@ class NnxVmapped(nnx.Module):
         return self.last(run(self.branches, x).mean(0))
 
 
-NORMED = {"shared": Of(shared), "vmapped": NnxVmapped(nnx.Rngs(0))}
+NORMED = {"vmapped": NnxVmapped(nnx.Rngs(0)), "shared": Of(shared)}
 
 
 @pytest.mark.parametrize("model", swept(NORMED, every=2))

@@ -19,13 +19,13 @@ def conv(num_inputs, num_outputs, size, stride=1):
 
 
 def tree(root, path, module):
-    """Puts a module at a dotted path."""
+    """Puts a module or a parameter at a dotted path."""
     *above, name = path.split(".")
     for part in above:
         if not hasattr(root, part):
             root.add_module(part, bare())
         root = getattr(root, part)
-    root.add_module(name, module)
+    setattr(root, name, module)
 
 
 class ResNet(nn.Module):
@@ -105,82 +105,65 @@ def attend(query, key, value, num_heads, is_causal=False):
     return x.movedim(1, -2).flatten(-2)
 
 
-class VisionBlock(nn.Module):
-    """A block of torchvision's `VisionTransformer`."""
-
-    def __init__(self, num_heads, width):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(width, 1e-6), nn.LayerNorm(width, 1e-6)
-        self.self_attention = nn.MultiheadAttention(width, num_heads, batch_first=True)
-        first, second = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.mlp = nn.Sequential(first, nn.GELU(), nn.Identity(), second)
-
-    def forward(self, x):
-        y = self.ln_1(x)
-        x = x + self.self_attention(y, y, y, need_weights=False)[0]
-        return x + self.mlp(self.ln_2(x))
-
-
 class VisionTransformer(nn.Module):
+    """A vision transformer by given names: of the stem, of a block, and of the head."""
+
+    stem, token, positions = "conv_proj", "class_token", "encoder.pos_embedding"
+    block, norms, mlp = "encoder.layers.encoder_layer_", ("ln_1", "ln_2"), ("mlp.0", "mlp.3")
+    last, head, epsilon = "encoder.ln", "heads.head", 1e-6
+
     def __init__(self, num_patches, patch_size, num_layers, num_heads, width, num_classes):
-        super().__init__()
-        self.conv_proj = nn.Conv2d(3, width, patch_size, patch_size)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.encoder = bare()
-        self.encoder.pos_embedding = nn.Parameter(torch.zeros(1, num_patches + 1, width))
-        blocks = [VisionBlock(num_heads, width) for _ in range(num_layers)]
-        self.encoder.layers = nn.ModuleDict({f"encoder_layer_{i}": x for i, x in enumerate(blocks)})
-        self.encoder.ln = nn.LayerNorm(width, 1e-6)
-        self.heads = nn.ModuleDict({"head": nn.Linear(width, num_classes)})
-
-    def forward(self, x):
-        x = self.conv_proj(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1) + self.encoder.pos_embedding
-        for block in self.encoder.layers.values():
-            x = block(x)
-        return self.heads["head"](self.encoder.ln(x)[:, 0])
-
-
-class HuggingFaceVisionBlock(nn.Module):
-    def __init__(self, num_heads, width):
         super().__init__()
         self.num_heads = num_heads
-        self.layernorm_before = nn.LayerNorm(width, 1e-12)
-        for name in ("query", "key", "value"):
-            tree(self, f"attention.attention.{name}", nn.Linear(width, width))
-        tree(self, "attention.output.dense", nn.Linear(width, width))
-        tree(self, "intermediate.dense", nn.Linear(width, 4 * width))
-        tree(self, "output.dense", nn.Linear(4 * width, width))
-        self.layernorm_after = nn.LayerNorm(width, 1e-12)
+        tree(self, self.stem, nn.Conv2d(3, width, patch_size, patch_size))
+        tree(self, self.token, nn.Parameter(torch.zeros(1, 1, width)))
+        tree(self, self.positions, nn.Parameter(torch.zeros(1, num_patches + 1, width)))
+        self.blocks = [f"{self.block}{i}." for i in range(num_layers)]
+        for there in self.blocks:
+            for name in self.norms:
+                tree(self, there + name, nn.LayerNorm(width, self.epsilon))
+            tree(self, there + self.mlp[0], nn.Linear(width, 4 * width))
+            tree(self, there + self.mlp[1], nn.Linear(4 * width, width))
+            self._add_attention(there, width)
+        tree(self, self.last, nn.LayerNorm(width, self.epsilon))
+        tree(self, self.head, nn.Linear(width, num_classes))
+
+    def _add_attention(self, there, width):
+        attention = nn.MultiheadAttention(width, self.num_heads, batch_first=True)
+        tree(self, f"{there}self_attention", attention)
+
+    def _attend(self, there, y):
+        attention = self.get_submodule(f"{there}self_attention")
+        return attention(y, y, y, need_weights=False)[0]
 
     def forward(self, x):
-        y, own = self.layernorm_before(x), self.attention.attention
-        y = attend(own.query(y), own.key(y), own.value(y), self.num_heads)
-        x = x + self.attention.output.dense(y)
-        return x + self.output.dense(F.gelu(self.intermediate.dense(self.layernorm_after(x))))
+        call = self.get_submodule
+        x = call(self.stem)(x).flatten(2).transpose(1, 2)
+        token = self.get_parameter(self.token).expand(len(x), -1, -1)
+        x = torch.cat([token, x], 1) + self.get_parameter(self.positions)
+        for there in self.blocks:
+            first, second, hidden, output = (call(there + name) for name in self.norms + self.mlp)
+            x = x + self._attend(there, first(x))
+            x = x + output(F.gelu(hidden(second(x))))
+        return call(self.head)(call(self.last)(x)[:, 0])
 
 
-class HuggingFaceViT(nn.Module):
-    def __init__(self, num_patches, patch_size, num_layers, num_heads, width, num_classes):
-        super().__init__()
-        tokens = nn.Parameter(torch.zeros(1, 1, width))
-        positions = nn.Parameter(torch.zeros(1, num_patches + 1, width))
-        projection = nn.Conv2d(3, width, patch_size, patch_size)
-        tree(self, "vit.embeddings.patch_embeddings.projection", projection)
-        self.vit.embeddings.cls_token = tokens
-        self.vit.embeddings.position_embeddings = positions
-        layers = [HuggingFaceVisionBlock(num_heads, width) for _ in range(num_layers)]
-        tree(self, "vit.encoder.layer", nn.ModuleList(layers))
-        tree(self, "vit.layernorm", nn.LayerNorm(width, 1e-12))
-        self.classifier = nn.Linear(width, num_classes)
+class HuggingFaceViT(VisionTransformer):
+    stem, token = "vit.embeddings.patch_embeddings.projection", "vit.embeddings.cls_token"
+    positions, block = "vit.embeddings.position_embeddings", "vit.encoder.layer."
+    norms = ("layernorm_before", "layernorm_after")
+    mlp, last = ("intermediate.dense", "output.dense"), "vit.layernorm"
+    head, epsilon = "classifier", 1e-12
+    attention = ("attention.attention.query", "attention.attention.key")
+    attention += ("attention.attention.value", "attention.output.dense")
 
-    def forward(self, x):
-        own = self.vit.embeddings
-        x = own.patch_embeddings.projection(x).flatten(2).transpose(1, 2)
-        x = torch.cat([own.cls_token.expand(len(x), -1, -1), x], 1) + own.position_embeddings
-        for layer in self.vit.encoder.layer:
-            x = layer(x)
-        return self.classifier(self.vit.layernorm(x)[:, 0])
+    def _add_attention(self, there, width):
+        for name in self.attention:
+            tree(self, there + name, nn.Linear(width, width))
+
+    def _attend(self, there, y):
+        *inputs, output = (self.get_submodule(there + name) for name in self.attention)
+        return output(attend(*(layer(y) for layer in inputs), self.num_heads))
 
 
 class Conv1D(nn.Module):
