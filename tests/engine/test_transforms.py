@@ -95,11 +95,6 @@ def loops(m, x):
     return jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ shared), x).sum(-1)
 
 
-class JittedNnx(RematNnx):
-    def __call__(self, x):
-        return nnx.jit(lambda layer, x: layer(x))(self.last, nnx.tanh(self.first(x)))[:, 0]
-
-
 @jax.custom_vjp
 def doubled(x):
     return jnp.sin(x)
@@ -121,7 +116,6 @@ TRANSFORMED = {
     "nn.scan of remat": scanned(nn.remat(Layer, prevent_cse=False)),
     "lax loops": Of(loops),
     "nn.jit": Of(lambda m, x: nn.jit(Net)()(nn.jit(Layer)()(jax.jit(jnp.sin)(x)))),
-    "nnx.jit": JittedNnx(nnx.Rngs(0)),
     "custom derivatives": Of(lambda m, x: tripled(doubled(Layer()(x))).sum(-1)),
     "nn.vmap": Of(lambda m, x: nn.vmap(Net, in_axes=None, axis_size=3, **AXES)()(x).mean(0)),
 }

@@ -10,6 +10,7 @@ from house import PACKAGE
 
 import jddp
 from jddp.__main__ import COMMANDS, WORKBENCH, main
+from jddp.ground import errors
 
 
 @pytest.mark.parametrize("arguments, code", [("", 2), ("train.num_steps=1", 2), ("--help -h", 0)])
@@ -56,3 +57,12 @@ def test_a_command_is_run_as_its_module_is_and_its_help_fits_a_terminal(name, mo
     shown = capsys.readouterr().out
     assert f"jddp {name}" in shown
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_an_error_ends_with_one_of_the_exit_codes_and_each_is_printed_as_its_number():
+    kinds = [
+        x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, errors.Error)
+    ]
+    assert {kind.exit_code for kind in kinds} <= set(errors.ExitCode)
+    for code in errors.ExitCode:
+        assert f"{code}" == str(code) == str(int(code))  # in words that the launcher reads again

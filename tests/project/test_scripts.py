@@ -170,16 +170,6 @@ def test_a_change_of_what_is_needed_or_an_install_that_failed_installs_again(che
     assert [num_installs(), num_installs()] == [1, 0]
 
 
-def test_an_environment_of_several_extras_has_each_of_them_and_what_a_run_needs(checkout):
-    def num_installs(*extras):
-        assert run(checkout, "venv", *extras).returncode == 0
-        return sum("pip install" in call for call in calls(checkout))
-
-    assert num_installs("dev,docs") == 1
-    assert [num_installs("docs"), num_installs(), num_installs("docs,dev")] == [0, 0, 0]
-    assert [num_installs("dev,peers"), num_installs("peers")] == [1, 0]
-
-
 def test_without_a_new_enough_python_the_scripts_say_what_is_missing(checkout, monkeypatch):
     monkeypatch.setenv("TOO_OLD", "1")
     monkeypatch.setenv("PYENV_ROOT", "/nonexistent")
