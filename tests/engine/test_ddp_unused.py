@@ -215,3 +215,17 @@ def test_what_other_batches_use_is_skipped_no_longer_and_what_they_do_not_use_is
     state, _ = ddp.step(start(ddp, WITH), WITH)
     with pytest.raises(ConfigError, match="^No gradient reaches extra/bias, extra/kernel"):
         ddp.step(state, WITHOUT)
+
+
+def test_an_unused_parameter_is_not_taken_for_what_an_optimizer_calls_alike():
+    def counting(m, x):
+        m.param("count", nn.initializers.ones, ())  # as optimizers call their updates
+        return nn.Dense(1, name="last")(x)[:, 0]
+
+    ddp = wrapped(Of(counting), optimizer=optax.adam(0.1), unused_parameters="skip")
+    state = start(ddp, make_rows())
+    before = float(state.params["count"])
+    state, _ = take_steps(ddp, [make_rows(seed=seed) for seed in range(2)], state)
+    assert ddp.plan.unused == ("count",)
+    assert state.opt_state[0].count == 2
+    assert state.params["count"] == before

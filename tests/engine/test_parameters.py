@@ -185,3 +185,17 @@ BAD = {
 def test_patterns_that_match_nothing_or_everything_are_refused(frozen, message):
     with pytest.raises(jddp.ConfigError, match=message):
         wrapped(Net(), frozen=frozen).init(0, make_rows())
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_a_norm_whose_square_float16_cannot_hold_is_clipped_all_the_same(shard_optimizer):
+    def steep(m, x):
+        w = m.param("w", nn.initializers.zeros, (4,), jnp.float16)
+        return w.astype(jnp.float32).sum() * x[:, 0]
+
+    batch, options = {"x": np.full((judge.ROWS, 1), 300, np.float32)}, {"max_grad_norm": 1.0}
+    options |= {"optimizer": optax.sgd(1.0), "strategy": "zero1" if shard_optimizer else "ddp"}
+    ddp = wrapped(Of(steep), lambda m, b: m(b["x"]), **options)
+    state, metrics = ddp.step(ddp.init(0, batch), batch)
+    assert (metrics["grad_norm"], metrics["grad_norm"].dtype) == (600, jnp.float32)
+    np.testing.assert_array_equal(state.params["w"], np.full(4, -0.5, np.float16))

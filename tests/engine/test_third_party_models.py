@@ -300,3 +300,25 @@ def test_a_model_may_keep_a_cache_while_it_is_evaluated():
     ddp = wrapped(Of(decoder), squares)
     state = ddp.init(0, make_rows())
     assert ddp.evaluate(state, [make_rows(), make_rows(5)])["examples"] == 21
+
+
+def test_a_model_that_trains_where_it_has_keys_for_dropout_is_evaluated_without():
+    def body(m, x, train):
+        return nn.Dense(1)(nn.Dropout(0.5, deterministic=not m.has_rng("dropout"))(x))[:, 0]
+
+    ddp, batch = wrapped(Of(body), squares), make_rows()
+    state = ddp.init(0, batch)
+    want = squares(Of(body).bind(ddp.model(state)), batch, False).mean()
+    np.testing.assert_allclose(ddp.evaluate(state, [batch])["loss"], want, rtol=1e-5)
+
+
+class Doubled(nn.Module):
+    def __call__(self, x):
+        return 2 * x
+
+
+DOUBLED = Doubled()  # bound to no model: Flax lets it be called all the same
+
+
+def test_a_module_without_parameters_may_be_called_unbound():
+    passes(Of(lambda m, x, train=True: nn.Dense(NUM_CLASSES)(DOUBLED(x))))
