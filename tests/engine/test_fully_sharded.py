@@ -68,6 +68,8 @@ def test_what_travels_is_each_parameter_twice_and_each_gradient_once():
         ]
         read = sent(ddp)
         divided = sum(x.size for x in jax.tree.leaves(ddp.steps.abstract_state(make_rows()).params))
+        units = ddp.steps.planned(make_rows()).plan.units
+        assert {x.num_passes for x in units} == {1 + regather}
         # XLA:CPU drops the barrier that keeps the second gather apart from the first.
         assert sum(x.num_elements for x in read if x.op == "all-gather") == divided
         assert sum(x.num_elements for x in read if x.op == "all-to-all") == divided

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from judge import PLACES, assert_same_on_all_devices, joined
 from runs import records
 from states import assert_same, close, copied
 from sweeps import swept
-from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
+from tiny import MLP, ConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.config.files import load_config
@@ -101,6 +102,21 @@ def test_float16_trains_as_float32_does_with_finite_gradients():
         ends[model.dtype, scale] = float(metrics["loss"]) / SMALL
     assert ends[jnp.float32, None] < 0.5 < 1.2 < ends[jnp.float16, None]  # which has not moved
     assert ends[jnp.float16, "dynamic"] == pytest.approx(ends[jnp.float32, None], rel=0.02)
+
+
+def test_parameters_of_float16_have_a_scale_that_a_hook_does_not_see():
+    half = Of(lambda m, x: x * m.param("w", nn.initializers.constant(0.5), (), jnp.float16))
+
+    def loss(model, batch):
+        return 2.0**-30 * (2.0**10 * model(batch["x"])).astype(jnp.float32)
+
+    batch = {"x": np.full((8, 1), 2.0**4, np.float16)}
+    want = 2.0**-16  # which float16 holds; what leads to it is smaller
+    mean = jddp.CommHook(lambda plan: (), lambda b, s, axis: (jax.lax.pmean(b, axis), s))
+    for scale, hook, found in ((None, None, 0.0), (2.0**12, None, want), (2.0**12, mean, want)):
+        options = {"reduction": jddp.Reduction(hook=hook)}
+        ddp = wrapped(half, loss, mesh=2, precision=jddp.Precision(loss_scale=scale), **options)
+        assert float(ddp.gradients(ddp.init(0, batch), batch)[0]["w"]) == found, (scale, hook)
 
 
 UNCHANGED = {
