@@ -10,19 +10,17 @@ and estimates the effect of a model's options from them.
 
 import dataclasses
 import math
-import re
 import shlex
 import textwrap
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 from jddp.config.versions import versions
 from jddp.data.source import DataSet, Streams
-from jddp.ground.names import accepted_names
-from jddp.inspection.memory import Memory, in_words
+from jddp.inspection.memory import Memory
 from jddp.inspection.memory import memory as memory_of
 from jddp.trainer.job.job import Job
 from jddp.trainer.job.optimizers import optimizer_table, period_of
@@ -103,33 +101,13 @@ def _labelled(facts: dict[str, str], columns: int) -> Iterator[str]:
 
 
 def _model(job: Job) -> str:
-    """The model with the parameters of its modules, such as "cnn, 52 parameters = a 40 + b 12"."""
+    """The model with the parameters of its few modules: "cnn, 52 parameters = a 40 + b 12"."""
     model, sizes = job.config.model, Counter[str]()
     for path, shape in job.parameter_shapes.items():
         sizes[path.partition("/")[0]] += math.prod(shape)
-    parts = [unbroken(f"{name} {size:,}") for name, size in folded(sizes).items()]
-    split = f" = {' + '.join(parts)}" if len(sizes) > 1 else ""
+    parts = [unbroken(f"{name} {size:,}") for name, size in sizes.items()]
+    split = f" = {' + '.join(parts)}" if 1 < len(sizes) <= MOST_MODULES else ""
     return f"{model.name or model.target}, {sizes.total():,} parameters{split}"
-
-
-def folded(modules: Mapping[str, int]) -> dict[str, int]:
-    """A few names with their sizes: of many, names that differ in a number are one.
-
-    Args:
-      modules: Sizes of modules by name.
-    """
-    if len(modules) <= MOST_MODULES:
-        return dict(modules)
-    stems = defaultdict[str, list[str]](list)
-    for name in modules:
-        stems[re.sub(r"\d+", "", name).strip("_")].append(name)
-    sums = {
-        f"{len(names)} x {stem}" if len(names) > 1 else names[0]: sum(modules[x] for x in names)
-        for stem, names in stems.items()
-    }
-    if len(rest := sorted(sums, key=lambda name: -sums[name])[MOST_MODULES - 1 :]) > 1:
-        sums[f"{len(rest)} others"] = sum(sums.pop(name) for name in rest)
-    return sums
 
 
 def _batch(job: Job) -> str:
@@ -204,21 +182,6 @@ def memory_table(job: Job, memory: Memory) -> list[str]:
         return [table, "the device does not report its memory: whether it fits is unknown"]
     if memory.fits:
         return [table, f"fits: {memory.peak / memory.limit:.1%} of the device"]
-    return [table, "does not fit; these settings would make it smaller", *_ways_out(job, memory)]
-
-
-def _ways_out(job: Job, memory: Memory) -> list[str]:
-    """Returns the settings that would make it fit, with the memory that they would need."""
-    ways = list(ways_out(job.ddp, job.batch_spec, memory))
-    half = memory.fixed + (memory.batch + memory.temporaries) // 2
-    if _takes(job, "dtype") and max(half, memory.start) <= memory.limit:
-        ways.append(f"model.kwargs.dtype=bfloat16 (about {in_words(half)})")
-    if _takes(job, "remat") and max(memory.fixed, memory.start) < memory.limit:
-        ways.append("model.kwargs.remat=true: activations are computed twice, not kept")
-    return [f"  {line}" for line in ways or textwrap.wrap(NOTHING_FITS, 78)]
-
-
-def _takes(job: Job, name: str) -> bool:
-    """Whether the model takes this argument, which saves memory, and did not get it."""
-    given = job.config.model.kwargs.get(name)
-    return not given and name in accepted_names(type(job.parts.model), key="model")
+    ways = list(ways_out(job.ddp, job.batch_spec, memory)) or textwrap.wrap(NOTHING_FITS, 78)
+    head = "does not fit; these settings would make it smaller"
+    return [table, head, *(f"  {line}" for line in ways)]

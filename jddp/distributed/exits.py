@@ -10,12 +10,10 @@ here imports JAX, or takes long to import: signals are handled before anything e
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from jddp.ground.files import SameFolder
+from pathlib import Path
+from typing import NoReturn
 
 
 @dataclass
@@ -36,7 +34,7 @@ class Process:
     end_job: Callable[[int, BaseException], NoReturn] | None = None
     exit_code: int | None = None
     progress: dict[str, object] = field(default_factory=lambda: {"step": None, "phase": None})
-    failures: "SameFolder | None" = None
+    failures: Path | None = None
 
 
 process = Process()
@@ -45,35 +43,6 @@ process = Process()
 def exit_now(code: int) -> NoReturn:
     """Exits past every `finally`, thread and barrier."""
     os._exit(code)
-
-
-@contextlib.contextmanager
-def ending_forked_children() -> Iterator[None]:
-    """Ends a forked child after an exception in it, as Python would, while open.
-
-    Outside, it would count as an exception of the parent, and the child could write its files.
-    """
-    parent = os.getpid()
-    try:
-        yield
-    except BaseException as error:
-        if os.getpid() == parent:
-            raise
-        exit_now(_report(error))
-
-
-def _report(error: BaseException) -> int:
-    """Reports an exception as Python does at the end of a program; returns the exit code."""
-    code = 1
-    if not isinstance(error, SystemExit):
-        sys.excepthook(type(error), error, error.__traceback__)
-    elif isinstance(error.code, int | None):
-        code = (error.code or 0) & 255
-    else:
-        print(error.code, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
 
 
 def is_at_prompt() -> bool:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from jddp.distributed.exits import process
 from jddp.ground.errors import ExitCode
-from jddp.ground.files import SameFolder
 from jddp.ground.typing import JsonObject
 
 VARIABLE, RESULT = "JDDP_FAILURE_FILE", "JDDP_RESULT_FILE"
@@ -58,11 +57,9 @@ def begin(folder: Path | None) -> None:
     Args:
       folder: A folder in which no other process keeps a failure; None for none.
     """
-    process.failures = None if folder is None else SameFolder(folder)
-    if process.failures is not None:
-        with contextlib.suppress(OSError):
-            process.failures.pin()
-            Path(process.failures.path, _NAME).unlink()
+    process.failures = folder
+    if folder is not None:
+        (folder / _NAME).unlink(missing_ok=True)
 
 
 def describe_failure(
@@ -115,15 +112,13 @@ def write_failure(failure: JsonObject, path: Path | None = None) -> None:
       failure: The failure.
       path: The file; None for the file of this process, if it has one.
     """
-    given = os.environ.get(VARIABLE)
-    folder = process.failures
-    mine = None if folder is None else folder.path / _NAME
-    path = path or (Path(given) if given else mine)
+    if path is None and (given := os.environ.get(VARIABLE)):
+        path = Path(given)
+    elif path is None and process.failures is not None:
+        path = process.failures / _NAME
     if path is None or failure.get("exit_code") in (ExitCode.PREEMPTED, ExitCode.ANOTHER_FAILED):
         return
     with contextlib.suppress(OSError, ValueError):
-        if folder is not None and path == mine:
-            folder.check()
         text = json.dumps(failure, indent=2) + "\n"
         if path.is_file() and not path.stat().st_size:  # A pod has such a file.
             path.write_text(text)

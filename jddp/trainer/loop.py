@@ -20,7 +20,7 @@ import jax
 
 from jddp.data.periods import Period, Reached
 from jddp.distributed.coordination import gather, num_processes
-from jddp.distributed.exits import ending_forked_children, process
+from jddp.distributed.exits import process
 from jddp.distributed.requests import Request, Requests
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.compiled import Trainable
@@ -316,10 +316,9 @@ def run_to_the_end(loop: Loop) -> None:
     log_file = contextlib.nullcontext() if files is None else files.logging(jax.process_index())
     with log_file, loop.requests:
         try:
-            with ending_forked_children():
-                loop.begin()
-                loop.take_steps()
-                loop.end()
+            loop.begin()
+            loop.take_steps()
+            loop.end()
         except Interrupted:
             run.interrupted = loop.signal
             note = f"{loop.signal}: stopped after step {run.step}"

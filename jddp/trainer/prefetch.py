@@ -20,7 +20,6 @@ import numpy as np
 from jddp.data import TrainBatches
 from jddp.data.periods import Reached
 from jddp.distributed.coordination import gather
-from jddp.distributed.exits import ending_forked_children
 from jddp.engine.state import by_path
 from jddp.ground.errors import DataError, ProcessMismatchError
 from jddp.ground.typing import Batch, JsonObject, Shaped
@@ -161,10 +160,9 @@ class Source:
         first: dict[str, str] = {}
         for step in steps:
             try:
-                with ending_forked_children():
-                    while self._num_read < self._num_before:
-                        self._read()
-                    batch, position = self._read()
+                while self._num_read < self._num_before:
+                    self._read()
+                batch, position = self._read()
                 batch = as_arrays(batch)
                 form = {name: _form(x) for name, x in by_path(batch).items()}
                 first = first or form

@@ -20,7 +20,7 @@ from states import assert_same, close
 from sweeps import swept
 
 import jddp
-from jddp.commands.summary import closing, folded, memory_table, opening, preview
+from jddp.commands.summary import closing, memory_table, opening, preview
 from jddp.config.files import dump_values, load_config, read_stored, read_yaml
 from jddp.config.keys import keys_of
 from jddp.config.options import (
@@ -389,10 +389,6 @@ def test_a_summary_and_a_preview_say_what_a_run_would_be_and_write_nothing(mine)
     with pytest.raises(DataError):
         build(config)
     assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
-    many = {"embed": 10, **{f"block_{i}": 3 for i in range(12)}, "head": 4}
-    assert folded(many) == {"embed": 10, "12 x block": 36, "head": 4}
-    named = {name: size for size, name in enumerate("abcdefghij")}
-    assert folded(named) == {**{name: named[name] for name in "fghij"}, "5 others": 10}
 
 
 def test_what_does_not_fit_comes_with_options_that_would(mine):
