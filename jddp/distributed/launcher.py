@@ -257,23 +257,18 @@ class NodeRunner:
         """
         self._signals = signals
         self._nodes = Nodes(self._launch)
-        has_failed = True
-        try:
-            failure = self._run()
-            has_failed = failure is not None and failure.code != ExitCode.PREEMPTED
-            return failure
-        finally:
-            self._nodes.close(failed=has_failed)
-
-    def _run(self) -> Failure | None:
         failure: Failure | None = None
+        has_failed = True
         try:
             while (failure := self._attempt()) and self._restarts(failure):
                 pass
+            has_failed = failure is not None and failure.code != ExitCode.PREEMPTED
         except CoordinatorError as error:
             if failure is None:
                 raise
             report(f"not restarted: {error}")
+        finally:
+            self._nodes.close(failed=has_failed)
         return failure
 
     def _restarts(self, failure: Failure) -> bool:
@@ -308,9 +303,9 @@ class NodeRunner:
             self._watch(group)
             self._ended = time.monotonic()
             if group.is_overdue and not group.failed():
-                return self._report(kill_overdue(group, self._signals.numbers[0]))
+                return self._find_failure(group, kill_overdue(group, self._signals.numbers[0]))
             self._wait_for_cause(group)
-            failure = self._first_failure(group)
+            failure = self._find_failure(group)
             in_order = {worker.returncode for worker in group.failed()} == {ExitCode.PREEMPTED}
             if in_order or self._signals.numbers:
                 group.wait(
@@ -320,7 +315,7 @@ class NodeRunner:
             if not group.is_overdue:
                 group.close(moment_seconds=_MOMENT, grace_seconds=self._launch.grace_seconds)
             group.close()
-            return failure or self._first_failure(group)
+            return failure or self._find_failure(group)
 
     def _watch(self, group: Group) -> None:
         """Waits until a process or a machine has failed, or the group is to end."""
@@ -341,14 +336,12 @@ class NodeRunner:
             if codes - CONSEQUENCES or (has_ended and (lost or is_alone or not codes)):
                 break
 
-    def _first_failure(self, group: Group) -> Failure | None:
-        """The first failure that is known by now; prints it."""
-        failure = first_failure(group, self._nodes.lost(group.failure_file))
-        return failure and self._report(failure)
-
-    def _report(self, failure: Failure) -> Failure:
-        self._nodes.send_failure(failure.data)
-        if failure.code != ExitCode.PREEMPTED:
-            with CONSOLE:  # Lines of another process could come in between.
-                report(str(failure))
+    def _find_failure(self, group: Group, failure: Failure | None = None) -> Failure | None:
+        """The failure given, or the first that is known by now; prints it."""
+        failure = failure or first_failure(group, self._nodes.lost(group.failure_file))
+        if failure is not None:
+            self._nodes.send_failure(failure.data)
+            if failure.code != ExitCode.PREEMPTED:
+                with CONSOLE:  # Lines of another process could come in between.
+                    report(str(failure))
         return failure
