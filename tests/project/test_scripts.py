@@ -83,19 +83,36 @@ def test_variables_that_pages_and_scripts_name_are_read_and_xla_flags_are_not_am
         assert not [x for x in copied if "XLA_FLAGS" in re.sub(r"#.*", "", x)], path
 
 
-def test_the_container_recipe_copies_what_the_installation_reads_and_installs_extras_there_are():
+@pytest.mark.parametrize("name", ["Containerfile", "apptainer.def"])
+def test_an_image_has_what_the_installation_reads_and_installs_extras_there_are(name):
     """Only somebody with a container runtime can build it."""
-    recipe = re.sub(r"^\s*#.*\n", "", (ROOT / "scripts" / "Containerfile").read_text(), flags=re.M)
+    recipe = re.sub(r"^\s*#.*\n", "", (ROOT / "scripts" / name).read_text(), flags=re.M)
     lines = [line.split() for line in recipe.replace("\\\n", " ").splitlines()]
-    copied = {name for kind, *words in filter(None, lines) if kind == "COPY" for name in words[:-1]}
+    copies = [words[1:] for words in lines if words[:1] == ["COPY"]]
+    copies += [words for words in lines if words[-1:] and words[-1].startswith("/opt/jddp/")]
+    copied = {name for words in copies for name in words[:-1]}
     assert all((ROOT / name).exists() for name in copied)
     wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     read = {"pyproject.toml", PROJECT["readme"], *wheel["packages"], *wheel["force-include"]}
     read |= {name for name in PROJECT["license-files"] if "/" not in name}
-    (install,) = (words for _, *words in filter(None, lines) if words[:2] == ["pip", "install"])
+    (install,) = (words for words in lines if "install" in words and "pip" in words)
     assert copied == read | {install[install.index("--constraint") + 1]}
     extras = re.fullmatch(r'"\.\[(.+)\]"', install[-1])[1].split(",")
     assert {x for x in extras if "$" not in x} <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_conda_recipe_needs_and_starts_what_the_package_does():
+    recipe = yaml.safe_load((ROOT / "scripts" / "recipe.yaml").read_text())
+    python, *needed = recipe["requirements"]["run"]
+    assert python.startswith("python >=")
+    assert [x.replace(" ", "") for x in needed] == PROJECT["dependencies"]
+    assert (
+        recipe["requirements"]["host"][-1].replace(" ", "") in PYPROJECT["build-system"]["requires"]
+    )
+    assert recipe["context"]["version"] == PROJECT["version"]
+    started = recipe["build"]["python"]["entry_points"]
+    assert started == [f"{name} = {code}" for name, code in PROJECT["scripts"].items()]
+    assert recipe["about"]["license"] == PROJECT["license"]
 
 
 @pytest.fixture
