@@ -24,7 +24,7 @@ COMMANDS = {
     "verify": "compare a step on all devices with one on a single device",
     "doctor": "check this host, or this job, before training",
     "checkpoint": "list, verify and export checkpoints",
-    "data": "write token files, or list the examples of a step",
+    "data": "write token files",
 }
 WORKBENCH = {"report", "compare", "tune"}  # Found by their entry points.
 TABLE = "\n".join(f"  jddp {name:<11} {about}" for name, about in COMMANDS.items())

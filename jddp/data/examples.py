@@ -284,11 +284,6 @@ class Concatenated:
                 batch[name][is_here] = array
         return batch
 
-    def places(self, indices: np.ndarray) -> list[str]:
-        """The data set of each of these examples, and its number there."""
-        parts, rows = self._places(indices)
-        return [f"{self.names[part]} {row}" for part, row in zip(parts, rows, strict=True)]
-
     def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         parts = np.searchsorted(self._ends, indices, side="right")
         firsts = np.concatenate([[0], self._ends])

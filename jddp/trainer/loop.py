@@ -95,10 +95,8 @@ class Loop:
             manifest=options.manifest,
         )
         self.saving = Saving(ddp, files, options)
-        folder, rows = None if files is None else files.folder, ""
-        if files is not None and options.config is not None:  # A run of `fit` has no config.
-            rows = f"jddp data rows {files.where} --step"
-        self.numerics = Numerics(ddp, source, folder, options.checks, rows)
+        folder = None if files is None else files.folder
+        self.numerics = Numerics(ddp, source, folder, options.checks)
         self.replica_check = ReplicaCheck(options.checks.replicas_every_steps)
         profiles = None if files is None else files.profile(jax.process_index())
         self.profile = Profile(options.profile_steps, profiles)

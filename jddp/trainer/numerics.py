@@ -169,14 +169,12 @@ class Numerics:
       source: The training batches.
       run_dir: Folder of the run, for the diagnostics; None keeps none.
       checks: Action at a spike, and the number of skipped steps that ends the run.
-      rows: Command that prints the examples of a step, without its number; "" for none.
     """
 
     ddp: Trainable
     source: Source
     run_dir: SameFolder | None
     checks: Checks
-    rows: str = ""
 
     def limits(self, progress: Progress) -> dict[str, float]:
         """Options of the next step that leave out its update if its loss is a spike."""
@@ -232,10 +230,9 @@ class Numerics:
 
     def _note(self, spike: Spike) -> str:
         action = "; its update is left out" if self.checks.on_spike == "skip" else ""
-        rows = f"; its examples: {self.rows} {spike.step}" if self.rows else ""
         above = f"{spike.num_mads:.0f} MADs above the median of the losses before"
         jump = f"step {spike.step}: the loss jumps to {spike.loss:.4g}"
-        return f"{jump}, {above}, {spike.median:.4g}{action}{rows}"
+        return f"{jump}, {above}, {spike.median:.4g}{action}"
 
     def _describe(self, sent: Sent, state: TrainState, loss: float, why: str, in_a_row: int) -> str:
         found = f"The loss is {loss} at step {sent.step}"

@@ -169,7 +169,6 @@ def test_joined_examples_are_taken_in_the_order_that_is_asked_for():
     assert len(examples) == 8
     for indices in ([7, 0, 3, 2, 4, 0], [], [3]):
         np.testing.assert_array_equal(examples.take(np.array(indices, int))["x"], indices)
-    assert examples.places(np.array([7, 0, 3])) == ["c 3", "a 0", "b 0"]
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

@@ -9,9 +9,8 @@ import pytest
 import jddp
 from jddp.__main__ import main
 from jddp.config.files import load_config
-from jddp.ground.errors import ConfigError, DataError, UsageError
+from jddp.ground.errors import ConfigError, DataError
 from jddp.trainer.job.build import build
-from jddp.trainer.runs.predictions import rows_of_step
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 
@@ -205,12 +204,10 @@ def test_a_mixture_of_streams_is_refused():
         build(load_config([], [*TRAIN, "run.dir=run", *keys])[0])
 
 
-def test_a_run_of_a_stream_is_evaluated_but_has_no_numbered_examples(mine, capsys):
+def test_a_run_of_a_stream_is_evaluated(mine, capsys):
     run = job_of("plain").run()
     assert main(["evaluate", "run", "--trust", "config"]) == 0
     assert f"{run.eval_metrics['accuracy']:.4f}"[:5] in capsys.readouterr().out
-    with pytest.raises(UsageError, match="examples of a stream have no numbers"):
-        rows_of_step("run", 1, trust="config")
 
 
 def test_the_summary_and_the_dry_run_read_the_first_batch_alone(mine, capsys):

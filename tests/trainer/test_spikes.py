@@ -78,11 +78,10 @@ def test_a_jump_is_a_spike_and_those_after_it_are_judged_as_if_it_had_not_been(l
 
 def test_a_spike_has_its_numbers_and_one_line_for_a_row_of_them():
     losses = [1.0, 2.0, 3.0, 2.0] * 13 + [52.0, 52.0]
-    found, notes, progress = look(losses, looking(rows="jddp data rows runs/a --step"))
+    found, notes, progress = look(losses)
     assert found == [53, 54]
     assert notes == [
-        "step 53: the loss jumps to 52, 50 MADs above the median of the losses before, 2; its "
-        "examples: jddp data rows runs/a --step 53"
+        "step 53: the loss jumps to 52, 50 MADs above the median of the losses before, 2"
     ]
     assert json.loads(json.dumps(progress.losses))[-1] == [54, 52.0]
     assert look(losses, looking(None))[2].losses == ()  # looks for none

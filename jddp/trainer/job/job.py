@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -242,10 +241,12 @@ class Job:
         """The batches, read by this process itself."""
         assert isinstance(self.data, DataSet), "build(config) has data unless needs_data=False"
         own, listed = self.config.data.transforms, listed_transforms(self.config)
-        return batches_in_order(
-            self.config,
-            self.data,
-            self.folder,
+        return TrainBatches(
+            self.data.train,
+            global_batch_size=self.config.data.global_batch_size,
+            order=order_of(self.config, self.data, self.folder),
+            num_epochs=self.config.train.num_epochs,
+            drop_remainder=self.config.data.drop_remainder,
             transforms=self.parts.source.augment if own is None else listed,
             on_device=True,
             multiple_of=self.ddp.steps.rows.num_micro_batches,
@@ -268,27 +269,6 @@ class Job:
                 "device_kind": self.ddp.mesh.devices.flat[0].device_kind,
             },
         }
-
-
-def batches_in_order(
-    config: Config, data: DataSet, folder: Path | None = None, **options: Any
-) -> TrainBatches:
-    """This process's training batches of a job, in the order of its run.
-
-    Args:
-      config: Config of the job.
-      data: Examples of the job.
-      folder: Folder to which relative paths of the config belong; by default the current one.
-      **options: Options of `TrainBatches` other than the order.
-    """
-    return TrainBatches(
-        data.train,
-        global_batch_size=config.data.global_batch_size,
-        order=order_of(config, data, folder),
-        num_epochs=config.train.num_epochs,
-        drop_remainder=config.data.drop_remainder,
-        **options,
-    )
 
 
 def order_of(config: Config, data: DataSet, folder: Path | None) -> ExampleOrder:

@@ -1,55 +1,38 @@
-"""Predictions of a saved run for the rows of a file, and the examples of a step.
+"""Predictions of a saved run for the rows of a file.
 
     predict_file("runs/mine", Path("new.npz"), Path("predictions.csv"))
-    rows_of_step("runs/mine", 1200).examples    # their numbers in the training data, in order
 
 If the outputs are logits of classes, the likeliest class and the probability of each come first.
 New rows are prepared like the test rows of the run: images of uint8 or uint16 are normalized,
 images of a folder are decoded as the run's image folder or tar files were, and columns of a table
 are encoded as the run's table was. Other arrays are used as they are.
-
-The order of examples is a function, so nothing needs to be recorded of a step.
 """
 
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jddp.checkpoint.folders import finished
-from jddp.checkpoint.reader import read_object
-from jddp.checkpoint.storage import local_copy
 from jddp.config.permissions import absolute
 from jddp.config.schema import Config
 from jddp.data import ArrayExamples, eval_batches
-from jddp.data.examples import Concatenated, Examples
+from jddp.data.examples import Examples
 from jddp.data.sources.arrays import map_npy, map_npz
 from jddp.data.sources.images import images_in
 from jddp.data.sources.table import ENDINGS, Encoding, rows_in
 from jddp.data.transforms import LARGEST, Transform, Transformed, normalize
 from jddp.distributed.identity import resolve_identity
 from jddp.engine.state import by_path
-from jddp.ground.errors import (
-    ConfigError,
-    DataError,
-    FileSystemError,
-    UsageError,
-    check_choice,
-    file_errors,
-    printable,
-)
+from jddp.ground.errors import DataError, FileSystemError, UsageError, file_errors
 from jddp.ground.files import replace_file
 from jddp.ground.typing import JsonObject
 from jddp.trainer.job.data import listed_transforms
-from jddp.trainer.job.job import batches_in_order
-from jddp.trainer.job.parts import find_source
 from jddp.trainer.runs.opened import open_run
-from jddp.trainer.runs.saved import TRUST, config_in, is_trusted, kept_of_data, refusal
+from jddp.trainer.runs.saved import kept_of_data
 
 INPUTS = ("image", "tokens", "x")  # Names that `jddp.modules.base.outputs` looks for.
 OF_IMAGES = ("image_folder", "webdataset")  # sources of images that are files
@@ -184,85 +167,3 @@ def _csv(arrays: Arrays) -> bytes:
 
 
 WRITERS: dict[str, Callable[[Arrays], bytes]] = {".npz": _npz, ".csv": _csv}
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The examples of a step, over all processes.
-
-    Attributes:
-      step: Number of the step, from 1.
-      epoch: Passes over the data before its first example.
-      examples: Number of each example in the training data, in the order of the global batch.
-      names: Name of each example, if the data have names: a file or, in a mixture, the folder and
-        the number there; else empty.
-    """
-
-    step: int
-    epoch: float
-    examples: tuple[int, ...]
-    names: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """A sentence, and a line for each example."""
-        count = f"{len(self.examples):,} examples, from epoch {self.epoch:.3f} on"
-        names = self.names or ("",) * len(self.examples)
-        pairs = zip(self.examples, names, strict=True)
-        lines = (
-            f"{row:>6} {example:>12}  {printable(name)}".rstrip()
-            for row, (example, name) in enumerate(pairs)
-        )
-        return "\n".join([f"step {self.step:,}: {count}", f"{'row':>6} {'example':>12}", *lines])
-
-
-def rows_of_step(run_dir: str | Path, step: int, *, trust: str | None = None) -> Rows:
-    """Finds the examples of a step from the config of a run and its data; nothing is trained.
-
-    Positions are counted from the newest checkpoint, so a run that continues another one, or whose
-    batch size has changed, is right from its last start on.
-
-    Args:
-      run_dir: A run directory, or its URL; the run may be training.
-      step: Number of the step, from 1.
-      trust: Code of the config that may be imported, as for `jddp.open_run`.
-
-    Raises:
-      UsageError: If there is no run, it has no config, or its data may not be imported.
-      ConfigError: If there is no such step.
-      DataError: If the data are absent, or have changed since the run began.
-    """
-    run_dir = local_copy(run_dir)
-    config = config_in(run_dir)
-    if config is None:
-        raise UsageError(
-            f"{run_dir} holds a run of jddp.fit, which saves no config: ask its batches, "
-            "TrainBatches.examples_before."
-        )
-    check_choice("trust", trust, TRUST)
-    if not is_trusted("data.target", config, trust, run_dir):
-        raise refusal("data.target", config, "the data by data.name")
-    data = find_source(config).load()
-    digest = kept_of_data(run_dir).get("sha256")
-    if digest and data.sha256 and data.sha256 != digest:
-        raise DataError(
-            f"The data have changed since the run began (sha256 {digest[:12]}, now "
-            f"{data.sha256[:12]}), and with them the examples of its steps. Restore the data."
-        )
-    batches = batches_in_order(config, data, process_index=0, num_processes=1)
-    saved, position = 0, 0
-    if steps := finished(run_dir / "checkpoints"):
-        saved = steps[-1]
-        beside = read_object(run_dir / "checkpoints" / str(saved) / "run.json")
-        position = int(beside["position"]["state"]["position"])
-    end = position + (step - saved) * batches.global_batch_size
-    first = end - batches.global_batch_size
-    left = (batches.positions_left().stop - position) // batches.global_batch_size
-    num_steps = config.train.num_steps or saved + left
-    if not (1 <= step <= num_steps and first >= 0):
-        raise ConfigError(f"--step {step}: the steps of this run are 1 to {num_steps:,}.")
-    examples = batches.examples_before({"position": end})
-    files = getattr(data.train, "files", None)
-    names = [] if files is None else [str(files[i]) for i in examples]
-    if isinstance(data.train, Concatenated):
-        names = list(data.train.places(examples))
-    return Rows(step, first / batches.num_examples, tuple(map(int, examples)), tuple(names))
