@@ -58,7 +58,7 @@ WORDED = {
 NAMED = ("data", "model", "optimizer", "optimizer.schedule", "ddp.reduction.hook")
 RIVALS: list[tuple[str, Sequence[str], Iterable[str]]] = [
     *((section, ("name", "target"), ("kwargs",)) for section in NAMED),
-    ("loss", ("name", "target"), ("kwargs", "class_weights", "eval_target")),
+    ("loss", ("name", "target"), ("kwargs", "eval_target")),
     ("train", ("num_steps", "num_epochs"), ()),
     *((x, [kind.WORD], kind.model_fields) for x, kind in WORDED.items() if x != "ddp.reduction"),
 ]

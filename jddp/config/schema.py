@@ -62,10 +62,7 @@ class TrainConfig(Section):
     limit_eval_batches: int | None = option(
         None, "Batches of an evaluation, of rows spread over all; null evaluates all.", ge=1
     )
-    log_every_steps: int | None = option(50, "Steps between lines of metrics.", "none", ge=1)
-    log_every_epochs: float | None = option(
-        None, "Epochs between lines of metrics; or log_every_steps.", "none", gt=0
-    )
+    log_every_steps: int = option(50, "Steps between lines of metrics.", "none", ge=1)
     check_replicas_every_steps: int | None = option(
         500, "Steps between bitwise comparisons of all replicas; or null.", "none", ge=1
     )
@@ -94,19 +91,9 @@ class TrainConfig(Section):
             raise ValueError("give either 'num_steps' or 'num_epochs'")
         return self
 
-    @model_validator(mode="before")
-    @classmethod
-    def _epochs_replace_default_steps(cls, values: object) -> object:
-        if isinstance(values, dict) and values.get("log_every_epochs") is not None:
-            return {"log_every_steps": None, **values}
-        return values
-
     @model_validator(mode="after")
     def _one_unit(self) -> "TrainConfig":
         _refuse_both(self, "eval_every_steps", "eval_every_epochs")
-        _refuse_both(self, "log_every_steps", "log_every_epochs")
-        if self.log_every_steps is None and self.log_every_epochs is None:
-            raise ValueError("give either 'log_every_steps' or 'log_every_epochs'")
         return self
 
 
@@ -182,17 +169,6 @@ class LossConfig(NamedSection):
     eval_target: str | None = option(
         None, "Your own function for evaluation, of that form; or the loss itself."
     )
-    class_weights: list[Annotated[float, Field(ge=0)]] | Literal["balanced"] | None = option(
-        None, "A weight for each class, or 'balanced', from the training labels."
-    )
-
-    @model_validator(mode="after")
-    def _weights_have_classes(self) -> "LossConfig":
-        if self.class_weights is not None and self.name != "cross_entropy":
-            raise ValueError(
-                "'class_weights' need name=cross_entropy: a loss of your own can return jddp.Mean"
-            )
-        return self
 
 
 class ScheduleConfig(WithArguments):
@@ -287,21 +263,11 @@ class CallbackConfig(NamedSection):
 
 
 class WatchdogConfig(Section):
-    """Seconds after which a phase is reported as hanging, which ends all processes."""
+    """Seconds after which a step is reported as hanging, which ends all processes."""
 
     step_seconds: float | None = option(
         None, "A later step; by default 30 times the longest, or 120.", "none", gt=0
     )
-    other_seconds: float | None = option(
-        None, "Start, compilation, evaluation or save; by default 1800 or 3600.", "none", gt=0
-    )
-
-    @property
-    def limits(self) -> dict[str, Any]:
-        """The arguments of the watchdog's limits that are given."""
-        others = ("start_seconds", "compile_seconds", "evaluation_seconds", "save_seconds")
-        given = {} if self.other_seconds is None else dict.fromkeys(others, self.other_seconds)
-        return {**given, "step_seconds": self.step_seconds}
 
 
 class ReportConfig(Section):
@@ -351,12 +317,6 @@ class Config(Section):
             )
         if self.checkpoint.start_from is not None and self.model.init_from is not None:
             raise ConfigError("checkpoint.start_from has the weights, too: drop model.init_from.")
-        is_mixed = any(x.name == "mix" for x in self.data.transforms or ())
-        if self.loss.class_weights is not None and is_mixed:
-            raise ConfigError(
-                "loss.class_weights and the transform mix cannot be combined: a mixed example has "
-                "two classes. Leave one of them out."
-            )
         for key in self.checkpoint.allow_changed:
             known = [*REMOVED, *(".".join(path) for path in keys_of(Config))]
             if key != "data" and not any(f"{key}.".startswith(f"{name}.") for name in known):

@@ -18,7 +18,6 @@ from jddp.ground.typing import Settings
 
 NumpyBatch = dict[str, np.ndarray]
 
-_NUM_READ = 1024  # Number of examples read at a time; only their labels are kept.
 
 # The dtypes that JAX would convert to; converted here, so that specs are known beforehand.
 _NARROW = {"float64": np.float32, "int64": np.int32, "uint64": np.uint32}
@@ -88,18 +87,14 @@ class ArrayExamples:
         return {name: in_32_bits(name, x[indices], indices) for name, x in self._arrays.items()}
 
 
-def column_of(examples: Examples, name: str, *, reads: bool = False) -> np.ndarray | None:
+def column_of(examples: Examples, name: str) -> np.ndarray | None:
     """An array of all examples, such as "label"; None if there is none, or none at hand.
 
     Args:
       examples: Examples. A method `column(name)` has arrays at hand.
       name: Name of the array.
-      reads: Whether all examples are read for an array that is not at hand.
     """
     column = examples.column(name) if hasattr(examples, "column") else None
-    if column is None and reads and name in examples.take(np.arange(1)):
-        parts = np.array_split(np.arange(len(examples)), 1 + len(examples) // _NUM_READ)
-        column = np.concatenate([examples.take(part)[name] for part in parts])
     return None if column is None else np.asarray(column)
 
 

@@ -77,12 +77,6 @@ class Order:
             _check_weights(self.weights, self.num_examples)
 
     @property
-    def frequencies(self) -> np.ndarray:
-        """How often an epoch takes each example, in the mean of all epochs."""
-        weights = np.ones(self.num_examples) if self.weights is None else self.weights
-        return weights * (self.num_examples / weights.sum())
-
-    @property
     def settings(self) -> Settings:
         """Settings that must be equal on all processes, by name."""
         weights = None if self.weights is None else zlib.crc32(self.weights.tobytes())
@@ -217,12 +211,6 @@ class MixtureOrder:
     def num_examples(self) -> int:
         """Number of positions of one epoch, one for each example of each source."""
         return sum(self.sizes)
-
-    @property
-    def frequencies(self) -> np.ndarray:
-        """How often an epoch takes each example, in the mean of all epochs."""
-        shares = np.array([float(share) for share in self.shares])
-        return np.repeat(shares * self.num_examples / self.sizes, self.sizes)
 
     @property
     def settings(self) -> Settings:

@@ -45,8 +45,7 @@ def cross_entropy(
       train: Whether this is training.
       label_smoothing: Fraction of the target that is spread over all classes, in training.
       class_weights: Weight of each class in the target; the mean is divided by the sum of the
-        weights, as in `torch.nn.CrossEntropyLoss(weight=...)`. None for equal weights. Filled in
-        from `loss.class_weights`.
+        weights, as in `torch.nn.CrossEntropyLoss(weight=...)`. None for equal weights.
 
     References:
       Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", CVPR 2016,
@@ -60,6 +59,8 @@ def cross_entropy(
     smoothing = label_smoothing if train else 0.0
     losses = _cross_entropy(logits, labels, smoothing, class_weights)
     if class_weights is not None:
+        if "other_label" in batch:
+            raise ConfigError("class_weights and the transform mix cannot be combined.")
         return Mean(losses, jnp.asarray(class_weights, logits.dtype)[labels]), metrics
     if "other_label" in batch:  # `Mix` has mixed pairs of examples.
         share = batch["share"]

@@ -145,5 +145,3 @@ def test_negative_labels_that_no_loss_of_jddp_counts_are_fine(tmp_path):
     made = rows_in(tmp_path, "npz", train=UNLABELLED, test=LABELS)
     with pytest.raises(DataError, match="train: 4 labels are negative"):
         build(made)
-    np.save(tmp_path / "weights.npy", mask)  # which never takes them
-    build(with_overrides(made, {"data.sample_weights": str(tmp_path / "weights.npy")}))

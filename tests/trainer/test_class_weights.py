@@ -7,10 +7,10 @@ import pytest
 from flax import linen as nn
 
 import jddp
-from jddp.config.files import read_yaml, with_overrides
+from jddp.config.files import with_overrides
 from jddp.config.schema import Config
-from jddp.ground.errors import ConfigError, DataError
-from jddp.trainer.job.build import build, train
+from jddp.ground.errors import ConfigError
+from jddp.trainer.job.build import train
 from jddp.trainer.runs.opened import open_run
 from jddp.zoo.losses import cross_entropy
 
@@ -71,107 +71,21 @@ def test_smoothed_targets_are_weighed_by_class_as_in_pytorch():
     assert np.isfinite(mean.total).all()  # an output that no class has
 
 
-@pytest.fixture
-def config(tmp_path):
+def test_weights_of_a_config_weigh_its_loss_and_do_not_mix(tmp_path):
     for part in ("train", "test"):
-        images = np.zeros((16, 8, 8, 1), np.uint8)
-        np.save(tmp_path / f"{part}_images.npy", images)
+        np.save(tmp_path / f"{part}_images.npy", np.zeros((16, 8, 8, 1), np.uint8))
         np.save(tmp_path / f"{part}_labels.npy", LABELS)
     shape = {"image_size": 8, "num_channels": 1, "num_classes": 3}
-    return Config(
+    config = Config(
         data={"name": "npy", "dir": str(tmp_path), "global_batch_size": 16, "kwargs": shape},
         model={"name": "mlp", "kwargs": {"widths": [4], "num_outputs": 3}},
-        loss={"class_weights": "balanced"},
+        loss={"kwargs": {"class_weights": WEIGHTS}},
         train={"num_steps": 1},
         run={"dir": str(tmp_path / "run")},
     )
-
-
-def test_a_run_keeps_its_balanced_weights_and_evaluates_with_them(config):
-    run = train(config)
-    kept = read_yaml(run.run_dir / "config.yaml")["loss"]["class_weights"]
-    assert kept == pytest.approx([16 / 36, 16 / 9, 16 / 3])
-    opened = open_run(run.run_dir)
+    opened = open_run(train(config).run_dir)
     logits = opened.predict([{"image": np.zeros((16, 8, 8, 1), np.float32) - 1}])
-    assert opened.evaluate()["loss"] == pytest.approx(by_hand(logits, LABELS, kept), rel=1e-5)
-    assert train(config).step == 1  # the same config again resumes
-
-
-def test_balanced_weights_of_rows_without_a_class_or_all_masked_out_are_refused(tmp_path):
-    with pytest.raises(DataError, match="class 0 has no training example"):
-        build(arrays_in(tmp_path, mask=np.zeros(1000)))
-    with pytest.raises(DataError, match="1,000 labels are negative"):
-        build(arrays_in(tmp_path, label=np.full(1000, -1)))
-    with pytest.raises(ConfigError, match="have no classes"):
-        build(arrays_in(tmp_path, label=np.zeros((1000, 2), int)))
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"loss.kwargs": {"class_weights": [1, 2, 3]}}, "as loss.class_weights"),
-        ({"loss.class_weights": [1, 2]}, "2 weights for 3 classes"),
-        ({"loss.class_weights": [1, 2, -1]}, "loss.class_weights"),
-        ({"loss.name": "mean_squared_error", "loss.class_weights": "balanced"}, "cross_entropy"),
-        ({"data.transforms": [{"name": "mix", "kwargs": {"mixup": 0.2}}]}, "cannot be combined"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(config, keys, message):
-    with pytest.raises(ConfigError, match=message):
-        build(with_overrides(config, keys))
-
-
-def arrays_in(folder, **train):
-    """A config of train.npz and test.npz, of 100 rows of class 1 among 1,000."""
-    label = (np.arange(1000) < 100).astype(np.int32)
-    rows = {"x": np.zeros((1000, 2), np.float32), "label": label}
-    np.savez(folder / "train.npz", **(rows | train))
-    np.savez(folder / "test.npz", **rows)
-    return Config(
-        data={"name": "npz", "dir": str(folder), "global_batch_size": 1000},
-        model={"name": "mlp", "kwargs": {"num_outputs": 2}},
-        loss={"class_weights": "balanced"},
-        mesh={"num_devices": 1},
-        train={"num_steps": 1},
-    )
-
-
-def sums_of_weights(job):
-    """The sum of the weights of the rows that an epoch takes, of each class."""
-    batch = next(job.plain_batches())
-    counts = np.bincount(batch["label"], batch.get("mask"))
-    return counts * np.array(job.config.loss.class_weights)
-
-
-@pytest.mark.parametrize("rare", [1.0, 3.0, 9.0])
-def test_balanced_weights_count_the_rows_that_sample_weights_take(tmp_path, rare):
-    made = arrays_in(tmp_path)
-    np.save(tmp_path / "weights.npy", np.where(np.arange(1000) < 100, rare, 1.0))
-    job = build(with_overrides(made, {"data.sample_weights": str(tmp_path / "weights.npy")}))
-    # A class is taken as often as its weight demands, to one row.
-    one, other = sums_of_weights(job)
-    assert one == pytest.approx(other, rel=0.01)
-
-
-def test_balanced_weights_count_the_shares_of_a_mixture(tmp_path):
-    for folder, label in (("few", 1), ("many", 0)):
-        (tmp_path / folder).mkdir()
-        num_rows = {"few": 100, "many": 900}[folder]
-        rows = {"x": np.zeros((num_rows, 2), np.float32), "label": np.full(num_rows, label)}
-        for part in ("train", "test"):
-            np.savez(tmp_path / folder / f"{part}.npz", **rows)
-    parts = [{"dir": str(tmp_path / "few"), "weight": 0.5}]
-    parts += [{"dir": str(tmp_path / "many"), "weight": 0.5}]
-    made = with_overrides(arrays_in(tmp_path), {"data.dir": None, "data.mixture": parts})
-    job = build(made)
-    assert job.config.loss.class_weights == pytest.approx([1, 1])
-    one, other = sums_of_weights(job)
-    assert one == pytest.approx(other, rel=1e-12)  # 900 times 5/9, in float64
-
-
-def test_balanced_weights_leave_out_rows_whose_mask_is_0(tmp_path):
-    label = np.arange(1000) % 2
-    label[800:] = -1
-    made = arrays_in(tmp_path, label=label, mask=(np.arange(1000) % 4 != 1) & (label >= 0))
-    job = build(made)  # 400 of class 0, 200 of class 1
-    assert job.config.loss.class_weights == pytest.approx([0.75, 1.5])
+    assert opened.evaluate()["loss"] == pytest.approx(by_hand(logits, LABELS, WEIGHTS), rel=1e-5)
+    mix = {"data.transforms": [{"name": "mix", "kwargs": {"mixup": 0.2}}], "run.dir": None}
+    with pytest.raises(ConfigError, match="class_weights"):
+        train(with_overrides(config, mix))

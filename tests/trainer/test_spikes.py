@@ -20,8 +20,8 @@ from jddp.trainer.numerics import (
 from jddp.trainer.run import Progress
 
 
-def looking(action="warn", rows=""):
-    return Numerics(None, None, None, jddp.Checks(on_spike=action), rows)
+def looking(action="warn"):
+    return Numerics(None, None, None, jddp.Checks(on_spike=action))
 
 
 def look(losses, numerics=None):

@@ -26,7 +26,7 @@ precision              ddp.precision.loss_scale loss_scale grad_scaler dynamic_l
 fit.log_every_steps    train.log_every_steps   logging_steps log_every_n_steps
 fit.eval_every_steps   train.eval_every_steps  eval_steps val_check_interval eval_interval
 fit.eval_every_steps   train.eval_every_epochs eval_strategy check_val_every_n_epoch
-fit.log_every_steps    train.log_every_epochs  logging_strategy
+fit.log_every_steps    -                       logging_strategy
 fit.save_every_steps   checkpoint.every_epochs save_strategy every_n_epochs
 fit.evaluate           -                       eval_dataset val_dataloaders val_loader
 fit.evaluate           -                       validation_data

@@ -40,9 +40,9 @@ from jddp.trainer.job.data import (
     open_data,
     warn_of_bytes,
 )
-from jddp.trainer.job.job import Job, order_of
+from jddp.trainer.job.job import Job
 from jddp.trainer.job.optimizers import num_steps_of, optimizer_of
-from jddp.trainer.job.parts import resolve_parts, with_labels
+from jddp.trainer.job.parts import num_classes_of, resolve_parts
 from jddp.trainer.prefetch import Source
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Callback, Run
@@ -54,7 +54,6 @@ SHORT: Settings = {
     "train.num_steps": 3,
     "train.num_epochs": None,
     "train.log_every_steps": 1,
-    "train.log_every_epochs": None,
     "train.eval_every_steps": 2,
     "train.eval_every_epochs": None,
     "train.limit_eval_batches": 2,
@@ -121,8 +120,7 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     num_steps = config.train.num_steps
     if isinstance(data, DataSet):
         agree("data set", {"sha256": data.sha256})
-        parts, num_classes = with_labels(parts, data, order_of(config, data, folder))
-        config = parts.config
+        num_classes = num_classes_of(config, data)
         num_steps = num_steps_of(config, len(data.train), folder)
     optimizer, learning_rate = optimizer_of(config, num_steps or 1)
     num_devices = None if config.mesh.num_devices == "auto" else config.mesh.num_devices

@@ -32,7 +32,6 @@ from jddp.modules.rows import as_arrays
 NOT_OF_STREAMS = {
     "train.num_epochs": "It has no epochs: give train.num_steps",
     "train.eval_every_epochs": "Give train.eval_every_steps",
-    "train.log_every_epochs": "Give train.log_every_steps",
     "checkpoint.every_epochs": "Give checkpoint.every_steps",
     "data.num_workers": "It reads its batches itself: leave the key out",
     "data.sample_weights": "Its examples have no numbers: leave the key out",
@@ -200,10 +199,6 @@ def open_data(source: DataSource, config: Config) -> DataSet | Streams:
         for key, instead in NOT_OF_STREAMS.items()
         if given[key]
     ]
-    if config.loss.class_weights == "balanced":
-        mistakes.append(
-            "loss.class_weights=balanced counts examples, which a stream has not. Give a list."
-        )
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     change = OfStream(config)

@@ -115,7 +115,7 @@ class Job:
             options = Options(
                 num_steps=train.num_steps,
                 num_epochs=train.num_epochs,
-                log_every_steps=period_of(train, "log_") or 50,
+                log_every_steps=train.log_every_steps,
                 eval_every_steps=period_of(train, "eval_"),
                 save_every_steps=period_of(config.checkpoint),
                 keep=Keep(config.checkpoint.keep, config.checkpoint.keep_every_steps),
@@ -128,7 +128,7 @@ class Job:
                     replicas_every_steps=train.check_replicas_every_steps,
                     max_consecutive_skips=train.max_consecutive_skips,
                     on_spike=train.on_spike,
-                    limits=Limits(**config.watchdog.limits),
+                    limits=Limits(step_seconds=config.watchdog.step_seconds),
                 ),
                 profile_steps=train.profile_steps,
                 seed=config.seed,

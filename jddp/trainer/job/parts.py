@@ -4,13 +4,10 @@ A registered name is looked up in its package; a target, `package.module:Name`, 
 Mistakes in several sections are collected, so that one run of the command shows them all.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from jddp.config.files import with_overrides
 from jddp.config.options import (
@@ -24,7 +21,6 @@ from jddp.config.options import (
 from jddp.config.schema import Config
 from jddp.data import DataSet, DataSource, make_source, source_of
 from jddp.data.examples import Examples, column_of
-from jddp.data.order import ExampleOrder
 from jddp.data.source import mixed_source
 from jddp.engine.strategy import FSDP, LocalSteps, Strategy
 from jddp.ground.errors import ConfigError, DataError
@@ -37,7 +33,7 @@ from jddp.trainer.job.optimizers import optimizer_of
 from jddp.trainer.reports.sinks import ChosenSink, choose_sinks
 from jddp.trainer.run import Callback
 from jddp.trainer.watching import EarlyStopping, KeepBest
-from jddp.zoo.losses import LOSSES, cross_entropy, next_token
+from jddp.zoo.losses import LOSSES, next_token
 from jddp.zoo.models import MODELS, Module, make_model
 from jddp.zoo.optimizers import make_optimizer
 
@@ -179,43 +175,37 @@ def find_loss(config: Config, source: DataSource | None = None) -> LossFn:
     kwargs = dict(loss.kwargs)
     if found is next_token and source is not None and source.bytes_per_token is not None:
         kwargs = {"bytes_per_token": source.bytes_per_token, **kwargs}
-    if "class_weights" in kwargs and found is cross_entropy:
-        raise ConfigError("loss.kwargs: give 'class_weights' as loss.class_weights.")
-    if isinstance(loss.class_weights, list):
-        kwargs["class_weights"] = loss.class_weights
     return _with_arguments(found, kwargs, "loss.target", "loss.kwargs")
 
 
-def with_labels(parts: Parts, data: DataSet, order: ExampleOrder) -> tuple[Parts, int]:
-    """The parts with class weights, and the smallest number of classes that covers the labels.
+def num_classes_of(config: Config, data: DataSet) -> int:
+    """The smallest number of classes that covers the labels; 0 if there are none at hand.
 
     Raises:
-      ConfigError: If there are class weights and no classes, or another number of them.
-      DataError: If a label that counts is negative, or a class to balance has no training example.
+      DataError: If a label that counts is negative.
     """
-    config, spec = parts.config, parts.source.spec
-    weights, key = config.loss.class_weights, "loss.class_weights"
     if config.loss.name != "cross_entropy":
-        return parts, 0
-    reads = weights == "balanced"
-    labels, frequencies = counted_labels("train", data.train, order.frequencies, reads=reads)
-    highest = labels.max(initial=-1)
+        return 0
+    highest = _highest_label("train", data.train)
     if config.loss.eval_target is None:
-        highest = max(highest, counted_labels("test", data.test)[0].max(initial=-1))
-    if weights is None:
-        return parts, int(highest) + 1
-    num_classes = parts.source.sizes.get("num_classes", 0)
-    if "label" not in spec or spec["label"][0] != () or spec["label"][1].kind not in "iu":
-        raise ConfigError(f"{key}: the data have no classes. Leave them out.")
-    if weights == "balanced":
-        weights = balanced_weights(labels, num_classes, frequencies)
-        config = with_overrides(config, {key: weights})
-    if num_classes not in (0, len(weights)):
-        raise ConfigError(
-            f"{key}: {len(weights)} weights for {num_classes} classes. Give one each."
+        highest = max(highest, _highest_label("test", data.test))
+    return highest + 1
+
+
+def _highest_label(part: str, examples: Examples) -> int:
+    """The highest label of the examples whose mask is not 0; -1 for none."""
+    labels = column_of(examples, "label")
+    if labels is None or labels.dtype.kind not in "iu" or labels.ndim != 1:
+        return -1
+    mask = column_of(examples, "mask")
+    if mask is not None:
+        labels = labels[(mask > 0).reshape(len(mask), -1).any(1)]
+    if num_wrong := int((labels < 0).sum()):
+        raise DataError(
+            f"{part}: {num_wrong:,} labels are negative, such as {labels.min()}. Classes count "
+            "from 0: leave such examples out, or give all a 'mask', with 0 for these."
         )
-    parts = dataclasses.replace(parts, config=config, loss_fn=find_loss(config, parts.source))
-    return parts, int(highest) + 1
+    return int(labels.max(initial=0)) if len(labels) else -1
 
 
 def find_eval_fn(config: Config) -> LossFn | None:
@@ -282,59 +272,3 @@ def make_callbacks(config: Config) -> list[Callback]:
     metric = config.checkpoint.best_metric
     made = [] if metric is None else [KeepBest(metric)]
     return [*made, *(make() for make in find_callbacks(config))]
-
-
-def counted_labels(
-    part: str, examples: Examples, frequencies: np.ndarray | None = None, *, reads: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """The labels of the examples that count, and how often an epoch takes each of them.
-
-    Examples do not count that an epoch never takes, or whose mask is 0. The arrays are empty if
-    there are no labels, or none at hand.
-
-    Args:
-      part: "train" or "test", for the error.
-      examples: Examples of that part.
-      frequencies: How often an epoch takes each; None for once.
-      reads: Whether all examples are read for labels that are not at hand.
-
-    Raises:
-      DataError: If one of these labels is negative.
-    """
-    labels = column_of(examples, "label", reads=reads)
-    if labels is None or labels.dtype.kind not in "iu" or labels.ndim != 1:
-        return np.zeros(0, int), np.zeros(0)
-    counts = np.ones(len(labels)) if frequencies is None else frequencies
-    # If labels are at hand, a mask is too, except the mask of images that do not decode.
-    mask = column_of(examples, "mask", reads=column_of(examples, "label") is None)
-    if mask is not None:
-        counts = counts * (mask > 0).reshape(len(mask), -1).any(1)
-    labels, counts = labels[counts > 0].astype(np.int64), counts[counts > 0]
-    if num_wrong := int((labels < 0).sum()):
-        raise DataError(
-            f"{part}: {num_wrong:,} labels are negative, such as {labels.min()}. Classes count "
-            "from 0: leave such examples out, or give all a 'mask', with 0 for these."
-        )
-    return labels, counts
-
-
-def balanced_weights(
-    labels: np.ndarray, num_classes: int = 0, frequencies: np.ndarray | None = None
-) -> list[float]:
-    """The weights with which each class has the same sum of weights: n / (num_classes * n_class).
-
-    Args:
-      labels: Labels of the training examples, whole numbers `(n,)`.
-      num_classes: Number of classes; 0 for the largest label and one.
-      frequencies: How often an epoch takes each example; None for once.
-
-    Raises:
-      DataError: If a class has no example.
-    """
-    counts = np.bincount(labels, frequencies, max(1, num_classes))
-    if not counts.all():
-        raise DataError(
-            f"loss.class_weights=balanced: class {int(counts.argmin())} has no training example. "
-            "Give a list of weights."
-        )
-    return (counts.sum() / (len(counts) * counts)).tolist()
