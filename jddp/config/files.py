@@ -5,14 +5,11 @@
 Files come first, in order, then the command line; the later value wins. Naming another model (or
 data set, loss, optimizer, schedule, hook) also drops the arguments that were meant for the first
 one, and `num_steps` replaces an earlier `num_epochs`. OmegaConf reads and merges, for YAML read by
-PyYAML alone takes `1e-3` for a string. Its loader is one of YAML 1.1: plain values that it takes
-for a number or a boolean and that YAML 1.2 takes for something else, such as `1:30`, are refused.
+PyYAML alone takes `1e-3` for a string.
 """
 
 import contextlib
-import json
 import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,14 +33,6 @@ DEFAULT_PRESET = "fashion_mnist_cnn"
 # A wheel carries the presets inside the package, a checkout next to it.
 PRESETS = [folder / "configs" for folder in Path(__file__).parents[1:3]]
 OWN = ("model", "data", "loss")  # sections whose target makes a job yours; the first names it
-MOST_VALUES = 10_000  # Limit for a config: aliases of aliases make few lines endless.
-MOST_LEVELS = 50  # Limit for values in values: reading, checking and writing recurse.
-# Plain values that may be numbers or booleans in YAML 1.1, and values that YAML 1.2 reads equally.
-_SUSPECT = re.compile(r"[-+.]?[0-9][\w.:+-]*|[a-zA-Z]{2,3}", re.ASCII)
-_ALIKE = re.compile(
-    r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+|[-+]?[0-9]+[eE][-+]?[0-9]+"
-    r"|[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?"
-)
 NO_OVERRIDE = "not of the form key.path=value, e.g. train.num_steps=100"
 NOT_READABLE = (ConfigError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
 # Sections for which a word may stand: `ddp.strategy=zero1`.
@@ -96,7 +85,7 @@ def load_config(
     else:
         paths = [find_config(file) for file in files or [DEFAULT_PRESET]]
         layers = [Layer(origin, read_yaml(path, origin)) for origin, path in paths]
-        name = _decoded("+".join(path.stem for _, path in paths))
+        name = "+".join(path.stem for _, path in paths)
     config = _merge([*layers, Layer("command line", given)])
     if config.run.dir is None:
         config = with_overrides(config, {"run.dir": f"runs/{name}"})
@@ -125,11 +114,10 @@ def read_yaml(path: Path, origin: str | None = None) -> JsonObject:
       origin: Name of the file in an error; its path by default.
 
     Raises:
-      ConfigError: If it cannot be read, holds no sections of keys, or more of them than a config
-        can need.
+      ConfigError: If it cannot be read, has aliases, or holds no sections of keys.
     """
     try:
-        refuse_unsafe(path.read_text(encoding="utf-8"))
+        _refuse_aliases(path.read_text(encoding="utf-8"))
         return _without_removed(_plain(OmegaConf.load(path)))
     except (OSError, *NOT_READABLE) as error:
         raise ConfigError(f"{origin or path}: cannot be read: {_one_line(error)}") from error
@@ -159,49 +147,10 @@ def read_stored(path: Path) -> Config:
     return Config(**_without_removed(read_yaml(path), every=True))
 
 
-def refuse_unsafe(text: str, above: int = 0) -> None:
-    """Refuses YAML with too many values for a config, or with one that YAML 1.2 reads differently.
-
-    Values are counted as if aliases (`*name`) were replaced by the values that they stand for.
-
-    Args:
-      text: The YAML.
-      above: Number of sections that enclose it.
-
-    Raises:
-      ConfigError: If the text has too many values, or an ambiguous one.
-    """
-    sizes: dict[int, int] = {}
-
-    def size(node: yaml.Node | None, level: int) -> int:
-        if isinstance(node, yaml.ScalarNode) and node.style is None:
-            _refuse_ambiguous(node.value)
-        if level > MOST_LEVELS:
-            raise ConfigError(f"its values are nested more than {MOST_LEVELS} levels deep")
-        if not isinstance(node, yaml.CollectionNode):
-            return 1
-        if id(node) not in sizes:
-            sizes[id(node)] = MOST_VALUES  # a node that holds itself has no end
-            inner = node.value if isinstance(node, yaml.SequenceNode) else sum(node.value, ())
-            sizes[id(node)] = 1 + sum(size(x, level + 1) for x in inner)
-        return sizes[id(node)]
-
-    with contextlib.suppress(RecursionError):
-        if size(yaml.compose(text, yaml.SafeLoader), above) <= MOST_VALUES:
-            return
-    raise ConfigError(f"it holds more than {MOST_VALUES:,} values, or too deep ones")
-
-
-def _refuse_ambiguous(text: str) -> None:
-    """Refuses a plain value that is a number or a boolean in YAML 1.1 alone."""
-    if _ALIKE.fullmatch(text) or not _SUSPECT.fullmatch(text):
-        return
-    value = _plain(OmegaConf.create(f"x: {text}"))["x"]
-    if isinstance(value, int | float) and (meant := str(value).lower()) != text.lower():
-        raise ConfigError(
-            f"{text!r} is {meant} in YAML 1.1 and something else in YAML 1.2. Write {meant}, or "
-            "quote it if it is text."
-        )
+def _refuse_aliases(text: str) -> None:
+    """Refuses YAML with aliases, of which a few lines could stand for endless values."""
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        raise ConfigError("aliases (*name) are not read: repeat a key with ${key.path}")
 
 
 def find_config(name: str) -> tuple[str, Path]:
@@ -243,13 +192,9 @@ def nested(overrides: Sequence[str] | Settings) -> JsonObject:
         key, equals, value = override.partition("=")
         try:
             if isinstance(overrides, Mapping):
-                given = json.dumps(overrides[override], default=str, skipkeys=True)
-                refuse_unsafe(given, override.count("."))
                 spelled = _spelled_out(override, overrides[override])
                 OmegaConf.update(values, override, spelled, force_add=True)
             elif equals and all(key.split(".")):
-                value = _decoded(value)
-                refuse_unsafe(value, key.count("."))
                 alone = _plain(OmegaConf.from_dotlist([f"{key}={value}"]))
                 values.merge_with(_spelled_out("", alone))
             else:
@@ -321,14 +266,6 @@ def _plain(values: object) -> JsonObject:
     if not isinstance(plain, dict):
         raise ConfigError(f"a config holds sections of keys, not {plain!r}")
     return plain
-
-
-def _decoded(text: str) -> str:
-    """Text of a command line that Python's locale could not decode, as UTF-8."""
-    try:
-        return text.encode(errors="surrogateescape").decode()
-    except UnicodeError:
-        raise ConfigError("not UTF-8. Type it in a UTF-8 terminal.") from None
 
 
 def _one_line(error: Exception) -> str:

@@ -1,4 +1,3 @@
-import functools
 from pathlib import Path
 
 import pytest
@@ -44,9 +43,6 @@ def test_later_sources_win_the_run_is_named_after_its_files_and_1e_3_is_a_number
 def test_a_dumped_config_reads_back_to_the_same_values(file):
     overrides = ["model.kwargs.name='1e-3'", "optimizer.kwargs.eps=1e-30"]
     overrides += ["ddp.reduction.bucket_mb=[0.1, 25]", "ddp.reduction.wire_dtype=bfloat16"]
-    # Text that YAML 1.1 takes for something else.
-    odd = ("1:30", "017", "yes", "1_000", "0o17", "08")
-    overrides += [f"model.kwargs.x{i}='{text}'" for i, text in enumerate(odd)]
     config, _ = load_config([file(SHORT)], overrides)
     assert load_config([file(dump_values(config.model_dump()))])[0] == config
     config, _ = load_config([file(SHORT + "optimizer:\n  schedule:\nmodel:\n")])
@@ -202,59 +198,17 @@ def test_a_url_in_the_place_of_a_folder_is_refused_in_one_line(file, url):
         assert load_config([file(SHORT)], given)[0].data.dir == path
 
 
-def test_text_is_utf_8_whatever_the_locale_or_refused_in_one_line(file, monkeypatch):
-    path = Path(file(SHORT, "cafe.yaml"))
-    path.write_bytes((SHORT + "model: {kwargs: {title: café}}").encode())
-    monkeypatch.setattr("io.text_encoding", lambda encoding, *_: encoding or "ascii")
-    # As Python hands on the bytes of a command line in the C locale, without its UTF-8 mode.
-    given = "model.kwargs.title=café".encode().decode("ascii", "surrogateescape")
-    assert load_config([str(path)])[0].model.kwargs == {"title": "café"}
-    for overrides in ([given], {"model.kwargs.title": "café"}):
-        assert load_config([file(SHORT)], overrides)[0].model.kwargs == {"title": "café"}
-    given = b"run.dir=caf\xe9".decode(errors="surrogateescape")
-    (line,) = mistakes_in([file(SHORT)], [given])
-    assert line == r"command line: 'run.dir=caf\udce9': not UTF-8. Type it in a UTF-8 terminal."
-
-
-DEEP = "[" * 300 + "]" * 300
-
-
 def test_values_nested_300_deep_or_holding_themselves_are_refused_in_one_line(file):
-    deep = [[f"model.kwargs.x={DEEP}"], [f"model.kwargs.{'.'.join('x' * 300)}=1"]]
-    for text, given in (("", deep[0]), ("", deep[1]), (f"model: {{kwargs: {{x: {DEEP}}}}}", [])):
-        path = file(SHORT + text)
+    deep, nested, endless = "[" * 300 + "]" * 300, {}, []
+    endless.append(endless)
+    for _ in range(300):
+        nested = {"x": nested}
+    in_file = file(f"{SHORT}model: {{kwargs: {{x: {deep}}}}}")
+    for path, given in (
+        (in_file, []),
+        (file(SHORT, "a.yaml"), [f"model.kwargs.x={deep}"]),
+        (file(SHORT, "a.yaml"), {"model.kwargs": {"x": nested}}),
+        (file(SHORT, "a.yaml"), {"model.kwargs": {"x": endless}}),
+    ):
         (line,) = mistakes_in([path], given)
         assert line.startswith("command line: " if given else f"{path}: cannot be read: ")
-        assert "more than 50 levels deep" in line
-        assert len(line.removeprefix(path)) < 200
-    deep, endless = functools.reduce(lambda x, _: {"x": x}, range(300), {}), []
-    endless.append(endless)
-    for value, reported in ((deep, "more than 50 levels deep"), (endless, "Circular reference")):
-        (line,) = mistakes_in([file(SHORT)], {"model.kwargs": {"x": value}})
-        assert reported in line
-
-
-DIFFER = {"1:30": 90, "190:20:30": 685230, "1:30.5": 90.5, "017": 15, "0b11": 3, "+0x1f": 31}
-DIFFER |= {"1_000": 1000, "1_000.5": 1000.5, "1_0e3": 10000.0}
-DIFFER |= {"yes": "true", "No": "false", "on": "true", "OFF": "false"}
-BOTH = ["12", "-3", "+4", "0", "0x1f", "1.5", "1e-3", "1e5", ".5", "-.inf", ".nan", "true", "False"]
-TEXT = ["cnn", "0o17", "08", "2024-01-05", "0:30", "1:99", "y", "1_x", "a:b", "'1:30'", '"yes"']
-
-
-@pytest.mark.parametrize("value", DIFFER)
-def test_a_value_that_yaml_1_1_and_1_2_read_differently_is_refused(file, value):
-    reported = f"{value!r} is {DIFFER[value]} in YAML 1.1 and something else in YAML 1.2"
-    (line,) = mistakes_in([file(SHORT)], [f"model.kwargs.x={value}"])
-    assert reported in line
-    assert line.startswith("command line: ")
-    for text in (f"x: {value}", f"x: [1, {value}]", f"{value}: 1"):
-        path = file(f"{SHORT}model: {{kwargs: {{{text}}}}}")
-        (line,) = mistakes_in([path])
-        assert line.startswith(f"{path}: ")
-        assert reported in line
-
-
-def test_a_value_that_both_read_alike_or_as_text_is_taken(file):
-    for value in (*BOTH, *TEXT):
-        text = f"{SHORT}model: {{kwargs: {{x: {value}, y: [{value}]}}}}"
-        load_config([file(text)], [f"loss.kwargs.x={value}"])
