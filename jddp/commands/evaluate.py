@@ -11,10 +11,10 @@ from typing import Any
 
 from jddp.config.cli import Parser, add_run_arguments, share_gpus
 from jddp.distributed.command import run_command
-from jddp.ground.errors import printable, report, show
+from jddp.ground.errors import printable, show
 from jddp.ground.typing import Record
 from jddp.trainer.reports.files import as_json
-from jddp.trainer.reports.lines import columns_of, not_finite_values, tables_in
+from jddp.trainer.reports.lines import columns_of, tables_in
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,8 +38,6 @@ def _evaluate(*, json: bool, **chosen: Any) -> None:
     if process_index() == 0:
         record = {"step": run.step, "loss": metrics["loss"], **metrics}
         show(dumps(as_json(record)) if json else _as_text(record))
-        if found := not_finite_values(record):
-            report(f"not finite: {found}")
 
 
 def _as_text(record: Record) -> str:

@@ -27,7 +27,7 @@ from jddp.trainer.job.optimizers import optimizer_table, period_of
 from jddp.trainer.options import as_period
 from jddp.trainer.out_of_memory import NOTHING_FITS, ways_out
 from jddp.trainer.prefetch import NUM_AHEAD
-from jddp.trainer.reports.lines import Pause, unbroken, wrap
+from jddp.trainer.reports.lines import unbroken, wrap
 from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching
 
@@ -148,7 +148,7 @@ def _evaluations(job: Job) -> str:
         return f"every {every}"
     size = job.config.data.global_batch_size
     per_epoch = len(job.data.train) / size if isinstance(job.data, DataSet) else None
-    num = Pause.at_ends_of(every, per_epoch).num_left(1, job.num_steps)
+    num = 1 + int((job.num_steps - 1) // every.in_steps(per_epoch))
     return f"every {every}, {num} in all" if num > 1 else "at the end"
 
 

@@ -245,7 +245,7 @@ class Loop:
     def _evaluate(self) -> None:
         if not self.is_evaluated:
             batches = self._batches_until_stopped()
-            with self.reporter.clock.measure("devices"), self.reporter.evaluations.measured():
+            with self.reporter.clock.measure("devices"):
                 found = self.ddp.evaluate(self.run.state, batches, self.options.evaluation.params)
             self.reporter.evaluated(found)
             self.act(self.requests.due())
@@ -292,8 +292,7 @@ class Loop:
         )
         # The evaluations before the last one are in the file of metrics.
         kept = replace(run.progress, evaluations=run.evaluations[-1:])
-        with self.reporter.saves.measured():
-            self.saving.save(where, run.state, kept)
+        self.saving.save(where, run.state, kept)
         call_each(callbacks, lambda callback: callback.on_save(run))
 
 

@@ -31,7 +31,7 @@ from jddp.modules.rows import count_rows
 from jddp.trainer.numerics import Numerics, Sent
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
-from jddp.trainer.reports.lines import Course, Display, Pause, summary
+from jddp.trainer.reports.lines import Course, Display, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
 from jddp.trainer.run import Run, call_each
@@ -163,8 +163,6 @@ class Reporter:
       clock: Time of steps since the last record.
       work: The work of a step, for its rates.
       course: Facts of the run for its progress.
-      evaluations: Evaluations of the run, whose time is measured.
-      saves: Checkpoints of the run, whose time is measured too.
       progress: Sink that prints records and sentences, or shows them in a notebook.
       note: Function that prints a sentence.
     """
@@ -180,10 +178,7 @@ class Reporter:
         is_writer = jax.process_index() == 0
         options, steps_per_epoch = self.options, self.source.steps_per_epoch
         self._log_every = options.log_every
-        self.evaluations = Pause.at_ends_of(options.eval_every, steps_per_epoch)
-        self.saves = Pause.at_ends_of(options.save_every, steps_per_epoch)
-        pauses = (self.evaluations, self.saves)
-        self.course = Course(options.num_steps or 0, steps_per_epoch=steps_per_epoch, pauses=pauses)
+        self.course = Course(options.num_steps or 0, steps_per_epoch=steps_per_epoch)
         self.reached = Reached(self.run.step)
         self.progress = Display(self.course, is_writer=is_writer)
         self.note = self.progress.note

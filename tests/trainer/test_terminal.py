@@ -1,27 +1,16 @@
 """Progress on pseudo-terminals of several widths and kinds, in notebooks, and in plain logs."""
 
 import itertools
-import math
 import re
 import struct
 import subprocess
 import sys
-import textwrap
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from runs import environment
 
-from jddp.data import Epochs
-from jddp.trainer.reports.lines import (
-    Course,
-    Display,
-    Pause,
-    live_lines,
-    train_line,
-    unbroken,
-    wrap,
-)
+from jddp.trainer.reports.lines import Course, Display, train_line, unbroken, wrap
 
 RECORD = {"step": 400, "epoch": 3.413, "split": "train", "loss": 0.23841, "accuracy": 0.91234}
 RECORD |= {"learning_rate": 1.6e-3, "examples_per_second": 10812.0, "step_seconds": 0.02}
@@ -68,8 +57,8 @@ def test_a_terminal_has_live_lines_of_its_width_and_lines_above_them(columns):
     lines = drawn(written)
     assert all(len(line) <= columns for line in lines)
     indent = 11 if columns == 80 else 0  # for the bar
-    live = live_lines(RECORD, COURSE, columns - indent).split("\n")
-    assert lines[-4:-1] == [lines[-4][:indent] + live[0], *(" " * indent + x for x in live[1:])]
+    live = [train_line(RECORD, COURSE, columns - indent), COURSE.best]
+    assert lines[-3:-1] == [lines[-3][:indent] + live[0], " " * indent + live[1]]
     evaluated = wrap("  ".join(map(unbroken, EVALUATED.split("  "))), columns)
     assert [line for line in lines if line in evaluated] == evaluated
     assert any("folder/folder/folder/folder," in line for line in lines)
@@ -95,43 +84,14 @@ def test_logs_are_plain_lines_of_80_columns_whatever_the_terminal_of_the_job_is(
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_live_lines_leave_out_what_matters_least():
-    text = """\
-        step 400/1170  epoch 3.4/10  ETA 0:15
-        loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k images/s
-        best accuracy 0.8694 at step 300"""
-    assert live_lines(RECORD, COURSE, 60) == textwrap.dedent(text)
-    above, below, _ = live_lines(RECORD, COURSE, 36).split("\n")
-    assert above == "step 400/1170  ETA 0:15"
-    assert below == "loss 0.2384  accuracy 0.9123"
-    many = RECORD | {f"a_metric_with_a_long_name_{i}": 0.5 for i in range(9)}
-    lines = live_lines(many | {"step": 10**9}, COURSE, 40).split("\n")
-    assert all(len(line) <= 40 for line in lines)
-
-
-def test_the_remaining_time_counts_evaluations_and_saves_to_come():
-    evaluations, saves = Pause(100, seconds=2.0), Pause(math.inf, seconds=5.0)
-    # A step is recorded before its evaluation: those after 400, 500 and 600 are to come.
-    left = [evaluations.num_left(step, 600) for step in (399, 400, 401, 599, 600)]
-    assert left == [3, 3, 2, 1, 1]
-    assert [saves.num_left(step, 600) for step in (1, 599, 600)] == [1, 1, 1]
-    course = Course(600, pauses=[evaluations, saves])
-    assert course.seconds_left(400, 0.1) == pytest.approx(20 + 6 + 5)
-    assert Course(600).seconds_left(600, 0.1) == 0
-    by_epoch = Pause.at_ends_of(Epochs(0.5), steps_per_epoch=21)  # after steps 11, 21, 32, 42
-    assert [by_epoch.num_left(step, 42) for step in (1, 11, 12, 21, 22, 42)] == [4, 4, 3, 3, 2, 1]
-    line = train_line(RECORD, Course(1170, pauses=[Pause(100, seconds=10.0)]))
-    assert line.endswith("ETA 1:45")  # 770 steps and 9 evaluations
-
-
-def test_a_pause_takes_the_time_of_the_newest_which_compiles_nothing(monkeypatch):
-    now = iter([0.0, 30.0, 100.0, 102.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    pause = Pause(10)
-    for _ in range(2):
-        with pause.measured():
-            pass
-    assert pause.seconds == 2.0
+def test_the_remaining_time_follows_the_time_since_the_first_record(monkeypatch):
+    now = iter([100.0, 160.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    course = Course(600)
+    course.reach(100)
+    assert train_line(RECORD, course).endswith("ETA 0:04")  # 200 steps of 0.02 s
+    course.reach(400)
+    assert train_line(RECORD, course).endswith("ETA 0:40")  # with evaluations: 60 s for 300 steps
 
 
 @pytest.fixture
@@ -150,7 +110,7 @@ def element(monkeypatch):
 def test_a_notebook_has_an_element_that_is_replaced_once_a_second_and_at_the_end(
     element, monkeypatch, capsys
 ):
-    now = itertools.count(step=0.1)
+    now = itertools.count(step=0.05)  # twice a record
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     progress = Display(COURSE, is_writer=True)
     for step in range(1, 41):

@@ -2,10 +2,8 @@
 
     step 400/1170  loss 0.2384  accuracy 0.9123  10.8k images/s  MFU 41.2 %  ETA 0:18
 
-On a terminal two lines are live, or three if a metric is watched:
+On a terminal this line is live, and a second one if a metric is watched:
 
-    step 400/1170  epoch 3.4/10  ETA 0:18
-    loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k images/s  MFU 41.2 %
     best accuracy 0.869 at step 300
 
 Metrics that are arrays, such as a confusion matrix, are printed below the line of an evaluation:
@@ -19,8 +17,8 @@ Text is as wide as the terminal, from 40 to 100 columns, and 80 in a file or a p
 into the process's log file. A notebook shows a bar and the newest lines in one element of static
 HTML, which it keeps, also where it is saved, run without a browser, or exported.
 
-The remaining time (ETA) is computed from the `step_seconds` of the newest record, which excludes
-compilation, and from the newest evaluation and save.
+The remaining time (ETA) is computed from the time since the first record, which includes
+evaluations and saves, but not the compilation.
 """
 
 import contextlib
@@ -39,7 +37,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from jddp.data.periods import Period
 from jddp.ground.errors import UsageError, printable, printable_lines
 from jddp.ground.typing import RESERVED, Record
 from jddp.trainer.reports.files import say
@@ -58,81 +55,42 @@ SECONDS_BETWEEN_UPDATES, NOTEBOOK_COLUMNS = 1.0, 120
 NARROWEST, WIDEST = 40, 100
 BAR_COLUMNS = 10
 NARROWEST_WITH_BAR = 60
-WAY_OUT = (
-    "Look for examples with NaN, a mask without a valid entry, and batch statistics; the run "
-    "continues."
-)
 log = logging.getLogger("jddp")
 
 Field = tuple[int, str]  # a rank, from 0 for the most important fields, and a text
 
 
 @dataclasses.dataclass
-class Pause:
-    """Evaluations or saves of a run, for which its steps pause.
-
-    Attributes:
-      every_steps: Steps between two of them, on average; infinity for one at the end alone.
-      seconds: Time of the newest one, which compiles nothing if it is not the first; 0 before.
-    """
-
-    every_steps: float
-    seconds: float = 0.0
-
-    @classmethod
-    def at_ends_of(cls, period: Period | None, steps_per_epoch: float | None = None) -> "Pause":
-        """The pauses at the ends of a period, or at the end of the run alone."""
-        return cls(math.inf if period is None else period.in_steps(steps_per_epoch))
-
-    @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
-        """While open, the steps pause."""
-        since = time.perf_counter()
-        yield
-        self.seconds = time.perf_counter() - since
-
-    def num_left(self, step: int, num_steps: int) -> int:
-        """Number of pauses from the end of `step` on: at multiples of the period and at the end."""
-        every = self.every_steps
-        return 1 + int((num_steps - 1) // every - (step - 1) // every)
-
-
-@dataclasses.dataclass
 class Course:
-    """Facts of a run that its records do not have.
+    """Facts of a run that its records do not have, and its progress.
 
     Attributes:
       num_steps: Number of steps of the whole run.
       unit: Unit of examples.
       steps_per_epoch: Number of steps in a pass over the data; None if unknown.
-      pauses: The evaluations and saves of the run.
       best: The best evaluation so far, in words; "" without one.
+      first: Step and time of the first record; None before.
+      step_seconds: Seconds of a step since then, with evaluations and saves; None before another.
     """
 
     num_steps: int
     unit: str = "ex"
     steps_per_epoch: float | None = None
-    pauses: Sequence[Pause] = ()
     best: str = ""
+    first: tuple[int, float] | None = None
+    step_seconds: float | None = None
 
-    def seconds_left(self, step: int, step_seconds: float) -> float:
-        """An estimate of the time from the end of `step` to the end of the run."""
-        paused = sum(x.seconds * x.num_left(step, self.num_steps) for x in self.pauses)
-        return (self.num_steps - step) * step_seconds + paused
+    def reach(self, step: int) -> None:
+        """Takes the time of a record."""
+        now = time.monotonic()
+        first_step, since = self.first = self.first or (step, now)
+        if step > first_step:
+            self.step_seconds = (now - since) / (step - first_step)
 
 
 def is_metric(name: str, value: object) -> bool:
     """Whether this value of a record is the loss or a metric of the loss function."""
     return isinstance(value, float | int) and (name == "loss" or name not in RESERVED)
-
-
-def not_finite_values(record: Record) -> str:
-    """The numbers of an evaluation that are NaN or infinite, such as "loss nan"; "" for none.
-
-    Arrays are not checked: the recall of a class without examples is NaN by definition.
-    """
-    odd = {name: x for name, x in record.items() if isinstance(x, float) and not math.isfinite(x)}
-    return ", ".join(f"{printable(name)} {x}" for name, x in odd.items())
 
 
 def metrics_of(record: Record) -> list[str]:
@@ -147,40 +105,26 @@ def train_line(record: Record, course: Course, columns: int = COLUMNS) -> str:
     If it is too long, the epoch is left out, then FLOP/s, the learning rate and MFU, then the speed
     and the data wait, then the last metrics.
     """
-    step, epoch, left = _position(record, course)
-    return _fitted([step, epoch, *_measured(record, course), left], columns)
-
-
-def live_lines(record: Record, course: Course, columns: int = COLUMNS) -> str:
-    """The same in two lines, and the best evaluation in a third."""
-    fields = _position(record, course), _measured(record, course)
-    lines = [*(_fitted(x, columns) for x in fields), course.best[:columns]]
-    return "\n".join(filter(None, lines))
-
-
-def _position(record: Record, course: Course) -> list[Field]:
-    """The step, the epoch and the remaining time."""
     step, epoch, left = record["step"], "", ""
     if course.steps_per_epoch is not None:
         in_all = record["epoch"] + (course.num_steps - step) / course.steps_per_epoch
         epoch = f"epoch {_epochs(record['epoch'])}/{_epochs(in_all)}"
-    if (seconds := record.get("step_seconds")) is not None:
-        left = f"ETA {_duration(course.seconds_left(step, seconds))}"
-    return [(0, f"step {step}/{course.num_steps}"), (7, epoch), (0, left)]
-
-
-def _measured(record: Record, course: Course) -> list[Field]:
-    """The loss and metrics, the learning rate, the speed, MFU or FLOP/s, and the data wait."""
+    if (seconds := course.step_seconds or record.get("step_seconds")) is not None:
+        left = f"ETA {_duration((course.num_steps - step) * seconds)}"
     rate = record.get("learning_rate")
     # The learning rate is known beforehand, but FLOP/s without a peak mean even less.
     use = (4, mfu(record)) if "mfu" in record else (6, flops(record))
-    return [
+    fields = [
+        (0, f"step {step}/{course.num_steps}"),
+        (7, epoch),
         *((1, metric) for metric in metrics_of(record)),
         (5, "" if rate is None else f"lr {rate:.2g}"),
         (3, speed(record, course.unit)),
         use,
         (2, data_wait(record)),
+        (0, left),
     ]
+    return _fitted(fields, columns)
 
 
 def _fitted(fields: Iterable[Field], columns: int) -> str:
@@ -300,6 +244,7 @@ class Display:
             self._log_evaluation(record)
             return
         step, num_steps = record["step"], self.course.num_steps
+        self.course.reach(step)
         say(train_line(record, self.course), "step", step=step, num_steps=num_steps)
         if self._output:
             self._output.update(record, self.course)
@@ -310,8 +255,6 @@ class Display:
         columns = columns_of(sys.stdout)
         say("  ".join(fields), "eval", step=record["step"])
         self._print("\n".join(wrap("  ".join(map(unbroken, fields)), columns)))
-        if odd := not_finite_values(record):
-            self.note(f"eval {record['step']} is not finite: {odd}. {WAY_OUT}")
         for line in tables_in(record, columns):
             say(line)
             self._print(line)
@@ -374,7 +317,7 @@ class _Terminal(_Lines):
     def update(self, record: Record, course: Course) -> None:
         columns = columns_of(self._stream)
         columns -= BAR_COLUMNS + 1 if columns >= NARROWEST_WITH_BAR else 0
-        text = live_lines(record, course, columns)
+        text = "\n".join(filter(None, [train_line(record, course, columns), course.best[:columns]]))
         done = {"total": course.num_steps, "completed": record["step"]}
         self._live.update(self._task, description=text, **done)
 
