@@ -3,9 +3,6 @@
     python benchmarks/gallery.py
     python benchmarks/gallery.py --only moe vae --rounds 50
 
-    error        the largest difference of a gradient from one device's, over the largest gradient
-    judge        that device: the whole batch by Flax and optax alone; or the replicas side by side,
-                 with their keys, for models that use random numbers
     all-reduces  those that the compiled step of jddp runs
     ratio        ddp.step / jit(shard_map) by hand, as in step_time.py, with its `noise`
 
@@ -22,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
@@ -34,7 +30,7 @@ import jddp
 
 # step_time has put tests/ on the path.
 from models import GALLERY, Example  # isort: skip
-from oracle import mean_over_valid, on_one_device, one_device_step, with_metrics  # isort: skip
+from oracle import mean_over_valid, with_metrics  # isort: skip
 
 NUM_ROWS = 128
 NUM_STEPS = 10  # in a turn
@@ -49,49 +45,30 @@ class State(NamedTuple):
 
     step: jax.Array
     params: Any
-    average: Any
     kept: Any
     opt_state: Any
     key: jax.Array
 
 
-def error_and_judge(example: Example, batch: Any) -> tuple[float, str]:
-    # An optimizer whose state after one step is the gradient.
-    ddp = jddp.DataParallel(
-        example.model(), optax.trace(decay=0.0), example.loss_fn, **example.options
-    )
-    state = ddp.init(0, batch)
-    judge = one_device_step(ddp, example.model(), example.loss_fn, batch)
-    want, _ = judge(on_one_device(state), batch)
-    got, _ = ddp.step(state, batch)
-    got, want = (jax.tree.leaves(jax.device_get(x.opt_state.trace)) for x in (got, want))
-    difference = max(np.abs(a - b).max() for a, b in zip(got, want, strict=True))
-    largest = max(np.abs(x).max() for x in want)
-    return float(difference / largest), "replicas" if ddp.steps.planned(
-        batch
-    ).uses_rng else "whole batch"
-
-
 def count_all_reduces(example: Example, batch: Any) -> int:
-    ddp = jddp.DataParallel(example.model(), OPTIMIZER, example.loss_fn, **example.options)
+    ddp = jddp.DataParallel(example.model(), OPTIMIZER, example.loss_fn)
     found = [x for x in jddp.explain(ddp, batch).compiled if x.op == "all-reduce"]
     return sum(x.num_runs or 1 for x in found)
 
 
 def by_jddp(example: Example, batch: Any) -> Turn:
-    ddp = jddp.DataParallel(example.model(), OPTIMIZER, example.loss_fn, **example.options)
+    ddp = jddp.DataParallel(example.model(), OPTIMIZER, example.loss_fn)
     return stepping(ddp.step, ddp.init(0, batch), ddp.shard_batch(batch), NUM_STEPS)
 
 
 def by_hand(example: Example, batch: Any, *, packed: bool) -> Turn:
     params, kept, forward = (linen if example.api == "Linen" else from_nnx)(example, batch)
-    decay = example.options.get("ema_decay")
-    replica = make_replica_step(forward, decay, packed_pmean if packed else lax.pmean)
+    replica = make_replica_step(forward, packed_pmean if packed else lax.pmean)
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     specs = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
     step = jax.jit(jax.shard_map(replica, **specs), donate_argnums=0)
     opt_state = OPTIMIZER.init(params)
-    state = State(jnp.int32(0), params, decay and params, kept, opt_state, jax.random.key(1))
+    state = State(jnp.int32(0), params, kept, opt_state, jax.random.key(1))
     # Copied, for a step gives up each buffer once.
     state = jax.device_put(jax.tree.map(jnp.copy, state), jax.NamedSharding(mesh, P()))
     rows = jax.device_put(batch, jax.NamedSharding(mesh, P("data")))
@@ -99,7 +76,7 @@ def by_hand(example: Example, batch: Any, *, packed: bool) -> Turn:
 
 
 def make_replica_step(
-    forward: Forward, decay: float | None, pmean: Callable[[Any, str], Any]
+    forward: Forward, pmean: Callable[[Any, str], Any]
 ) -> Callable[[State, Any], tuple[State, dict[str, jax.Array]]]:
     def replica(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(state.key, state.step)
@@ -117,9 +94,8 @@ def make_replica_step(
         grads, means = pmean((grads, means), "data")
         updates, opt_state = OPTIMIZER.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        average = decay and optax.incremental_update(params, state.average, 1 - decay)
         kept = jax.tree.map(agree, state.kept, kept)
-        return State(state.step + 1, params, average, kept, opt_state, state.key), means
+        return State(state.step + 1, params, kept, opt_state, state.key), means
 
     return replica
 
@@ -175,7 +151,6 @@ def from_nnx(example: Example, batch: Any) -> tuple[Any, Any, Forward]:
 
 def measure(example: Example, num_rounds: int, *, packed: bool) -> dict[str, Any]:
     batch = example.make_batch(NUM_ROWS, 0)
-    error, judge = error_and_judge(example, batch)
     turns = (
         by_jddp(example, batch),
         by_hand(example, batch, packed=packed),
@@ -183,8 +158,6 @@ def measure(example: Example, num_rounds: int, *, packed: bool) -> dict[str, Any
     )
     return {
         "api": example.api,
-        "error": error,
-        "judge": judge,
         "all_reduces": count_all_reduces(example, batch),
         **{key: round(value, 4) for key, value in compare(turns, num_rounds).items()},
     }
@@ -202,14 +175,14 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     results = {}
     print(
-        f"{'':20} {'API':6} {'error':>8}  {'judge':11} {'all-reduces':>11} "
+        f"{'':20} {'API':6} {'all-reduces':>11} "
         f"{'jddp':>9} {'by hand':>9} {'ratio':>7} {'noise':>7}"
     )
     for name in arguments.only:
         row = measure(GALLERY[name], arguments.rounds, packed=arguments.packed)
         results[name] = row
         print(
-            f"{name:20} {row['api']:6} {row['error']:8.1e}  {row['judge']:11} "
+            f"{name:20} {row['api']:6} "
             f"{row['all_reduces']:11} {row['candidate_ms']:6.2f} ms {row['reference_ms']:6.2f} ms "
             f"{row['ratio']:7.3f} {row['noise']:7.3f}",
             flush=True,

@@ -87,7 +87,7 @@ def test_n_devices_equal_one_device_for_every_pair_of_settings(
 
 # Statistics and random numbers beside parameters, and parameters of two names; scanned layers.
 QUICK = [("vae", "flat-ready"), ("tied_autoencoder", "flat-ready"), ("scanned_transformer", "fsdp")]
-OTHERS = {("moe", "zero1"), ("moe", "fsdp"), ("diffusion", "groups")}
+OTHERS = {("moe", "zero1"), ("moe", "fsdp"), ("moe", "groups")}
 
 
 def mark_of(example, strategy):
@@ -114,7 +114,7 @@ def test_a_model_of_others_trains_on_eight_devices_as_on_one(example, strategy):
         loss,
         batches,
         begin=lambda ddp, batch: ddp.init(0, batch),
-        **joined(options, STRATEGIES[strategy], GALLERY[example].options),
+        **joined(options, STRATEGIES[strategy]),
     )
 
 

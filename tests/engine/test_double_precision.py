@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from runs import records
 from sweeps import swept
 
 import jddp
@@ -58,16 +57,3 @@ def test_a_step_in_double_precision_is_one_on_one_device(options):
         for got, expected in zip(*map(jax.tree.leaves, (state.params, params)), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-14)
         assert evaluated["large"] == 24 * 2**40
-
-
-def test_records_have_the_digits_of_double_precision(tmp_path):
-    jax.config.update("jax_enable_x64", True)  # also in the thread that reads batches ahead
-    try:
-        ddp = jddp.DataParallel(MODEL, optax.sgd(0.1), loss_fn, mesh=2)
-        want = float(ddp.step(ddp.init(0, BATCH), BATCH)[1]["loss"])
-        jddp.fit(ddp, [BATCH], num_steps=1, run_dir=tmp_path)
-    finally:
-        jax.config.update("jax_enable_x64", False)
-    record, *_ = records(tmp_path)
-    assert record["loss"] == want
-    assert record["loss"] != float(np.float32(want))

@@ -195,14 +195,6 @@ def test_parameters_are_sent_inside_of_groups_and_parts_of_gradients_between_the
     assert all(len(groups) == 1 for groups in sums if groups != peers)  # metrics
 
 
-def test_a_group_of_all_replicas_is_the_program_of_none():
-    texts = {
-        wrapped(Net(), strategy=strategy).steps.lower(make_rows()).as_text()
-        for strategy in ("fsdp", jddp.FSDP(), jddp.FSDP(group_size=4))
-    }
-    assert len(texts) == 1
-
-
 def test_the_plan_and_the_explanation_tell_what_is_sent_between_groups():
     options = {"mesh": 8, "reduction": jddp.Reduction(layout="flat"), "accumulate_steps": 2}
     ddp = wrapped(Net(), strategy=jddp.FSDP(group_size=4), **options)

@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import linen as nn
 from judge import Net, assert_close, host, joined, make_rows, sent, squares, start, wrapped
-from states import assert_same
 from sweeps import swept
 from test_option_pairs import hold_options
 from tiny import ConvNet, Of, loss_fn, make_batch
@@ -150,20 +149,6 @@ def test_what_does_not_go_with_it_is_refused():
             make()
     with pytest.raises(UsageError, match="verify without it"):
         jddp.verify(Net(), optax.sgd(0.1), squares, make_rows(), **local())
-
-
-@pytest.mark.slow
-def test_a_run_that_stops_between_outer_steps_resumes_bitwise(tmp_path):
-    def train(num_steps, run_dir):
-        options = {"ema_decay": 0.9, **local(outer=DILOCO, start=1)}
-        ddp = wrapped(Net(), optimizer=optax.adam(1e-2), **options)
-        every = {"checks": jddp.Checks(1), "log_every_steps": 1}
-        return jddp.fit(ddp, batches_of(8), num_steps=num_steps, run_dir=run_dir, **every)
-
-    want = train(8, tmp_path / "whole")
-    for num_steps in (3, 6, 8):  # outer steps are after 4 and 7
-        got = train(num_steps, tmp_path / "broken")
-    assert_same(got.state, want.state)
 
 
 @pytest.mark.parametrize("num", swept([3, 8], every=2))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -181,19 +180,6 @@ def fit(batches, tmp_path, num_steps, *, rate=1e-4, mesh=4, loss=weighed, **plan
     ddp = wrapped(loss=loss, optimizer=optax.sgd(rate), mesh=mesh)
     plan = {"run_dir": tmp_path, "log_every_steps": 1, **plan}
     return jddp.fit(ddp, batches, num_steps=num_steps, **plan)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_its_scale_on_any_number_of_devices(tmp_path):
-    batches = [with_weights(make_batch(seed=seed), 2.0**2) for seed in range(6)]
-    at_once = fit(batches, tmp_path / "whole", 6, rate=1e-2)
-    there = scale_of(fit(batches, tmp_path / "parts", 3, rate=1e-2).state)
-    assert there[0] < 2.0**16
-    moved = fit(batches, tmp_path / "parts", 4, rate=1e-2, mesh=2)
-    assert moved.history[-1]["loss_scale"] == there[0]
-    assert scale_of(moved.state)[1] in (0, there[1] + 1)
-    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "4")
-    assert_same(fit(batches, tmp_path / "parts", 6, rate=1e-2).state, at_once.state)
 
 
 def test_a_checkpoint_without_a_scale_does_not_resume_with_one(tmp_path):

@@ -13,7 +13,6 @@ from sweeps import swept
 
 from jddp.config.files import load_config, read_yaml, with_overrides
 from jddp.config.schema import Config
-from jddp.data import make_source
 from jddp.ground.errors import ConfigError, DataError
 from jddp.inspection.layers import num_outputs
 from jddp.trainer.job.build import build, train
@@ -91,18 +90,6 @@ def test_a_vocabulary_is_filled_in_and_a_smaller_model_is_refused(tmp_path, fold
     assert outputs_of(job()) == 512
     with pytest.raises(ConfigError, match="it has 256 outputs, and vocab_size of the data is 512"):
         job(vocab_size=256)
-
-
-def test_sources_know_their_sizes_before_they_are_read(folders):
-    def sizes(name, directory="nowhere", **kwargs):
-        return make_source(name, directory=str(directory), kwargs=kwargs).sizes
-
-    assert sizes("image_folder", folders / "images", image_size=8) == {"num_classes": 5}
-    assert sizes("image_folder", image_size=8) == {}
-    assert sizes("npy", image_size=8, num_classes=7) == {"num_classes": 7}
-    assert sizes("tokens", sequence_length=8, vocab_size=99) == {"vocab_size": 99}
-    assert make_source("fashion_mnist").sizes == {"num_classes": 10}
-    assert make_source("python_stdlib").sizes == {"vocab_size": 256}
 
 
 def rows_in(folder, name, *, train, test, **more):

@@ -169,24 +169,6 @@ def test_a_script_installs_an_extra_and_hands_on_arguments(checkout, script, ext
     assert made[-1].endswith(f" {given}")
 
 
-def test_a_change_of_what_is_needed_or_an_install_that_failed_installs_again(checkout, monkeypatch):
-    def num_installs(returncode=0):
-        assert (run(checkout, "venv").returncode != 0) == bool(returncode)
-        return sum("pip install" in call for call in calls(checkout))
-
-    assert [num_installs(), num_installs()] == [1, 0]
-    for changed in ("pyproject.toml", "constraints.txt"):
-        (checkout / changed).write_text("changed")
-        assert [num_installs(), num_installs()] == [1, 0]
-    (checkout / "constraints.txt").write_text("changed again")
-    monkeypatch.setenv("NO_NETWORK", "1")
-    num_installs(returncode=1)
-    assert run(checkout, "quickstart").returncode != 0
-    assert "-m jddp.train" not in calls(checkout)
-    monkeypatch.delenv("NO_NETWORK")
-    assert [num_installs(), num_installs()] == [1, 0]
-
-
 def test_without_a_new_enough_python_the_scripts_say_what_is_missing(checkout, monkeypatch):
     monkeypatch.setenv("TOO_OLD", "1")
     monkeypatch.setenv("PYENV_ROOT", "/nonexistent")
