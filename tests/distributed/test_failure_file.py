@@ -6,7 +6,7 @@ import sys
 from datetime import UTC, datetime
 
 import pytest
-from runs import environment, free_port
+from runs import environment
 
 from jddp.commands.train import main
 from jddp.distributed import failure, failure_file
@@ -213,32 +213,6 @@ def test_a_script_that_asks_for_its_job_keeps_its_end(tmp_path, error, numbers, 
 def test_nothing_that_knows_the_file_imports_jax():
     code = "import sys, jddp.distributed.launcher; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
-
-
-# Process 0 of a job of 64, which has JAX's service, and whose others are gone; a moment is short.
-ALONE = """
-import os
-import sys
-import time
-
-import jax
-
-from jddp.distributed import failure, failure_file
-
-jax.distributed.initialize(sys.argv[1], num_processes=1, process_id=0)
-failure.service.num_processes = lambda: 64
-failure._MOMENT = 0.2
-exit, began = os._exit, time.monotonic()
-os._exit = lambda code: exit(code if 0.6 < time.monotonic() - began < 10 else 1)
-failure.end_process(failure_file.describe_failure(7, 137), "the end")
-"""
-
-
-def test_process_0_waits_three_moments_for_all_that_are_gone_together():
-    # One after the other they would take 37 s.
-    command = [sys.executable, "-c", ALONE, f"127.0.0.1:{free_port()}"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 137, done.stderr
 
 
 @pytest.mark.parametrize("found, code", [(None, 0), (76, 76)])

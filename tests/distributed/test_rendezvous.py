@@ -4,8 +4,6 @@ import os
 import re
 import resource
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -291,13 +289,3 @@ def test_the_first_process_waits_for_its_own_name_to_be_known(address, monkeypat
         gather(client, 1, same={"JDDP_JOB": "not set", HEARTBEAT: "100"}).result()
         assert met.result() is None
     assert list(names) == []
-
-
-@pytest.mark.processes
-def test_a_first_process_that_waits_in_vain_reports_it_in_one_line(address):
-    environ = dict(zip(VARIABLES, (address, "2", "0"), strict=True)) | {START: "1"}
-    command = [sys.executable, "-m", "jddp.train"]
-    done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True)
-    assert done.returncode == 69, done.stderr
-    assert done.stderr.startswith(f"jddp: process 1 of 2 did not connect to {address}")
-    assert done.stderr.count("\n") == 1

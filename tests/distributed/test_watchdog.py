@@ -1,16 +1,14 @@
 """Limits of phases, and which process is to blame."""
 
-import contextlib
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from runs import environment, wait_until
+from runs import wait_until
 
 from jddp.distributed import apart
 from jddp.distributed.watchdog import Limits, Watchdog, describe_hang
@@ -40,20 +38,6 @@ def test_a_step_may_take_thirty_times_the_longest_and_two_minutes():
     assert Limits().of("step", 10.0) == 300
     assert Limits(step_seconds=5).of("step", 10.0) == 5
     assert Limits().of("save", 10.0) == 3600
-
-
-@pytest.mark.processes
-def test_the_limit_of_a_phase_is_passed_on_as_soon_as_it_begins():
-    # What holds the interpreter's lock from a phase's beginning lets no thread do it later.
-    watchdog = Watchdog(Limits(step_seconds=3, compile_seconds=3600), None)
-    command = [sys.executable, "-c", "import sys; print(sys.stdin.read(), end='')"]
-    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    with subprocess.Popen(command, bufsize=0, **pipes) as process:
-        watchdog._silence = process.stdin
-        for phase in ("compile", "step", "step"):
-            watchdog.enter(phase, 0)
-        out, _ = process.communicate()
-    assert [float(line) for line in out.split()] == [3630, 33]
 
 
 @pytest.fixture
@@ -92,36 +76,6 @@ def test_what_watches_a_process_ends_with_its_input_and_with_the_process(silent)
         [sys.executable, apart.__file__, "silence", "0"], input=b"1\n", timeout=60
     )
     assert gone.returncode == 0
-
-
-OPENS = """
-import sys
-
-from jddp.distributed import failure
-from jddp.distributed.watchdog import Limits, Watchdog
-
-with failure.owned_process(), Watchdog(Limits(), None) as watchdog:
-    print(watchdog._silence.fileno(), flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.processes
-def test_what_watches_a_process_holds_none_of_its_streams():
-    # A launcher reads them to their ends before it reports how the process has ended.
-    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    with subprocess.Popen([sys.executable, "-c", OPENS], env=environment(), **pipes) as process:
-        assert process.stdout.readline().strip().isdigit()
-        (watches,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        mine = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (0, 1)]
-        wait_until(lambda: b"apart.py" in Path(f"/proc/{watches}/cmdline").read_bytes())
-        held = set()
-        for opened in Path(f"/proc/{watches}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # of a file that it reads as it starts
-                held.add(os.readlink(opened))
-        process.kill()
-    assert held
-    assert not {*mine} & held
 
 
 def test_only_a_process_that_hangs_is_reported_with_stacks_and_a_user_s_not_ended(tmp_path, caplog):
