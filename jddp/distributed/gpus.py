@@ -12,7 +12,6 @@ Without the program `nvidia-smi`, which a container may lack, its reports are em
 a second, or several if a driver has to start first.
 """
 
-import pkgutil
 import re
 import shutil
 import subprocess
@@ -73,13 +72,10 @@ def driver_version() -> int | None:
 
 def plugins() -> list[str]:
     """JAX's plugins for GPUs that are installed, such as cuda12."""
-    try:
-        import jax_plugins
-    except ImportError:
-        return []
-    names = [module.name for module in pkgutil.iter_modules(jax_plugins.__path__)]
-    kinds = re.compile(r"xla_((?:cuda|rocm)\d+)")
-    return sorted(found[1] for name in names if (found := kinds.fullmatch(name)))
+    from importlib.metadata import entry_points  # Its import takes longer than this module.
+
+    names = sorted(entry.name for entry in entry_points(group="jax_plugins"))
+    return [name[4:] for name in names if re.fullmatch(r"xla_(cuda|rocm)\d+", name)]
 
 
 def may_use_gpus(platforms: str | None) -> bool:
@@ -161,15 +157,12 @@ def list_gpus() -> list[Gpu]:
     return [Gpu(uuid, kind, _number(used), _number(total)) for uuid, kind, used, total in rows]
 
 
-def list_programs() -> list[tuple[str, str, str]]:
+def list_programs() -> list[list[str]]:
     """The processes that compute on GPUs: UUID of the GPU, number of the process, its program.
 
     A container sees only its own processes.
     """
-    return [
-        (gpu, pid, name)
-        for gpu, pid, name in _query("--query-compute-apps=gpu_uuid,pid,process_name", 3)
-    ]
+    return _query("--query-compute-apps=gpu_uuid,pid,process_name", 3)
 
 
 def smallest_bytes() -> int | None:

@@ -223,13 +223,14 @@ def supervise(run: Callable[[Signals], Failure | None]) -> int:
     """Runs processes to their end; returns the exit code of the first failure, or 0.
 
     Args:
-      run: Function that starts all processes, passes on the stop signals of the launcher, and
-        restarts all where that may help. It returns the first failure of the last attempt after
-        reporting it; None if there is none.
+      run: Function that starts all processes, receives the stop signals of the launcher and passes
+        them on, and restarts all where that may help. It returns the first failure of the last
+        attempt after reporting it; None if there is none.
     """
-    signals = Signals()
-    with signals.received():
-        failure = run(signals)
+    try:
+        failure = run(Signals())
+    except KeyboardInterrupt:  # No process runs.
+        return ExitCode.INTERRUPTED
     if failure is None:
         return ExitCode.DONE
     write_failure(failure.data)  # The program that has started this launcher may read it.
@@ -253,7 +254,6 @@ class NodeRunner:
         Raises:
           CoordinatorError: If other machines are missing.
           ProcessMismatchError: If other machines were started with different numbers.
-          SystemExit: If a signal comes while it waits for other machines.
         """
         self._signals = signals
         self._nodes = Nodes(self._launch)
@@ -272,7 +272,7 @@ class NodeRunner:
         return failure
 
     def _restarts(self, failure: Failure) -> bool:
-        """Whether all are restarted, after a pause without a signal; prints the decision."""
+        """Whether all are restarted, after a pause; prints the decision."""
         if not (most := self._launch.max_restarts):
             return False
         by = "".join(signal.Signals(number).name for number in self._signals.numbers[:1])
@@ -285,18 +285,15 @@ class NodeRunner:
         if held := [reason for reason, holds in reasons.items() if holds]:
             report(f"not restarted: {held[0]}")
             return False
-        until = self._ended + _PAUSE
         self._num_restarts += 1
         report(f"restart {self._num_restarts} of {most} now")
-        while not self._signals.numbers and time.monotonic() < until:
-            time.sleep(POLL_SECONDS)
-        return not self._signals.numbers
+        time.sleep(max(0.0, self._ended + _PAUSE - time.monotonic()))
+        return True
 
     def _attempt(self) -> Failure | None:
         """Waits for the other machines, then for the first failure, and ends the group."""
-        with self._signals.exiting():
-            place = self._nodes.gather()
-        with closing(Group(self._launch, place)) as group:
+        place = self._nodes.gather()
+        with self._signals.received(), closing(Group(self._launch, place)) as group:
             numbers = " and ".join(", ".join(str(x.number) for x in group.running).rsplit(", ", 1))
             started = f"starting process {numbers} of {place.num_processes} on this machine"
             report(f"{started}; logs in {self._launch.logs}")

@@ -211,13 +211,11 @@ class RendezvousClient:
                     f"the program that listens at {self.address} is not {self.kind} 0 of a "
                     "starting job: the job has started already, or it is another program."
                 ) from None
-            except OSError:
+            except OSError as error:
                 self.close()
                 if time.monotonic() > until:
-                    raise CoordinatorError(
-                        f"{me} has received nothing from {first} in {seconds:.0f} s. Is it another "
-                        "program that listens there?"
-                    ) from None
+                    text = f"{me} has received nothing from {first} in {seconds:.0f} s."
+                    raise CoordinatorError(text) from error
                 time.sleep(POLL_SECONDS)
         if "error" in answer:
             kind = CoordinatorError if answer["is_missing"] else ProcessMismatchError
@@ -311,8 +309,9 @@ class RendezvousServer:
         try:
             infos = self._wait_for_all(mine, seconds)
         except Error as error:
+            is_missing = isinstance(error, CoordinatorError)
             for client in self._members():
-                _refuse(client, error)
+                client.send({"error": str(error), "is_missing": is_missing})
             raise
         if is_last:
             self._listening.close()
@@ -427,10 +426,6 @@ def listen(address: str) -> socket.socket:
             f"port {port} of {host} {reason}. "
             "Give all processes another port, or let jddp.launch choose one."
         ) from error
-
-
-def _refuse(client: Connection, error: Error) -> None:
-    client.send({"error": str(error), "is_missing": isinstance(error, CoordinatorError)})
 
 
 def allow_connections() -> None:

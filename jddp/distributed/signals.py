@@ -26,7 +26,6 @@ import functools
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -147,29 +146,9 @@ class Signals:
         """Receives signals while open; they end nothing."""
         return stop_signals_go_to(self._receive)
 
-    @contextlib.contextmanager
-    def exiting(self) -> Iterator[None]:
-        """Lets a signal end this program, while open; an earlier signal ends it at once.
-
-        Raises:
-          SystemExit: With 128 and the number of the signal.
-        """
-        with stop_signals_go_to(self._exit):
-            self._exit_if_any()
-            yield
-            self._exit_if_any()  # Python may have dropped the exception of the handler.
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if not self._repeats.is_repeat():
             self.numbers.append(number)
-
-    def _exit(self, number: int, frame: FrameType | None) -> None:
-        self._receive(number, frame)
-        self._exit_if_any()
-
-    def _exit_if_any(self) -> None:
-        if self.numbers:
-            sys.exit(128 + self.numbers[0])
 
 
 class Hearing:

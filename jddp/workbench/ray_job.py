@@ -102,15 +102,13 @@ class RayRunner:
           ConfigError: If the address is not host:port.
           CoordinatorError: If no cluster answers there.
           DeviceError: If the cluster is too small for JDDP_START_SECONDS.
-          SystemExit: If a signal comes before the cluster has answered.
         """
         launch = self._launch
         os.environ.update(_DEFAULTS | os.environ)
         with ExitStack() as stack:
             if not ray.is_initialized():
                 stack.callback(ray.shutdown)
-                with signals.exiting():
-                    _connect(self._address)
+                _connect(self._address)
             stack.enter_context(signals.received())  # Ray has a handler of its own from here on
             here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
             board: Any = ray.remote(_Board).options(num_cpus=0, label_selector=here).remote()

@@ -4,12 +4,9 @@ import json
 import os
 import signal
 
-import pytest
-
 from jddp.distributed.failure_file import VARIABLE, describe_failure
 from jddp.distributed.group import without_gloo
 from jddp.distributed.launcher import Failure, supervise
-from jddp.distributed.signals import Signals
 from jddp.ground.errors import ExitCode
 
 
@@ -21,8 +18,9 @@ class FakeRunner:
         self.received = []
 
     def run(self, signals):
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # at once: a repeat of the first
+        with signals.received():
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)  # at once: a repeat of the first
         self.received = signals.numbers
         return self.failure
 
@@ -41,15 +39,6 @@ def test_a_runner_without_a_failure_is_done(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "failure.json"))
     assert supervise(FakeRunner(None).run) == ExitCode.DONE
     assert not list(tmp_path.iterdir())
-
-
-def test_a_signal_exits_while_others_are_awaited_and_also_one_that_came_before():
-    signals = Signals()
-    with signals.received(), pytest.raises(SystemExit) as ended, signals.exiting():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert ended.value.code == 128 + signal.SIGTERM
-    with pytest.raises(SystemExit), signals.exiting():
-        raise AssertionError("the block is not entered")
 
 
 GLOO = b"""\
