@@ -5,20 +5,17 @@
 
 It reads safetensors, state dicts of PyTorch, a folder of the Hugging Face Hub, the checkpoints of a
 run, and any other folder that orbax has written. It reads numbers and names, and runs no code. It
-writes safetensors, a format without random keys, layouts, digests and run data: a JSON text next to
-the arrays holds them. Files of other programs lack that text.
+writes safetensors, with the step and the run data as a JSON text in their metadata.
 
 A folder of the Hugging Face Hub holds model.safetensors; or, of a large model, several such files,
 and an index: {"weight_map": {"wte.weight": "model-00001-of-00002.safetensors", ...}}.
 """
 
 import contextlib
-import hashlib
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,38 +26,20 @@ from etils import epath
 from flax.traverse_util import unflatten_dict
 
 from jddp.checkpoint.folders import directory_of, first_line
-from jddp.checkpoint.reader import (
-    KEY_IMPLS,
-    Layouts,
-    in_file,
-    keep_quiet,
-    layouts_in,
-    read_arrays,
-    read_described,
-    read_newest,
-    read_object,
-    read_values,
-)
+from jddp.checkpoint.reader import keep_quiet, read_newest, read_object, read_values
 from jddp.config.permissions import expand
-from jddp.engine.state import Replicated, by_path
+from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, file_errors
-from jddp.ground.typing import PyTree, Settings
+from jddp.ground.typing import PyTree
 
 HostArrays = dict[str, np.ndarray]
-KEY = "jddp"  # Key of that text in the metadata of a file.
+KEY = "jddp"  # Key of that text in the metadata.
 WRITTEN = ".safetensors"
+SUFFIXES = (WRITTEN, ".pt", ".pth", ".bin")
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Keys under which PyTorch's files of a whole training have the model's state dict.
 _INSIDE = ("state_dict", "model")
-# Dtypes of safetensors whose letter and number do not give NumPy's name; F32 does.
-_DTYPES = {
-    "BOOL": "bool",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
-_KINDS = {"U": "uint", "I": "int", "F": "float", "C": "complex"}
 # The fields of a state that a run evaluates.
 EVALUATED = ["params", "ema_params", "model_state", "ema_state"]
 
@@ -124,20 +103,11 @@ def _read_orbax(path: Path) -> PyTree:
 
 
 def read_file(file: Path) -> HostArrays:
-    """The arrays in a file, by their names; its suffix is one of `SUFFIXES`.
-
-    Raises:
-      ValueError: If the digest of an array differs from the text.
-    """
-    arrays, about = _PARSERS[file.suffix](file)
-    digests = (about or {}).get("digests")
-    if digests is not None and digests != _digests_of(arrays):
-        raise ValueError("an array has changed since it was exported")
-    return arrays
-
-
-def _digests_of(arrays: HostArrays) -> dict[str, str]:
-    return {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
+    """The arrays in a file, by their names; its suffix is one of `SUFFIXES`."""
+    if file.suffix != WRITTEN:
+        return _read_pytorch(file)
+    with safetensors.safe_open(file, "numpy") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
 def _read_hub_folder(folder: Path) -> HostArrays:
@@ -153,23 +123,7 @@ def _read_hub_folder(folder: Path) -> HostArrays:
     return {name: shards[file][name] for name, file in places.items()}
 
 
-def _read_safetensors(file: Path) -> tuple[HostArrays, Settings | None]:
-    """Maps the file into memory: each array is read where it is used, and no memory holds all."""
-    with safetensors.safe_open(file, "numpy") as opened:  # This checks the header.
-        about = json.loads((opened.metadata() or {}).get(KEY, "null"))
-    content = np.memmap(file, np.uint8, "r")
-    begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
-    header = json.loads(content[8:begin].tobytes())
-    header.pop("__metadata__", None)
-    arrays = {}
-    for name, x in header.items():
-        start, end = (begin + offset for offset in x["data_offsets"])
-        dtype = _DTYPES.get(x["dtype"]) or _KINDS[x["dtype"][0]] + x["dtype"][1:]
-        arrays[name] = content[start:end].view(dtype).reshape(x["shape"])
-    return arrays, about
-
-
-def _read_pytorch(file: Path) -> tuple[HostArrays, None]:
+def _read_pytorch(file: Path) -> HostArrays:
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError as error:
@@ -184,51 +138,31 @@ def _read_pytorch(file: Path) -> tuple[HostArrays, None]:
     # NumPy itself has no bfloat16.
     halves = {k: x.view(torch.int16) for k, x in tensors.items() if x.dtype == torch.bfloat16}
     arrays = {name: x.numpy() for name, x in (tensors | halves).items()}
-    return {k: x.view("bfloat16") if k in halves else x for k, x in arrays.items()}, None
+    return {k: x.view("bfloat16") if k in halves else x for k, x in arrays.items()}
 
 
-_PARSERS: dict[str, Callable[[Path], tuple[HostArrays, Settings | None]]] = {
-    WRITTEN: _read_safetensors,
-    **dict.fromkeys((".pt", ".pth", ".bin"), _read_pytorch),
-}
-SUFFIXES = tuple(_PARSERS)
-
-
-def export(folder: Path, file: Path, fields: Sequence[str] | None = None) -> None:
-    """Writes fields of a checkpoint's state into one file.
+def export(folder: Path, file: Path, fields: Sequence[str] = EVALUATED) -> None:
+    """Writes the evaluated values of a checkpoint's fields into one file.
 
     Args:
       folder: Folder of the checkpoint.
       file: New file, `*.safetensors`.
-      fields: Fields of the state, with the evaluated values; None for all, unmerged.
+      fields: Fields of the state.
 
     Raises:
       ConfigError: If the suffix is another, or the format lacks a dtype.
       FileSystemError: If the checkpoint cannot be read, or the file cannot be written.
     """
-    leaves = read_arrays(folder) if fields is None else by_path(read_values(folder, fields))
-    layouts = None if fields else layouts_in(read_described(folder))
-    keys = {name: impl for name, x in leaves.items() if (impl := KEY_IMPLS.get(str(x.dtype)))}
-    arrays = {n: np.asarray(jax.random.key_data(x) if n in keys else x) for n, x in leaves.items()}
-    export_arrays(folder, file, arrays, keys=keys, layouts=layouts)
+    export_arrays(folder, file, by_path(jax.tree.map(np.asarray, read_values(folder, fields))))
 
 
-def export_arrays(
-    folder: Path,
-    file: Path,
-    arrays: HostArrays,
-    *,
-    keys: Mapping[str, str] = MappingProxyType({}),
-    layouts: Layouts | None = None,
-) -> None:
-    """Writes arrays that were made from a checkpoint, and its description.
+def export_arrays(folder: Path, file: Path, arrays: HostArrays) -> None:
+    """Writes arrays that were made from a checkpoint, with its step and its run data.
 
     Args:
       folder: Folder of the checkpoint.
       file: New file, `*.safetensors`.
       arrays: Arrays by their names.
-      keys: Implementations of arrays that are PRNG keys.
-      layouts: Layouts by name; None if all are replicated.
 
     Raises:
       ConfigError: If the suffix is another, or the format lacks a dtype.
@@ -238,17 +172,11 @@ def export_arrays(
         raise ConfigError(
             f"{file}: unknown format. Use a name in {WRITTEN}, which PyTorch reads too."
         )
-    about = {
-        "step": int(folder.name),
-        "digests": _digests_of(arrays),
-        "keys": dict(keys),
-        "layouts": layouts or dict.fromkeys(arrays, Replicated()),
-        "run": read_object(folder / "run.json"),
-    }
-    text = json.dumps(about, default=in_file)
+    about = {"step": int(folder.name), "run": read_object(folder / "run.json")}
     try:
         # transformers refuses a file that names no format; "pt" is its word for plain arrays.
-        packed = safetensors.numpy.save(arrays, metadata={KEY: text, "format": "pt"})
+        metadata = {KEY: json.dumps(about), "format": "pt"}
+        packed = safetensors.numpy.save(arrays, metadata=metadata)
     except safetensors.SafetensorError as error:
         raise ConfigError(
             f"{file}: {error}. Cast these arrays, or use the run directory itself: model.init_from "

@@ -9,7 +9,7 @@ from jddp.checkpoint.storage import local_copy
 from jddp.config.cli import Parser
 from jddp.config.permissions import expand
 from jddp.distributed.command import run_command
-from jddp.ground.errors import FileSystemError, UsageError, show
+from jddp.ground.errors import FileSystemError, show
 from jddp.ground.names.plugins import tool
 
 
@@ -47,7 +47,6 @@ def _commands() -> Parser:
     add("--step", type=int, help="step of the checkpoint (the newest that is valid)")
     names = "name the arrays as torchvision or huggingface does, for PyTorch"
     add("--names", metavar="LIBRARY", help=names)
-    add("--all", action="store_true", help="the whole state, not only the model's values")
     return parser
 
 
@@ -76,11 +75,9 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     from jddp.checkpoint import folders, reader
-    from jddp.checkpoint.weights import EVALUATED, export
+    from jddp.checkpoint.weights import export
 
     file, names = arguments.file, arguments.names
-    if arguments.all and (names or not file.suffix):
-        raise UsageError("--all exports into a file, and without --names.")
     directory = folders.directory_of(arguments.run)
 
     def find() -> Path:
@@ -97,7 +94,7 @@ def _export(arguments: argparse.Namespace) -> None:
         elif names:
             tool("names")(folder, file, names)
         else:
-            export(folder, file, None if arguments.all else EVALUATED)
+            export(folder, file)
         return folder.name
 
     step = reader.read_standing(find, write)

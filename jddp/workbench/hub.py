@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from jddp.checkpoint.reader import read_object
-from jddp.checkpoint.weights import EVALUATED, WHOLE, export, export_arrays
+from jddp.checkpoint.weights import WHOLE, export, export_arrays
 from jddp.ground.errors import file_errors, report
 from jddp.ground.typing import JsonObject
 from jddp.trainer.runs.saved import Saved, config_in, model_in
@@ -71,7 +71,7 @@ def export_folder(checkpoint: Path, folder: Path, library: str | None) -> None:
     try:
         made: JsonObject = {}
         if library is None:
-            export(checkpoint, folder / WHOLE, EVALUATED)
+            export(checkpoint, folder / WHOLE)
         else:
             made = export_by_names(checkpoint, folder / WHOLE, library)
         with file_errors(f"{folder} cannot be written"):

@@ -73,7 +73,6 @@ def test_a_folder_without_names_has_the_arrays_and_the_model_of_the_run(run_dir,
 
 MISTAKES = [
     ("export RUN x --names torchvision", 2, "'torchvision'"),
-    ("export RUN x --all", 2, "--all"),
     ("export RUN there", 74, "there"),
     ("export RUN x --step 7", 74, "step 7"),
 ]
