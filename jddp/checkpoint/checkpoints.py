@@ -98,7 +98,6 @@ class CheckpointFolder:
     ) -> None:
         keep_quiet()
         self._directory = Path(directory).absolute()
-        self._is_link = self._directory.is_symlink()
         self._storage = storage or Storage(self._directory.parent)
         self._surplus: folders.Surplus = functools.partial(
             folders.surplus, keep=keep, keep_every=keep_every
@@ -167,8 +166,6 @@ class CheckpointFolder:
             arrays = _replicated(arrays)
         try:
             self._storage.pinned.check()  # A run directory that was moved is not made again.
-            if self._directory.is_symlink() != self._is_link:
-                raise OSError(f"{self._directory} is another directory than at the start")
             self._directory.mkdir(mode=0o700, exist_ok=True)
             folder = self._folder(step) / "state"
             make_folder(folder, mode=0o700)

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import resource
-import shutil
 import signal
 import stat
 import time
@@ -77,20 +76,6 @@ def test_nothing_of_a_run_is_written_into_another_one_that_takes_its_place(ddp, 
         == [*range(1, NUM_STEPS + 1)]
         == [x["step"] for x in run.history if x["split"] == "train"]
     )
-
-
-def test_no_folder_of_a_run_that_takes_its_place_is_followed(ddp, tmp_path, caplog):
-    run_dir, other = tmp_path / "run", tmp_path / "other"
-    fit(ddp, other, num_steps=2, save_every_steps=1)
-    before = contents(other)
-
-    def swap(run):
-        shutil.rmtree(run_dir / "checkpoints")
-        (run_dir / "checkpoints").symlink_to(other / "checkpoints")
-
-    with pytest.raises(FileSystemError, match="checkpoints is another directory than at the st"):
-        fit(ddp, run_dir, callbacks=[At(3, swap)])
-    assert contents(other) == before
 
 
 def test_evidence_of_a_step_is_not_written_into_another_run(tmp_path, caplog):
