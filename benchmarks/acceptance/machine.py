@@ -10,7 +10,7 @@ from acceptance.result import Machine, PartResult, worst
 from jddp.distributed.gpus import INSTALL, may_use_gpus, run_program, why_missing
 from jddp.distributed.join import require_devices
 from jddp.ground.errors import DeviceError
-from jddp.inspection.machine import check_busy, check_devices
+from jddp.inspection.machine import check_devices
 from jddp.inspection.memory import in_words
 
 # Fields of nvidia-smi --query-gpu that are the same in all drivers, and their names on the page.
@@ -35,7 +35,9 @@ def find_devices(machine: Machine) -> PartResult:
     Raises:
       DeviceError: If the platform has no device.
     """
-    others = list(check_busy())  # before this process uses the GPUs
+    # Before this process uses the GPUs.
+    query = "--query-compute-apps=gpu_uuid,pid,process_name"
+    programs = run_program(query, "--format=csv,noheader")
     missing = require_devices()
     devices = jax.devices()
     if devices[0].platform != machine.platform:
@@ -43,7 +45,7 @@ def find_devices(machine: Machine) -> PartResult:
             f"--gpu-acceptance finds no GPU. {missing or _why_none()} --platform cpu tries the "
             "procedure without one."
         )
-    findings = [*check_devices(), *others]
+    findings = [*check_devices()]
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     details = [str(finding) for finding in findings]
     details += [f"        JAX may use {in_words(limit)} of each"] if limit else []
@@ -52,7 +54,7 @@ def find_devices(machine: Machine) -> PartResult:
         *digest(run_program(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader")),
     ]
     details += [line for line in run_program("-q") if line.startswith("CUDA Version")]
-    details += ["", *topology()]
+    details += ["", *(f"in use by {program}" for program in programs), *topology()]
     text = "\n".join(details).rstrip()
     facts = {"num_devices": len(devices), "kind": devices[0].device_kind}
     return PartResult(*worst(*findings), details=f"```text\n{text}\n```", facts=facts)

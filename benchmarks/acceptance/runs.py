@@ -19,7 +19,7 @@ import numpy as np
 
 from acceptance.result import Machine, PartResult
 from jddp.checkpoint.folders import finished
-from jddp.distributed.gpus import list_gpus
+from jddp.distributed.gpus import run_program
 from jddp.inspection.machine import BAD, OK, WARN
 
 _CACHE = "XDG_CACHE_HOME"
@@ -150,4 +150,5 @@ def _processes(folder: Path, *variables: str) -> list[int]:
 
 
 def _used_mib() -> int:
-    return sum(gpu.used_mib or 0 for gpu in list_gpus())
+    lines = run_program("--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    return sum(int(line) for line in lines if line.isdecimal())

@@ -2,7 +2,7 @@
 
     gpu_facts(os.environ)             # facts that must be equal in all processes of a job
     why_missing()                     # the missing part, and the way out, if JAX has no GPU
-    list_gpus()                       # the GPUs, as `nvidia-smi` reports them
+    smallest_bytes()                  # the memory of the smallest GPU, as `nvidia-smi` reports it
     add_flag(os.environ)              # allows atomic adds, before JAX is started
 
 If its plugin for GPUs fails, JAX computes on CPUs. If one process of a job has no GPU and others
@@ -135,40 +135,10 @@ def small_shared_memory(num_gpus: int) -> Missing | None:
     return Missing(what, "In a container, start it with --shm-size=16g or --ipc=host.")
 
 
-class Gpu(NamedTuple):
-    """A GPU, as `nvidia-smi` reports it.
-
-    Attributes:
-      uuid: Unique name.
-      kind: Name of the product.
-      used_mib: Memory in use; None if it is not reported.
-      total_mib: Memory in all; None if it is not reported.
-    """
-
-    uuid: str
-    kind: str
-    used_mib: int | None
-    total_mib: int | None
-
-
-def list_gpus() -> list[Gpu]:
-    """The NVIDIA GPUs, in the order of their numbers."""
-    rows = _query("--query-gpu=uuid,name,memory.used,memory.total", 4)
-    return [Gpu(uuid, kind, _number(used), _number(total)) for uuid, kind, used, total in rows]
-
-
-def list_programs() -> list[list[str]]:
-    """The processes that compute on GPUs: UUID of the GPU, number of the process, its program.
-
-    A container sees only its own processes.
-    """
-    return _query("--query-compute-apps=gpu_uuid,pid,process_name", 3)
-
-
 def smallest_bytes() -> int | None:
     """Memory of the smallest GPU; None if it is not known."""
-    known = [gpu.total_mib for gpu in list_gpus() if gpu.total_mib is not None]
-    return min(known) * 2**20 if known else None
+    lines = run_program("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    return min((int(line) * 2**20 for line in lines if line.isdecimal()), default=None)
 
 
 def run_program(*arguments: str) -> list[str]:
@@ -180,15 +150,6 @@ def run_program(*arguments: str) -> list[str]:
     except (OSError, subprocess.SubprocessError, UnicodeError):
         return []
     return done.stdout.splitlines()
-
-
-def _query(what: str, num_columns: int) -> list[list[str]]:
-    rows = (line.split(", ") for line in run_program(what, "--format=csv,noheader,nounits"))
-    return [row for row in rows if len(row) == num_columns]
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
 
 
 def lacks_atomics(environ: Mapping[str, str]) -> bool:

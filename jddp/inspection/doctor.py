@@ -39,7 +39,7 @@ from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.engine.calls import from_process_zero
 from jddp.engine.mesh import AXIS, make_mesh, over_replicas, put_rows
 from jddp.ground.errors import Error, show, words_of
-from jddp.inspection.machine import BAD, OK, WARN, Finding, check_busy, check_devices, check_host
+from jddp.inspection.machine import BAD, OK, WARN, Finding, check_devices, check_host
 
 SECONDS = 120.0
 # A directory seen later counts as not shared; NFS caches absence for 3 to 60 s.
@@ -62,7 +62,7 @@ def examine(directory: Path, *, num_devices: int) -> bool:
     Returns:
       Whether no finding will stop a job.
     """
-    findings = [*check_host(), *check_busy()]
+    findings = [*check_host()]
     identity = resolve_identity()
     per_process = max(1, num_devices // identity.num_processes)
     configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)

@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
 from jddp.engine.mesh import make_mesh
 from jddp.inspection import doctor, machine
-from jddp.inspection.machine import Finding, check_busy
+from jddp.inspection.machine import Finding
 
 
 def levels(findings):
@@ -41,8 +40,8 @@ def test_a_name_that_leads_to_loopback_or_nowhere_is_reported():
         assert ("JAX_COORDINATOR_ADDRESS" in finding.fix) == (level != "ok")
 
 
-def test_shared_memory_matters_where_there_are_gpus_and_locked_memory_to_infiniband(monkeypatch):
-    small, some = 2**26, ["mlx5_0"]
+def test_shared_memory_matters_where_there_are_gpus(monkeypatch):
+    small = 2**26
     for size, num_gpus, want in (
         (small, 0, []),
         (small, 1, ["warn"]),
@@ -53,27 +52,6 @@ def test_shared_memory_matters_where_there_are_gpus_and_locked_memory_to_infinib
         for module in (gpus, machine):
             monkeypatch.setattr(module, "shared_memory", lambda size=size: size)
         assert levels(machine.check_shared_memory(num_gpus)) == want
-    for limit, found, want in ((2**16, some, "bad"), (resource.RLIM_INFINITY, some, "ok")):
-        assert levels(machine.check_locked_memory(limit, found)) == [want]
-    assert levels(machine.check_locked_memory(2**16, [])) == []
-
-
-def test_interfaces_are_read_as_nccl_reads_them():
-    for name in ("eth", "=eth0", "ib,eth", "^docker", "=eth", "ib"):
-        found = machine.check_interfaces(["lo", "eth0"], [], {"NCCL_SOCKET_IFNAME": name})
-        assert ("bad" in levels(found)) == (name in ("=eth", "ib"))
-    for environ, want in (({}, ["ok", "ok"]), ({"NCCL_IB_DISABLE": "1"}, ["ok", "warn"])):
-        assert levels(machine.check_interfaces(["eth0"], ["mlx5_0"], environ)) == want
-
-
-def test_slow_scatters_are_named_with_their_flag_unless_it_is_set(monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.10.2")
-    cuda, is_set = "PJRT C API\ncuda 12090", {"XLA_FLAGS": gpus.FLAG}
-    (found,) = machine.check_atomics(cuda, {})
-    assert found.level == "warn"
-    assert f"XLA_FLAGS={gpus.FLAG};" in found.fix
-    assert levels(machine.check_atomics(cuda, is_set)) == []
-    assert levels(machine.check_atomics("rocm 60000", {})) == []
 
 
 def test_devices_of_several_kinds_are_reported(monkeypatch):
@@ -292,15 +270,6 @@ def test_the_first_failures_of_a_run_or_of_a_launch_are_printed(tmp_path, monkey
     assert capsys.readouterr().err == f"jddp: {absent}\n"
 
 
-GPUS = """\
-GPU-a, NVIDIA H100 80GB HBM3, 12, 81559
-GPU-b, NVIDIA H100 80GB HBM3, 70000, 81559
-GPU-c, NVIDIA H100 80GB HBM3, 30000, 81559
-GPU-d, NVIDIA H100 MIG, [N/A], [N/A]
-"""
-PROGRAMS = "GPU-b, 4242, python\nGPU-b, 4243, [Not Found]\n"
-
-
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """Installs an `nvidia-smi` that prints these lines, by the beginning of its argument."""
@@ -316,27 +285,11 @@ def installed(tmp_path, monkeypatch):
     return make
 
 
-def test_gpus_in_use_are_listed_with_their_memory_and_programs(installed):
-    installed({"--query-gpu": GPUS, "--query-compute-apps": PROGRAMS})
-    first, second = check_busy()
-    assert (first.level, second.level) == ("warn", "warn")
-    assert first.what == (
-        "GPU 1 (NVIDIA H100 80GB HBM3) is in use by python (4242), [Not Found] (4243): 70,000 of "
-        "81,559 MiB."
-    )
-    assert second.what.startswith(
-        "GPU 2 (NVIDIA H100 80GB HBM3) is in use by programs that are not"
-    )
-    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in first.fix
-
-
-def test_free_gpus_are_one_line_and_without_the_program_there_is_none(installed, monkeypatch):
-    installed({"--query-gpu": GPUS.splitlines()[0]})
-    (finding,) = check_busy()
-    assert finding == ("ok", "1 GPUs, and no other program on them", "")
-    assert gpus.smallest_bytes() == 81559 * 2**20
-    installed({"--query-gpu": GPUS}, code=9)  # a driver that does not answer
-    assert list(check_busy()) == []
+def test_the_memory_of_the_smallest_gpu_is_known_where_the_program_answers(installed, monkeypatch):
+    answers = {"--query-gpu": "81559\n40960\n[N/A]\n"}
+    installed(answers)
+    assert gpus.smallest_bytes() == 40960 * 2**20
+    installed(answers, code=9)  # a driver that does not answer
+    assert gpus.smallest_bytes() is None
     monkeypatch.setenv("PATH", "/nowhere")
-    assert list(check_busy()) == []
     assert gpus.smallest_bytes() is None
