@@ -8,7 +8,6 @@ computed at once, and the rest is constant.
 
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,40 +17,13 @@ from jddp.distributed.gpus import smallest_bytes
 from jddp.engine.compiled import CompiledSteps, Trainable
 from jddp.engine.mesh import platform
 from jddp.ground.typing import Batch, PyTree, Shown
-from jddp.inspection.hlo import Computation, HloProgram, HloShape, read_program
 
 FIELDS = ("parameters", "gradients", "optimizer", "other_state", "batch", "temporaries")
-_PREFIX = re.compile(r"(?:jit\([^)]*\)/)?(?:shard_map/)?")
 # Autotuning runs kernels on the GPUs, and in a job on the GPUs of all its processes together.
 _WITHOUT_AUTOTUNING: dict[str, str | bool] = {
     "xla_gpu_autotune_level": "0",
     "xla_gpu_shard_autotuning": False,
 }
-_MAKE_NOTHING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}
-
-
-@dataclass(frozen=True)
-class Array:
-    """An array with its own memory.
-
-    Attributes:
-      shape: Dtype and dims.
-      origin: Layer and operation that made it, by JAX's names.
-    """
-
-    shape: HloShape
-    origin: str
-
-    @property
-    def bytes(self) -> int:
-        """Its size."""
-        return self.shape.bytes
-
-    def __str__(self) -> str:
-        """Shape and origin."""
-        dims = ",".join(map(str, self.shape.dims))
-        text = f"{self.shape.dtype}[{dims}]"
-        return f"{text} of {self.origin}" if self.origin else text
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +38,6 @@ class Memory(Shown):
       batch: Bytes of the rows of one device.
       temporaries: Other bytes that the compiler needs, mostly for activations.
       limit: Bytes of the device's memory; infinite if it is not known.
-      largest: The largest arrays that the program makes.
       start: Bytes at the peak of `init`, by which a seed makes the state; 0 if it is not known.
     """
 
@@ -77,7 +48,6 @@ class Memory(Shown):
     batch: int
     temporaries: int
     limit: float
-    largest: tuple[Array, ...] = ()
     start: int = 0
 
     @property
@@ -144,7 +114,7 @@ def assigned_memory(
 ) -> Memory:
     """The memory that a compiled step needs on each device; `limit` is the memory that it has."""
     state = steps.abstract_state(batch)
-    analysis, text = compiled.memory_analysis(), compiled.as_text()
+    analysis = compiled.memory_analysis()
     assert analysis is not None, "CPUs and GPUs have one"
     beside_arguments = compiled_bytes(compiled) - analysis.argument_size_in_bytes
     # Where each gradient is sent as soon as it is computed, they are never all there at once.
@@ -157,7 +127,6 @@ def assigned_memory(
         batch=_bytes_per_device(batch) // len(steps.mesh.local_devices),
         temporaries=beside_arguments - gradients,
         limit=limit,
-        largest=largest_arrays(read_program(text or "")),
     )
 
 
@@ -180,22 +149,6 @@ def limit_bytes(devices: Sequence[jax.Device]) -> int | None:
     """The memory that each of the devices can give out at most; None without statistics."""
     known = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     return min((x for x in known if x), default=None)
-
-
-def largest_arrays(program: HloProgram, most: int = 3) -> tuple[Array, ...]:
-    """The largest arrays, in descending order; arrays of one origin and shape count once."""
-    made = dict.fromkeys(_made_in(program, program.entry))
-    return tuple(sorted(made, key=lambda array: -array.bytes)[:most])
-
-
-def _made_in(program: HloProgram, computation: Computation) -> Iterator[Array]:
-    for instruction in computation.instructions:
-        if instruction.op not in _MAKE_NOTHING:
-            origin = _PREFIX.sub("", instruction.op_name, count=1)
-            yield from (Array(shape, origin) for shape in instruction.shapes)
-        if instruction.op in ("while", "call", "conditional"):  # A fusion makes only its results.
-            for name in instruction.runs:
-                yield from _made_in(program, program.computations[name])
 
 
 def _in_mib(size: float) -> str:

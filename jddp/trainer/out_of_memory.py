@@ -57,7 +57,7 @@ def explained(ddp: Trainable, batch: Batch, watchdog: Watchdog) -> Iterator[None
       watchdog: Watchdog, which has the phase and allows time for compiling smaller steps.
 
     Raises:
-      OutOfMemoryError: With the largest arrays and smaller steps that would fit; or, if the step
+      OutOfMemoryError: With smaller steps that would fit; or, if the step
         itself fits, with other uses of memory.
     """
     try:
@@ -83,9 +83,6 @@ def _explain(ddp: Trainable, batch: Batch, reason: str) -> str:
         found = f"{program} needs {needs} of each device, which has {has}"
         if memory.fits:
             return f"{found}. {_FITS} XLA reports: {reason}"
-        large = [f"{in_words(x.bytes)} {x}" for x in memory.largest if x.bytes > memory.total / 100]
-        if large:
-            found += f". The largest arrays: {', '.join(large)}"
         ways = ", or ".join(ways_out(ddp, batch, memory, autotune=False))
         return f"{found}. " + (f"What would fit: {ways}." if ways else NOTHING_FITS)
     except (RuntimeError, MemoryError):  # XLA may need memory to compile.
