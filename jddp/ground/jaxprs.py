@@ -7,11 +7,9 @@ to look: it also holds the names of functions, and these can be anything.
 This room knows equations, and nothing of models or steps.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
@@ -20,8 +18,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 DRAWING = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 LOOPS = {"scan", "while"}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
-# Each dtype has all whole numbers up to this one: a sum of more ones does not grow.
-LARGEST_COUNTS = {np.dtype(jnp.bfloat16): 2**8, np.dtype(np.float16): 2**11}
 _Found = TypeVar("_Found")
 # The labels of results, and whether something was found in the equations that make them.
 Followed = tuple[list[int], bool]
@@ -100,26 +96,6 @@ def may_round(product: JaxprEqn) -> bool:
     """
     is_exact = product.params.get("precision") in EXACT
     return {dtype_of(v) for v in product.invars[:2]} == {np.dtype(np.float32)} and not is_exact
-
-
-def sums_in_16_bits(jaxpr: Jaxpr) -> set[tuple[str, str, int]]:
-    """Sums in 16 bits of more terms than their dtype counts to: primitive, dtype, terms.
-
-    A reduction is counted by the terms of one result, a scatter as if all were added to one row.
-    """
-    found = set()
-    for eqn in equations(jaxpr):
-        name = eqn.primitive.name
-        if name == "reduce_sum":
-            terms = math.prod(aval_shape(eqn.invars[0])[axis] for axis in axes_of(eqn))
-        elif name == "scatter-add":
-            terms = math.prod(aval_shape(eqn.invars[1])[:-1])
-        else:
-            continue
-        dtype = dtype_of(eqn.outvars[0])
-        if terms > LARGEST_COUNTS.get(dtype, math.inf):
-            found.add((name, dtype.name, terms))
-    return found
 
 
 def aval_shape(v: Var | Literal) -> tuple[int, ...]:

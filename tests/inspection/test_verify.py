@@ -213,21 +213,6 @@ def test_products_of_a_precision_that_the_model_names_are_allowed_its_roundings(
     assert {x.allowed for x in report.comparisons} == {8 * 2**-11, 0.05}
 
 
-def gathered(dtype, m, x, train):
-    table = m.param("table", nn.initializers.normal(1.0), (311, NUM_CLASSES))
-    return table.astype(dtype)[x].mean(1)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_long_sum_in_16_bits_is_a_finding_and_no_failure(dtype):
-    tokens = np.arange(64 * 40, dtype=np.int32).reshape(64, 40) % 311
-    batch = {"x": tokens, "y": make_batch(64)["y"]}
-    report = verified(Of(functools.partial(gathered, dtype)), batch=batch, precision="bfloat16")
-    assert report.passed, report
-    found = ["scatter-add of 320 terms in bfloat16\nprecision casts" in x for x in report.findings]
-    assert found == [True] * (dtype == "bfloat16")
-
-
 def test_what_is_not_finite_on_both_is_named_and_nothing_else_guessed():
     report = verified(loss=lambda *given: loss_fn(*given)[0] * jnp.nan)
     assert not report.passed

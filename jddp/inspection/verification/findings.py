@@ -199,23 +199,6 @@ def coarse(precision: str | None) -> str:
     )
 
 
-def long_sums(found: Iterable[tuple[str, str, int]], compute_dtype: object = None) -> str:
-    """The finding that sums lose digits.
-
-    Args:
-      found: Primitive, dtype and number of terms of each, `jddp.ground.jaxprs.long_sums`.
-      compute_dtype: Dtype to which parameters are cast; None casts nothing.
-    """
-    cast = "precision casts parameters before the model reads them.\n" if compute_dtype else ""
-    sums = "".join(f"  {name} of {num:,} terms in {dtype}\n" for name, dtype, num in sorted(found))
-    return (
-        "Sums of many terms lose digits in 16 bits, and may alone make a difference:\n"
-        f"{sums}{cast}"
-        "To add up in float32, gather float32 rows of an embedding and cast them then;\n"
-        "add a float32 bias, and cast the result."
-    )
-
-
 def causes(
     spec: Step,
     *,
