@@ -28,7 +28,6 @@ from jddp.ground.names import did_you_mean
 from jddp.ground.numbers import MEBIBYTE
 from jddp.ground.typing import Batch, Shaped
 from jddp.inspection.hlo import HloProgram, read_program
-from jddp.modules.rows import count_rows
 from jddp.workbench.links import AMPERE, HOPPER, Fabric, Link, with_links
 
 
@@ -303,6 +302,12 @@ def compile_for(target: Target, steps: CompiledSteps, rows: Batch) -> CompiledFo
         ) from error
 
 
+def num_rows(batch: Batch) -> int:
+    """Number of rows of a batch, whose arrays have equally many."""
+    first: Shaped = jax.tree.leaves(batch)[0]
+    return first.shape[0]
+
+
 def rows_of_host(target: Target, steps: CompiledSteps, batch: Batch) -> Batch:
     """Divides a global batch over the hosts of a target.
 
@@ -317,7 +322,7 @@ def rows_of_host(target: Target, steps: CompiledSteps, batch: Batch) -> Batch:
     Raises:
       ConfigError: If the rows do not divide over the hosts.
     """
-    rows, num_hosts = count_processes(steps.mesh) * count_rows(batch), target.fabric.num_hosts
+    rows, num_hosts = count_processes(steps.mesh) * num_rows(batch), target.fabric.num_hosts
     if rows % num_hosts:
         raise ConfigError(
             f"A batch of {rows} rows does not divide over {num_hosts} hosts. "

@@ -24,9 +24,8 @@ from jddp.ground.typing import Batch, JsonObject, Shown
 from jddp.inspection.collectives import bucket_of, is_backward, purpose_of
 from jddp.inspection.hlo import HloProgram
 from jddp.inspection.memory import Memory, assigned_memory
-from jddp.modules.rows import count_rows
-from jddp.reduce.plan import Bucket, BucketPlan
-from jddp.workbench.described import CompiledFor, Target, compile_for, rows_of_host
+from jddp.reduce.plan import BucketPlan
+from jddp.workbench.described import CompiledFor, Target, compile_for, num_rows, rows_of_host
 from jddp.workbench.links import START_SECONDS, Choice, Fabric
 from jddp.workbench.schedule import Timeline, Transfer, walk
 from jddp.workbench.trace import MODELLED, StepTimes, in_ms
@@ -135,7 +134,7 @@ class _Planned:
 
     def __init__(self, plan: BucketPlan) -> None:
         self.num_buckets = len(plan)
-        self.items: tuple[Bucket, ...] = (*plan.buckets, *(x.bucket for x in plan.units))
+        self.items = (*plan.buckets, *(x.bucket for x in plan.units))
         self._taken: dict[str, set[int]] = {}
 
     def label(self, number: int) -> str:
@@ -475,7 +474,7 @@ def predict(target: Target, own: CompiledFor) -> Prediction:
         timeline=timeline,
         groups=group_transfers(timeline, plan, target.fabric),
         memory=assigned_memory(own.compiled, own.steps, own.rows, target.gpu.memory_bytes),
-        num_rows=max(1, count_rows(own.rows) // split.num_local_micro_batches),
+        num_rows=max(1, num_rows(own.rows) // split.num_local_micro_batches),
         accumulate_steps=split.accumulate_steps,
         every=own.steps.spec.sync.every,
     )

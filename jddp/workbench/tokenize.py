@@ -7,16 +7,16 @@ number of files do not matter. At most one file of tokens is held in memory.
 """
 
 import argparse
+import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jddp.data.sources.arrays import import_extra
-from jddp.data.sources.tokens import DOCUMENTS, INDEX
 from jddp.ground.errors import ConfigError, DataError, show, words_of
 from jddp.ground.typing import JsonObject
 
@@ -48,6 +48,8 @@ def _text_of(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode(errors="replace")
 
 
+# Names of files that `data.name=tokens` reads.
+INDEX, DOCUMENTS = "tokens.json", ".documents.npy"
 BYTES = Tokenizer("bytes", 256, _bytes_of, _text_of, 0)
 
 
@@ -62,9 +64,11 @@ def tokenizer_in(path: Path, *, end_of_document: str | None = None) -> Tokenizer
       ConfigError: If `tokenizers` is not installed or cannot read the file, or if the token is
         unknown.
     """
-    tokenizers = import_extra("tokenizers", needed_by="--tokenizer FILE")
     try:
+        tokenizers: Any = importlib.import_module("tokenizers")
         found = tokenizers.Tokenizer.from_file(str(path))
+    except ImportError as error:
+        raise ConfigError("--tokenizer FILE needs tokenizers: pip install 'jddp[data]'.") from error
     except Exception as error:  # tokenizers has no class of errors
         raise ConfigError(f"{path}: not a Hugging Face tokenizer file ({error}).") from error
     end = None if end_of_document is None else found.token_to_id(end_of_document)

@@ -22,12 +22,10 @@ import numpy as np
 
 from jddp.config.files import dump_values, nested, with_overrides
 from jddp.config.schema import Config
-from jddp.engine.mesh import platform
 from jddp.ground.errors import ConfigError, DataError, Error
 from jddp.ground.typing import JsonObject, Settings, Shown
 from jddp.inspection.explain import explain
 from jddp.inspection.memory import memory
-from jddp.reduce.reducer import compiler_options
 from jddp.trainer.job.build import build
 from jddp.trainer.job.job import Job
 from jddp.workbench.described import Target
@@ -125,10 +123,11 @@ def measured() -> Scorer:
 
 
 def _program(job: Job) -> str:
-    """The text of a step, and the options by which it is compiled."""
+    """The text of a step, and the sizes up to which XLA may merge single leaves."""
     steps = job.ddp.steps
-    options = compiler_options(steps.spec.reducer, platform(steps.mesh))
-    return f"{options} {steps.lower(job.batch_spec).as_text()}"
+    reducer = steps.spec.reducer
+    merged = reducer.bucket_bytes if reducer.packing.layout == "leaf" else ()
+    return f"{merged} {steps.lower(job.batch_spec).as_text()}"
 
 
 class LargestBatch(NamedTuple):

@@ -92,6 +92,24 @@ def test_rooms_import_only_from_floors_below():
     assert not wrong
 
 
+# Rooms that a tool may import, besides public names and the classes of the zoo.
+OF_TOOLS = {"checkpoint", "config", "distributed", "engine", "ground", "inspection", "trainer"}
+# These modules of the workbench have functions that run inside a step.
+INSIDE_A_STEP = {"logical_replicas", "powersgd", "sampling"}
+
+
+def test_the_workbench_imports_public_names_and_seven_rooms():
+    values = {name: getattr(jddp, name) for name in jddp.__all__}
+    public = {f"{getattr(x, '__module__', '')}.{name}" for name, x in values.items()}
+    for path in MODULES:
+        if room_of(path) == "workbench":
+            rooms = OF_TOOLS | {"workbench"}
+            rooms |= {"modules", "reduce"} if path.stem in INSIDE_A_STEP else set()
+            names = {x for x in USED[path] - public if reaches(x, "jddp")}
+            names = {x for x in names if not reaches(x, "jddp.zoo.models")}
+            assert {x.split(".")[1] for x in names} <= rooms, name_of(path)
+
+
 def test_libraries_come_in_by_few_doors_and_jax_not_in_what_runs_before_it():
     assert not {x: found for x, rooms in HOMES.items() if (found := rooms_using(x) - rooms)}
     using = [name_of(path) for path in MODULES if any(reaches(x, "jax") for x in USED[path])]

@@ -8,11 +8,9 @@ import tomllib
 from importlib.metadata import EntryPoint
 
 import pytest
-from house import MODULES, PACKAGE, name_of, room_of
+from house import PACKAGE
 
 ROOT = PACKAGE.parent
-ROOMS = {"checkpoint", "config", "data", "distributed", "engine", "ground", "inspection", "modules"}
-ROOMS |= {"reduce", "trainer", "zoo"}
 QUICK = ["ground", "config/test_versions.py", "engine/test_separable.py", "trainer/test_spikes.py"]
 REFUSED = ["report x", "tune", "compare x", "train --sweep seed=0,1", "launch --ray -m jddp.train"]
 REFUSED += ["explain --target h100", "data tokenize a b"]
@@ -63,17 +61,8 @@ for line in {REFUSED}:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_tools_use_few_rooms_and_each_entry_point_is_there():
-    trees = {path: path.read_text() for path in MODULES if room_of(path) == "workbench"}
-    used = {line.split(".")[1].split()[0] for text in trees.values() for line in imports(text)}
-    assert used - {"workbench"} <= ROOMS
+def test_each_entry_point_of_the_tools_is_there():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for group, points in project["entry-points"].items():
         for name, value in points.items():
             assert callable(EntryPoint(name, value, group).load())
-    assert all(name_of(path).startswith("jddp.workbench") for path in trees)
-
-
-def imports(text):
-    lines = (line.strip() for line in text.splitlines())
-    return [line for line in lines if line.startswith(("from jddp.", "import jddp."))]
