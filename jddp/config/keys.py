@@ -104,6 +104,8 @@ def describe_mistakes(error: ValidationError, schema: type[BaseModel]) -> list[M
         place = tuple(map(str, detail["loc"]))
         # Pydantic adds the branch of a union that it tried after the key.
         path = next((place[: len(key)] for key in keys if is_at(key, place)), place)
+        if detail["type"] in ("missing", "extra_forbidden"):  # In a section of a list.
+            path = place
         complaints.setdefault(path, []).append(detail)
     return [Mistake(path, _sentence(path, found, keys)) for path, found in complaints.items()]
 
@@ -113,7 +115,11 @@ def _sentence(path: KeyPath, details: list[Any], keys: Sequence[KeyPath]) -> str
     detail = details[0]
     match detail["type"]:
         case "extra_forbidden":
+            if any(map(str.isdecimal, path)):
+                return f"unknown key {key!r}. Arguments of callbacks and transforms are 'kwargs'."
             return f"unknown key {key!r}.{_nearest_key(path, keys)}"
+        case "missing":
+            return f"{key} is missing."
         case "value_error":
             return f"{key}: {detail['ctx']['error']}."
         case "model_type" | "model_attributes_type":

@@ -111,13 +111,6 @@ class MixtureConfig(Section):
         ..., "Frequency of its examples, relative to other folders.", gt=0, lt=math.inf
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_both_keys(cls, values: object) -> object:
-        if not isinstance(values, dict) or values.keys() != {*cls.model_fields}:
-            raise ValueError(f"{values!r} needs 'dir' and 'weight', and no other key")
-        return values
-
 
 class DataConfig(NamedSection):
     """The data: a data set of jddp.data, or your own callable that returns (train, test)."""
@@ -252,14 +245,6 @@ class CheckpointConfig(Section):
 
 class CallbackConfig(NamedSection):
     """A callback, which is called between the steps of a run."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _arguments_are_kwargs(cls, values: object) -> object:
-        beside = [*values.keys() - cls.model_fields.keys()] if isinstance(values, dict) else []
-        if beside:
-            raise ValueError(f"{beside[0]!r} is no key of a callback. Arguments belong to 'kwargs'")
-        return values
 
 
 class WatchdogConfig(Section):

@@ -93,7 +93,7 @@ def test_different_vocabularies_are_not_mixed(folder):
         ({"sample_weights": "x.npy"}, "'mixture' and 'sample_weights' cannot"),
         ({"mixture": [{"dir": "x", "weight": 1}] * 2}, "a folder twice"),
         ({"mixture": [{"dir": "x", "weight": 0}]}, "greater than 0"),
-        ({"mixture": [{"dir": "x"}]}, "data.mixture: {'dir': 'x'} needs 'dir' and 'weight'"),
+        ({"mixture": [{"dir": "x"}]}, "data.mixture.0.weight is missing"),
     ],
 )
 def test_mistakes_in_a_mixture_are_one_line(folder, data, said):

@@ -44,7 +44,7 @@ def test_a_list_of_callbacks_is_written_and_read_again(tmp_path):
 WRONG = {
     "[{name: early_stoping}]": "callbacks\\[0\\].name.*early_stopping",
     "[{name: keep_best, kwargs: {metrik: loss}}]": "callbacks\\[0\\].kwargs.*metrik",
-    "[{name: keep_best, metric: loss}]": "callbacks: 'metric' is no key.*belong to 'kwargs'",
+    "[{name: keep_best, metric: loss}]": r"callbacks\.0\.metric.*'kwargs'",
     "[early_stopping]": "callbacks must be a section of keys, not 'early_stopping'",
     "[{kwargs: {}}]": "callbacks: give either 'name' or 'target'",
     "[{target: 'nowhere:Log'}]": "callbacks\\[0\\].target.*nowhere",

@@ -339,7 +339,7 @@ def test_weights_of_a_file_say_how_often_an_example_is_read(mine):
 def test_a_run_directory_is_data_and_imports_nothing_without_trust(mine):
     train(own_config())
     sys.modules.pop("mine")
-    with pytest.raises(UsageError, match=r"'mine:Line'.* is not imported.*trust='package'"):
+    with pytest.raises(UsageError, match=r"'mine:Line'.* is not imported.*trust=.*package"):
         open_run("run")
     assert "mine" not in sys.modules
     config = Path("run/config.yaml")
@@ -719,22 +719,16 @@ def test_paths_of_a_config_are_those_of_its_start_whatever_its_parts_do(mine):
 
 
 @pytest.mark.slow
-def test_a_schedule_is_as_long_as_epochs_that_go_on_behind_a_partial_batch(mine):
+def test_epochs_go_on_behind_a_partial_batch(mine):
     """Of 20 rows and 16 a step, two epochs take 3 steps; one and then another take 4."""
 
     def epochs(number, folder="run", **checkpoint):
         data = {"target": "mine:points", "global_batch_size": 16}
-        linear = {"schedule": "linear_schedule", "kwargs": {"end_value": 0.0}, "data": data}
         length = {"num_steps": None, "num_epochs": number}
-        return train(of_steps(None, folder, train=length, checkpoint=checkpoint, **linear))
+        return train(of_steps(None, folder, train=length, checkpoint=checkpoint, data=data))
 
-    for number, num_steps in ((1, 2), (2, 4), (3, 6)):
-        run = epochs(number)
-        assert run.step == num_steps
-        assert run.metrics["learning_rate"] == pytest.approx(0.05 / num_steps, rel=1e-6)
-    second = epochs(4, "second", start_from="run")
-    assert second.step == 8
-    assert second.metrics["learning_rate"] == pytest.approx(0.05 / 8, rel=1e-6)
+    assert [epochs(number).step for number in (1, 2, 3)] == [2, 4, 6]
+    assert epochs(4, "second", start_from="run").step == 8
     assert epochs(2, "whole").step == 3
 
 

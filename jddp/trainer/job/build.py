@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from jddp.trainer.job.data import (
     OfStream,
     check_first,
     open_data,
-    warn_of_bytes,
 )
 from jddp.trainer.job.job import Job
 from jddp.trainer.job.optimizers import num_steps_of, optimizer_of
@@ -121,7 +120,7 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     if isinstance(data, DataSet):
         agree("data set", {"sha256": data.sha256})
         num_classes = num_classes_of(config, data)
-        num_steps = num_steps_of(config, len(data.train), folder)
+        num_steps = num_steps_of(config, len(data.train))
     optimizer, learning_rate = optimizer_of(config, num_steps or 1)
     num_devices = None if config.mesh.num_devices == "auto" else config.mesh.num_devices
     mesh = make_mesh(mesh or num_devices, config.mesh.axis_name)
@@ -134,13 +133,6 @@ def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) 
     job = Job(config, parts, ddp, num_steps, learning_rate, data, data_error, folder, stream)
     if config.loss.name in ("cross_entropy", "next_token"):
         _check_outputs(job, num_classes)
-    if job.is_writer:
-        dtype = parts.source.spec.get("image", (None, None))[1]
-        if stream is not None:  # The dtype before any listed transform.
-            batch = job.batch_spec
-            images = batch.get("image") if isinstance(batch, Mapping) else None
-            dtype = getattr(images, "dtype", None)
-        warn_of_bytes(config, dtype)
     return job
 
 

@@ -11,7 +11,6 @@ examples are refused here.
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
@@ -83,22 +82,6 @@ def _check_rows(name: str, dtypes: Mapping[str, np.dtype], listed: Sequence[Tran
             "data.transforms lists normalize, which divides uint8 by 255 and uint16 by 65,535, but "
             f"images of {name} are {dtype} numbers. Leave it out, or store unscaled images as "
             "uint8 or uint16; images of files have data.kwargs.mean and data.kwargs.std."
-        )
-
-
-def warn_of_bytes(config: Config, dtype: np.dtype | None) -> None:
-    """Warns that nothing scales the images that a model of jddp gets.
-
-    Args:
-      config: Config of the job.
-      dtype: Dtype of the images, after the fixed transforms of the data set; None without images.
-    """
-    scales = any(isinstance(x, Normalize) for x in listed_transforms(config))
-    if config.model.name and dtype is not None and dtype.name in LARGEST and not scales:
-        logging.getLogger("jddp").warning(
-            f"data: the images are {dtype} from 0 to {LARGEST[dtype.name]:,}, and model.name="
-            f"{config.model.name} does not scale them. Set data.transforms=[{{name: normalize}}], "
-            "with mean and std in its kwargs."
         )
 
 

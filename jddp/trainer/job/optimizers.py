@@ -1,27 +1,19 @@
 r"""The optimizer of a config, with its groups and layers, and the length that its schedule follows.
 
-    optimizer, schedule = optimizer_of(config, num_steps=1000)
-    print("\n".join(optimizer_table(config, state)))
-
-Epochs end with their last example. A run that ended in a partial batch and is then extended takes
-one step more than a run of that length from the start, so its length follows from its checkpoint.
+optimizer, schedule = optimizer_of(config, num_steps=1000)
+print("\n".join(optimizer_table(config, state)))
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from jddp.checkpoint.folders import finished
-from jddp.checkpoint.reader import read_object
 from jddp.config.options import Section
-from jddp.config.permissions import absolute, is_url
 from jddp.config.schema import Config
 from jddp.data import count_steps
 from jddp.data.periods import Epochs
 from jddp.engine.state import TrainState
-from jddp.ground.errors import FileSystemError
 from jddp.ground.names import name_of_callable, named
 from jddp.ground.typing import JsonObject
 from jddp.modules.base import COLLECTION
@@ -131,42 +123,16 @@ def period_of(section: Section, prefix: str = "") -> int | Epochs | None:
     return every if epochs is None else Epochs(epochs)
 
 
-def num_steps_of(config: Config, num_examples: int, folder: Path) -> int:
+def num_steps_of(config: Config, num_examples: int) -> int:
     """Counts all steps of a job, including steps before a resume.
-
-    Args:
-      config: Config of the job.
-      num_examples: Number of training examples.
-      folder: Folder that relative paths of the config belong to.
 
     Raises:
       ConfigError: If the number of epochs is not positive.
       DataError: If only full batches count, and there is none.
     """
     train, data = config.train, config.data
-    if train.num_epochs is None:
-        assert train.num_steps is not None  # The config requires one of the two.
-        return train.num_steps
-    size, drops = data.global_batch_size, data.drop_remainder
-    num_steps = count_steps(train.num_epochs, num_examples, size, drops)
-    end = max(1, round(train.num_epochs * num_examples))
-    for path in (config.run.dir, config.checkpoint.start_from):
-        if path is None or is_url(path):
-            continue  # A URL is read where the run begins: its schedule may end a step early.
-        if found := _newest(absolute(path, folder=folder) / "checkpoints"):
-            step, position = found
-            left = max(0, end - position)
-            return step + (left // size if drops else -(-left // size))
-    return num_steps
-
-
-def _newest(directory: Path) -> tuple[int, int] | None:
-    """The step of the newest checkpoint, and the examples that it has taken; None for none."""
-    try:
-        steps = finished(directory) if directory.is_dir() else []
-        if not steps:
-            return None
-        taken = read_object(directory / str(steps[-1]) / "run.json")["position"]["state"]
-        return steps[-1], min(int(taken["position"]), int(taken.get("end", taken["position"])))
-    except (FileSystemError, LookupError, TypeError, ValueError, AttributeError):
-        return None  # No checkpoint of jddp, or a damaged one: resuming reports it.
+    if train.num_epochs is not None:
+        size, drops = data.global_batch_size, data.drop_remainder
+        return count_steps(train.num_epochs, num_examples, size, drops)
+    assert train.num_steps is not None  # The config requires one of the two.
+    return train.num_steps

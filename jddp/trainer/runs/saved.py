@@ -172,21 +172,13 @@ def resolve_model(config: Config, trust: str | None, run_dir: Path) -> object:
     is_own = f"{module}.".startswith(f"{OWN_MODELS}.")
     is_here = trust == "here" and _is_here(module, run_dir)
     if not (is_own or is_here or trust in ("package", "config")):
-        what = f"model.target {target!r}, which the run directory names, is not imported."
-        raise UsageError(
-            f"{what} Give model=, the module itself; or trust='here', if its code lies in the "
-            "current folder; or trust='package', if you trust that package's code.",
-            in_shell=f"{what} Add --trust here, if its code lies in this folder; or --trust "
-            "package, if you trust that package's code.",
-        )
+        raise refusal("model.target", config, "model=")
     found = resolve_target(target, key="model.target")
     is_permitted = trust == "config" or (is_here and _is_here(_module_of(found), run_dir))
     if not (is_permitted or is_module_class(found)):
-        what = f"model.target {target!r} is no Flax module class."
         raise UsageError(
-            f"{what} Give model=; or trust='config', if you trust all code that the config names.",
-            in_shell=f"{what} Add --trust config, if you trust all code that the config of the run "
-            "names.",
+            f"model.target {target!r} is no Flax module class. If you trust all code that the "
+            "config of the run names, add trust='config' (--trust config)."
         )
     return found
 
@@ -205,7 +197,7 @@ def is_trusted(key: str, config: Config, trust: str | None, run_dir: Path) -> bo
 
 
 def refusal(key: str, config: Config, instead: str) -> UsageError:
-    """The error of a loss, or of data, that may not be imported.
+    """The error of a model, a loss, or data, that may not be imported.
 
     Args:
       key: Key of the config that names it.
@@ -213,11 +205,9 @@ def refusal(key: str, config: Config, instead: str) -> UsageError:
       instead: Argument that can be given in its place.
     """
     what = f"{key} {_target_at(key, config)!r}, which the run directory names, is not imported."
+    trusted = "here, for code of this folder; package, for the class of the model; or config"
     return UsageError(
-        f"{what} Give {instead}; or trust='here', if its code lies in the current folder; or "
-        "trust='config', if you trust all code that the config names.",
-        in_shell=f"{what} Add --trust here, if its code lies in this folder; or --trust config, if "
-        "you trust all code that the config of the run names.",
+        f"{what} Give {instead}; or trust=: {trusted}.", in_shell=f"{what} Add --trust {trusted}."
     )
 
 
