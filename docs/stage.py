@@ -76,7 +76,6 @@ API = {
         "data.Epochs",
         "data.Order",
         "data.MixtureOrder",
-        "data.Mix",
         "data.ArrayExamples",
         "data.RowExamples",
         "data.DataSet",

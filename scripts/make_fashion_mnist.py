@@ -57,7 +57,7 @@ def write_sums(directory: Path, names: tuple[str, ...], manifest: Path) -> None:
 
 
 def main(originals: Path = ORIGINALS, destination: Path = DESTINATION) -> None:
-    """Writes six files into `destination`: the data, and the sums of it and of the originals."""
+    """Writes five files into `destination`: the data and its sums."""
     for name in TEST:
         shutil.copyfile(originals / f"{name}.gz", destination / f"{name}.gz")
     images, labels = (parse_idx(unpack(originals / f"{name}.gz")) for name in TRAIN)
@@ -65,7 +65,6 @@ def main(originals: Path = ORIGINALS, destination: Path = DESTINATION) -> None:
     for name, array in zip(KEPT, (images, labels), strict=True):
         (destination / f"{name}.gz").write_bytes(pack(array[kept]))
     write_sums(destination, TEST + KEPT, destination / "SHA256SUMS")
-    write_sums(originals, TEST + TRAIN, destination / "SHA256SUMS.original")
 
 
 if __name__ == "__main__":

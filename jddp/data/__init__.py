@@ -24,5 +24,4 @@ from jddp.data.source import make_data_set as make_data_set
 from jddp.data.source import source_of as source_of
 from jddp.data.sources import make_source as make_source
 from jddp.data.sources.arrays import load_weights as load_weights
-from jddp.data.transforms import Mix as Mix
 from jddp.data.workers import WorkerBatches as WorkerBatches

@@ -25,7 +25,7 @@ import numpy as np
 
 from jddp.data.examples import Examples, NumpyBatch, Subset, as_examples
 from jddp.data.order import ExampleOrder, Order
-from jddp.data.transforms import Chain, Mix, Transform, chain_of
+from jddp.data.transforms import Chain, Transform, chain_of
 from jddp.ground.errors import ConfigError, DataError
 from jddp.ground.names import refuses_unknown
 from jddp.ground.names.synonyms import OF_BATCHES, OF_EVAL_BATCHES
@@ -68,7 +68,7 @@ class TrainBatches(Shown):
           order: Order of the examples, given instead of a seed: an `Order` with weights, say.
           num_epochs: Number of epochs; None for endless batches.
           drop_remainder: Whether to end with the last full batch, instead of padding a partial one.
-          transforms: Transforms of rows, such as augmentations; a `Mix` comes last.
+          transforms: Transforms of rows, such as augmentations.
           on_device: Whether the step transforms rows on the devices. Batches then hold them as they
             are stored, such as images of uint8, and the function under "transform".
           multiple_of: Divisor of the rows of a global batch after padding, such as the number of
@@ -108,8 +108,7 @@ class TrainBatches(Shown):
                 f"the order is of {self._order.num_examples:,} examples, but the data holds "
                 f"{len(examples):,}. Make it with their number."
             )
-        ordered = sorted(transforms, key=lambda x: isinstance(x, Mix))
-        self._stored, self._chain = chain_of(examples, ordered, on_device=on_device)
+        self._stored, self._chain = chain_of(examples, transforms, on_device=on_device)
         self._on_device = on_device and bool(self._chain.transforms)
         self._end = ENDLESS
         self._is_full = drop_remainder or num_epochs is None
@@ -167,25 +166,15 @@ class TrainBatches(Shown):
 
     def _rows(self, positions: np.ndarray, is_valid: np.ndarray) -> NumpyBatch:
         """The rows at these positions, with a mask of the valid ones if batches have masks."""
-        batch = self._read(positions)
+        batch = self._stored.take(self._order.examples_at(positions))
+        if self._chain.num_draws:
+            uniform = self._order.uniform(positions, self._chain.num_draws)
+            batch = self._chain.with_draws(batch, uniform)
         if self.is_padded:
             counts = is_valid.astype(np.float32)
             mask = batch.get("mask", np.ones(len(counts), np.float32))
             batch = batch | {"mask": (mask.T * counts).T}  # Multiplied along the rows.
         return batch if self._on_device else self._chain(batch)
-
-    def _read(self, positions: np.ndarray) -> NumpyBatch:
-        """The examples at these positions, the examples to mix them with, and random numbers."""
-        batch = self._stored.take(self._order.examples_at(positions))
-        if not self._chain.num_draws:
-            return batch
-        uniform = self._order.uniform(positions, self._chain.num_draws)
-        if isinstance(mix := self._chain.transforms[-1], Mix):
-            pairing = uniform[:, -mix.num_draws :]
-            others = mix.others(positions, pairing, self.num_examples)
-            rows = self._stored.take(self._order.examples_at(others))
-            batch = mix.paired(batch, rows, pairing)
-        return self._chain.with_draws(batch, uniform)
 
     def __repr__(self) -> str:
         """Number of examples, global batch size and position; reads no example."""

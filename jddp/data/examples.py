@@ -46,11 +46,10 @@ class ArrayExamples:
 
         Raises:
           DataError: If there is no array or no row, lengths differ, an array holds neither
-            numbers nor booleans, a number is not finite, is masked, or needs 64 bits.
+            numbers nor booleans, a number is not finite, or needs 64 bits.
         """
         if not arrays:
             raise DataError("the data holds no arrays. Give a dict such as {'x': ..., 'y': ...}.")
-        refuse_masked(arrays)
         self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
         # A mapped array stays mapped, also when it is sent to another process.
         self._arrays |= {name: x for name, x in arrays.items() if isinstance(x, np.memmap)}
@@ -106,20 +105,6 @@ def in_32_bits(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarr
     """
     check_numbers(name, array, row_names)
     return np.asarray(array, _NARROW.get(array.dtype.name, array.dtype.newbyteorder("=")))
-
-
-def refuse_masked(arrays: Mapping[str, object]) -> None:
-    """Refuses masked arrays with missing values, which would count as ordinary values.
-
-    Raises:
-      DataError: If there is such an array.
-    """
-    for name, array in arrays.items():
-        if np.ma.is_masked(array):
-            raise DataError(
-                f"array '{name}' is a masked array with missing values. Fill them "
-                "(array.filled(0)), or leave out their rows."
-            )
 
 
 def check_numbers(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarray) -> None:
@@ -187,8 +172,6 @@ class RowExamples:
         )
 
     def _stack(self, name: str, parts: list[object], indices: np.ndarray) -> np.ndarray:
-        for part in parts:
-            refuse_masked({name: part})
         arrays = [np.asarray(part) for part in parts]
         shapes = {array.shape for array in arrays}
         if len(shapes) > 1 or not {array.dtype.kind for array in arrays} <= {*"biuf"}:

@@ -11,17 +11,7 @@ example, but not on the batch or the process, so both places give equal rows up 
 Rows for evaluation have no random numbers: transforms that need some are left out there.
 
 Images are the entry "image", `(b, height, width, channels)`, or `(b, height, width)` if they are
-grey. `Mix` mixes each with another one, "other_image", which the other transforms change as well:
-
-    mix = Mix(mixup=0.2)
-    batch = mix.paired(batch, others, uniform)    # on the host: adds the other examples
-    batch = mix(batch, draws)                     # there, or in the step on the devices
-
-References:
-  Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018.
-  https://arxiv.org/abs/1710.09412
-  Yun et al., "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable
-  Features", ICCV 2019. https://arxiv.org/abs/1905.04899
+grey.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,8 +69,6 @@ class Chain:
           batch: Rows, on the host.
           uniform: Random numbers in [0, 1), `(b, num_draws)`, rounded down to float32 here.
         """
-        if not self.num_draws:
-            return batch
         return batch | {DRAWS: (np.floor(uniform * _RESOLUTION) / _RESOLUTION).astype(np.float32)}
 
     def __call__(self, batch: NumpyBatch) -> NumpyBatch:
@@ -162,7 +150,6 @@ def namespace_of(array: np.ndarray) -> ModuleType:
     return array.__array_namespace__()
 
 
-IMAGES = ("image", "other_image")
 LARGEST = {"uint8": 255, "uint16": 65_535}  # White by dtype; black is 0.
 
 
@@ -192,7 +179,7 @@ class Normalize:
         shape = [1] * (batch["image"].ndim - 1) + [-1]
         mean, std = (np.asarray(x, np.float32).reshape(shape) for x in (self.mean, self.std))
         scale, offset = np.float32(1 / LARGEST[dtype.name]) / std, mean / std
-        return _with_images(batch, lambda x: x.astype(np.float32) * scale - offset)
+        return batch | {"image": batch["image"].astype(np.float32) * scale - offset}
 
 
 @dataclass(frozen=True)
@@ -215,7 +202,7 @@ class FlipAndShift:
         x = xp.clip(np.arange(width)[None] - right[:, None], 0, width - 1).astype(np.int32)
         x = xp.where(draws[:, 2:] < 0.5, width - 1 - x, x)
         row = np.arange(num_rows)[:, None, None]
-        return _with_images(batch, lambda images: images[row, y[:, :, None], x[:, None, :]])
+        return batch | {"image": batch["image"][row, y[:, :, None], x[:, None, :]]}
 
 
 @dataclass(frozen=True)
@@ -246,7 +233,7 @@ class CropAndFlip:
         y = _centres(draws[:, 2] * (height - tall), tall, height)
         x = _centres(draws[:, 3] * (width - wide), wide, width)
         x = xp.where(draws[:, 4:] < 0.5, x[:, ::-1], x)
-        return _with_images(batch, lambda images: _at(images, y, x))
+        return batch | {"image": _at(batch["image"], y, x)}
 
 
 def normalize(mean: float | Sequence[float] = 0.0, std: float | Sequence[float] = 1.0) -> Transform:
@@ -267,10 +254,6 @@ def normalization_of(examples: Examples) -> JsonObject:
             case Normalize(mean, std):
                 return {"mean": mean, "std": std}
     return {}
-
-
-def _with_images(batch: NumpyBatch, change: Callable[[np.ndarray], np.ndarray]) -> NumpyBatch:
-    return batch | {name: change(batch[name]) for name in IMAGES if name in batch}
 
 
 def _centres(begin: np.ndarray, length: np.ndarray, num_pixels: int) -> np.ndarray:
@@ -301,99 +284,8 @@ def _between(images: np.ndarray, places: np.ndarray, *, axis: int) -> np.ndarray
     return low_pixels + share * (xp.take_along_axis(images, high, axis) - low_pixels)
 
 
-MIX = "mix"  # the entry of a batch with whether a box is cut, the weight, and the box's centre
-
-
-@dataclass(frozen=True)
-class Mix:
-    """Mixup, CutMix, or either of them with equal probability: the last transform of all.
-
-    Attributes:
-      mixup: Parameter of mixup: weights are drawn from Beta(mixup, mixup). None for none.
-      cutmix: Parameter of CutMix: shares of the area are drawn from Beta(cutmix, cutmix). None for
-        none.
-
-    Raises:
-      ConfigError: If neither is given, or one is not positive.
-    """
-
-    mixup: float | None = None
-    cutmix: float | None = None
-    num_draws = 5  # the other example, the kind, the weight, and the place of a box
-
-    def __post_init__(self) -> None:
-        given = [x for x in (self.mixup, self.cutmix) if x is not None]
-        if not given or min(given) <= 0:
-            raise ConfigError(f"{self}: mixup, cutmix or both must be positive numbers.")
-
-    def others(self, positions: np.ndarray, uniform: np.ndarray, num_examples: int) -> np.ndarray:
-        """The position in the run of the example with which each is mixed, of the same epoch.
-
-        Args:
-          positions: Positions of the examples in the run.
-          uniform: Random numbers in [0, 1), `(b, 5)`.
-          num_examples: Number of positions of an epoch.
-        """
-        begin = positions // num_examples * num_examples
-        return begin + (uniform[:, 0] * num_examples).astype(np.int64)
-
-    def paired(self, batch: NumpyBatch, others: NumpyBatch, uniform: np.ndarray) -> NumpyBatch:
-        """The batch, with the other image and label of each row, and how to mix them.
-
-        A row whose other example has mask 0 is mixed with nothing: it keeps all of its weight.
-
-        Raises:
-          ConfigError: If the examples are not images with labels.
-        """
-        from scipy.special import betaincinv  # Imported here: the import takes a while.
-
-        if not {"image", "label"} <= batch.keys():
-            held = ", ".join(batch)
-            raise ConfigError(f"mixup and CutMix mix images with labels, but the data has {held}.")
-        share_of_cuts = 0.0 if self.cutmix is None else 1.0 if self.mixup is None else 0.5
-        is_cut = uniform[:, 1] < share_of_cuts
-        parameter = np.where(is_cut, self.cutmix or 1.0, self.mixup or 1.0)
-        weight = betaincinv(parameter, parameter, uniform[:, 2])
-        if "mask" in others:
-            weight[~others["mask"].reshape(len(weight), -1).any(1)] = 1
-        how = np.column_stack([is_cut, weight, uniform[:, 3:]]).astype(np.float32)
-        return batch | {"other_image": others["image"], "other_label": others["label"], MIX: how}
-
-    def __call__(self, batch: NumpyBatch, draws: np.ndarray) -> NumpyBatch:
-        """The mixed images, with "other_label" and "share", which weights the labels."""
-        rows = {name: x for name, x in batch.items() if name not in (MIX, "other_image")}
-        weight = self._weight_of_pixels(batch[MIX], batch["image"].shape)
-        mixed = weight * batch["image"] + (1 - weight) * batch["other_image"]
-        return rows | {"image": mixed, "share": weight.mean(tuple(range(1, weight.ndim)))}
-
-    def _weight_of_pixels(self, how: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The weight of the first image at each pixel; `(b, 1, ...)` if it is the same at all."""
-        is_cut, everywhere = (x.reshape(-1, *[1] * (len(shape) - 1)) for x in how.T[:2])
-        if self.cutmix is None:
-            return everywhere
-        weight, y, x = how.T[1:]
-        height, width = shape[1:3]
-        side = namespace_of(how).sqrt(1 - weight)
-        in_box = _inside(y, side, height)[:, :, None] & _inside(x, side, width)[:, None, :]
-        outside = (~in_box).astype(np.float32).reshape(*in_box.shape, *[1] * (len(shape) - 3))
-        return namespace_of(how).where(is_cut > 0, outside, everywhere)
-
-
-def _inside(centre: np.ndarray, side: np.ndarray, num_pixels: int) -> np.ndarray:
-    """Whether a row or column of pixels is in a box with this centre and side, `(b, num_pixels)`.
-
-    Args:
-      centre: Centre of the box, from 0 to 1, `(b,)`.
-      side: Length of the box, from 0 to 1, `(b,)`.
-      num_pixels: Number of rows or columns.
-    """
-    places = (np.arange(num_pixels, dtype=np.float32)[None] + 0.5) / num_pixels
-    return abs(places - centre[:, None]) < side[:, None] / 2
-
-
 TRANSFORMS: dict[str, Callable[..., Transform]] = {
     "crop_and_flip": CropAndFlip,
     "flip_and_shift": FlipAndShift,
-    "mix": Mix,
     "normalize": normalize,
 }

@@ -60,9 +60,9 @@ def cross_entropy(
     losses = _cross_entropy(logits, labels, smoothing, class_weights)
     if class_weights is not None:
         if "other_label" in batch:
-            raise ConfigError("class_weights and the transform mix cannot be combined.")
+            raise ConfigError("class_weights and mixed labels cannot be combined.")
         return Mean(losses, jnp.asarray(class_weights, logits.dtype)[labels]), metrics
-    if "other_label" in batch:  # `Mix` has mixed pairs of examples.
+    if "other_label" in batch:  # A transform has mixed pairs of examples.
         share = batch["share"]
         others = _cross_entropy(logits, batch["other_label"], smoothing)
         losses = jnp.where(share < 1, share * losses + (1 - share) * others, losses)

@@ -1,13 +1,11 @@
 """Transforms of rows: the images by hand, and the same numbers on the host and on devices."""
 
-import math
-
 import jax
 import numpy as np
 import pytest
 from states import equal
 
-from jddp.data import ArrayExamples, Mix, MixtureOrder, Order, TrainBatches, eval_batches
+from jddp.data import ArrayExamples, TrainBatches, eval_batches
 from jddp.data.examples import Concatenated, Subset
 from jddp.data.sources.arrays import image_examples
 from jddp.data.transforms import (
@@ -103,9 +101,7 @@ CASES = {
     "normalized alone": {},
     "shifted": {"transforms": [FlipAndShift(2)]},
     "cropped": {"transforms": [CropAndFlip()]},
-    "both, then mixed": {"transforms": [Mix(mixup=0.3), CropAndFlip(), FlipAndShift(1)]},
-    "boxes": {"transforms": [Mix(cutmix=1.0)]},
-    "mixed or boxes": {"transforms": [FlipAndShift(2), Mix(mixup=0.2, cutmix=0.7)]},
+    "both": {"transforms": [CropAndFlip(), FlipAndShift(1)]},
 }
 
 
@@ -158,7 +154,7 @@ def test_examples_are_read_as_they_are_stored_below_any_choice_of_them():
 
 @pytest.mark.parametrize("options", [{}, {"num_epochs": 0.8}, {"multiple_of": 7}], ids=str)
 def test_the_example_has_the_form_of_all_batches(options):
-    batches = batches_of(on_device=True, transforms=[Mix(0.2)], **options)
+    batches = batches_of(on_device=True, transforms=[CropAndFlip()], **options)
     forms = [
         {name: (x.dtype, x.shape[1:]) for name, x in batch.items() if name != TRANSFORM}
         for batch in (next(batches), batches.example)
@@ -166,90 +162,8 @@ def test_the_example_has_the_form_of_all_batches(options):
     assert forms[0] == forms[1]
 
 
-def of_labels(num, mask=None, **options):
-    """The first batch of grey images whose pixels are their labels, mixed."""
-    labels = np.arange(num)
-    images = np.broadcast_to(labels[:, None, None].astype(np.float32), (num, 3, 3))
-    data = {"image": images, "label": labels} | ({} if mask is None else {"mask": mask})
-    plan = {"global_batch_size": num, "transforms": [Mix(0.4)], "seed": 0}
-    return next(TrainBatches(data, **plan | options))
-
-
-def test_mixup_lays_another_image_over_each_and_keeps_both_labels():
-    batch = of_labels(10)
-    share = batch["share"]
-    mixed = share * batch["label"] + (1 - share) * batch["other_label"]
-    np.testing.assert_allclose(batch["image"][:, 1, 1], mixed, rtol=1e-5)
-    assert 0 <= share.min() < share.max() <= 1
-    parts = [of_labels(10, process_index=i, num_processes=2) for i in range(2)]
-    equal({name: np.concatenate([p[name] for p in parts]) for name in batch}, batch)
-    many = [of_labels(10, seed=seed)["share"] for seed in range(200)]
-    # Beta(a, a): mean 1/2, variance 1/(8a + 4); five standard deviations of 2000 draws.
-    assert abs(np.mean(many) - 0.5) < 5 * math.sqrt(1 / 7.2 / 2000)
-    assert np.var(many) == pytest.approx(1 / 7.2, rel=0.1)
-    plan = {"global_batch_size": 4, "seed": 0, "transforms": [Mix(0.4)]}
-    with pytest.raises(ConfigError, match="mix images with labels, but the data has x"):
-        next(TrainBatches({"x": np.arange(4)}, **plan))
-    for wrong in ({}, {"mixup": 0}, {"cutmix": -1.0}):
-        with pytest.raises(ConfigError, match="mixup"):
-            Mix(**wrong)
-
-
-def test_an_example_of_mask_0_is_not_mixed_into_another():
-    batch = of_labels(10, mask=(np.arange(10) < 5).astype(np.float32))
-    mixed = batch["share"] * batch["label"] + (1 - batch["share"]) * batch["other_label"]
-    np.testing.assert_allclose(batch["image"][:, 1, 1], mixed, rtol=1e-5)
-    np.testing.assert_array_equal(batch["mask"], batch["label"] < 5)
-    is_alone = batch["other_label"] >= 5
-    assert is_alone.any()
-    np.testing.assert_array_equal(batch["share"][is_alone], 1)
-    assert (batch["share"][~is_alone] < 1).any()
-
-
-ORDERS = {
-    "sample weights": Order(40, 0, weights=np.r_[np.zeros(20), np.full(10, 0.3), np.full(10, 4.0)]),
-    "a mixture": MixtureOrder((20, 20), (0.9, 0.1), 0),
-    "no shuffling": Order(40, 0, shuffle=False),
-}
-
-
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("mix", [Mix(mixup=0.4), Mix(cutmix=1.0)], ids=["mixup", "cutmix"])
-def test_images_are_mixed_with_images_of_their_epoch_alone(order, mix):
-    labels = np.arange(40)
-    examples = image_examples(np.zeros((40, 4, 4, 1), np.float32), labels)
-    given = {"global_batch_size": 20, "order": order, "transforms": [mix]}
-    batches = TrainBatches(examples, **given)
-    drawn = []
-    for epoch in range(20):
-        rows = [next(batches) for _ in range(2)]
-        own, other = (np.concatenate([x[n] for x in rows]) for n in ("label", "other_label"))
-        np.testing.assert_array_equal(own, order.examples_at(np.arange(40) + 40 * epoch))
-        assert {*other} <= {*own}
-        drawn.append([(own >= 20).mean(), (other >= 20).mean()])
-    share, of_others = np.mean(drawn, 0)
-    # Five standard deviations of 800 draws.
-    assert of_others == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / 800))
-    later = TrainBatches(examples, **given, process_index=1, num_processes=2)
-    later.set_state({"position": 40 * 19 + 20})
-    equal(next(later), {name: x[10:] for name, x in rows[1].items()})
-
-
-def test_a_box_covers_the_share_that_the_loss_is_told_of():
-    images = np.repeat(np.array([0, 255], np.uint8), 200)[:, None, None, None]
-    examples = image_examples(np.tile(images, (1, 10, 10, 1)), np.repeat([0, 1], 200))
-    order = Order(400, 0, shuffle=False)
-    plan = {"global_batch_size": 400, "order": order, "transforms": [Mix(cutmix=1.0)]}
-    batch = next(TrainBatches(examples, **plan))
-    own = np.abs(batch["image"] - (1 - batch["label"])[:, None, None, None]).mean((1, 2, 3))
-    differs = batch["label"] != batch["other_label"]
-    np.testing.assert_allclose(own[differs], batch["share"][differs], atol=1e-6)
-    assert set(np.unique(batch["image"])) == {0.0, 1.0}
-    assert batch["share"].min() < 0.2 < 0.9 < batch["share"].max()
-
-
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("change", [CropAndFlip(), FlipAndShift(2), Mix(0.3), Mix(cutmix=1.0)])
+@pytest.mark.parametrize("change", [CropAndFlip(), FlipAndShift(2)])
 def test_grey_images_may_come_without_a_dim_for_their_channel(change, on_device):
     grey = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, SIZE), dtype=np.uint8)
     plan = {"global_batch_size": SIZE, "seed": 0, "transforms": [change], "on_device": on_device}
@@ -261,4 +175,3 @@ def test_grey_images_may_come_without_a_dim_for_their_channel(change, on_device)
     found, want = first(grey), first(grey[..., None])
     np.testing.assert_array_equal(found["image"], want["image"][..., 0])
     assert found.keys() == want.keys()
-    np.testing.assert_array_equal(found.get("share"), want.get("share"))

@@ -13,7 +13,7 @@ import pytest
 from runs import environment
 from states import equal
 
-from jddp.data import ArrayExamples, Mix, TrainBatches, WorkerBatches
+from jddp.data import ArrayExamples, TrainBatches, WorkerBatches
 from jddp.data.sources.arrays import image_examples
 from jddp.data.transforms import CropAndFlip
 from jddp.ground.errors import ConfigError, DataError
@@ -71,7 +71,7 @@ def test_processes_send_images_as_bytes_and_the_transforms_of_one_process(on_dev
     images = np.random.default_rng(0).integers(0, 256, (24, 6, 6, 3), dtype=np.uint8)
     examples = image_examples(images, np.arange(24), mean=0.5, std=0.25)
     plan = {"global_batch_size": 4, "seed": 0, "num_epochs": 1, "on_device": on_device}
-    plan |= {"transforms": [CropAndFlip(), Mix(mixup=0.2)]}
+    plan |= {"transforms": [CropAndFlip()]}
     one = TrainBatches(examples, **plan)
     with contextlib.closing(WorkerBatches(TrainBatches(examples, **plan), num_workers=2)) as two:
         for want, got in zip(one, two, strict=True):

@@ -9,7 +9,7 @@ from states import close, copied, equal
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.data import Mix, TrainBatches, eval_batches
+from jddp.data import TrainBatches, eval_batches
 from jddp.data.sources.arrays import image_examples
 from jddp.data.transforms import CropAndFlip, FlipAndShift
 from jddp.ground.typing import TRANSFORM
@@ -97,7 +97,7 @@ def image_batches(*, on_device):
         examples,
         global_batch_size=16,
         seed=0,
-        transforms=[CropAndFlip(), FlipAndShift(1), Mix(mixup=0.2, cutmix=1.0)],
+        transforms=[CropAndFlip(), FlipAndShift(1)],
         on_device=on_device,
     )
     return training, eval_batches(examples, global_batch_size=24, on_device=on_device)

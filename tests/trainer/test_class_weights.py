@@ -7,7 +7,6 @@ import pytest
 from flax import linen as nn
 
 import jddp
-from jddp.config.files import with_overrides
 from jddp.config.schema import Config
 from jddp.ground.errors import ConfigError
 from jddp.trainer.job.build import train
@@ -69,9 +68,12 @@ def test_smoothed_targets_are_weighed_by_class_as_in_pytorch():
     wider = {"x": np.pad(logits, ((0, 0), (0, 1))), "label": labels}
     mean, _ = cross_entropy(lambda x: x, wider, True, label_smoothing=0.1, class_weights=WEIGHTS)
     assert np.isfinite(mean.total).all()  # an output that no class has
+    mixed = wider | {"other_label": labels}
+    with pytest.raises(ConfigError, match="class_weights"):
+        cross_entropy(lambda x: x, mixed, True, class_weights=WEIGHTS)
 
 
-def test_weights_of_a_config_weigh_its_loss_and_do_not_mix(tmp_path):
+def test_weights_of_a_config_weigh_its_loss(tmp_path):
     for part in ("train", "test"):
         np.save(tmp_path / f"{part}_images.npy", np.zeros((16, 8, 8, 1), np.uint8))
         np.save(tmp_path / f"{part}_labels.npy", LABELS)
@@ -86,6 +88,3 @@ def test_weights_of_a_config_weigh_its_loss_and_do_not_mix(tmp_path):
     opened = open_run(train(config).run_dir)
     logits = opened.predict([{"image": np.zeros((16, 8, 8, 1), np.float32) - 1}])
     assert opened.evaluate()["loss"] == pytest.approx(by_hand(logits, LABELS, WEIGHTS), rel=1e-5)
-    mix = {"data.transforms": [{"name": "mix", "kwargs": {"mixup": 0.2}}], "run.dir": None}
-    with pytest.raises(ConfigError, match="class_weights"):
-        train(with_overrides(config, mix))

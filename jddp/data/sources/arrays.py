@@ -1,26 +1,20 @@
 """Arrays in files: .npy, .npz, and Fashion-MNIST in IDX files; and refusals of damaged files.
 
     array = map_npy(Path("train_images.npy"))     # memory-mapped
-    arrays = map_npz(Path("train.npz"))           # by name, mapped unless they are compressed
+    arrays = read_npz(Path("train.npz"))          # by name, in memory
 
 Sources read your arrays from a directory:
 
 - `npy`: images and labels in train_images.npy, train_labels.npy, test_images.npy, test_labels.npy;
-- `npz`: any arrays by name in train.npz and test.npz; compressed arrays are read at once.
+- `npz`: any arrays by name in train.npz and test.npz.
 
-Headers are checked when the files are opened, rows when they are read. No format here can hold a
-pickle. If a mapped array is pickled for another process, it is opened again there, and not copied.
+Rows are checked when they are read. No format here can hold a pickle. If a mapped array is pickled
+for another process, it is opened again there, and not copied.
 
-Fashion-MNIST has two sources, which are never mixed; neither replaces the other silently:
-
-- `embedded`: the complete official test set (10,000 images, the original files) and 15,000 images
-  of the official training set, 1,500 of each class, chosen by `scripts/make_fashion_mnist.py`.
-- `full`: all 60,000 training images and the same test set, from a directory with the four original
-  files; by default the directory of the Debian package `dataset-fashion-mnist`.
-
-Each of their files is checked against its SHA-256. An IDX file is a magic number (two zero bytes, a
-type, the number of dims), one big-endian uint32 per dim, and the elements. Only bytes (type 8) are
-read here.
+Fashion-MNIST is the complete official test set (10,000 images) and 15,000 images of the official
+training set, 1,500 of each class, chosen by `scripts/make_fashion_mnist.py`. An IDX file is a magic
+number (two zero bytes, a type, the number of dims), one big-endian uint32 per dim, and the
+elements. Only bytes (type 8) are read here.
 
 References:
   LeCun, Cortes and Burges, "The MNIST database of handwritten digits", section "file formats".
@@ -31,17 +25,12 @@ References:
 import contextlib
 import gzip
 import importlib
-import mmap
-import os
-import struct
-import zipfile
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 
 from jddp.data.examples import ArrayExamples, Examples
 from jddp.data.source import (
@@ -53,7 +42,7 @@ from jddp.data.source import (
     source_of,
 )
 from jddp.data.transforms import FlipAndShift, Transformed, normalize
-from jddp.ground.errors import ConfigError, DataError, Error, check_choice
+from jddp.ground.errors import ConfigError, DataError, Error
 
 
 def npy(
@@ -73,7 +62,7 @@ def npy(
       directory: Folder of the four files: images `(n, size, size, channels)` in uint8, or in
         floating point and already normalized, and whole-number labels `(n,)`.
       image_size: Height and width, in pixels.
-      num_classes: Number of classes; labels are below it.
+      num_classes: Number of classes.
       num_channels: 1 for grey, 3 for colour.
       mean: Value to subtract from uint8 images over 255; one number, or one per channel.
       std: Divisor after that.
@@ -89,12 +78,6 @@ def npy(
             raise DataError(
                 f"{name}: {part} has images of shape {images.shape[1:]}, but image_size and "
                 f"num_channels ask for {shape}. Change one of the two."
-            )
-        lowest, highest = labels.min(initial=0), labels.max(initial=0)
-        if lowest < 0 or highest >= num_classes:
-            raise DataError(
-                f"{name}: {part}: labels range from {lowest} to {highest}. With num_classes "
-                f"{num_classes} they must be in 0 ... {num_classes - 1}."
             )
         return image_examples(images, labels, mean=mean, std=std)
 
@@ -116,7 +99,7 @@ def npz(*, directory: Path, test_share: float | None = None) -> DataSource:
     Raises:
       DataError: If the files are missing or damaged, or do not hold examples.
     """
-    parts = parts_of(lambda part: map_npz(directory / f"{part}.npz"), test_share)
+    parts = parts_of(lambda part: read_npz(directory / f"{part}.npz"), test_share)
     return source_of(f"npz {directory}", *parts)
 
 
@@ -144,72 +127,37 @@ CLASSES = (
     "Bag",
     "Ankle boot",
 )
-NUM_CLASSES = len(CLASSES)
 MEAN, STD = 0.2860, 0.3530  # Statistics of the 60,000 training images, over 255.
 
 FOLDER = Path(__file__).parent / "fashion_mnist"
-_DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-SUMS = {"embedded": FOLDER / "SHA256SUMS", "full": FOLDER / "SHA256SUMS.original"}
+FILES = (
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+    "train-15000-images-idx3-ubyte",
+    "train-15000-labels-idx1-ubyte",
+)
 
 
-def fashion_mnist(
-    *,
-    source: str = "embedded",
-    directory: Path | None = None,
-    num_held_out: int = 0,
-    max_shift: int = 2,
-) -> DataSource:
+def fashion_mnist(*, max_shift: int = 2) -> DataSource:
     """The source of Fashion-MNIST.
 
     Args:
-      source: "embedded" or "full".
-      directory: Folder of the four original files, for "full" only.
-      num_held_out: Number of training examples, equally many of each class, that are held out and
-        replace the test set, so that you can tune without it. A multiple of ten.
       max_shift: Largest move of a training image by augmentation, in pixels.
-
-    Raises:
-      ConfigError: If an argument breaks its rule.
     """
-    check_choice("data.kwargs.source", source, tuple(SUMS))
-    if directory is not None and source != "full":
-        raise ConfigError(f"data.dir={directory} is not read with source 'embedded'. Leave it out.")
-    if num_held_out < 0 or num_held_out % NUM_CLASSES:
-        raise ConfigError(f"num_held_out {num_held_out} is not a multiple of {NUM_CLASSES}.")
-    root = FOLDER if source == "embedded" else directory or _DEBIAN
-    return DataSource(
-        image_spec(28, 28, 1),
-        lambda: _load(source, root, num_held_out),
-        (FlipAndShift(max_shift),),
-        {"num_classes": NUM_CLASSES},
-    )
 
-
-def _load(source: str, root: Path, num_held_out: int) -> DataSet:
-    if source == "full" and not root.is_dir():
-        raise DataError(
-            f"{root}: no such directory, and source 'full' needs the four original files of "
-            "Fashion-MNIST. Install the Debian package dataset-fashion-mnist, or give data.dir."
+    def load() -> DataSet:
+        files = [gzip.decompress((FOLDER / f"{name}.gz").read_bytes()) for name in FILES]
+        arrays = map(parse_idx, files)
+        test, train = (
+            image_examples(images[..., None], labels, mean=MEAN, std=STD)
+            for images, labels in zip(arrays, arrays, strict=True)
         )
-    lines = [line.split() for line in SUMS[source].read_text().splitlines()]
-    # Both lists are in this order, whatever the files are called.
-    test_images, test_labels, train_images, train_labels = (
-        _read_idx(root / f"{name}.gz", digest) for digest, name in lines
-    )
-    if num_held_out:
-        is_kept = np.ones(len(train_labels), bool)
-        for label in range(NUM_CLASSES):
-            is_kept[np.flatnonzero(train_labels == label)[-(num_held_out // NUM_CLASSES) :]] = False
-        test_images, test_labels = train_images[~is_kept], train_labels[~is_kept]
-        train_images, train_labels = train_images[is_kept], train_labels[is_kept]
-    train, test = (
-        image_examples(images[..., None], labels, mean=MEAN, std=STD)
-        for images, labels in ((train_images, train_labels), (test_images, test_labels))
-    )
-    judged = f"{len(test):,} {'held-out' if num_held_out else 'test'}"
-    description = f"Fashion-MNIST {source}: {len(train):,} train / {judged} examples"
-    digest = sha256("".join(digest for digest, _ in lines).encode()).hexdigest()
-    return DataSet(train, test, description, digest, CLASSES)
+        digest = sha256("".join(sha256(file).hexdigest() for file in files).encode()).hexdigest()
+        name = "Fashion-MNIST embedded"
+        return make_data_set(name, train, test, sha256_hex=digest, classes=CLASSES)
+
+    sizes = {"num_classes": len(CLASSES)}
+    return DataSource(image_spec(28, 28, 1), load, (FlipAndShift(max_shift),), sizes)
 
 
 def image_examples(
@@ -231,16 +179,11 @@ def image_examples(
       DataError: If shapes or dtypes differ from the above, a number is not finite, or mean and std
         are not one number, or one per channel.
     """
-    if images.ndim != 4 or len(images) == 0:
+    has_images = images.ndim == 4 and (images.dtype == np.uint8 or images.dtype.kind == "f")
+    if not has_images or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
         raise DataError(
-            f"images have shape {images.shape}. They need (n, height, width, channels), n > 0."
-        )
-    if images.dtype != np.uint8 and images.dtype.kind != "f":
-        raise DataError(f"images are {images.dtype}. They need uint8 or floating point.")
-    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
-        raise DataError(
-            f"labels are {labels.dtype}{labels.shape} for {len(images)} images. Each image needs "
-            "one whole number."
+            f"images are {images.dtype}{images.shape} and labels {labels.dtype}{labels.shape}. "
+            "They need uint8 or floats (n, height, width, channels), and whole numbers (n,)."
         )
     check_per_channel(mean, std, images.shape[-1])
     if images.dtype == np.float16:
@@ -266,13 +209,12 @@ def check_per_channel(
 
 
 class MappedArray(np.memmap):
-    """An array in a file, opened for reading; pickled as its path and offset."""
+    """An array in a file, opened for reading; pickled as its path."""
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        if not isinstance(self.base, mmap.mmap):
-            return np.array(self).__reduce__()  # A slice is copied.
-        order = "F" if self.flags.f_contiguous and not self.flags.c_contiguous else "C"
-        return MappedArray, (self.filename, self.dtype, "r", self.offset, self.shape, order)
+        if type(self.base) is not np.memmap or not self.size:
+            return np.array(self).__reduce__()  # Slices are copied.
+        return map_npy, (Path(str(self.filename)),)
 
 
 def map_npy(path: Path) -> np.ndarray:
@@ -281,18 +223,19 @@ def map_npy(path: Path) -> np.ndarray:
     Raises:
       DataError: If the file is missing, is not whole, or holds objects.
     """
-    return _map_at(path, 0, str(path))
+    with refusing_damage(path, ".npy file"):
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        return array.view(MappedArray)
 
 
-def map_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays in a .npz file, by name; compressed arrays are read into memory.
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """The arrays in a .npz file, by name.
 
     Raises:
       DataError: If the file is missing, is not whole, or holds objects.
     """
-    with refusing_damage(path, ".npz file"), zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-        return {x.filename.removesuffix(".npy"): _open_member(path, archive, x) for x in members}
+    with refusing_damage(path, ".npz file"), np.load(path, allow_pickle=False) as archive:
+        return dict(archive)
 
 
 def files_of(directory: Path, part: str, *endings: str) -> list[Path]:
@@ -323,49 +266,6 @@ def refusing_damage(where: object, kind: str) -> Iterator[None]:
     except Exception as error:  # parsers raise anything for damaged files
         reason = str(error).partition("\n")[0]
         raise DataError(f"{where}: not a whole {kind} ({reason}). Write it again.") from error
-
-
-def _open_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    where = f"{path}: {member.filename}"
-    if member.compress_type != zipfile.ZIP_STORED:
-        with refusing_damage(where, "array"), archive.open(member) as packed:
-            return np.lib.format.read_array(packed, allow_pickle=False)
-    with path.open("rb") as file:
-        file.seek(member.header_offset + 26)  # The local header ends with two lengths.
-        name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
-    return _map_at(path, member.header_offset + 30 + name_bytes + extra_bytes, where)
-
-
-def _map_at(path: Path, offset: int, where: str) -> np.ndarray:
-    """The array whose header begins at `offset`."""
-    with refusing_damage(where, ".npy file"), path.open("rb") as file:
-        file.seek(offset)
-        is_old = read_magic(file) == (1, 0)
-        read_header = read_array_header_1_0 if is_old else read_array_header_2_0
-        shape, is_fortran, dtype = read_header(file)
-        begin = file.tell()
-        num_bytes = os.fstat(file.fileno()).st_size
-    if dtype.hasobject:
-        raise DataError(f"{where}: holds Python objects, which are not read. Write numbers.")
-    end = begin + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if end > num_bytes:
-        raise DataError(f"{where}: cut off at byte {num_bytes:,} of {end:,}. Write it again.")
-    if end == begin:
-        return np.zeros(shape, dtype)
-    return MappedArray(path, dtype, "r", begin, shape, "F" if is_fortran else "C")
-
-
-def _read_idx(path: Path, sha256_hex: str) -> np.ndarray:
-    """The array in a gzipped IDX file, whose unpacked content has this hash."""
-    with refusing_damage(path, "gzip file"):
-        plain = gzip.decompress(path.read_bytes())
-    digest = sha256(plain).hexdigest()
-    if digest != sha256_hex:  # packed bytes differ between distributions of the same data
-        raise DataError(
-            f"{path}: altered: unpacked, its sha256 is {digest[:12]}..., expected "
-            f"{sha256_hex[:12]}.... Put the original in its place."
-        )
-    return parse_idx(plain)
 
 
 def parse_idx(plain: bytes) -> np.ndarray:

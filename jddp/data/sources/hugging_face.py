@@ -11,10 +11,8 @@ Nothing but a name in the config downloads anything, and the code of a data set 
 some start programs, and download images that are only addresses. So images are decoded here from
 their bytes, in the formats of image folders; sound, video and similar types are refused.
 
-Samples in tar files are named as by WebDataset: cat/0001.jpg and cat/0001.cls are one sample. By
-default it has an image and a class, `members={"image": "jpg;png", "label": "cls"}`. Other members
-are not read, unless `members` names them: `{"x": "left.npy", "age": "json:age"}` for an array of
-numbers, and for an entry of a JSON object.
+Samples in tar files are named as by WebDataset: cat/0001.jpg and cat/0001.cls are one sample. It
+has an image and a class; other members are not read.
 """
 
 import functools
@@ -45,7 +43,7 @@ from jddp.data.sources.arrays import (
     import_extra,
     refusing_damage,
 )
-from jddp.data.sources.images import ENDINGS, MEAN, STD, TEST_MARGIN, decode_image
+from jddp.data.sources.images import MEAN, STD, TEST_MARGIN, decode_image
 from jddp.data.transforms import CropAndFlip, Transformed, normalize
 from jddp.ground.errors import ConfigError, DataError, printable
 from jddp.ground.typing import JsonObject
@@ -280,14 +278,10 @@ class RowStream:
         self._rows.load_state_dict(state["rows"])
 
 
-MEMBERS = {"image": ";".join(sorted(x.removeprefix(".") for x in ENDINGS)), "label": "cls"}
-
-
 def webdataset(
     *,
     directory: Path,
-    image_size: int | None = None,
-    members: Mapping[str, str] = MEMBERS,
+    image_size: int,
     num_classes: int | None = None,
     mean: float | Sequence[float] = MEAN,
     std: float | Sequence[float] = STD,
@@ -297,9 +291,7 @@ def webdataset(
 
     Args:
       directory: Folder of train*.tar and test*.tar; with `test_share`, of any tar files.
-      image_size: Height and width, in pixels; needed with a member "image".
-      members: Endings of the members of a sample, by the names of their arrays; of several endings
-        all samples have the same one.
+      image_size: Height and width, in pixels.
       num_classes: Number of classes; by default the largest label of the training part, plus 1.
       mean: Value to subtract from pixels over 255; one number, or one per channel.
       std: Divisor after that.
@@ -310,15 +302,9 @@ def webdataset(
       ConfigError: If an argument breaks its rule, or Pillow or `datasets` is not installed.
       DataError: If a file is missing or damaged, or a sample lacks a member.
     """
-    has_images = "image" in members
-    if has_images != (image_size is not None):
-        raise ConfigError(
-            f"data.kwargs.image_size={image_size}, and the members are {', '.join(members)}. A "
-            "size is needed with 'image', and has no meaning without."
-        )
     check_per_channel(mean, std, 3)
     parts = selected_parts(
-        lambda part: _samples(directory, part, members),
+        lambda part: _samples(directory, part),
         test_share,
         lambda rows, indices: rows.select(indices),
     )
@@ -326,47 +312,36 @@ def webdataset(
         StoredRows(rows, f"{directory}/*.tar", image_size, margin)
         for rows, margin in zip(parts, (0.0, TEST_MARGIN), strict=True)
     )
-    labels = train.column("label")
-    scaled = [Transformed(x, normalize(mean, std)) if has_images else x for x in (train, test)]
-    digest = sha256("".join(map(_fingerprint, (train, test))).encode()).hexdigest()
-    data = make_data_set(f"webdataset {directory}", *scaled, sha256_hex=digest)
-    sizes = {} if labels is None else {"num_classes": num_classes or int(labels.max()) + 1}
-    augment = (CropAndFlip(),) if has_images else ()
-    return DataSource(spec_of(data.train), lambda: data, augment, sizes)
+    scaling, digests = normalize(mean, std), ""
+    for samples in (train, test):  # by names and labels
+        text = "\n".join(samples.files or ()).encode()
+        labels = np.asarray(samples.column("label"), np.int32)
+        digests += sha256(text + labels.tobytes()).hexdigest()
+    data = make_data_set(
+        f"webdataset {directory}",
+        Transformed(train, scaling),
+        Transformed(test, scaling),
+        sha256_hex=sha256(digests.encode()).hexdigest(),
+    )
+    sizes = {"num_classes": num_classes or int(np.asarray(train.column("label")).max()) + 1}
+    return DataSource(spec_of(data.train), lambda: data, (CropAndFlip(),), sizes)
 
 
-def _fingerprint(samples: StoredRows) -> str:
-    """A hash of the names and the labels of all samples."""
-    labels = samples.column("label")
-    numbers = b"" if labels is None else labels.astype(np.int32).tobytes()
-    return sha256("\n".join(samples.files or ()).encode() + numbers).hexdigest()
-
-
-def _samples(directory: Path, part: str, members: Mapping[str, str]) -> Any:
-    """The samples of a part in the order of the files, with a column for each array."""
+def _samples(directory: Path, part: str) -> Any:
+    """The samples of a part in the order of the files, as rows of an image and a label."""
     datasets = import_extra("datasets", needed_by="webdataset")
-    files = files_of(directory, part, ".tar")
     where = f"{directory}/{part}*.tar"
+    paths = [glob.escape(str(path)) for path in files_of(directory, part, ".tar")]
     with refusing_damage(where, "set of tar files"):
-        paths = [glob.escape(str(path)) for path in files]
-        rows = datasets.load_dataset("webdataset", data_files=paths, split="train").flatten()
-    columns = {}
-    for name, text in members.items():
-        endings, _, key = str(text).lower().partition(":")
-        wanted = {f"{ending}.{key}" if key else ending for ending in endings.split(";")}
-        matches = [column for column in rows.column_names if column.lower() in wanted]
-        num_missing = sum(rows.data.column(column).null_count for column in matches)
-        if len(matches) != 1 or num_missing:
-            there = ", ".join(column for column in rows.column_names if column not in PLACE)
-            raise DataError(
-                f"{where}: samples have the members {printable(there)}, and '{name}' is to be one "
-                f"of {text}, which {num_missing or 'all'} lack, or have more than once. A name "
-                "ends at its first dot. Rename the members of all samples, or choose others: "
-                "data.kwargs.members."
-            )
-        columns[matches[0]] = name
+        rows = datasets.load_dataset("webdataset", data_files=paths, split="train")
+    images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
+    columns = dict(zip([*images, "cls"], ["image", "label"], strict=False))
+    num_missing = [rows.data.column(x).null_count for x in columns if x in rows.column_names]
+    if len(images) != 1 or len(num_missing) != 2 or any(num_missing):
+        members = ", ".join(name for name in rows.column_names if name not in PLACE)
+        raise DataError(
+            f"{where}: samples have the members {printable(members)}. Each needs one image and a "
+            "class, cls, and all images one ending; a name ends at its first dot. Rename them."
+        )
     rows = rows.select_columns([*columns, *PLACE]).rename_columns(columns)
-    if "image" not in members:
-        return rows
-    with refusing_damage(where, "set of images"):
-        return rows.cast_column("image", datasets.Image(mode="RGB"))
+    return rows.cast_column("image", datasets.Image(mode="RGB"))

@@ -7,14 +7,12 @@ Numbers are normalized by the mean and the standard deviation of the training pa
 are numbered by it. The run keeps both, for `jddp predict RUN --data new.csv`.
 
 Columns of a CSV file are read as text and parsed when they are asked for: one rule, and one error,
-for text where numbers should be, whatever the format. A column whose types differ between files is
-read as text too, and booleans and whole numbers are equal however a format writes them.
+for text where numbers should be, whatever the format.
 
 All rows are in memory: 4 bytes for each input of each row, and, while files are read, their
 columns as text.
 """
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,7 +36,6 @@ FILL = "fill_missing"
 FILE, ROW = "\0file", "\0row"  # two more columns: the place of a row
 
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(?i:inf|infinity)$"
-_WHOLE = re.compile(r"^(-?(?:0|[1-9][0-9]*))\.0*$")  # "1.0"
 
 
 def table_in_files(
@@ -112,7 +109,7 @@ def table_in_files(
             digest.update(array.tobytes())
         parts.append(arrays)
     data = make_data_set(
-        f"table {directory}{_rarest(parts[0]['label'], classes) if classes else ''}",
+        f"table {directory}{f', {len(classes)} classes' if classes else ''}",
         *parts,
         sha256_hex=digest.hexdigest(),
         classes=classes,
@@ -179,25 +176,16 @@ def rows_in(path: Path, encoding: Encoding) -> ArrayExamples:
 def _read(files: Sequence[Path], names: list[str]) -> Any:
     """An Arrow table of these columns of all files, one below the other, and of their places."""
     arrow = import_extra("pyarrow", needed_by="table")
-    from pyarrow import types
-
-    parts = [_read_file(path, names) for path in files]
-    if not sum(map(len, parts)):
+    parts = []
+    for path in files:
+        part = _read_file(path, names)
+        file = arrow.DictionaryArray.from_arrays(np.zeros(len(part), np.int32), [str(path)])
+        parts.append(part.append_column(FILE, file).append_column(ROW, [range(1, len(part) + 1)]))
+    with refusing_damage(files[0], "table whose columns have the types of all its files"):
+        rows = arrow.concat_tables(parts, promote_options="permissive")
+    if not len(rows):
         raise DataError(f"{files[0]}: no rows. Add some.")
-    are_numbers = (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal)
-    columns = {}
-    for name in names:
-        pieces = [part[name] for part in parts]
-        kinds = {piece.type for piece in pieces}
-        if len(kinds) > 1 or not any(are(pieces[0].type) for are in are_numbers):
-            with refusing_damage(files[0], f"column {name!r} of text or numbers"):
-                pieces = [piece.cast("string").fill_null("") for piece in pieces]
-        columns[name] = arrow.chunked_array([chunk for piece in pieces for chunk in piece.chunks])
-    lengths = [len(part) for part in parts]
-    numbers = np.repeat(np.arange(len(files)), lengths)
-    columns[FILE] = arrow.DictionaryArray.from_arrays(numbers, [*map(str, files)])
-    columns[ROW] = np.concatenate([np.arange(1, length + 1) for length in lengths])
-    return arrow.table(columns)
+    return rows
 
 
 def _read_file(path: Path, names: list[str]) -> Any:
@@ -227,7 +215,8 @@ def _parsed(rows: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
 
     column = rows[name]
     if column.type != "string":
-        numbers = column.cast("double", safe=False).to_numpy()
+        with refusing_damage(rows[FILE][0], f"table, whose column {name!r} is numbers"):
+            numbers = column.cast("double", safe=False).to_numpy()
         return numbers, np.isnan(numbers)
     is_number = compute.match_substring_regex(column, _NUMBER)
     numbers = compute.if_else(is_number, column, "nan").cast("double")
@@ -249,29 +238,23 @@ def _numbers(rows: Any, name: str, *, fills: bool = False) -> np.ndarray:
 
 
 def _scale(rows: Any, name: str, fills: bool) -> tuple[float, float]:
-    """Mean and standard deviation; 1 in its place where it is the rounding of one number."""
+    """Mean and standard deviation; 1 in its place for a column of one number."""
     numbers = _numbers(rows, name, fills=fills)
     numbers = numbers[~np.isnan(numbers)]
-    lowest, highest = float(numbers.min()), float(numbers.max())
-    if lowest == highest:  # The mean of equal numbers would be rounded.
-        return lowest, 1.0
-    rounding = {"halffloat": 2**-10, "float": 2**-23}.get(str(rows[name].type), 2**-52)
-    std = float(numbers.std())
-    return float(numbers.mean()), std if std > rounding * max(-lowest, highest) else 1.0
+    if numbers.min() == numbers.max():  # The mean of equal numbers would be rounded.
+        return float(numbers[0]), 1.0
+    return float(numbers.mean()), float(numbers.std())
 
 
-def _canonical(text: str) -> str:
-    """One text for each boolean and whole number, however a format writes it; others as they are.
-
-    CSV files of pandas have "True" where Parquet has "true", and "1.0" where a column has gaps.
-    """
-    return text.lower() if text.lower() in ("true", "false") else _WHOLE.sub(r"\1", text)
+def _texts(rows: Any, name: str) -> Any:
+    """A column as text, empty where an entry is missing."""
+    with refusing_damage(rows[FILE][0], f"table, whose column {name!r} is text or numbers"):
+        return rows[name].cast("string").fill_null("")
 
 
 def _categories(rows: Any, name: str) -> list[str]:
     """The different entries of a column: in the order of numbers if all are whole numbers."""
-    unique = rows[name].cast("string").fill_null("").unique().to_pylist()
-    names = {_canonical(text): text for text in sorted(unique, reverse=True)}.values()
+    names = _texts(rows, name).unique().to_pylist()
     are_whole = all(re.fullmatch("-?[0-9]+", name) for name in names)
     return sorted(names, key=int if are_whole else None)
 
@@ -290,19 +273,14 @@ def _numbers_of(
     Raises:
       DataError: If a category is not among them.
     """
-    texts = rows[name].cast("string").fill_null("").dictionary_encode().combine_chunks()
-    known = {_canonical(x): i for i, x in reversed([*enumerate(categories)])}
-    known |= {x: i for i, x in enumerate(categories)}
-    unique = texts.dictionary.to_pylist()
-    numbers = np.array([known.get(x, known.get(_canonical(x), -1)) for x in unique], np.int32)
+    known = {text: number for number, text in enumerate(categories)}
+    texts = _texts(rows, name).dictionary_encode().combine_chunks()
+    numbers = np.array([known.get(x, -1) for x in texts.dictionary.to_pylist()], np.int32)
     numbers = numbers[texts.indices.to_numpy()]
     is_unseen = numbers < 0
     if unseen is None:
         rule = f"none of the {len(categories)} categories of the training part"
         _refuse(rows, name, is_unseen, rule)
-    elif is_unseen.all():
-        text = "%s: column %r has no category of the training part."
-        logging.getLogger("jddp").warning(text, rows[FILE][0], name)
     return np.where(is_unseen, np.int32(unseen or 0), numbers)
 
 
@@ -330,11 +308,3 @@ def _classes(training: Any, target: str, task: str | None) -> list[str]:
             return []
     missing = MISSING if is_numeric else ("",)
     return [name for name in _categories(training, target) if name not in missing]
-
-
-def _rarest(labels: np.ndarray, classes: Sequence[str]) -> str:
-    """Words on the number of training rows of the rarest classes."""
-    counts = np.bincount(labels, minlength=len(classes))
-    rarest = np.argsort(counts, kind="stable")[:10]
-    named = ", ".join(f"{classes[i]!r} {counts[i]:,}" for i in rarest)
-    return f", {len(classes)} classes, of which {named}"

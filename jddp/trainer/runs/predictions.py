@@ -21,7 +21,7 @@ from jddp.config.permissions import absolute
 from jddp.config.schema import Config
 from jddp.data import ArrayExamples, eval_batches
 from jddp.data.examples import Examples
-from jddp.data.sources.arrays import map_npy, map_npz
+from jddp.data.sources.arrays import map_npy, read_npz
 from jddp.data.sources.images import images_in
 from jddp.data.sources.table import ENDINGS, Encoding, rows_in
 from jddp.data.transforms import LARGEST, Transform, Transformed, normalize
@@ -103,7 +103,7 @@ def _arrays_in(path: Path, config: Config, kept: JsonObject) -> Examples:
             "for a run of a table. Convert them."
         )
     if path.suffix == ".npz":
-        arrays = map_npz(path)
+        arrays = read_npz(path)
     else:
         array = map_npy(path)
         arrays = {"image" if array.ndim == 4 else "x": array}
