@@ -23,7 +23,6 @@ from jddp.ground.names import direction_of
 from jddp.ground.typing import JsonObject
 from jddp.trainer.reports.run_directory import holder_of
 from jddp.workbench.charts import At, Mark, Thinned, is_drawable
-from jddp.workbench.examples import TestAnswers
 from jddp.workbench.pages import is_matrix
 
 MOST_TEXTS = 64  # Maximum number of texts of a name; of more texts every second one is dropped.
@@ -257,7 +256,6 @@ class Facts:
       checkpoints: Steps of its checkpoints, by folder.
       buckets: Buckets that a step sends, as the newest checkpoint lists them; [] without a list.
       holder: The process that is writing here; "" for a run that has ended.
-      examples: Answers of the model to test examples; None if it was not run.
       missing: Parts that are missing or cannot be read, each with the reason.
     """
 
@@ -271,7 +269,6 @@ class Facts:
     buckets: list[JsonObject]
     holder: str
     missing: tuple[str, ...]
-    examples: TestAnswers | None = None
 
     @property
     def metric(self) -> str | None:

@@ -1,22 +1,16 @@
 """`jddp report RUN`: writes a page on a run, and prints its verdict.
 
-Files of its directory are read, and nothing is run but, on request, its model; the run may be
-running.
+Files of its directory are read, and nothing is run; the run may be running.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from jddp.config.cli import Parser, add_trust, share_gpus
+from jddp.config.cli import Parser
 from jddp.config.permissions import expand
 from jddp.distributed.command import run_command
 from jddp.ground.errors import UsageError, file_errors, show
 from jddp.ground.files import replace_file
-
-if TYPE_CHECKING:
-    from jddp.workbench.examples import TestAnswers
 
 # A run directory has at least one of these.
 FILES = ("metrics.jsonl", "config.yaml", "manifest.json", "logs", "checkpoints")
@@ -29,13 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="a run directory, or its URL; the run may be running")
     add("--out", type=expand, metavar="FILE", help="the page (default: report.html in RUN)")
-    examples = "also run a classifier on its test data: confusion matrix, recall and mistakes"
-    add("--examples", action="store_true", help=examples)
-    add_trust(parser)
     return run_command(lambda: _report(**vars(parser.parse_args(argv))))
 
 
-def _report(*, run_dir: str, out: Path | None, examples: bool, trust: str | None) -> None:
+def _report(*, run_dir: str, out: Path | None) -> None:
     from jddp.checkpoint.storage import local_copy
     from jddp.workbench.facts import read_facts
     from jddp.workbench.run_page import NAME, draw_run
@@ -47,8 +38,6 @@ def _report(*, run_dir: str, out: Path | None, examples: bool, trust: str | None
     if not any((folder / name).exists() for name in FILES):
         raise UsageError(f"{run_dir} is no run directory: it has none of {', '.join(FILES)}.")
     facts = read_facts(folder, name=run_dir)
-    if examples:
-        facts = replace(facts, examples=_examples(folder, trust))
     path = out or folder / NAME
     with file_errors(f"{path}: cannot be written"):
         replace_file(path, draw_run(facts).encode(errors="replace"))
@@ -57,12 +46,3 @@ def _report(*, run_dir: str, out: Path | None, examples: bool, trust: str | None
     for judgement in others:
         show(f"also: {judgement.sentence}")
     show(f"page: {path}")
-
-
-def _examples(run_dir: Path, trust: str | None) -> "TestAnswers":
-    """The answers of the newest checkpoint's model to its test examples."""
-    share_gpus()  # The run may still train on them.
-    from jddp.trainer.runs.opened import open_run
-    from jddp.workbench.examples import examples_of
-
-    return examples_of(open_run(run_dir, mesh=1, trust=trust))

@@ -26,7 +26,6 @@ from jddp.workbench.charts import (
     series_of,
 )
 from jddp.workbench.charts import STYLE as OF_CHARTS
-from jddp.workbench.examples import draw_examples
 from jddp.workbench.facts import Facts, read_facts
 from jddp.workbench.pages import draw_matrix, draw_scores, is_matrix, make_page, table
 from jddp.workbench.verdict import Judgement, in_gib, judge
@@ -277,8 +276,6 @@ def list_missing(facts: Facts) -> str:
         found.append(f"metrics.jsonl: {facts.records.num_strange} lines are no records")
     if facts.records.last_train and "peak_memory_bytes" not in facts.records.last_train:
         found.append("memory: these devices have no statistics of it")
-    if facts.examples is None:
-        found.append("test examples: jddp report --examples runs the model on them")
     if facts.records.num_train and not facts.records.num_evaluations:
         found.append("evaluations: there is no record of one")
     items = "".join(f"<li>{escape(x)}</li>" for x in found)
@@ -303,9 +300,6 @@ _STYLE = """
 .matrix { font-size: .85em } .matrix td { text-align: right; padding: .25em .4em; min-width: 1.8em }
 .matrix th { border: 0; font-weight: normal }
 code, pre { font: .92em ui-monospace, monospace } pre { overflow-x: auto; line-height: 1.5 }
-.mistakes { display: grid; gap: .8em; grid-template-columns: repeat(auto-fill, minmax(7em, 1fr)) }
-.mistakes figure { margin: 0; font-size: .85em } .mistakes img { width: 100%;
-  image-rendering: pixelated }
 h3 { font-size: 1em }
 summary { cursor: pointer }
 @media print { .charts { grid-template-columns: 1fr 1fr } }
@@ -367,10 +361,6 @@ def _goodput(facts: Facts) -> tuple[str, str]:
     return f"{facts.goodput:.0%}", "goodput: time in steps that were kept"
 
 
-def _examples(facts: Facts) -> str:
-    return draw_examples(facts.examples, facts.classes) if facts.examples else ""
-
-
 # The sections below verdict and numbers, in order.
 SECTIONS: dict[str, Callable[[Facts], str]] = {
     "Curves": draw_curves,
@@ -380,7 +370,6 @@ SECTIONS: dict[str, Callable[[Facts], str]] = {
     "Events": draw_events,
     "Classes and positions": draw_classes,
     "Texts that callbacks logged": list_texts,
-    "Test examples": _examples,
     "Config: keys that differ from their defaults": list_settings,
     "Environment": list_environment,
     "Starts": list_starts,
