@@ -123,11 +123,9 @@ def measured() -> Scorer:
 
 
 def _program(job: Job) -> str:
-    """The text of a step, and the sizes up to which XLA may merge single leaves."""
+    """The text of a step, and the layout of its buckets, on which the compiler's options depend."""
     steps = job.ddp.steps
-    reducer = steps.spec.reducer
-    merged = reducer.bucket_bytes if reducer.packing.layout == "leaf" else ()
-    return f"{merged} {steps.lower(job.batch_spec).as_text()}"
+    return f"{steps.spec.reducer.packing.layout} {steps.lower(job.batch_spec).as_text()}"
 
 
 class LargestBatch(NamedTuple):
