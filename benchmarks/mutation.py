@@ -65,7 +65,6 @@ TESTS = HEART | {
     "jddp/engine/optimizer.py": ["optimizers_of_optax", "ddp_unused", "separable"],
     "jddp/engine/state.py": ["replica", "local_steps", "strategies", "run", "checkpoint"],
     "jddp/engine/strategy.py": ["strategies", "local_steps", "option_pairs"],
-    "jddp/engine/view.py": ["strategies", "local_steps"],
 }
 # cosmic-ray replaces each operator by all others, ten mutants of one kind: one stands for
 # them. `|` is left out: here it joins types and dicts.

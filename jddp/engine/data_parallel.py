@@ -41,7 +41,7 @@ from jddp.distributed.coordination import refuse_unjoined
 from jddp.engine import evaluation
 from jddp.engine.calls import run_compiled
 from jddp.engine.compiled import Call, CompiledSteps
-from jddp.engine.guard import Average, choose_guard
+from jddp.engine.guard import Average, Clip, choose_guard
 from jddp.engine.initial_state import Loaded, make_first, make_init
 from jddp.engine.mesh import HostOrDevice, copy_off_mesh, make_mesh, platform
 from jddp.engine.micro_batches import MicroBatches
@@ -50,7 +50,6 @@ from jddp.engine.planned import Planned
 from jddp.engine.state import TrainState, Values
 from jddp.engine.step import Step
 from jddp.engine.strategy import Strategy, choose_reducer, choose_strategy
-from jddp.engine.view import Clip
 from jddp.ground.names import refuses_unknown
 from jddp.ground.names.plugins import tool
 from jddp.ground.names.synonyms import OF_DATA_PARALLEL

@@ -1,4 +1,4 @@
-"""The end of a step: the moving average of the new parameters, and whether the step counts.
+"""Clipping, the moving average of the new parameters, and whether the step counts.
 
 Every step counts, or one with numbers that are not finite changes nothing but counts; and the loss
 scale is fixed, or follows overflows.
@@ -29,11 +29,10 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from jddp.engine.micro_batches import Scale
+from jddp.engine.micro_batches import Scale, View
 from jddp.engine.state import KeepsOwn, TrainState, Values, is_float, own_layouts, parts_in, widened
-from jddp.engine.view import View
 from jddp.ground.errors import ConfigError
-from jddp.ground.typing import HookState, Metrics, ModelState, OptState, PyTree
+from jddp.ground.typing import Grads, HookState, Metrics, ModelState, OptState, PyTree
 from jddp.modules.base import is_frozen
 from jddp.modules.metrics import mean_tree
 from jddp.reduce.hooks import CommHook, GradBucket, Units
@@ -182,6 +181,41 @@ def choose_guard(loss_scale: float | str | None, skips: bool, keeps_own: KeepsOw
     if isinstance(loss_scale, str):
         return Guard(FIRST, keeps_own, follows_overflows=True)
     return Guard(loss_scale or 1.0, keeps_own, skips)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Scales gradients down to a global norm, as optax's function of this name does.
+
+    Attributes:
+      limit: The largest norm; None leaves gradients as they are.
+
+    Raises:
+      ConfigError: If the limit is not positive.
+    """
+
+    limit: float | None
+
+    def __post_init__(self) -> None:
+        """Refuses a limit that is not positive."""
+        if self.limit is not None and not self.limit > 0:
+            raise ConfigError(f"max_grad_norm is positive, or None; got {self.limit}.")
+
+    def __call__(self, grads: Grads, view: View) -> tuple[Grads, Metrics]:
+        """Returns the clipped gradients, and "grad_norm": their norm before."""
+        limit = self.limit
+        if limit is None:
+            return grads, {}
+        # Takes the norm in float32, since the squares of a norm of 256 overflow float16.
+        exact = widened(grads)
+        norm = view.norm(exact)
+        # Repeats the operations of optax's own clipping, so that results equal the results of one
+        # device.
+        clipped = jax.tree.map(
+            lambda x: jnp.where(norm < limit, x, x / norm.astype(x.dtype) * limit), exact
+        )
+        return optax.tree.cast_like(clipped, grads), {"grad_norm": view.metric(norm)}
 
 
 def unscaled(hook: CommHook, units: Units) -> CommHook:

@@ -35,9 +35,9 @@ import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 from jaxtyping import Array
 
+from jddp.engine.micro_batches import View, own_shards
 from jddp.engine.state import Replicated, Sharded, TrainState, name_of, parts_in
 from jddp.engine.step import Placement
-from jddp.engine.view import View, own_shards
 from jddp.ground.errors import ConfigError, check_choice
 from jddp.ground.jaxprs import Followed, aval_shape, called, follow
 from jddp.ground.typing import Grads, OptState, Params, Path, PyTree, Settings, Tree

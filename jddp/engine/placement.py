@@ -16,10 +16,9 @@ from typing import final
 import jax
 from jax import lax
 
-from jddp.engine.micro_batches import WHOLE, Loss, ParameterSource, Pullback
+from jddp.engine.micro_batches import WHOLE, Loss, ParameterSource, Pullback, View, view_of_parts
 from jddp.engine.state import Divided, Layout, Replicated, name_of
 from jddp.engine.step import Placement, TraceLoss
-from jddp.engine.view import View, view_of_parts
 from jddp.ground.numbers import in_mebibytes
 from jddp.ground.typing import Grads, Params, Path, PyTree, Shaped, Tree
 from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, Origin, forget

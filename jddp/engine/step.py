@@ -37,9 +37,17 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
-from jddp.engine.guard import Average, Guard, limited
+from jddp.engine.guard import Average, Clip, Guard, limited
 from jddp.engine.mesh import input_specs, over_replicas, platform, shardings
-from jddp.engine.micro_batches import WHOLE, Local, MicroBatches, ParameterSource, ScaleOf
+from jddp.engine.micro_batches import (
+    WHOLE,
+    Local,
+    MicroBatches,
+    ParameterSource,
+    ScaleOf,
+    View,
+    view_of_shards,
+)
 from jddp.engine.state import (
     Inputs,
     KeepsOwn,
@@ -50,7 +58,6 @@ from jddp.engine.state import (
     key_of_replica,
     leave,
 )
-from jddp.engine.view import Clip, View, view_of_shards
 from jddp.ground.typing import (
     Batch,
     Grads,

@@ -29,12 +29,11 @@ from jaxtyping import Array
 from jddp.config.options import Reduction
 from jddp.engine.guard import unscaled
 from jddp.engine.mesh import axis_of, count_processes, platform
-from jddp.engine.micro_batches import Local
+from jddp.engine.micro_batches import Local, View
 from jddp.engine.optimizer import OPTIMIZER
 from jddp.engine.placement import FullySharded
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
 from jddp.engine.step import EVERY_STEP, Averaged, Placement, Replicas, Synchronization
-from jddp.engine.view import View
 from jddp.ground.errors import ConfigError
 from jddp.ground.numbers import half_precision
 from jddp.ground.typing import ModelState, Params, Path, PyTree, Shaped
