@@ -37,14 +37,7 @@ from jddp.engine.mesh import (
     sharded,
     sharding_of,
 )
-from jddp.engine.planned import (
-    Form,
-    Planned,
-    Plans,
-    Program,
-    digest_optimizer,
-    digest_passes,
-)
+from jddp.engine.planned import Planned, Plans, Program, digest_optimizer, digest_passes
 from jddp.engine.state import (
     CommState,
     Inputs,
@@ -53,6 +46,7 @@ from jddp.engine.state import (
     Replicated,
     TrainState,
     Values,
+    by_path,
     enter,
     form_key,
     merge_rows,
@@ -65,6 +59,7 @@ from jddp.ground.typing import (
     Batch,
     Batches,
     Grads,
+    JsonObject,
     LossFn,
     Metrics,
     ModelState,
@@ -314,6 +309,7 @@ class CompiledSteps:
         *,
         latest: TrainState | None = None,
         loss_limit: float | None = None,
+        updates: bool = True,
     ) -> Call:
         """Returns the call of a step, with `DataParallel.step`'s arguments; compiles nothing yet.
 
@@ -323,35 +319,16 @@ class CompiledSteps:
           constants: Constants of the loss.
           latest: A state of these steps, if there is one.
           loss_limit: Loss above which the step changes nothing.
+          updates: Whether it is a whole step, and not the step as far as its averaged gradients.
 
         Raises:
           UsageError: If it is no state of these steps, or if a hook has state of buckets that these
             rows do not have.
         """
         limit = None if loss_limit is None else np.float32(loss_limit)
-        return self._call(self._make_step, state, batch, constants, latest, limit)
-
-    def gradients_for(
-        self,
-        state: TrainState,
-        batch: Batch,
-        constants: PyTree = None,
-        latest: TrainState | None = None,
-    ) -> Call:
-        """The call of a step as far as its averaged gradients; arguments as of `step_for`."""
-        return self._call(make_gradients, state, batch, constants, latest)
-
-    def _call(
-        self,
-        make: Callable[..., Wrapped],
-        state: TrainState,
-        batch: Batch,
-        constants: PyTree,
-        latest: TrainState | None,
-        limit: PyTree = None,
-    ) -> Call:
         inputs = self.inputs(self.placed(batch), constants)._replace(loss_limit=limit)
         self.check(state, latest, inputs)
+        make = self._make_step if updates else make_gradients
         return Call(*self._jitted_for(make, state, inputs), state, inputs)
 
     def check(
@@ -369,16 +346,11 @@ class CompiledSteps:
         Raises:
           UsageError: If it is such a state, or is on other devices.
         """
-        if not isinstance(state, TrainState):
+        if not (isinstance(state, TrainState) and isinstance(state.step, jax.Array)):
             raise UsageError(
-                f"A state is needed here, and this is of type {type(state).__name__}. Give the "
-                "state that init, step or restore returned, or a run's .state."
-            )
-        if not isinstance(state.step, jax.Array):
-            raise UsageError(
-                "This state lies on the host, as jax.device_get returns it. Give the state that "
-                "init, step or restore returned; or start from its values: "
-                "init(params=state.params)."
+                f"A state on the devices is needed here, and this {type(state).__name__} is none. "
+                "Give the state that init, step or restore returned, or a run's .state; or start "
+                "from its values: init(params=state.params)."
             )
         if state.step.is_deleted():
             # JAX's own error names a buffer, but not the call that took it.
@@ -481,10 +453,15 @@ class CompiledSteps:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
         """
         self.rows.check(batch)
-        inputs, one = self.inputs(batch), self._one(state)
-        form = Form.of(self.plans.micro_batch(inputs).rows, self.mesh.size, self.spec.backward.num)
-        traced = self.plans.of(one, inputs).traced
+        inputs = self.inputs(batch)
+        traced = self.plans.of(self._one(state), inputs).traced
         assert traced is not None  # There are rows.
+        rows = by_path(self.plans.micro_batch(inputs).rows)
+        form: JsonObject = {
+            "rows": {name: [[*x.shape], str(x.dtype)] for name, x in rows.items()},
+            "num_replicas": self.mesh.size,
+            "num_micro_batches": self.spec.backward.num,
+        }
         passes = digest_passes(traced, self.spec.axis)
         return Program(passes | digest_optimizer(self.spec, shapes_of(state.params)), form)
 

@@ -337,7 +337,8 @@ class DataParallel(Shown):
           The gradient of the global mean loss, averaged over all replicas and not clipped, of the
           structure of `state.params`; and the metrics.
         """
-        call = self.steps.gradients_for(state, batch, constants, self._executor.latest)
+        latest = self._executor.latest
+        call = self.steps.step_for(state, batch, constants, latest=latest, updates=False)
         return run_compiled(call.run, call.state, call.inputs)
 
     def shard_batch(self, batch: Batch) -> Batch:

@@ -11,7 +11,7 @@ Rows of another form may use other parameters, so they have other buckets too.
 Digests are compared when a run resumes. A digest is of the text in which JAX prints the equations,
 without names of functions, addresses in memory and shardings, and of the arrays that are constants
 in them. Every process finds the same. The equations of model and loss depend on the shapes of a
-micro-batch and on the number of replicas. So a program has its `Form`.
+micro-batch and on the number of replicas: they are compared in one form alone.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ from jddp.engine.state import Inputs, TrainState, form_key, name_of, shapes_of
 from jddp.engine.step import Step, TraceLoss
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import DRAWING, Followed, follow, has_random_bits
-from jddp.ground.typing import Batch, ModelState, Params, PyTree
+from jddp.ground.typing import Batch, JsonObject, ModelState, Params, PyTree
 from jddp.modules.base import LOSS
 from jddp.modules.metrics import Sums, weights_in
 from jddp.modules.precision import MODEL
@@ -278,39 +278,17 @@ PARTS = ("model", "loss", "optimizer")
 _UNREAD = re.compile(r"\bname=\S+|\bat 0x\w+|NamedSharding\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """The form in which a program was traced.
-
-    Attributes:
-      rows: Shape and dtype of each array of a micro-batch, by path.
-      num_replicas: Number of replicas that are traced together.
-      num_micro_batches: Number of micro-batches of a replica.
-    """
-
-    rows: Mapping[str, list[Any]]
-    num_replicas: int
-    num_micro_batches: int
-
-    @classmethod
-    def of(cls, rows: Batch, num_replicas: int, num_micro_batches: int) -> "Form":
-        """Returns the form of a micro-batch."""
-        leaves = tree_leaves_with_path(rows)
-        shapes = {name_of(path): [[*x.shape], str(x.dtype)] for path, x in leaves}
-        return cls(shapes, num_replicas, num_micro_batches)
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """The digests of a program, and the form in which it was traced.
 
     Attributes:
       digests: Digests of "model", "loss" and "optimizer".
-      form: The form.
+      form: Shape and dtype of each array of a micro-batch, and the numbers of replicas and of
+        micro-batches. The digest of the optimizer does not depend on it.
     """
 
     digests: Mapping[str, str]
-    form: Form
+    form: JsonObject
 
 
 def digest_passes(traced: Traced, axis: str) -> dict[str, str]:

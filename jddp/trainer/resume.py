@@ -7,7 +7,6 @@ Another version of a package may trace the same code to different equations. Any
 is refused, unless `resume="changed"` continues with the new program.
 """
 
-import dataclasses
 import json
 from dataclasses import replace
 
@@ -112,8 +111,7 @@ def _program(loop: Loop) -> JsonObject:
     versions = loop.run.progress.manifest["versions"]
     made_by = {name: versions[name] for name in PACKAGES}
     made_by |= {"code of jddp": source_hash(), "platform": jax.default_backend()}
-    found = {"digests": dict(program.digests), "form": dataclasses.asdict(program.form)}
-    return {**found, "made_by": made_by}
+    return {**program._asdict(), "made_by": made_by}
 
 
 def _compare_programs(before: Progress, now: Progress, resume: str) -> str | None:

@@ -97,10 +97,10 @@ def test_what_is_no_state_of_a_device_or_of_others_is_refused_by_name():
     run = jddp.fit(ddp, [batch], num_steps=1, state=state)
     other = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=4).init(0, batch)
     for given, message in (
-        (None, "of type NoneType"),
-        (state.params, "of type dict"),
-        (run, "of type Run"),
-        (jax.device_get(state), r"lies on the host.*init\(params=state.params\)"),
+        (None, "NoneType is none"),
+        (state.params, "dict is none"),
+        (run, "Run is none"),
+        (jax.device_get(state), r"on the devices.*init\(params=state.params\)"),
         (other, "^This state lies on other devices"),
     ):
         for call in calls_of(ddp, batch):

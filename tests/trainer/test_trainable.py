@@ -6,7 +6,7 @@ import numpy as np
 
 import jddp
 from jddp.engine.mesh import RowSplit, make_mesh, replicate
-from jddp.engine.planned import PARTS, Form, Program
+from jddp.engine.planned import PARTS, Program
 from jddp.engine.state import CommState, Replicated, TrainState
 
 BATCHES = [{"x": np.float32([i])} for i in range(6)]
@@ -38,7 +38,7 @@ class Adding:
         return jax.tree.map(lambda _: Replicated(), state)
 
     def program(self, state, batch):
-        return Program(dict.fromkeys(PARTS, "a sum"), Form({}, 1, 1))
+        return Program(dict.fromkeys(PARTS, "a sum"), {})
 
     shard_batch = staticmethod(lambda batch: batch)
 
