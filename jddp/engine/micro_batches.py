@@ -7,8 +7,9 @@ each bucket is sent while the pass continues. The numbers are the same.
 The loss is summed over the valid entries, so gradients are gradients of a sum, and the step
 divides them by the global count.
 
-Other state of the model passes from one micro-batch to the next: a batch norm moves its running
-statistics in each, as in PyTorch.
+A batch norm moves its running statistics each time it runs: k micro-batches, one after the other,
+would move them by 1 - momentum ** k. So statistics of the global batch are moved once, by the mean
+of the moves of all micro-batches. Other state passes from one micro-batch to the next.
 
 A `View` says how much of the mean gradient a replica holds: all of it; its shard, with ZeRO-1; its
 parts of divided parameters, and all of the others, with FSDP; with local steps its own gradient,
@@ -297,7 +298,7 @@ class MicroBatches:
         # finished, one by one.
         last = self.num - 1
         total = self.accumulate(state, take, last, scale)
-        run = self.linearize(state, total.model_state, take(last))
+        run = self.linearize(state, self.before(state, total.model_state), take(last))
         earlier = jax.tree.leaves(total.grads)
 
         def finish(i: int, x: Array) -> Array:
@@ -311,7 +312,8 @@ class MicroBatches:
         # Sums need no reduction inside the pass: they are sent after it, in one small vector.
         sums = jax.tree.map(jnp.add, total.sums, run.sums) if earlier else run.sums
         units = self.units(state.params, sums, scale)
-        return Local(Running(backward, finish), sums, run.model_state, units)
+        model_state = self.after(state, total.model_state, run.model_state)
+        return Local(Running(backward, finish), sums, model_state, units)
 
     def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
         """Returns the plan with notes on when buckets leave.
@@ -414,15 +416,33 @@ class MicroBatches:
 
         return take
 
+    def before(self, state: TrainState, carried: ModelState) -> ModelState:
+        """Returns the other state from which the next micro-batch runs."""
+
+        def choose(path: Path, first: Array, x: Array) -> Array:
+            return first if self.model.is_global_statistic(path, x) else x
+
+        return jax.tree_util.tree_map_with_path(choose, state.model_state, carried)
+
+    def after(self, state: TrainState, carried: ModelState, new: ModelState) -> ModelState:
+        """Returns the other state to carry on, with the state after a micro-batch."""
+
+        def add(path: Path, first: Array, total: Array, x: Array) -> Array:
+            # Each micro-batch has counted the same update: counts are not added.
+            is_moved = self.model.is_global_statistic(path, x) and is_float(x) and self.num > 1
+            return total + (x - first) / self.num if is_moved else x
+
+        return jax.tree_util.tree_map_with_path(add, state.model_state, carried, new)
+
     def accumulate(
         self, state: TrainState, take: Callable[[Number], MicroBatch], num: int, scale: Scale
     ) -> Accumulated:
         """Sums over the first micro-batches, in their order."""
 
-        def one(before: ModelState, i: Number) -> Accumulated:
-            run = self.linearize(state, before, take(i))
+        def one(carried: ModelState, i: Number) -> Accumulated:
+            run = self.linearize(state, self.before(state, carried), take(i))
             grads = jax.tree.map(run.finish, run.backward(jnp.float32(scale)))
-            return Accumulated(grads, run.model_state, run.sums)
+            return Accumulated(grads, self.after(state, carried, run.model_state), run.sums)
 
         def add(total: Accumulated, i: Array) -> tuple[Accumulated, Sums]:
             more = one(total.model_state, i)

@@ -184,6 +184,12 @@ class FlaxModel(abc.ABC):
         """Whether the leaf at `path` is a statistic of a batch norm."""
         return not is_frozen(path) and not STATISTICS.isdisjoint(self.kinds_at(path))
 
+    def is_global_statistic(self, path: Path, x: Any) -> bool:
+        """Whether `x`, at `path`, is a running statistic of the global batch."""
+        is_global = self.batch_norm == "sync" and self.is_statistic(path)
+        is_global = is_global and self.sync.rule(self.kinds_at(path)) is None
+        return is_global and jnp.issubdtype(x.dtype, jnp.number) and not self.keeps_own(path, x)
+
     def check_kinds(self, model_state: ModelState) -> None:
         """Refuses options that name nothing, and state that a gradient is to overwrite.
 
