@@ -140,7 +140,7 @@ def outcome(tx: optax.GradientTransformation) -> str:
         "bias": jax.ShapeDtypeStruct((8,), jnp.float32),
     }
     try:
-        choose_optimizer(tx, "zero", 1, Placement(), 1).check(params)
+        choose_optimizer(tx, "zero", Placement(), 1).check(params)
     except ConfigError:
         return "refused, with `ddp` too: it makes no updates of gradients and the loss alone"
     is_whole = mixes_elements(tx, params, Flat("data", 2))

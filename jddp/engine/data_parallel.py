@@ -168,7 +168,6 @@ class DataParallel(Shown):
             optimizer=choose_optimizer(
                 optimizer,
                 unused_parameters,
-                accumulate_steps,
                 placement,
                 self.mesh.size,
                 reducer if parts.shards_optimizer else None,

@@ -36,10 +36,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_i
 from jaxtyping import Array
 
 from jddp.engine.micro_batches import View, own_shards
-from jddp.engine.state import Replicated, Sharded, TrainState, name_of, parts_in
+from jddp.engine.state import Replicated, Sharded, TrainState, name_of
 from jddp.engine.step import Placement
 from jddp.ground.errors import ConfigError, check_choice
-from jddp.ground.jaxprs import Followed, aval_shape, called, follow
+from jddp.ground.jaxprs import aval_shape, called
 from jddp.ground.typing import Grads, OptState, Params, Path, PyTree, Settings, Tree
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer
@@ -56,13 +56,11 @@ class PlacedOptimizer:
     Attributes:
       tx: Any optax optimizer.
       unused: Treatment of parameters that no gradient reaches: "zero", "skip" or "error".
-      num_micro_batches: Number of micro-batches of a step.
       placement: Placement of the parameters.
     """
 
     tx: optax.GradientTransformation
     unused: str
-    num_micro_batches: int
     placement: Placement
 
     @property
@@ -83,18 +81,13 @@ class PlacedOptimizer:
         return jax.tree.map(lambda x: self.placement.layout(x.shape), opt_state)
 
     def check(self, params: Params) -> None:
-        """Refuses an optimizer that accumulates, or asks for more than a step has.
+        """Refuses an optimizer that asks for more than a step has.
 
         Raises:
           ConfigError: If it is one.
         """
         # Makes the state for the parameters themselves: an optimizer may depend on their names.
         opt_state = jax.eval_shape(self.tx.init, params)
-        if self.num_micro_batches > 1 and parts_in(opt_state, optax.MultiStepsState):
-            raise ConfigError(
-                "optax.MultiSteps with accumulate_steps would reduce once per micro-batch and "
-                "count steps twice. Drop optax.MultiSteps: accumulate_steps reduces once for all."
-            )
         try:
             jax.tree.map(lambda *_: None, opt_state, trace_whole(self.tx, params)[1][1])
         except (TypeError, AttributeError, ValueError) as error:
@@ -242,7 +235,6 @@ def own_copy(opt_state: OptState) -> OptState:
 def choose_optimizer(
     tx: optax.GradientTransformation,
     unused_parameters: str,
-    num_micro_batches: int,
     placement: Placement,
     num_replicas: int,
     sharded_by: Reducer | None = None,
@@ -252,7 +244,6 @@ def choose_optimizer(
     Args:
       tx: The optimizer.
       unused_parameters: "zero", "skip" or "error".
-      num_micro_batches: Number of micro-batches of a step.
       placement: Placement of the parameters.
       num_replicas: Number of replicas.
       sharded_by: Reducer of the gradients, where each replica updates its shard; else None.
@@ -269,9 +260,9 @@ def choose_optimizer(
     tx = optax.with_extra_args_support(tx)
     check_choice("unused_parameters", unused_parameters, ("zero", "skip", "error"))
     if sharded_by is None:
-        return PlacedOptimizer(tx, unused_parameters, num_micro_batches, placement)
+        return PlacedOptimizer(tx, unused_parameters, placement)
     shards = Flat(sharded_by.axis, num_replicas)
-    return Zero1(tx, unused_parameters, num_micro_batches, placement, sharded_by, shards)
+    return Zero1(tx, unused_parameters, placement, sharded_by, shards)
 
 
 def take_back(new: Tree, old: Tree, params: Params, unused: Collection[str]) -> Tree:
@@ -282,25 +273,13 @@ def take_back(new: Tree, old: Tree, params: Params, unused: Collection[str]) -> 
       old: The same trees before the optimizer's update.
       params: The parameters, for their paths.
       unused: Names of parameters, as in `BucketPlan.unused`.
-
-    Raises:
-      ConfigError: If an array holds all parameters together.
     """
-    num_all = sum(x.size for x in jax.tree.leaves(params))
     names = {
         _entries(path): name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
     }
 
     def choose(path: Path, after: jax.Array, before: jax.Array) -> jax.Array:
-        owner = _owner(_entries(path), names)
-        # An optimizer that flattens all parameters into one vector, such as `optax.flatten`, leaves
-        # no array that belongs to one of them.
-        if owner is None and jnp.size(after) >= num_all > 1:
-            raise ConfigError(
-                "unused_parameters='skip': this optimizer keeps an array of all parameters at "
-                f"{name_of(path)!r}, of which none can be left alone. Choose 'zero' or 'error'."
-            )
-        return before if owner in unused else after
+        return before if _owner(_entries(path), names) in unused else after
 
     return jax.tree_util.tree_map_with_path(choose, new, old)
 
@@ -330,8 +309,6 @@ def _owner(path: tuple[str, ...], names: Mapping[tuple[str, ...], str]) -> str |
     return None
 
 
-# One number for all elements; an element for each; a value in which elements are mixed.
-UNIFORM, SPLIT, MIXED = range(3)
 _NAMES = """
     abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
     complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2
@@ -342,7 +319,6 @@ _NAMES = """
 """
 # A list of allowed operations, so that an operation that is new to JAX is refused.
 ELEMENTWISE = frozenset(_NAMES.split())
-RESHAPING = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 
 
 def update(
@@ -422,30 +398,21 @@ def is_elementwise(function: Callable[..., PyTree], *shapes: PyTree) -> bool:
       function: Function of trees of arrays that returns a tree of arrays.
       *shapes: Shapes of its arguments. Scalars are the same on all replicas, arrays are split.
     """
-    traced = _trace(function, shapes)
-    given = [SPLIT if x.shape else UNIFORM for x in jax.tree.leaves(shapes)]
-    labels, _ = follow(traced.jaxpr, given, _label)
-    return MIXED not in labels and not _has_constant_array(traced.jaxpr)
+    return _keeps_places(_trace(function, shapes).jaxpr)
 
 
-def _label(eqn: JaxprEqn, given: list[int]) -> Followed | None:
-    """A rule of `follow`: None for branches and calls, whose equations are asked."""
-    name, label = eqn.primitive.name, max(given, default=UNIFORM)
+def _keeps_places(jaxpr: Jaxpr) -> bool:
+    # A constant array has the shape of the whole, and would have to be cut.
+    return not any(map(aval_shape, jaxpr.constvars)) and all(map(_keeps_place, jaxpr.eqns))
+
+
+def _keeps_place(eqn: JaxprEqn) -> bool:
+    name = eqn.primitive.name
     shapes = {shape for v in (*eqn.invars, *eqn.outvars) if (shape := aval_shape(v))}
-    if any(map(_has_constant_array, jaxprs_in_params(eqn.params))):
-        label = MIXED
-    elif shapes and (name == "cond" or called(eqn)):
-        return None
-    elif label == UNIFORM and shapes:  # a constant array, such as one of ones
-        label = UNIFORM if name in ELEMENTWISE | RESHAPING else MIXED
-    elif label == SPLIT:
-        label = SPLIT if name in ELEMENTWISE and len(shapes) == 1 else MIXED
-    return [label] * len(eqn.outvars), False
-
-
-def _has_constant_array(jaxpr: Jaxpr) -> bool:
-    """Whether a program has an array of the shape of the whole, which would have to be cut."""
-    return any(map(aval_shape, jaxpr.constvars))
+    if shapes and (name == "cond" or called(eqn)):
+        return all(map(_keeps_places, jaxprs_in_params(eqn.params)))
+    repeats_number = name == "broadcast_in_dim" and not aval_shape(eqn.invars[0])
+    return not shapes or repeats_number or (name in ELEMENTWISE and len(shapes) == 1)
 
 
 def is_same(

@@ -228,7 +228,6 @@ def test_mistakes_are_refused_with_the_way_out():
         (ConfigError, lambda: init(ema_decay=1), "ema_decay"),
         (ConfigError, lambda: init(mesh=3000), "can give a multiple of 1 up to 8"),
         (ConfigError, lambda: init(mesh=two_axes), "'a', 'b'.*needs one"),
-        (ConfigError, lambda: init(optimizer=multi, accumulate_steps=2), "MultiSteps.*accumulate_"),
         (ConfigError, lambda: init(params=params), r"'Dense_1/kernel': got \(3, 3\).*\(16, 4\)"),
         (UsageError, lambda: wrapped().init(0), "batch="),
         (DataError, lambda: init({**make_batch(), "y": np.zeros(8, int)}), "same number of rows"),

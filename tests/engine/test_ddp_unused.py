@@ -143,12 +143,6 @@ def test_every_optimizer_leaves_skipped_parameters_and_their_state_alone(name):
     assert_only_used_ones_moved(first, host(state.replace(key=0)))
 
 
-def test_an_optimizer_that_keeps_one_vector_of_all_cannot_skip_and_is_refused():
-    ddp = wrapped(SOMETIMES, optimizer=optax.flatten(adamw()), unused_parameters="skip")
-    with pytest.raises(ConfigError, match="unused_parameters='skip'"):
-        ddp.steps.lower(make_rows())
-
-
 @pytest.mark.parametrize("unused", ["zero", "skip", "error"])
 def test_a_loss_that_no_parameter_reaches_is_refused_before_anything_is_compiled(unused):
     still = Of(lambda m, x: jax.lax.stop_gradient(judge.Net(name="net")(x)))
