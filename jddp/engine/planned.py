@@ -38,15 +38,12 @@ from jddp.engine.optimizer import trace_whole
 from jddp.engine.state import Inputs, TrainState, form_key, name_of, shapes_of
 from jddp.engine.step import Step, TraceLoss
 from jddp.ground.errors import ConfigError
-from jddp.ground.jaxprs import DRAWING, Followed, follow, has_random_bits
+from jddp.ground.jaxprs import has_random_bits
 from jddp.ground.typing import Batch, JsonObject, ModelState, Params, PyTree
 from jddp.modules.base import LOSS
 from jddp.modules.metrics import Sums, weights_in
 from jddp.modules.precision import MODEL
 from jddp.reduce.plan import BucketPlan
-
-# The first input of each of these is the key, or the first half of one.
-_KEYED = DRAWING - {"rng_uniform"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +55,8 @@ class Traced:
       num_looped: Number of gradients that leave a loop, `Backward.num_looped`.
       sums: Shapes of the sums of loss and metrics.
       uses_rng: Whether one of the passes uses random numbers.
-      has_constant_key: Whether the forward pass uses random numbers of a key made from constants.
-      has_batch_statistics: Whether rows reach statistics of a batch norm; False where a step has
-        but one micro-batch, since then it does not matter.
+      has_batch_statistics: Whether the model keeps statistics of a batch norm; False where a step
+        has but one micro-batch, since then it does not matter.
       forward: Equations of the forward pass of all replicas. Its results are the sums, the other
         state of the model, and the constants of the backward pass.
       backward: Equations of the backward pass of one replica.
@@ -71,7 +67,6 @@ class Traced:
     num_looped: int
     sums: Sums
     uses_rng: bool
-    has_constant_key: bool
     has_batch_statistics: bool
     forward: ClosedJaxpr
     backward: Jaxpr
@@ -104,20 +99,13 @@ def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inpu
     # does not.
     draws = has_random_bits(forward.jaxpr) or has_random_bits(backward.traced.jaxpr)
     names = [name_of(path) for path, _ in tree_leaves_with_path((state, inputs))]
-    is_row = [name.startswith("1/rows") for name in names]
-    reached, _ = follow(forward.jaxpr, is_row, _find_constant_key)
-    has_statistics = any(
-        label and name_of(path[:1]) == "1" and step.model.is_statistic(path[1:])
-        for (path, _), label in zip(tree_leaves_with_path(results), reached, strict=True)
-    )
-    every = [True] * len(names)
+    paths = [path for path, _ in tree_leaves_with_path(state.model_state)]
     return Traced(
         ready=backward.ready,
         num_looped=backward.num_looped,
         sums=results[0],
         uses_rng=draws,
-        has_constant_key=draws and follow(forward.jaxpr, every, _find_constant_key)[1],
-        has_batch_statistics=step.backward.num > 1 and has_statistics,
+        has_batch_statistics=step.backward.num > 1 and any(map(step.model.is_statistic, paths)),
         forward=forward,
         backward=backward.traced.jaxpr,
         inputs=tuple(names),
@@ -254,23 +242,11 @@ def _warnings(batch: Batch, traced: Traced, num_micro_batches: int) -> Iterator[
             "whatever the weights of their rows. If the loss is sum(l * w) / sum(w), return "
             "jddp.Mean(l * w, w) instead."
         )
-    if traced.has_constant_key:
-        yield (
-            "The loss uses random numbers of a key made from constants, such as "
-            "jax.random.key(0) or nnx.Rngs(0): they are the same in every step and on every "
-            "replica. Give loss_fn an argument `key`, which is another in each."
-        )
     if traced.has_batch_statistics:
         yield (
             f"accumulate_steps={num_micro_batches}: batch norm takes the statistics of each "
             "micro-batch, so this step differs from a step on the whole batch at once."
         )
-
-
-def _find_constant_key(eqn: JaxprEqn, given: list[int]) -> Followed | None:
-    if eqn.primitive.name not in _KEYED:
-        return None
-    return [max(given)] * len(eqn.outvars), not given[0]
 
 
 PARTS = ("model", "loss", "optimizer")

@@ -1,13 +1,10 @@
 """A key for the loss: another in every step, replica and micro-batch, the same when repeated."""
 
-import logging
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from sweeps import swept
 from tiny import MLP, loss_fn, make_batch
 
@@ -16,26 +13,6 @@ from jddp.modules.base import stream
 
 REPLICAS = 4
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
-
-
-class Dropping(nnx.Module):
-    """A model that takes the streams of its random numbers as an argument, as Flax's MNIST does."""
-
-    def __init__(self, rngs):
-        self.first = nnx.Linear(16, 16, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5)
-        self.last = nnx.Linear(16, 4, rngs=rngs)
-
-    def __call__(self, x, rngs):
-        return self.last(self.dropout(nnx.relu(self.first(x)), rngs=rngs))
-
-
-def of_streams(model, batch, key):
-    return cross_entropy(model(batch["x"], nnx.Rngs(key)), batch["y"])
-
-
-def of_one_seed(model, batch):
-    return cross_entropy(model(batch["x"], nnx.Rngs(0)), batch["y"])
 
 
 def keyed(model, batch, train, key):
@@ -102,54 +79,3 @@ def test_an_argument_key_with_a_value_stays_the_losses_own():
     for given in (loss, optional):
         ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), given, mesh=2)
         ddp.step(ddp.init(0, make_batch()), make_batch())
-
-
-KEY = jax.random.key(3)
-
-
-def of_a_closure(model, batch, train):
-    losses, _ = loss_fn(model, batch, train)
-    return losses * jax.random.uniform(jax.random.fold_in(KEY, 1), losses.shape)
-
-
-def in_a_loop(model, batch, train):
-    def body(total, i):
-        key = jax.random.fold_in(jax.random.PRNGKey(0), i)
-        return total + jax.random.uniform(key), None
-
-    return loss_fn(model, batch, train)[0] * jax.lax.scan(body, 0.0, jnp.arange(3))[0]
-
-
-def of_its_rows(model, batch, train):
-    key = jax.random.fold_in(jax.random.key(0), batch["y"][0])
-    return loss_fn(model, batch, train)[0] * jax.random.uniform(key)
-
-
-def carried(model, batch, train, key):
-    def body(key, _):
-        key, own = jax.random.split(key)
-        return key, jax.random.uniform(own)
-
-    return loss_fn(model, batch, train)[0] * jax.lax.scan(body, key, None, 3)[1].sum()
-
-
-WARNED = {
-    "rngs": (of_one_seed, Dropping(nnx.Rngs(0)), True),
-    "closure": (of_a_closure, MLP(), True),
-    "loop": (in_a_loop, MLP(), True),
-    "rows": (of_its_rows, MLP(), False),
-    "carried": (carried, MLP(), False),
-    "streams": (of_streams, Dropping(nnx.Rngs(0)), False),
-    "dropout": (loss_fn, MLP(dropout_rate=0.5), False),
-}
-
-
-@pytest.mark.parametrize("loss, model, warned", WARNED.values(), ids=WARNED)
-def test_fit_warns_of_keys_made_from_constants(loss, model, warned, caplog):
-    with caplog.at_level(logging.WARNING, "jddp"):
-        jddp.fit(
-            jddp.DataParallel(model, optax.sgd(0.1), loss, mesh=2), [make_batch()], num_steps=1
-        )
-    said = [x.getMessage() for x in caplog.records if "made from constants" in x.getMessage()]
-    assert len(said) == warned
-    assert all("argument `key`" in x and "\n" not in x for x in said)
