@@ -7,7 +7,6 @@ An optimizer's state may be whole or sharded, and is converted.
 
 import contextlib
 import functools
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from jddp.checkpoint.reader import (
     read_described,
     read_object,
 )
-from jddp.engine.evaluation import UNAVERAGED
 from jddp.engine.mesh import in_a_row, mesh_of, replicated, sharded
 from jddp.engine.state import Layout, PerReplica, Replicated, TrainState, by_path, merged
 from jddp.ground.errors import ConfigError, FileSystemError
@@ -105,7 +103,6 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
     del beside["step"]
     found = {n: _on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()}
     if begun := whole.keys() - found.keys():
-        logging.getLogger("jddp").warning(UNAVERAGED, "begin it")
         raw = {n: found[n.replace("ema", "model", 1)] for n in begun}
         found |= {n: jnp.array(x, whole[n].dtype) for n, x in raw.items()}
     state = jax.tree.unflatten(jax.tree.structure(like), [found[n] for n in whole])

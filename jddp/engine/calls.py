@@ -44,7 +44,7 @@ def call(function: Callable[..., Result], *args: PyTree) -> Result:
     """Calls a function that traces the user's model.
 
     Raises:
-      ConfigError: If the model names an axis that does not exist, or uses a value of another trace.
+      ConfigError: If the model names an axis that does not exist.
     """
     # JAX leaves the check off in a thread that was in a context with it off. Some functions of JAX
     # use such a context, also the functions that look for the operation that made the first NaN.
@@ -59,11 +59,6 @@ def call(function: Callable[..., Result], *args: PyTree) -> Result:
         raise ConfigError(
             f"The model or loss uses axis {name!r}, which is not the axis of the replicas. Name "
             f"that so: mesh=jax.make_mesh((n,), ({name!r},)), mesh.axis_name={name} in a config."
-        ) from error
-    except jax.errors.UnexpectedTracerError as error:
-        raise ConfigError(
-            "The model or loss uses a value of another trace, such as one that it kept from an "
-            "earlier call. Hand it what it needs in the batch, or as constants=."
         ) from error
 
 

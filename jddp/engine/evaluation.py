@@ -15,7 +15,6 @@ shows them too:
 """
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -30,7 +29,6 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
 from jddp.engine.calls import from_all_processes
-from jddp.engine.guard import first_average
 from jddp.engine.mesh import HostOrDevice, RowSplit, input_specs, over_replicas, put_rows, shardings
 from jddp.engine.state import Inputs, TrainState, Values, by_path, name_of, widened
 from jddp.engine.step import Step
@@ -109,15 +107,11 @@ Read = Callable[[Callable[[Values], PyTree]], Any]  # calls a function with valu
 # field with the other parameters.
 OTHERS = {"weight_sum": "z", "steps_since_sync": "cache"}
 FIELDS = {*OTHERS, *OTHERS.values(), "b1"}
-# Warning for a checkpoint of an earlier version.
-UNAVERAGED = "The checkpoint has no average of batch statistics: the ones of the raw parameters %s."
 
 
 def with_average(model_state: ModelState, ema_state: ModelState | None) -> ModelState:
     """The other state with the averages that there are, in its own dtypes."""
     found = by_path(ema_state)
-    if not found and jax.tree.leaves(first_average(model_state)):
-        logging.getLogger("jddp").warning(UNAVERAGED, "are evaluated")
     return jax.tree_util.tree_map_with_path(
         lambda path, x: found[name].astype(x.dtype) if (name := name_of(path)) in found else x,
         model_state,
@@ -137,7 +131,7 @@ def evaluated_values(state: TrainState, name: str, merge: Callable[[Values], Val
     """
     check_choice("params", name, ("params", "ema"))
     if name == "params":
-        own = {} if state.has_given_params else by_path(state.opt_state)
+        own = by_path(state.opt_state)
         kept = {name: own[name] for name in read_in_evaluation(own)}
         both: Any = state.params, kept
         both, model_state = merge((both, state.model_state))

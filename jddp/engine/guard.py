@@ -30,9 +30,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jddp.engine.micro_batches import Scale, View
-from jddp.engine.state import KeepsOwn, TrainState, Values, is_float, own_layouts, parts_in, widened
+from jddp.engine.state import KeepsOwn, TrainState, Values, is_float, own_layouts, widened
 from jddp.ground.errors import ConfigError
-from jddp.ground.typing import Grads, HookState, Metrics, ModelState, OptState, PyTree
+from jddp.ground.typing import Grads, HookState, Metrics, ModelState, PyTree
 from jddp.modules.base import is_frozen
 from jddp.modules.metrics import mean_tree
 from jddp.reduce.hooks import CommHook, GradBucket, Units
@@ -278,20 +278,7 @@ class Average:
         moved = jax.tree.map(
             lambda old, new: old + (1 - decay) * (new - old), held, _averaged(after)
         )
-        # MultiSteps leaves parameters alone in most steps; their average must not decay there.
-        count, before_count = own_count(after.opt_state), own_count(before.opt_state)
-        if count is not None and before_count is not None:
-            is_updated = count > before_count
-            moved = jax.tree.map(lambda new, old: jnp.where(is_updated, new, old), moved, held)
         return after.replace(ema_params=moved[0], ema_state=moved[1])
-
-
-def own_count(opt_state: OptState) -> jax.Array | None:
-    """The updates so far of an optimizer that leaves out steps by itself; None of another."""
-    leaves_out = parts_in(opt_state, optax.MultiStepsState, optax.ApplyIfFiniteState)
-    counts = [x.count for x in parts_in(leaves_out, optax.ScaleByScheduleState)]
-    counts += [x.gradient_step for x in parts_in(leaves_out, optax.MultiStepsState)]
-    return counts[0] if counts else None
 
 
 def _averaged(state: TrainState) -> Values:

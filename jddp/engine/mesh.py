@@ -6,8 +6,6 @@
 import contextlib
 import dataclasses
 import functools
-import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 
@@ -50,9 +48,9 @@ def make_mesh(
         axis_name = axis_name or axis_of(devices)
         devices = list(devices.devices.flat)
     elif devices is None:
-        devices = _of_one_kind(jax.devices())
+        devices = jax.devices()
     elif isinstance(devices, int) and not isinstance(devices, bool):
-        devices = _of_one_kind(_first_devices(devices))
+        devices = _first_devices(devices)
     elif not (isinstance(devices, Sequence | np.ndarray) and len(devices)) or not all(
         hasattr(x, "device_kind") for x in devices
     ):
@@ -62,23 +60,6 @@ def make_mesh(
         )
     # Explicit axes, the default of `jax.make_mesh`, refuse host arrays.
     return Mesh(np.array(devices), (axis_name or AXIS,), axis_types=(AxisType.Auto,))
-
-
-def _of_one_kind(devices: list[jax.Device]) -> list[jax.Device]:
-    """The same devices; warns if a display's GPU, or another slower one, is among them."""
-    if (mixed := kinds_of(devices)) and jax.process_index() == 0:
-        logging.getLogger("jddp").warning(
-            "The mesh has %s: each step waits for the slowest. Choose by CUDA_VISIBLE_DEVICES, or "
-            "pass mesh=devices.",
-            mixed,
-        )
-    return devices
-
-
-def kinds_of(devices: Sequence[jax.Device]) -> str:
-    """How many devices there are of each kind, if there are several kinds."""
-    kinds = Counter(device.device_kind for device in devices)
-    return " and ".join(f"{num} x {kind}" for kind, num in kinds.items()) if len(kinds) > 1 else ""
 
 
 def axis_of(mesh: Mesh | AbstractMesh) -> str:

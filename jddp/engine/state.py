@@ -168,7 +168,6 @@ class TrainState(Shown):
     skipped: Any
     key: Any
     ema_state: ModelState | None = None
-    has_given_params: ClassVar[bool] = False
     _taken_by: ClassVar[int | None] = None
 
     def __repr__(self) -> str:
@@ -186,13 +185,12 @@ class TrainState(Shown):
         return "\n".join(lines)
 
     def replace(self, **changes: PyTree) -> "TrainState":
-        """Returns a copy with some fields changed; given `params` are evaluated as they are."""
+        """Returns a copy with some fields changed.
+
+        Without `opt_state=()`, schedule-free optimizers evaluate their average of `params`.
+        """
         fields: dict[str, Any] = changes
-        state = dataclasses.replace(self, **fields)
-        # x of a schedule-free optimizer may be put here to be evaluated: it is not converted again.
-        is_given = "opt_state" not in changes and (self.has_given_params or "params" in changes)
-        object.__setattr__(state, "has_given_params", is_given)
-        return state
+        return dataclasses.replace(self, **fields)
 
 
 class Inputs(NamedTuple):
@@ -242,12 +240,6 @@ def name_of(path: Path) -> str:
 def by_path(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by their paths, such as "params/Dense_0/kernel", in the tree's order."""
     return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def parts_in(tree: PyTree, *kinds: type[Tree]) -> list[Tree]:
-    """The parts of a tree that are of these types."""
-    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    return [x for x in found if isinstance(x, kinds)]
 
 
 def is_float(x: Shaped) -> bool:

@@ -7,6 +7,7 @@ findings += check_devices(missing)             # once JAX has devices
 import ipaddress
 import socket
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,6 @@ from jddp.distributed.gpus import (
     shared_memory,
     small_shared_memory,
 )
-from jddp.engine.mesh import kinds_of
 
 OK, WARN, BAD = "ok", "warn", "bad"
 COLUMNS = 80
@@ -97,7 +97,8 @@ def check_devices(missing: Missing | None = None) -> Iterator[Finding]:
     here, everywhere = jax.local_devices(), jax.devices()
     kind = f"{here[0].platform} devices here ({here[0].device_kind})"
     yield Finding(OK, f"{len(here)} {kind}, {len(everywhere)} in all")
-    if mixed := kinds_of(everywhere):
+    if len(kinds := Counter(device.device_kind for device in everywhere)) > 1:
+        mixed = " and ".join(f"{num} x {kind}" for kind, num in kinds.items())
         what = f"The devices are {mixed}: each step waits for the slowest."
         yield Finding(WARN, what, "Choose with CUDA_VISIBLE_DEVICES, or exclude the host.")
     if missing is not None:

@@ -77,7 +77,7 @@ def test_frozen_parameters_and_state_of_whole_numbers_have_no_average():
     assert not jax.tree.leaves(averaging(Of(counting)).init(0, BATCHES[0]).ema_state)
 
 
-def test_a_checkpoint_without_averaged_statistics_resumes_from_the_raw_ones(tmp_path, caplog):
+def test_a_checkpoint_without_averaged_statistics_resumes_from_the_raw_ones(tmp_path):
     """As versions have written it that averaged parameters alone."""
     ddp = averaging(batch_norm="local")
     state, _ = ddp.step(ddp.init(0, BATCHES[0]), BATCHES[0])
@@ -87,18 +87,15 @@ def test_a_checkpoint_without_averaged_statistics_resumes_from_the_raw_ones(tmp_
     older.close()
     restored, _ = jddp.Checkpoints(tmp_path / "checkpoints").restore(ddp)
     equal(restored.ema_state, state.model_state)
-    assert "batch statistics" in caplog.text
     statistics = host(state.model_state)  # the step takes both
     restored, _ = ddp.step(restored, BATCHES[1])
     want = jax.tree.map(
         lambda a, x: DECAY * a + (1 - DECAY) * x, statistics, host(restored.model_state)
     )
     close(restored.ema_state, want)
-    caplog.clear()
     opened = jddp.open_run(tmp_path, model=ConvNet(), loss_fn=loss_fn, params="ema")
     means = jax.tree.map(lambda x: x.mean(0), statistics)
     close(opened._ddp.model(opened.state, "ema")["batch_stats"], means["batch_stats"])
-    assert "batch statistics" in caplog.text
 
 
 FREE = optax.contrib.schedule_free_sgd(0.5, warmup_steps=2)
@@ -160,7 +157,7 @@ def test_schedule_free_optimizers_are_evaluated_at_their_average(name):
     close(ddp.model(state)["params"], want, rtol=1e-4)  # differences, times nine
     assert np.abs(want["Dense_0"]["kernel"] - stepped["Dense_0"]["kernel"]).max() > 0.001
     # With parameters that somebody has put into the state, nothing is converted again.
-    given = state.replace(params=jax.tree.map(jnp.asarray, want))
+    given = state.replace(params=jax.tree.map(jnp.asarray, want), opt_state=())
     rows = [make_batch(5, seed=9)]
     assert ddp.evaluate(state, rows) == pytest.approx(ddp.evaluate(given, rows), rel=1e-4)
     outputs = Of(net).apply({"params": want}, rows[0]["x"])
@@ -226,16 +223,3 @@ def test_parameters_that_have_the_names_of_such_a_state_are_evaluated_as_they_ar
     params = {name: jnp.ones(2) for name in ("z", "b1", "weight_sum", "cache", "steps_since_sync")}
     found = optimizer_params(params, by_path(optax.adam(0.1).init(params)))
     equal(found, params)
-
-
-def test_an_average_moves_with_the_updates_of_an_optimizer_that_accumulates():
-    """By hand: two updates in four steps, and not four decays."""
-    tx = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
-    one = Of(lambda m, x: m.param("w", nn.initializers.constant(8.0), ()) * x)
-    loss = lambda model, batch: model(batch["x"])  # noqa: E731
-    ddp = jddp.DataParallel(one, tx, loss, mesh=2, ema_decay=0.5)
-    batch = {"x": np.full(4, 4, np.float32)}
-    state = ddp.init(0, batch)
-    for want in (8, 6, 6, 3):  # of 8, 4, 4, 0
-        state, _ = ddp.step(state, batch)
-        assert state.ema_params["w"] == want

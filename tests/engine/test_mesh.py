@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jddp.distributed.join import configure_devices
-from jddp.engine import mesh as mesh_module
 from jddp.engine.mesh import copy_off_mesh, make_mesh, replicate, sharded
 from jddp.ground.errors import ConfigError
 from jddp.modules.rows import check_rows
@@ -83,13 +82,3 @@ def test_values_are_copied_to_every_device_and_back_keys_included(mesh):
     np.testing.assert_array_equal(back["w"], [0, 1, 2, 3])
     assert back["key"] == mine["key"]
     assert (back["w"] + jnp.ones(4)).shape == (4,)
-
-
-def test_devices_of_several_kinds_in_a_mesh_that_was_not_chosen_are_reported(monkeypatch, caplog):
-    kinds = dict(zip(jax.devices(), ["H100"] * 7 + ["T400"], strict=True))
-    monkeypatch.setattr(mesh_module, "kinds_of", lambda found: " and ".join(map(kinds.get, found)))
-    make_mesh(jax.devices()[-2:])
-    assert caplog.records == []
-    make_mesh(8)
-    (record,) = caplog.records
-    assert "H100 and T400: each step waits for the slowest" in record.getMessage()

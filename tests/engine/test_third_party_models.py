@@ -236,22 +236,6 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return():
             ddp.init(0, make_batch())
 
 
-def test_a_loss_that_keeps_a_traced_value_is_told_where_to_put_it():
-    kept = []
-
-    def loss(model, batch, train):
-        losses, _ = loss_fn(model, batch, train)
-        if kept:
-            return losses + kept[0]
-        kept.append(losses.mean())
-        return losses
-
-    ddp = wrapped(MLP(), loss)
-    state = ddp.init(0, make_batch())
-    with pytest.raises(ConfigError, match="a value of another trace.*constants="):
-        ddp.step(state, make_batch())
-
-
 def test_metrics_that_come_and_go_are_named():
     def loss(model, batch, train):
         losses, metrics = loss_fn(model, batch, train)
