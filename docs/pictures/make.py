@@ -4,7 +4,7 @@
     python docs/pictures/make.py FOLDER     # elsewhere, to compare
 
 What is defined elsewhere is read there, and what can be computed is computed.
-tests/project/test_pictures.py holds the files to this script.
+tests/project/test_docs.py holds the files to this script.
 """
 
 import sys

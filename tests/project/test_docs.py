@@ -1,4 +1,4 @@
-"""What the pages quote from the code still stands there.
+"""What the pages quote from the code still stands there; pictures are as their script makes them.
 
 A page names code as [`jddp/file.py:function`](../jddp/file.py). If a Python block follows it, every
 line of the block is a line of that function, "..." aside.
@@ -12,7 +12,7 @@ import sys
 
 import optax
 import pytest
-from runs import ROOT, compiling_as_here
+from runs import ROOT, compiling_as_here, contents
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
@@ -120,3 +120,20 @@ def test_the_readme_and_the_page_that_uses_its_names_run_as_pasted(tmp_path):
     assert shown.returncode == 0
     assert "eval 200  loss 0." in shown.stdout
     assert shown.stdout.count(" all-reduce ") >= 2
+
+
+FOLDER = ROOT / "docs" / "pictures"
+PICTURES = sorted(FOLDER.glob("*.svg"))
+
+
+def test_pictures_are_as_their_script_makes_them_and_each_stands_in_a_page_with_a_text(tmp_path):
+    subprocess.run([sys.executable, FOLDER / "make.py", tmp_path], check=True)
+    there = {path.relative_to(FOLDER): path.read_bytes() for path in PICTURES}
+    assert contents(tmp_path) == there, "run python docs/pictures/make.py"
+    image = re.compile(r"!\[[^]]{21,}\]\((\S+\.svg)\)")
+    shown = {
+        (x.parent / y).resolve()
+        for x in [*PAGES, *ROOT.glob("benchmarks/*.md")]
+        for y in image.findall(x.read_text())
+    }
+    assert shown == set(PICTURES)
