@@ -7,11 +7,11 @@ import numpy as np
 import optax
 import pytest
 import states
-from flax import linen as nn
 from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
+from judge import Net, make_rows, squares
 from sweeps import swept
-from tiny import Of, take_steps
+from tiny import take_steps
 
 import jddp
 from jddp.ground.errors import ConfigError
@@ -86,17 +86,13 @@ def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap, model, axis):
 
 
 # Of a custom step, that keeps its map and gets its mean from the optimizer.
-Mlp = functools.partial(Of, lambda m, x: nn.Dense(1)(nn.tanh(nn.Dense(16)(x))))
-
-
-def squared_error(model, batch):
-    return ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
+BATCHES = [make_rows(32, seed=seed) for seed in range(NUM_STEPS)]
 
 
 def own_step(optimizer, differentiate=lambda loss, params: jax.grad(loss)(params)):
     def step(params, opt_state, batch):
         def loss(params):
-            return squared_error(lambda x: Mlp().apply({"params": params}, x), batch).mean()
+            return squares(lambda x: Net().apply({"params": params}, x), batch).mean()
 
         updates, opt_state = optimizer.update(differentiate(loss, params), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
@@ -104,18 +100,13 @@ def own_step(optimizer, differentiate=lambda loss, params: jax.grad(loss)(params
     return step
 
 
-def batches():
-    x = np.random.default_rng(0).standard_normal((NUM_STEPS, 32, 4), dtype=np.float32)
-    return [{"x": part, "y": np.sin(part.sum(axis=-1, keepdims=True))} for part in x]
-
-
 @pytest.fixture(scope="module")
 def trained_by_jddp():
     """Parameters before and after, by `DataParallel`."""
-    ddp = jddp.DataParallel(Mlp(), optax.sgd(0.1), squared_error)
-    state = ddp.init(seed=0, batch=batches()[0])
+    ddp = jddp.DataParallel(Net(), optax.sgd(0.1), squares)
+    state = ddp.init(seed=0, batch=BATCHES[0])
     initial = ddp.model(state)["params"]
-    return initial, ddp.model(take_steps(ddp, batches(), state)[0])["params"]
+    return initial, ddp.model(take_steps(ddp, BATCHES, state)[0])["params"]
 
 
 def test_average_gradients_serves_a_pmap_step_of_ones_own(trained_by_jddp):
@@ -123,7 +114,7 @@ def test_average_gradients_serves_a_pmap_step_of_ones_own(trained_by_jddp):
     optimizer = optax.chain(jddp.average_gradients("batch", layout="leaf"), optax.sgd(0.1))
     step = jax.pmap(own_step(optimizer), axis_name="batch")
     carry = pmap_trainer.replicate((initial, optimizer.init(initial)))
-    for batch in batches():
+    for batch in BATCHES:
         carry = step(*carry, pmap_trainer.shard(batch))
     close(carry[0], jax.tree.map(lambda x: np.stack([x] * jax.device_count()), want))
 
@@ -151,10 +142,10 @@ def test_average_gradients_refuses_gradients_that_are_already_the_same_everywher
     """One of them would be N times too large, and their type does not say which it is."""
     optimizer = optax.chain(jddp.average_gradients("batch"), optax.sgd(0.1))
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
-    params = jax.eval_shape(Mlp().init, jax.random.key(0), batches()[0]["x"])["params"]
+    params = jax.eval_shape(Net().init, jax.random.key(0), BATCHES[0]["x"])["params"]
     step = mapped_step(optimizer, mesh, differentiate)
     with pytest.raises(ConfigError, match="check_vma=False, or .* jax.lax.pcast") as error:
-        step.trace(params, optimizer.init(params), batches()[0])
+        step.trace(params, optimizer.init(params), BATCHES[0])
     assert "\n" not in str(error.value)
 
 
@@ -172,7 +163,7 @@ def test_average_gradients_serves_a_shard_map_that_keeps_gradients_apart_or_is_n
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_replicas]), ("batch",))
     step = mapped_step(optimizer, mesh, differentiate, check_vma)
     carry = shard_map_trainer.replicate((initial, optimizer.init(initial)), mesh)
-    for batch in batches():
+    for batch in BATCHES:
         carry = step(*carry, batch)
     close(carry[0], want)
 
