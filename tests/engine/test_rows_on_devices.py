@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from states import close, copied, equal
 from tiny import MLP, loss_fn, make_batch
 
@@ -14,6 +13,7 @@ from jddp.data.sources.arrays import image_examples
 from jddp.data.transforms import CropAndFlip, FlipAndShift
 from jddp.ground.typing import TRANSFORM
 from jddp.zoo.losses import cross_entropy
+from jddp.zoo.models import CNN
 
 
 class Doubled:
@@ -81,14 +81,6 @@ def test_equal_functions_compile_one_step(caplog):
     assert not [line for line in caplog.messages if "Compiling jit(step)" in line]
 
 
-class Convolution(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.Conv(4, (3, 3), use_bias=False)(x)
-        x = nn.BatchNorm(use_running_average=not train)(x)
-        return nn.Dense(10)(nn.relu(x).mean((1, 2)))
-
-
 def image_batches(*, on_device):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8)
@@ -105,7 +97,7 @@ def image_batches(*, on_device):
 
 def test_a_run_on_bytes_is_the_run_on_rows_that_the_host_has_transformed():
     def fitted(**options):
-        ddp = jddp.DataParallel(Convolution(), optax.sgd(0.1), cross_entropy, mesh=4)
+        ddp = jddp.DataParallel(CNN((4,)), optax.sgd(0.1), cross_entropy, mesh=4)
         training, testing = image_batches(**options)
         return jddp.fit(ddp, training, num_steps=6, evaluate=testing)
 
