@@ -53,11 +53,6 @@ def layers(module, t, x):
     return seen, nn.Dense(3)(nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(h)).mean(1))
 
 
-def a_parameter_then_remat(module, t, x):
-    seen = jnp.sin(t[:, None] * weight(module, 1, 8))
-    return seen, nn.Dense(3)(nn.remat(nn.Dense)(8)(seen))
-
-
 def own_product_of_a_cast(module, t, x):
     w = weight(module, 8, 3)
     return multiples(t), multiples(t).astype(w.dtype) @ w
@@ -67,15 +62,6 @@ def beside_an_own_convolution(module, t, x):
     dims = ("NWC", "WIO", "NWC")
     h = lax.conv_general_dilated(x, weight(module, 3, 4, 8), (1,), "SAME", dimension_numbers=dims)
     return multiples(t), nn.Dense(3)(h.mean(1)) + nn.Dense(3)(multiples(t))
-
-
-def a_norm(module, t, x):
-    seen = nn.LayerNorm(epsilon=1e-9)(jnp.stack([t, t**2], -1))
-    return jnp.concatenate([t[:, None], seen], -1), nn.Dense(3)(seen)
-
-
-def a_recurrent_layer(module, t, x):
-    return sines(t), nn.RNN(nn.LSTMCell(8))(x)[:, -1] + nn.Dense(8)(sines(t))
 
 
 class Rates(nnx.Module):
@@ -89,8 +75,7 @@ class Rates(nnx.Module):
         return seen, self.first(seen) + self.other(x).mean(1)
 
 
-BODIES = [own_arithmetic, layers, a_parameter_then_remat, own_product_of_a_cast]
-BODIES += [beside_an_own_convolution, a_norm, a_recurrent_layer]
+BODIES = [own_arithmetic, layers, own_product_of_a_cast, beside_an_own_convolution]
 SEEING = {body.__name__: lambda body=body: Of(body) for body in BODIES} | {"nnx": Rates}
 
 

@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from flax import linen as nn
-from flax import nnx
 from states import close
 from tiny import Of, loss_fn, make_batch
 
@@ -47,28 +45,6 @@ class Ghost(nn.Module):
         return y
 
 
-class NnxGhost(nnx.Module):
-    def __init__(self, size=GROUP):
-        self.mean, self.var = nnx.BatchStat(jnp.zeros(16)), nnx.BatchStat(jnp.ones(16))
-        self.size, self.axis_name = size, None
-
-    def __call__(self, x, use_running_average):
-        if use_running_average:
-            return (x - self.mean[...][None]) * jax.lax.rsqrt(self.var[...][None] + 1e-5)
-        y, *new = normalized(x, self.size, self.axis_name)
-        for variable, value in zip((self.mean, self.var), new, strict=True):
-            variable[...] = 0.9 * variable[...] + 0.1 * value
-        return y
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, size=GROUP):
-        self.norm, self.last = NnxGhost(size), nnx.Linear(16, 4, rngs=nnx.Rngs(0))
-
-    def __call__(self, x, train):
-        return self.last(self.norm(x, use_running_average=not train))
-
-
 def linen_net(size=GROUP):
     def body(m, x, train):
         return nn.Dense(4)(Ghost(size, name="norm")(x, use_running_average=not train))
@@ -76,27 +52,21 @@ def linen_net(size=GROUP):
     return Of(body)
 
 
-in_both = pytest.mark.parametrize("net", [linen_net, NnxNet])
-
-
-@in_both
-def test_verify_finds_a_layer_that_normalizes_groups_of_rows_under_sync(net):
-    report = jddp.verify(net(), optax.sgd(0.1), loss_fn, make_batch(8 * GROUP), mesh=4)
+def test_verify_finds_a_layer_that_normalizes_groups_of_rows_under_sync():
+    report = jddp.verify(linen_net(), optax.sgd(0.1), loss_fn, make_batch(8 * GROUP), mesh=4)
     assert not report.passed
 
 
-@in_both
-def test_with_local_statistics_it_is_exact(net):
+def test_with_local_statistics_it_is_exact():
     batch = make_batch(8 * GROUP)
     ends = []
     for mesh in (1, 4):
-        ddp = jddp.DataParallel(net(), optax.sgd(0.1), loss_fn, mesh=mesh, batch_norm="local")
+        ddp = jddp.DataParallel(linen_net(), optax.sgd(0.1), loss_fn, mesh=mesh, batch_norm="local")
         state, metrics = ddp.step(ddp.init(0, batch), batch)
         ends.append(jax.device_get((state.params, metrics)))
     close(*ends, rtol=1e-4, atol=1e-6)
 
 
-@in_both
-def test_a_layer_of_all_rows_is_synchronized(net):
-    report = jddp.verify(net(None), optax.sgd(0.1), loss_fn, make_batch(16), mesh=4)
+def test_a_layer_of_all_rows_is_synchronized():
+    report = jddp.verify(linen_net(None), optax.sgd(0.1), loss_fn, make_batch(16), mesh=4)
     assert report.passed, report

@@ -1,7 +1,6 @@
 """Bucket plans, and averages that do not depend on them."""
 
 import dataclasses
-import inspect
 import math
 
 import jax
@@ -93,10 +92,8 @@ def test_what_no_gradient_reaches_is_named_and_not_sent_and_an_empty_tree_needs_
     assert plan.unused == ("a", "c")
     assert plan.wire_bytes == 40
     assert "2 unused, not sent: a, c" in str(plan)
-    six = {name: shape(1) for name in "abcdef"}
-    assert text(six, [1, 2, 3, 4, 5, 6], "a note")[-1] == "a note"
-    assert text(six, [1, 2, 3, None, None, None])[-1] == "3 unused, not sent: d, e, f"
-    assert text(six, [1, 2, None, None, None, None])[-1] == "4 unused, not sent: c, d, e, ..."
+    four = {name: shape(1) for name in "abcd"}
+    assert text(four, [None] * 4)[-1] == "4 unused, not sent: a, b, c, ..."
     plan = plan_buckets({}, bucket_bytes=100)
     assert (len(plan), plan.wire_bytes) == (0, 0)
     assert "0 buckets" in str(plan)
@@ -243,13 +240,10 @@ def test_sizes_of_buckets_and_options_out_of_their_range_are_refused():
         ({"bucket_mb": 1e-9}, (1,)),
     ):
         assert reduction(**options).bucket_bytes == sizes
-    sizes = {"bucket_mb": 0}, {"bucket_mb": []}, {"bucket_mb": [1, -1]}
     for options, message in (
-        ({"wire_dtype": "int8"}, "'int8' is unknown. Choose one of 'bfloat16', 'float16'"),
-        ({"wire_dtype": "bf16"}, "wire_dtype 'bf16'"),
-        ({"comm_hook": "mean"}, "The hook is str. Give a jddp.CommHook"),
-        ({"comm_hook": type("Half", (), {"init": len})()}, "The hook is Half"),
-        *((options, "at least one byte") for options in sizes),
+        ({"wire_dtype": "bf16"}, "wire_dtype"),
+        ({"comm_hook": "mean"}, "hook"),
+        *(({"bucket_mb": sizes}, "bucket_mb") for sizes in (0, [], [1, -1])),
     ):
         with pytest.raises(ConfigError, match=message):
             reduction(**options)
@@ -270,15 +264,6 @@ def test_only_flat_buckets_are_kept_from_being_merged_and_a_threshold_of_the_use
     assert compiler_options(leaf, "cpu") == {"xla_cpu_copy_insertion_use_region_analysis": True}
 
 
-def test_the_defaults_are_those_of_the_wrapper():
-    ours = inspect.signature(jddp.average_gradients).parameters
-    wrapper = jddp.Reduction()
-    assert [*ours["bucket_mb"].default] == wrapper.bucket_mb == [1, 25]
-    assert ours["layout"].default == wrapper.layout
-    assert ours["wire_dtype"].default is wrapper.wire_dtype is None
-    assert ours["comm_hook"].default is wrapper.hook is None
-
-
 SIX = {"a": shape(2**18), "b": shape(300_000_000), "z": shape(3, "float16")}
 SIX["deep"] = {"layer_with_quite_a_name": shape(10), "one": shape(10), "two": shape(11)}
 
@@ -288,7 +273,7 @@ def text(tree, ready, *notes):
     return str(dataclasses.replace(plan, notes=notes)).splitlines()
 
 
-def test_a_plan_says_in_full_what_travels():
+def test_a_plan_is_a_table_of_its_buckets():
     assert text(SIX, range(6), "a note", "another") == [
         "4 buckets, 1,145.409 MiB on the wire per step",
         "bucket       MiB leaves  dtype     first and last leaf",
@@ -299,48 +284,24 @@ def test_a_plan_says_in_full_what_travels():
         "a note",
         "another",
     ]
-    first, *_ = text(SIX, [1, None, None, None, None, None])
-    assert first == "1 bucket, 1.000 MiB on the wire per step"
-    long = {"a_rather_long_name_of_a_layer" * 3: {"kernel": shape(10), "bias": shape(10)}}
-    assert max(map(len, text(long, None))) <= 80
-
-
-def test_equal_rows_of_a_plan_are_one_with_their_numbers():
-    layers = {f"block_{i}": {"a": shape(200_000), "b": shape(100_000)} for i in range(6)}
-    rows = text(layers | {"head": shape(7, "float16")}, range(13))
-    assert [row.split()[:3] for row in rows[2:]] == [
-        ["0,2,4,6,8,10", "0.763", "1"],
-        ["1,3,5,7,9,11", "0.381", "1"],
-        ["12", "1.34e-05", "1"],
-    ]
-    assert rows[0].startswith("13 buckets, ")
-    many = text({f"{i:03}": shape(200_000) for i in range(160)}, range(160))
-    assert [row.split()[:2] for row in many[2:]] == [["0,1..159", "0.763"]]
     two = {f"{i:03}": shape(200_000 + 50_000 * (i % 2)) for i in range(160)}
     assert [row.split()[0] for row in text(two, range(160))[2:]] == ["0,2..158", "1,3..159"]
-    assert max(map(len, text(layers, None) + text(two, None))) <= 80
+    long = {"a_rather_long_name_of_a_layer" * 3: {"kernel": shape(10), "bias": shape(10)}}
+    assert max(map(len, text(long, None) + text(two, None))) <= 80
 
 
 def test_a_plan_without_buckets_opens_with_its_units():
     unit = GatheredUnit(plan_buckets({"w": shape(2**18)}, bucket_bytes=MIB).buckets[0], 4, 2)
     of_units = BucketPlan((), units=(unit, unit), group_size=8)
-    first, head, row = str(of_units).splitlines()
+    first, _, row = str(of_units).splitlines()
     assert first == "2 units, 8.000 MiB of parameters"
-    assert head.split() == ["unit", "MiB", "leaves", "dtype", "passes", "x", "slices"]
     assert row.split() == ["0,1", "1.000", "1", "float32", "2", "x", "4", "w"]
-    with_bucket = dataclasses.replace(of_units, buckets=(unit.bucket,))
-    assert with_bucket.headline == "1 bucket and 2 units, 9.000 MiB of parameters"
     assert "bucket" not in BucketPlan((), group_size=8).headline
 
 
-def test_a_plan_says_what_is_known_of_its_layout_and_a_hook_is_named_by_its_function():
-    tree = {"w": shape(1)}
-    leaf, flat = reduction(layout="leaf"), reduction(layout="flat")
-    order = "order: last leaf first, by guess"
-    fuses = "XLA fuses the buckets: all of them on CPUs, up to their size on GPUs"
-    assert leaf.plan(tree).notes == (order, "layout leaf", fuses)
-    assert flat.plan(tree).notes == (order, "layout flat")
-    assert flat.plan(tree, [1]).notes[0] == "order: as the backward pass finishes them"
+def test_a_plan_says_what_is_known_of_its_order_and_its_hook():
+    plan = reduction(layout="flat").plan({"w": shape(1)}, [1])
+    assert plan.notes == ("order: as the backward pass finishes them", "layout flat")
     hook = jddp.CommHook(init=lambda plan: (), reduce=jax.jit)
     assert (reduction(comm_hook=hook).hook_name, reduction().hook_name) == ("jit", "")
 

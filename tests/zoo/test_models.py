@@ -76,15 +76,6 @@ def test_the_network_for_tables_has_an_embedding_of_its_own_for_each_categorical
     assert rows[0] != rows[1] != rows[2] != rows[0]
 
 
-def test_cifar_stem_keeps_the_resolution_and_imagenet_stem_quarters_it():
-    for stem, side in (("cifar", 8), ("imagenet", 2)):
-        model, options = resnet18(width=4, stem=stem), {"capture_intermediates": True}
-        init = partial(model.init_with_output, mutable=True, **options)
-        _, state = jax.eval_shape(init, jax.random.key(0), IMAGES)
-        (first_block,) = state["intermediates"]["BasicBlock_0"]["__call__"]
-        assert first_block.shape == (4, side, side, 4)
-
-
 @pytest.fixture(autouse=True)
 def promotion_inside_flax():
     """Flax's norms promote bfloat16 to float32 for their statistics, which strictness refuses."""
@@ -134,18 +125,6 @@ def test_a_gradient_by_one_hot_rows_equals_that_by_a_scatter(dtype):
         assert ("scatter" in str(jax.make_jaxpr(gradient)(variables))) == (how == "scatter")
         grads.append(gradient(variables)["params"])
     assert_trees_close(*grads)
-    with pytest.raises(ConfigError, match="embedding_gradient 'sort'"):
-        model.clone(embedding_gradient="sort").init(jax.random.key(0), tokens)
-
-
-@pytest.mark.parametrize("name", swept(["cnn", "gpt", "vit"], every=3))
-def test_bfloat16_arithmetic_is_used_and_close(name):
-    model, inputs = TINY[name]
-    variables = jax.jit(model.init)(jax.random.key(0), inputs)
-    exact = jax.jit(model.apply)(variables, inputs)
-    rough = jax.jit(model.clone(dtype="bfloat16").apply)(variables, inputs)
-    assert (exact != rough).any()
-    np.testing.assert_allclose(rough, exact, rtol=0.1, atol=0.1)  # bfloat16 has 8 bits
 
 
 @pytest.mark.parametrize("name", ["gpt", "vit"])
@@ -162,8 +141,7 @@ def test_dropout_acts_in_training_only(name):
     np.testing.assert_array_equal(outputs(1, train=False), outputs(2, train=False))
 
 
-@pytest.mark.parametrize("name", ["gpt", "vit"])
-def test_attention_is_computed_by_what_was_named(name, monkeypatch):
+def test_attention_is_computed_by_what_was_named(monkeypatch):
     kernels = []
     attend = partial(jax.nn.dot_product_attention, implementation="xla")
 
@@ -172,13 +150,9 @@ def test_attention_is_computed_by_what_was_named(name, monkeypatch):
         return attend(*arrays, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", note)
-    model, inputs = TINY[name]
-    for attention in ("xla", "cudnn"):
-        model = model.clone(attention=attention)
-        jax.eval_shape(model.init, jax.random.key(0), inputs)
-    assert kernels == ["xla", "xla", "cudnn", "cudnn"]  # two blocks each
-    with pytest.raises(ConfigError, match="attention 'flash'"):
-        jax.eval_shape(model.clone(attention="flash").init, jax.random.key(0), inputs)
+    model, inputs = TINY["gpt"]
+    jax.eval_shape(model.clone(attention="cudnn").init, jax.random.key(0), inputs)
+    assert kernels == ["cudnn", "cudnn"]  # two blocks
 
 
 def test_gpt_does_not_see_the_future():
@@ -253,28 +227,27 @@ def test_images_of_mask_0_change_nothing_for_the_others(name):
     assert_trees_close(written["batch_stats"], want_written["batch_stats"])
 
 
-def test_images_of_mask_0_change_nothing_for_the_others_in_nnx():
+def test_the_nnx_network_leaves_images_of_mask_0_out_and_keeps_float32_parameters():
     padded = jnp.concatenate([IMAGES[:3], 1e3 * IMAGES[:2]])
     one, other = (CNN_NNX((4, 8), 8, 3, num_classes=5, rngs=nnx.Rngs(0)) for _ in range(2))
     got = one(padded, mask=jnp.array([1.0, 1.0, 1.0, 0.0, 0.0]))
     np.testing.assert_allclose(got[:3], other(IMAGES[:3]), 1e-5, 1e-5)
     got, want = (nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)) for model in (one, other))
     assert_trees_close(got, want)
-
-
-def test_nnx_network_keeps_float32_parameters_in_bfloat16():
-    module = CNN_NNX(widths=(4,), image_size=8, num_channels=3, dtype="bfloat16", rngs=nnx.Rngs(0))
-    leaves = jax.tree.leaves(nnx.state(module, (nnx.Param, nnx.BatchStat)))
-    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
-    module.eval()
-    assert nnx.eval_shape(module, IMAGES).dtype == jnp.float32
+    narrow = CNN_NNX((4,), image_size=8, num_channels=3, dtype="bfloat16", rngs=nnx.Rngs(0))
+    leaves = jax.tree.leaves(nnx.state(narrow, (nnx.Param, nnx.BatchStat)))
+    assert {leaf.dtype for leaf in [*leaves, narrow(IMAGES)]} == {jnp.dtype("float32")}
 
 
 def test_impossible_sizes_are_refused():
     for model, inputs, message in (
-        (GPT(num_heads=3, width=8), TOKENS, "width 8 does not divide over num_heads 3"),
-        (GPT(max_length=5), TOKENS, "6 tokens are longer than max_length 5"),
-        (ViT(patch_size=3), IMAGES, "8 x 8 pixels do not divide into patches of patch_size 3"),
+        (GPT(num_heads=3, width=8), TOKENS, "num_heads"),
+        (GPT(max_length=5), TOKENS, "max_length"),
+        (GPT(attention="flash"), TOKENS, "attention 'flash'"),
+        (GPT(gelu="tan"), TOKENS, "gelu 'tan'"),
+        (GPT(embedding_gradient="sort"), TOKENS, "embedding_gradient 'sort'"),
+        (ViT(patch_size=3), IMAGES, "patch_size"),
+        (ViT(pooling="max"), IMAGES, "pooling 'max'"),
         (resnet18(stem="mnist"), IMAGES, "stem 'mnist'"),
     ):
         with pytest.raises(ConfigError, match=message):
