@@ -149,25 +149,46 @@ def split_gpus(launch: Launch, environ: Mapping[str, str], num_there: int) -> li
     return [",".join(visible[first : first + share]) for first in firsts]
 
 
-class Output:
-    """The output of one process.
+def without_gloo(lines: list[bytes]) -> list[bytes]:
+    """Drops the lines of gloo and, if there are any, the lines with nothing but a rank."""
+    others = [line for line in lines if not _OF_GLOO.search(line)]
+    if len(others) == len(lines):
+        return lines
+    return [line for line in others if not _NUMBERS.fullmatch(line)]
+
+
+class Worker(subprocess.Popen[bytes]):
+    """One process. Its output goes to the terminal, and to the end of a file.
 
     Args:
-      prefix: Beginning of each of its lines in the terminal.
-      path: File to append to.
-      process: The process; its standard output and standard error are pipes.
+      number: Number of the process in the job.
+      command: The program and its arguments.
+      environ: The environment variables of the process.
+      log: File for its output.
+
+    Attributes:
+      number: Number of the process in the job.
+      log: File for its output.
     """
 
-    def __init__(self, prefix: str, path: Path, process: subprocess.Popen[bytes]):
-        self._prefix = prefix.encode()
-        self.path = path
-        self._file = path.open("ab", buffering=0)
+    def __init__(self, number: int, command: Sequence[str], environ: dict[str, str], log: Path):
+        pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        pipes["stdin"] = subprocess.DEVNULL
+        super().__init__(command, bufsize=0, env=environ, start_new_session=True, **pipes)
+        self.number = number
+        self.log = log
+        self._prefix = f"[{number}] ".encode()
+        self._file = log.open("ab", buffering=0)
         self._errors: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
-        self._thread = threading.Thread(target=self._copy, args=[process], daemon=True)
+        self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Reads to the end, for two seconds at most: another process may hold a stream open."""
+    def kill(self) -> None:
+        """Kills it and its child processes."""
+        kill_group(self.pid)
+
+    def read_out(self) -> None:
+        """Reads its output to the end, for two seconds: another process may hold a stream open."""
         self._thread.join(2.0)
 
     def stderr_end(self) -> str:
@@ -176,9 +197,9 @@ class Output:
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
         return "\n".join(lines[starts[-1] :] if starts else lines[-_SHOWN:])
 
-    def _copy(self, process: Any) -> None:
+    def _copy(self) -> None:
         """Copies both streams to their ends, with lines before an error before that error."""
-        sinks = {process.stdout: sys.stdout, process.stderr: sys.stderr}
+        sinks: dict[Any, Any] = {self.stdout: sys.stdout, self.stderr: sys.stderr}
         rests = dict.fromkeys(sinks, b"")
         while sinks:
             ready = wait([*sinks])
@@ -199,7 +220,7 @@ class Output:
         except OSError as error:
             self._file.close()
             with CONSOLE, contextlib.suppress(OSError):
-                report(f"{self.path}: {words_of(error)}. The rest is only in the terminal.")
+                report(f"{self.log}: {words_of(error)}. The rest is only in the terminal.")
 
     def _show(self, text: bytes, sink: Any) -> bytes:
         """Shows the lines of a text; returns the beginning of one at its end."""
@@ -217,40 +238,6 @@ class Output:
                 sink.write(shown.decode(errors="replace"))
             sink.flush()
         return rest
-
-
-def without_gloo(lines: list[bytes]) -> list[bytes]:
-    """Drops the lines of gloo and, if there are any, the lines with nothing but a rank."""
-    others = [line for line in lines if not _OF_GLOO.search(line)]
-    if len(others) == len(lines):
-        return lines
-    return [line for line in others if not _NUMBERS.fullmatch(line)]
-
-
-class Worker(subprocess.Popen[bytes]):
-    """One process, with its output.
-
-    Args:
-      number: Number of the process in the job.
-      command: The program and its arguments.
-      environ: The environment variables of the process.
-      log: File for its output.
-
-    Attributes:
-      number: Number of the process in the job.
-      output: Standard output and standard error.
-    """
-
-    def __init__(self, number: int, command: Sequence[str], environ: dict[str, str], log: Path):
-        pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-        pipes["stdin"] = subprocess.DEVNULL
-        super().__init__(command, bufsize=0, env=environ, start_new_session=True, **pipes)
-        self.number = number
-        self.output = Output(f"[{number}] ", log, self)
-
-    def kill(self) -> None:
-        """Kills it and its child processes."""
-        kill_group(self.pid)
 
 
 class Group:
@@ -302,7 +289,7 @@ class Group:
             self.ended.append(worker)
             worker.kill()  # At once: its number may be reused.
             self._guard_running()
-            worker.output.close()
+            worker.read_out()
 
     def _guard_running(self) -> None:
         """Sends the numbers of the running processes to the program that kills them in the end."""

@@ -102,7 +102,7 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
         worker = [*by_themselves, *failed][0]
         data = describe_failure(worker.number, worker.returncode)
         aborted = worker.returncode == -signal.SIGABRT
-        if aborted and (silent := ABORT.search(worker.output.stderr_end())):
+        if aborted and (silent := ABORT.search(worker.stderr_end())):
             data["exit_code"] = ExitCode.ANOTHER_FAILED
             data["exception"] = {"type": "JAX", "message": " ".join(silent[0].split())}
         write_failure(data, group.failure_file)
@@ -118,8 +118,8 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     named = [worker for worker in group.failed() if worker.number == number]
     text = f"{headline(data)} (after {seconds:.1f} s)."
     if named:
-        text += f" Its whole output is in {named[0].output.path}."
-    said = next((worker.output.stderr_end() for worker in (*named, *failed)), "")
+        text += f" Its whole output is in {named[0].log}."
+    said = next((worker.stderr_end() for worker in (*named, *failed)), "")
     return Failure(data, text, ("" if named else data["traceback"]) or said)
 
 
