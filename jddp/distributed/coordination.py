@@ -27,10 +27,7 @@ import json
 import os
 import signal
 import threading
-import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -281,15 +278,8 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-@dataclass(eq=False)
-class _Wait:
-    """A wait of one thread: for the devices of these arrays, or for processes by their numbers."""
-
-    what: PyTree
-
-
-_Awaited = _Wait | jax.Array
-_under_way: set[_Wait] = set()
+# What each wait is for: a tree with arrays, or the numbers of processes.
+_under_way: dict[object, PyTree] = {}
 
 
 @contextlib.contextmanager
@@ -299,12 +289,12 @@ def computing(arguments: PyTree) -> Iterator[None]:
     Args:
       arguments: A tree with arrays of all devices that take part.
     """
-    wait = _Wait(arguments)
-    _under_way.add(wait)
+    wait = object()
+    _under_way[wait] = arguments
     try:
         yield
     finally:
-        _under_way.remove(wait)
+        del _under_way[wait]
 
 
 def awaiting(processes: Collection[int]) -> contextlib.AbstractContextManager[None]:
@@ -313,37 +303,15 @@ def awaiting(processes: Collection[int]) -> contextlib.AbstractContextManager[No
 
 
 def is_waiting_for(processes: Collection[int]) -> bool:
-    """Whether this process waits for any of these processes."""
-    return bool(_awaited(processes))
-
-
-class LongestWait:
-    """The time for which this process has waited for the same thing, measured between calls."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[weakref.ref[_Awaited], float]] = []
-
-    def seconds(self, processes: Collection[int]) -> float:
-        """The longest wait for one thing from these processes, since a call first saw it."""
-        now = time.monotonic()
-        awaited = _awaited(processes)
-        # Weak references do not keep the memory of arrays; ids are unique while their arrays live.
-        seen = {id(x): since for ref, since in self._seen if (x := ref()) is not None}
-        times = [seen.get(id(x), now) for x in awaited]
-        self._seen = [(weakref.ref(x), since) for x, since in zip(awaited, times, strict=True)]
-        return now - min(times, default=now)
-
-
-def _awaited(processes: Collection[int]) -> list[_Awaited]:
-    """The waits, and the arrays that are not computed yet, in which these processes take part."""
-    found: list[_Awaited] = [x for x in list(_under_way) if _concerns(x.what, processes)]
-    if not xla_bridge.backends_are_initialized():
-        return found
-    for x in jax.live_arrays():
-        with contextlib.suppress(RuntimeError):  # An array may be deleted now.
-            if not x.is_fully_addressable and not x.is_ready() and _is_on(x, processes):
-                found.append(x)
-    return found
+    """Whether this process waits for any of these processes, or has sent them a computation."""
+    if any(_concerns(what, processes) for what in list(_under_way.values())):
+        return True
+    if xla_bridge.backends_are_initialized():
+        for x in jax.live_arrays():
+            with contextlib.suppress(RuntimeError):  # An array may be deleted now.
+                if not x.is_fully_addressable and not x.is_ready() and _is_on(x, processes):
+                    return True
+    return False
 
 
 def _concerns(what: PyTree, processes: Collection[int]) -> bool:

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from jddp.distributed import coordination as service
-from jddp.distributed.coordination import LongestWait, is_waiting_for
+from jddp.distributed.coordination import is_waiting_for
 from jddp.distributed.exits import exit_now, is_at_prompt, process, show_cursor
 from jddp.distributed.failure_file import (
     IS_LOST,
@@ -51,7 +51,6 @@ _PATIENCE = 6.0  # Seconds for a computation to end after a process that took pa
 _LINGER_SECONDS = 5.0
 _END_SECONDS = 300.0  # JAX's own limit for a process to wait for the others at its end.
 _leaving = threading.Lock()  # Held by the thread that ends this process.
-_of_left = LongestWait()
 
 
 @contextlib.contextmanager
@@ -80,7 +79,7 @@ def watch_over_job() -> None:
     service.try_publish(f"{_HOST}/{service.process_index()}", socket.gethostname())
     me = os.getpid()
     listening = contextlib.ExitStack()
-    listening.enter_context(service.background(_listen))
+    listening.enter_context(service.background(Listener().listen))
 
     def end() -> None:
         if os.getpid() == me and service.is_connected():
@@ -166,10 +165,28 @@ def end_process(failure: JsonObject, message: str) -> NoReturn:
         _exit(failure["exit_code"], failure)
 
 
-def _listen() -> bool:
-    """Follows the first failure once there is one; returns whether the job is over."""
-    if not service.is_connected():
-        return True
+class Listener:
+    """Notices in a thread that the job has failed, or waits for a process that has left."""
+
+    _since: float | None = None  # The time from which on this process waits for one that has left.
+
+    def listen(self) -> bool:
+        """Follows the first failure once there is one; returns whether the job is over."""
+        if not service.is_connected():
+            return True
+        _follow_if_any()
+        left = service.published(_LEFT)
+        if not (left and is_waiting_for(left)):
+            self._since = None
+        elif self._since is None:
+            self._since = time.monotonic()
+        elif time.monotonic() > self._since + _PATIENCE:
+            blame_who_left()
+        return False
+
+
+def _follow_if_any() -> None:
+    """Publishes a failure that the launcher has written; follows the first of the job."""
     file = os.environ.get(VARIABLE, "") if os.environ.get(LAUNCHED) else ""
     found = read_failure(Path(file))
     if found and found["exit_code"] != ExitCode.HANG:  # A hang is known to all processes.
@@ -179,9 +196,6 @@ def _listen() -> bool:
         time.sleep(_MOMENT)
         with _leaving:
             _follow(first)
-    if (left := service.published(_LEFT)) and _of_left.seconds(left) > _PATIENCE:
-        blame_who_left()
-    return False
 
 
 def blame_who_left() -> bool:
