@@ -727,33 +727,6 @@ def test_torchrun_starts_a_job(jobs, one):
     assert_alike(result(jobs, "torchrun")[0], one)
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize("process", [0, 1])
-def test_the_launcher_of_another_node_reads_from_its_file_who_failed_first(jobs, address, process):
-    run = f"fails-{process}"
-
-    def start(rank):
-        about = {"run": run, "arguments": ["checkpoint.every_steps=20"], "logs": f"{run}-{rank}"}
-        return training(jobs, *node(rank, address), "--devices-per-process", 2, **about)
-
-    with start(0) as one, start(1) as other:
-        one.wait_for_step(run, 20)
-        (jobs / f"fail-{process}").touch()
-        codes = one.end(), other.end()
-    (jobs / f"fail-{process}").unlink()
-    assert codes == (1, 1), (one.err, other.err)
-    failure = one.failure(f"{run}-0")
-    assert failure == other.failure(f"{run}-1")
-    assert (failure["process"], failure["phase"]) == (process, "step")
-    assert failure["step"] >= 20
-    assert failure["exception"] == {"type": "RuntimeError", "message": "a bug in reading"}
-    for launcher in (one, other):
-        assert f"jddp: {failed(process, 'exit code 1')}" in launcher.err
-        assert "    RuntimeError: a bug in reading" in launcher.err
-    assert not (jobs / run / "logs" / "failure.json").exists()  # the variable says where
-
-
 CALL = "RPC: /xla.coordination.CoordinationService/"
 SILENT = "UNAVAILABLE: unhealthy (stopped sending heartbeats):\n2\n3\nThe tasks have crashed.\n"
 

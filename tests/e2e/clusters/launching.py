@@ -14,18 +14,15 @@ LONGER = ["train.num_steps=240", "checkpoint.every_steps=20"]  # than it takes t
 
 
 class OnHost(Launched):
-    """A module on a host, in a folder of `make_folder`, after what a shell does there `before`."""
+    """A module on a host, in a folder of `make_folder`."""
 
     seconds = 120  # for what takes ten
 
-    def __init__(
-        self, hosts, host, folder, *arguments, module="jddp launch", before="", **variables
-    ):
+    def __init__(self, hosts, host, folder, *arguments, module="jddp launch", **variables):
         command = [sys.executable, "-m", *module.split(), *arguments]
-        shell = ["sh", "-c", f'{before}\nexec "$@"', "sh", *command]
         self.folder, pipes = folder, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         env = variables_of(folder, **variables)
-        self.process = hosts.start(host, *shell, cwd=folder, env=env, text=True, **pipes)
+        self.process = hosts.start(host, *command, cwd=folder, env=env, text=True, **pipes)
 
 
 def two_launchers(hosts, folder, run, *arguments, options=(), address="h1:61500", **variables):

@@ -174,7 +174,6 @@ def environ_of(container, pod, first):
 # For each: pods without their number, the Service, the container, who says which process this is.
 JOBS = {
     "jobset": ("mine-workers-0", "mine", container_of(job_of(JOBSET)), "an Indexed Job"),
-    "job": ("mine", "pods", container_of(JOB), "an Indexed Job"),
     "trainjob": ("mine-node-0", "mine", container_of(job_of(TRAINED)), "JAX_NUM_PROCESSES"),
 }
 
@@ -241,12 +240,6 @@ class Pods(Job):
         """Ends a pod with its node."""
         self._hosts.end(self.names[pod])
 
-    def assert_train(self):
-        """Both end in good order, and know each other as the first pod says."""
-        assert self.codes() == [0, 0], self.outputs
-        said = "".join(out for out, _ in self.outputs)
-        assert f"2 processes, set by {self.source}; process 0" in said
-
     def _put(self, path):
         return path.replace("/shared", str(self._folder))
 
@@ -262,37 +255,30 @@ def volume(folder):
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize("is_lost", [False, True], ids=["preempted", "lost"])
 @pytest.mark.parametrize("pod", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_preempted_jobset_whose_first_pod_is_last_ends_bitwise_identical(volume, golden, pod):
+def test_a_jobset_without_a_pod_starts_again_and_ends_bitwise_identical(
+    volume, golden, pod, is_lost
+):
     with Pods(volume, "jobset", *LONG) as pods:
-        pods.start_first_last()
-        pods.wait_for_step(20)
-        pods.process_of(pod).send_signal(signal.SIGTERM)  # its node is drained
-        wait_until(lambda: any(process.poll() is not None for process in pods.processes))
-        for process in pods.processes:  # the Job has failed with the first pod: it ends the others
-            process.send_signal(signal.SIGTERM)
-        codes = pods.codes()
-        assert ExitCode.PREEMPTED in codes, pods.outputs
-        assert set(codes) <= {ExitCode.PREEMPTED, -signal.SIGTERM}
-    assert_resumes(volume, golden)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("pod", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_jobset_that_loses_a_node_starts_again_and_ends_bitwise_identical(volume, golden, pod):
+        pods.start_first_last(is_known=is_lost)
+        if is_lost:
+            pods.wait_for_saved(200)
+            pods.lose(pod)
+            other = pods.process_of(1 - pod).wait(timeout=60)  # which JobSet does not have to end
+            assert other in (ExitCode.ANOTHER_FAILED, -signal.SIGABRT), pods.outputs
+        else:
+            pods.wait_for_step(20)
+            pods.process_of(pod).send_signal(signal.SIGTERM)  # its node is drained
+            wait_until(lambda: any(process.poll() is not None for process in pods.processes))
+            for process in pods.processes:  # the Job has failed with the first: it ends the others
+                process.send_signal(signal.SIGTERM)
+            codes = {*pods.codes()}
+            assert ExitCode.PREEMPTED in codes <= {ExitCode.PREEMPTED, -signal.SIGTERM}
     with Pods(volume, "jobset", *LONG) as pods:
         pods.start_first_last(is_known=True)
-        pods.wait_for_saved(200)
-        pods.lose(pod)
-        other = pods.process_of(1 - pod).wait(timeout=60)  # which JobSet does not have to end
-        assert other in (ExitCode.ANOTHER_FAILED, -signal.SIGABRT), pods.outputs
-    assert_resumes(volume, golden)
-
-
-def assert_resumes(volume, golden):
-    with Pods(volume, "jobset", *LONG) as pods:
-        pods.start_first_last(is_known=True)
-        pods.assert_train()
-    assert "resumed from step" in "".join(out for out, _ in pods.outputs)
+        assert pods.codes() == [0, 0], pods.outputs
+    said = "".join(out for out, _ in pods.outputs)
+    assert f"2 processes, set by {pods.source}; process 0" in said
+    assert "resumed from step" in said
     assert_same_run(pods, golden(*LONG, num_processes=2))

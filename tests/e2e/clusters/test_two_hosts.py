@@ -11,7 +11,7 @@ from faults.jobs import FEW, Job, assert_alike, result, train_command, variables
 from runs import wait_until
 
 from clusters.hosts import Hosts
-from clusters.launching import LONGER, assert_empty, two_launchers, workers_of
+from clusters.launching import LONGER, OnHost, assert_empty, two_launchers, workers_of
 from jddp.distributed.identity import VARIABLES
 from jddp.ground.errors import ExitCode
 
@@ -144,3 +144,13 @@ def test_a_link_cut_for_a_moment_changes_nothing_and_a_signal_to_one_launcher_sa
         pass
     assert "resumed from step" in first.out
     assert result(jobs, "stopped") == undisturbed
+
+
+def test_the_doctor_shows_a_host_that_reaches_nobody_what_is_wrong(hosts, folder):
+    hosts.resolve("h2", "127.0.1.1 h2", "127.0.1.1 h1")
+    job = dict(zip(VARIABLES, ("h1:61500", "2", "1"), strict=True)) | {"JDDP_START_SECONDS": "1"}
+    with OnHost(hosts, "h2", folder, "--num-devices", "2", module="jddp doctor", **job) as doctor:
+        assert doctor.end() == ExitCode.UNAVAILABLE
+    assert "cannot reach process 0 at h1:61500: Connection refused" in doctor.err
+    assert doctor.err.count("\n") == 1
+    assert "h2 resolves only to 127.0.1.1" in " ".join(doctor.out.split())
