@@ -302,13 +302,13 @@ def mpich(environ: Environ) -> Identity | None:
 
 def slurm(environ: Environ) -> Identity | None:
     """A task of a step; a batch script or a shell inside an allocation is none."""
-    if not (environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_NODELIST")):
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    if not (environ.get("SLURM_JOB_ID") and nodes):
         return None
-    hosts = list_hosts(environ["SLURM_STEP_NODELIST"])
-    environ_of_step = {**environ, SLURM.num_local: _num_sharing(environ, hosts)}
+    environ_of_step = {**environ, SLURM.num_local: _num_sharing(environ)}
     # Slurm sorts the hosts of a step, and numbers tasks in that order. Each step has its port.
     step = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
-    return identify(environ_of_step, SLURM, lambda: f"{hosts[0]}:{port_of(step)}", "Slurm")
+    return identify(environ_of_step, SLURM, lambda: f"{first_host(nodes)}:{port_of(step)}", "Slurm")
 
 
 def kubernetes(environ: Environ) -> Identity | None:
@@ -328,40 +328,28 @@ def kubernetes(environ: Environ) -> Identity | None:
     return identify(environ, Names(COUNT, _POD), address, "an Indexed Job")
 
 
-# A host of a list: characters, and ranges of numbers in brackets.
-_HOST = re.compile(r"(?:[^,\[\]]|\[[\d,-]+\])+")
 SCHEDULERS: tuple[Resolver, ...] = (open_mpi, mpich, slurm, kubernetes)
 
 
-def list_hosts(nodes: str) -> list[str]:
-    """Expands a list of hosts of Slurm: `n[9-10],m1` is `n9`, `n10`, `m1`."""
-    hosts = list[str]()
-    for name in _HOST.findall(nodes):
-        before, bracket, rest = name.partition("[")
-        ranges, _, after = rest.partition("]")
-        tails = list_hosts(after) if after else [""]
-        for first, last in re.findall(r"(\d+)(?:-(\d+))?", ranges):
-            numbers = range(int(first), int(last or first) + 1)
-            hosts += [f"{before}{x:0{len(first)}}{tail}" for x in numbers for tail in tails]
-        hosts += [] if bracket else [name]
-    return hosts
+def first_host(nodes: str) -> str:
+    """The first host of a list of Slurm, which is sorted: `n9` of `n[9-10],m1`."""
+    first, *_ = re.split(r",(?![^\[]*\])", nodes)  # Commas outside of brackets.
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
 
 
 def _first_of_slurm(environ: Environ) -> str | None:
     """Address of mpirun's first process; the step of its daemons may leave out that host."""
     nodes = environ.get("SLURM_JOB_NODELIST")
     job = environ.get("SLURM_JOB_ID")
-    return f"{list_hosts(nodes)[0]}:{port_of(f'{job}.')}" if nodes and job else None
+    return f"{first_host(nodes)}:{port_of(f'{job}.')}" if nodes and job else None
 
 
-def _num_sharing(environ: Environ, hosts: list[str]) -> str:
+def _num_sharing(environ: Environ) -> str:
     """Number of tasks that share the visible devices: this host's entry in `2(x3),1`."""
     visible = environ.get(visible_in(environ), "")
     there = environ.get("SLURM_GPUS_ON_NODE", "")
     if visible and is_number(there) and len(visible.split(",")) < int(there):
         return "1"  # Slurm has applied --gpus-per-task or --gpu-bind.
-    per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    counts = list[str]()
-    for count, times in per_node:
-        counts += [count] * int(times or 1)
-    return dict(zip(hosts, counts, strict=False)).get(environ.get("SLURMD_NODENAME", ""), "")
+    per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get(SLURM.num_local, ""))
+    counts = [count for count, times in per_node for _ in range(int(times or 1))]
+    return dict(enumerate(counts)).get(int(environ.get("SLURM_NODEID") or 0), "")

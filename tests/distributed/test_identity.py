@@ -12,7 +12,7 @@ from jddp.distributed.identity import (
     FIRST_PORT,
     NUM_PORTS,
     Identity,
-    list_hosts,
+    first_host,
     port_of,
     resolve_identity,
 )
@@ -31,10 +31,10 @@ LAUNCHED = JAX | env("JDDP_LAUNCHED=jddp.launch")
 MASTER = env("MASTER_ADDR=b MASTER_PORT=29500 WORLD_SIZE=4")  # of all tasks alike
 TORCHRUN = MASTER | env("RANK=3 LOCAL_WORLD_SIZE=2 LOCAL_RANK=1")
 ALLOCATION = env("SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n[1-4] SLURM_NTASKS=4")
-BATCH = ALLOCATION | env("SLURMD_NODENAME=n1 SLURM_PROCID=0 SLURM_LOCALID=0")
+BATCH = ALLOCATION | env("SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0")
 STEP = ALLOCATION | env(
     "SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[2-3] SLURM_STEP_NUM_TASKS=4 "
-    "SLURM_STEP_TASKS_PER_NODE=2(x2) SLURMD_NODENAME=n3 SLURM_PROCID=3 SLURM_LOCALID=1"
+    "SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_NODEID=1 SLURM_PROCID=3 SLURM_LOCALID=1"
 )
 _OMPI = {"SIZE": "4", "RANK": "3", "LOCAL_SIZE": "2", "LOCAL_RANK": "1"}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in _OMPI.items()}
@@ -149,14 +149,19 @@ def test_a_notebook_and_a_shell_of_srun_ask_no_scheduler_and_tasks_the_shell_sta
     assert resolve_identity(shell).num_processes == 4
 
 
-HOSTS = {"n1": "n1", "n1,n2": "n1 n2", "n[1-3]": "n1 n2 n3", "n[9-10]": "n9 n10"}
-HOSTS |= {"login,n[2,4]": "login n2 n4", "gpu-a.b.c": "gpu-a.b.c"}
-HOSTS |= {"node-[003-004,12],m1": "node-003 node-004 node-12 m1"}
-HOSTS |= {"a[1-2]b[07-08].c": "a1b07.c a1b08.c a2b07.c a2b08.c"}
+FIRST_HOSTS = {
+    "n1": "n1",
+    "n1,n2": "n1",
+    "n[1-3]": "n1",
+    "n[9-10],m1": "n9",
+    "gpu-a.b.c": "gpu-a.b.c",
+}
+FIRST_HOSTS |= {"login,n[2,4]": "login", "node-[003-004,12],m1": "node-003"}
+FIRST_HOSTS |= {"a[1-2]b[07-08].c": "a1b07.c"}
 
 
-def test_the_hosts_of_a_list_are_found():
-    assert {nodes: " ".join(list_hosts(nodes)) for nodes in HOSTS} == HOSTS
+def test_the_first_host_of_a_list_is_found():
+    assert {nodes: first_host(nodes) for nodes in FIRST_HOSTS} == FIRST_HOSTS
 
 
 def test_jobs_and_steps_have_ports_of_their_own_which_linux_does_not_hand_out():
