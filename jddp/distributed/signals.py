@@ -95,11 +95,10 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 @contextlib.contextmanager
-def stop_signals_go_to(handler: Handler) -> Iterator[tuple[signal.Signals, ...]]:
+def stop_signals_go_to(handler: Handler) -> Iterator[None]:
     """Lets stop signals call a handler, while open; a forked child gets earlier handlers back.
 
-    Yields:
-      The signals. If a library installs a handler for one of them meanwhile, it keeps that handler.
+    If a library installs a handler for one of them meanwhile, it keeps that handler.
     """
     # None stands for a handler that Python cannot restore.
     before = {x: signal.signal(x, handler) or signal.SIG_DFL for x in stop_signals()}
@@ -112,7 +111,7 @@ def stop_signals_go_to(handler: Handler) -> Iterator[tuple[signal.Signals, ...]]
 
     try:
         with in_forked_children(restore):
-            yield tuple(before)
+            yield
     finally:
         restore()
 
