@@ -30,12 +30,7 @@ from jddp.distributed.failure_file import (
 from jddp.distributed.group import CONSOLE, POLL_SECONDS, Group, Launch, Place
 from jddp.distributed.identity import JOB, LOOPBACK
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
-from jddp.distributed.rendezvous import (
-    Member,
-    RendezvousClient,
-    RendezvousServer,
-    listen,
-)
+from jddp.distributed.rendezvous import Member, RendezvousClient, RendezvousServer, listen
 from jddp.distributed.signals import Signals
 from jddp.ground.errors import CoordinatorError, ExitCode, report
 from jddp.ground.typing import JsonObject

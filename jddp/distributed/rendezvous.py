@@ -267,12 +267,7 @@ class RendezvousServer:
     """
 
     def __init__(
-        self,
-        kind: str,
-        address: str,
-        listens: str | None = None,
-        *,
-        silence_seconds: int = 100,
+        self, kind: str, address: str, listens: str | None = None, *, silence_seconds: int = 100
     ):
         self.kind = kind
         self.address = address

@@ -32,13 +32,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from jddp.distributed.exits import (
-    exit_now,
-    is_at_prompt,
-    process,
-    show_cursor,
-    write_line,
-)
+from jddp.distributed.exits import exit_now, is_at_prompt, process, show_cursor, write_line
 from jddp.ground.errors import ExitCode
 
 # A second signal within this time repeats the first: schedulers, and GNU `timeout`, signal a

@@ -12,13 +12,7 @@ from runs import ROOT, environment
 
 from jddp.config.schema import Config
 from jddp.distributed import gpus, join
-from jddp.distributed.gpus import (
-    FLAG,
-    add_flag,
-    gpu_facts,
-    lacks_atomics,
-    why_missing,
-)
+from jddp.distributed.gpus import FLAG, add_flag, gpu_facts, lacks_atomics, why_missing
 from jddp.ground.errors import DeviceError
 from jddp.trainer.job import build
 
