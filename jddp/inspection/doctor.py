@@ -12,12 +12,9 @@ import functools
 import itertools
 import json
 import os
-import re
 import secrets
-import shutil
 import socket
 import statistics
-import tempfile
 import time
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +35,7 @@ from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.engine.calls import from_process_zero
 from jddp.engine.mesh import AXIS, make_mesh, over_replicas, put_rows
-from jddp.ground.errors import Error, show, words_of
+from jddp.ground.errors import Error, show
 from jddp.inspection.machine import BAD, OK, WARN, Finding, check_devices, check_host
 
 SECONDS = 120.0
@@ -73,7 +70,7 @@ def examine(directory: Path, *, num_devices: int) -> bool:
     except Error:
         show("\n".join(map(str, findings)))  # A finding may be the reason.
         raise
-    findings += [*check_devices(missing), check_directory(directory)]
+    findings += check_devices(missing)
     mine = json.dumps(list(map(str, findings)))
     of_processes = gather("doctor", mine, timeout_seconds=120)
     shared = check_job(directory)
@@ -98,10 +95,8 @@ def _print(of_processes: list[str], shared: list[Finding], table: Sequence[objec
 
 
 def _comparable(findings: list[str]) -> list[str]:
-    """The words of findings without the good name of a host and without free space."""
-    words = (" ".join(each.split()) for each in findings)
-    own = (each for each in words if not (each.startswith(OK) and " resolves to " in each))
-    return [re.sub(r"[\d.,]+ GiB free", "GiB free", each) for each in own]
+    """The findings without the good name of a host."""
+    return [x for x in findings if not (x.lstrip().startswith(OK) and " resolves to " in x)]
 
 
 def check_job(directory: Path) -> list[Finding]:
@@ -120,28 +115,6 @@ def check_job(directory: Path) -> list[Finding]:
         *compare_versions(list(map(json.loads, shared))),
         *compare_sight(directory, _sight(directory)),
     ]
-
-
-def check_directory(directory: Path) -> Finding:
-    """Whether a mebibyte can be written into a directory, or the nearest existing one above it.
-
-    Every process of a run writes into its directory.
-    """
-    path = directory.absolute()
-    there = next(x for x in (path, *path.parents) if os.path.lexists(x))
-    try:
-        with tempfile.TemporaryFile(dir=there) as probe:
-            probe.write(bytes(2**20))
-        free = shutil.disk_usage(there).free / 2**30
-    except OSError as error:
-        what = f"{path} cannot be written: {words_of(error)}."
-        return Finding(BAD, what, "Free some space, or choose another directory for run.dir.")
-    what = f"{there} can be written, {free:,.1f} GiB free"
-    if there != path:
-        return Finding(WARN, f"{path} does not exist; {what}.", f"If it is right: mkdir -p {path}.")
-    if free < 1:
-        return Finding(WARN, f"{what}.", "Free some space: a run keeps several checkpoints.")
-    return Finding(OK, what)
 
 
 def compare_versions(shared: list[Mapping[str, str]]) -> Iterator[Finding]:

@@ -1,11 +1,8 @@
 """The doctor names what will make a job fail, and what mends it."""
 
-import io
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -219,32 +216,6 @@ def test_processes_are_examined_together(tmp_path):
     for each in (*words, "1 KiB there and back: ", "1024 KiB there and back: "):
         assert each in text
     assert list(tmp_path.iterdir()) == []
-
-
-def found_in(directory, level):
-    found = doctor.check_directory(directory)
-    assert found.level == level
-    return found
-
-
-def test_a_directory_is_reported_with_its_room_as_absent_full_or_no_place(tmp_path, monkeypatch):
-    found = found_in(tmp_path, "ok")
-    assert re.search(rf"{tmp_path} can be written, [\d,.]+ GiB free", found.what)
-    found = found_in(tmp_path / "rusn" / "x", "warn")
-    assert f"{tmp_path}/rusn/x does not exist" in found.what
-    assert "mkdir" in found.fix
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").write_text("")
-    for name in ("/proc", "/proc/self/nothing", "/dev/null/x", tmp_path / "file" / "runs"):
-        assert f"{name} cannot be written: " in found_in(Path(name), "bad").what
-    room = os.statvfs(tmp_path)
-    few = os.statvfs_result((*room[:4], 2**20 // room.f_frsize, *room[5:]))
-    monkeypatch.setattr("os.statvfs", lambda _: few)
-    assert "0.0 GiB free" in found_in(tmp_path, "warn").what
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: io.FileIO("/dev/full", "w"))
-    found = found_in(tmp_path, "bad")
-    assert f"{tmp_path} cannot be written: No space left on device" in found.what
-    assert found.fix
 
 
 def test_the_first_failures_of_a_run_or_of_a_launch_are_printed(tmp_path, monkeypatch, capsys):
