@@ -5,8 +5,8 @@ import jax
 from acceptance.jobs import Workload, adam, cnn, gpt
 from acceptance.result import Machine, PartResult
 from jddp.config.options import Reduction
+from jddp.inspection.doctor import BAD, OK, WARN
 from jddp.inspection.explain import explain
-from jddp.inspection.machine import BAD, OK, WARN
 from jddp.inspection.verification.findings import Comparison, Verification, compare
 from jddp.inspection.verification.verify import verify
 

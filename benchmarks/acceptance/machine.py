@@ -10,7 +10,7 @@ from acceptance.result import Machine, PartResult, worst
 from jddp.distributed.gpus import INSTALL, may_use_gpus, run_program, why_missing
 from jddp.distributed.join import require_devices
 from jddp.ground.errors import DeviceError
-from jddp.inspection.machine import check_devices
+from jddp.inspection.doctor import check_devices
 from jddp.inspection.memory import in_words
 
 # Fields of nvidia-smi --query-gpu that are the same in all drivers, and their names on the page.

@@ -6,9 +6,8 @@ from acceptance.jobs import gpt, resnet, step_seconds
 from acceptance.published import Published, choose_figure, link_of, topology
 from acceptance.result import SKIP, Machine, PartResult
 from jddp.engine.mesh import make_mesh
-from jddp.inspection.doctor import measure_all_reduce
+from jddp.inspection.doctor import OK, WARN, Finding, measure_all_reduce
 from jddp.inspection.explain import explain
-from jddp.inspection.machine import OK, WARN, Finding
 from jddp.inspection.memory import in_words, memory, peak_bytes
 
 _SIZES = {"gpu": (1, 4, 16, 64, 256), "cpu": (1, 2)}  # MiB

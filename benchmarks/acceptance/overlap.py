@@ -10,7 +10,7 @@ from acceptance.jobs import gpt, step_seconds
 from acceptance.result import SKIP, Machine, PartResult
 from jddp.config.options import Reduction
 from jddp.ground.errors import DataError
-from jddp.inspection.machine import OK, WARN
+from jddp.inspection.doctor import OK, WARN
 from jddp.workbench.trace import DeviceTime, read_trace
 
 _NUM_STEPS = 5

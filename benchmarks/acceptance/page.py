@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from acceptance.result import SKIP, Machine, Part
 from jddp.config.versions import source_hash, versions
-from jddp.inspection.machine import BAD, WARN
+from jddp.inspection.doctor import BAD, WARN
 
 # Variables that change programs, memory or the network.
 _MATTERS = re.compile(r"(?:XLA|NCCL|JAX|CUDA)_|(?:HIP|ROCR)_VISIBLE|LD_LIBRARY_PATH")

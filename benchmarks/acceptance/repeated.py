@@ -8,7 +8,7 @@ import numpy as np
 from acceptance.jobs import gpt
 from acceptance.result import Machine, PartResult
 from jddp.ground.typing import PyTree
-from jddp.inspection.machine import BAD, OK
+from jddp.inspection.doctor import BAD, OK
 
 FLAG = "--xla_gpu_deterministic_ops=true"
 DETERMINISTIC = {"XLA_FLAGS": FLAG, "NCCL_NVLS_ENABLE": "0"}

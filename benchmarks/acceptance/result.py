@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jddp.inspection.machine import OK, Finding
+from jddp.inspection.doctor import OK, Finding
 
 SKIP = "skip"  # a level: the part was not tried, or nothing could be measured
 

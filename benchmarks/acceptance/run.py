@@ -19,7 +19,7 @@ from acceptance.result import SKIP, Machine, Part, PartResult
 from jddp.distributed.apart import started_apart
 from jddp.distributed.gpus import add_flag, may_use_gpus
 from jddp.ground.errors import DeviceError, ExitCode, file_errors, show
-from jddp.inspection.machine import BAD, Finding
+from jddp.inspection.doctor import BAD, Finding
 
 _LAST_LINES = 15
 _SLOWER = 4  # a trial on CPUs, which other programs may use too

@@ -20,7 +20,7 @@ import numpy as np
 from acceptance.result import Machine, PartResult
 from jddp.checkpoint.folders import finished
 from jddp.distributed.gpus import run_program
-from jddp.inspection.machine import BAD, OK, WARN
+from jddp.inspection.doctor import BAD, OK, WARN
 
 _CACHE = "XDG_CACHE_HOME"
 _SIZES = {"gpu": (4, 128, 128, 1500), "cpu": (1, 32, 16, 90)}  # layers, width, tokens, steps

@@ -9,14 +9,17 @@ hosts and slow links.
 
 import contextlib
 import functools
+import ipaddress
 import itertools
 import json
 import os
 import secrets
 import socket
 import statistics
+import textwrap
 import time
 import timeit
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,14 +33,23 @@ from jax.sharding import Mesh
 from jddp.config.versions import versions
 from jddp.distributed import coordination
 from jddp.distributed.coordination import agree, gather, process_index
-from jddp.distributed.gpus import gpu_facts
+from jddp.distributed.gpus import (
+    ON_PURPOSE,
+    Missing,
+    driver_version,
+    gpu_facts,
+    num_nvidia,
+    shared_memory,
+    small_shared_memory,
+)
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.engine.calls import from_process_zero
 from jddp.engine.mesh import AXIS, make_mesh, over_replicas, put_rows
 from jddp.ground.errors import Error, show
-from jddp.inspection.machine import BAD, OK, WARN, Finding, check_devices, check_host
 
+OK, WARN, BAD = "ok", "warn", "bad"
+COLUMNS = 80
 SECONDS = 120.0
 # A directory seen later counts as not shared; NFS caches absence for 3 to 60 s.
 VISIBLE_SECONDS = 15.0
@@ -47,6 +59,28 @@ SLOW_SECONDS = 0.5  # After a slower size no larger one is measured.
 LINK_SIZES = (2**10, 2**20)
 SLOW_RATIO = 3.0  # A slow link takes this many times as long as the others.
 LATE_SECONDS = 2e-3  # A slow link also takes this much longer.
+
+
+class Finding(NamedTuple):
+    """The result of one check.
+
+    Attributes:
+      level: "ok"; "warn", if it may slow a job down or confuse; "bad", if it will stop a job.
+      what: Description of the finding.
+      fix: Fix, if the level is not ok.
+    """
+
+    level: str
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        """Lines of at most 80 columns, the first with the level."""
+        head = f"  {self.level:<4}  "
+        rest = " " * 8
+        what = textwrap.wrap(self.what, COLUMNS, initial_indent=head, subsequent_indent=rest)
+        fix = textwrap.wrap(self.fix, COLUMNS, initial_indent=rest, subsequent_indent=rest)
+        return "\n".join([*what, *fix])
 
 
 def examine(directory: Path, *, num_devices: int) -> bool:
@@ -284,3 +318,61 @@ def _median_seconds(run: Callable[[], object]) -> float:
     """The median time of a computation, without the first run, which may compile."""
     _, *seconds = timeit.repeat(lambda: jax.block_until_ready(run()), repeat=ROUNDS, number=1)
     return statistics.median(seconds)
+
+
+def check_host() -> Iterator[Finding]:
+    """Checks this host, before JAX is initialized."""
+    yield Finding(OK, ", ".join(f"{name} {version}" for name, version in versions().items()))
+    name = socket.gethostname()
+    yield check_name(name, addresses_of(name))
+    yield from check_shared_memory(num_nvidia())
+
+
+def addresses_of(name: str) -> list[str]:
+    """The addresses that a name resolves to, if any."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return sorted({str(address[0]).partition("%")[0] for *_, address in found})
+
+
+def check_name(name: str, addresses: Sequence[str]) -> Finding:
+    """Whether other hosts can reach this one by its name."""
+    way_out = f"Set JAX_COORDINATOR_ADDRESS=<address>:<port>, or give {name} its own address in "
+    way_out += "/etc/hosts."
+    if not addresses:
+        return Finding(WARN, f"{name}, the name of this host, resolves to no address.", way_out)
+    listed = ", ".join(addresses)
+    if all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        what = f"{name} resolves only to {listed}: other hosts would reach themselves by it."
+        return Finding(WARN, what, f"A job on this host alone is fine. {way_out}")
+    return Finding(OK, f"{name} resolves to {listed}")
+
+
+def check_shared_memory(num_gpus: int) -> Iterator[Finding]:
+    """Whether /dev/shm is large enough for NCCL, which may connect GPUs of a host through it."""
+    small = small_shared_memory(num_gpus)
+    if small is not None:
+        yield Finding(BAD if num_gpus > 1 else WARN, *small)
+    elif num_gpus:
+        yield Finding(OK, f"/dev/shm holds {shared_memory() / 2**30:,.1f} GiB")
+
+
+def check_devices(missing: Missing | None = None) -> Iterator[Finding]:
+    """Checks the devices of this process.
+
+    Args:
+      missing: The missing part, if CPUs are used although a GPU was to be expected.
+    """
+    here, everywhere = jax.local_devices(), jax.devices()
+    kind = f"{here[0].platform} devices here ({here[0].device_kind})"
+    yield Finding(OK, f"{len(here)} {kind}, {len(everywhere)} in all")
+    if len(kinds := Counter(device.device_kind for device in everywhere)) > 1:
+        mixed = " and ".join(f"{num} x {kind}" for kind, num in kinds.items())
+        what = f"The devices are {mixed}: each step waits for the slowest."
+        yield Finding(WARN, what, "Choose with CUDA_VISIBLE_DEVICES, or exclude the host.")
+    if missing is not None:
+        yield Finding(BAD, f"JAX runs on CPUs. {missing.what}", f"{missing.fix} {ON_PURPOSE}")
+    if here[0].platform == "gpu" and (version := driver_version()) is not None:
+        yield Finding(OK, f"NVIDIA driver {version}")

@@ -15,8 +15,8 @@ from jddp.distributed.failure_file import VARIABLE, describe_failure, write_fail
 from jddp.distributed.gpus import Missing
 from jddp.distributed.identity import VARIABLES
 from jddp.engine.mesh import make_mesh
-from jddp.inspection import doctor, machine
-from jddp.inspection.machine import Finding
+from jddp.inspection import doctor
+from jddp.inspection.doctor import Finding
 
 
 def levels(findings):
@@ -31,7 +31,7 @@ def test_a_name_that_leads_to_loopback_or_nowhere_is_reported():
         (["::1"], "warn", "only to ::1"),
         ([], "warn", "resolves to no address"),
     ):
-        finding = machine.check_name("node-3", addresses)
+        finding = doctor.check_name("node-3", addresses)
         assert finding.level == level
         assert text in finding.what
         assert ("JAX_COORDINATOR_ADDRESS" in finding.fix) == (level != "ok")
@@ -46,9 +46,9 @@ def test_shared_memory_matters_where_there_are_gpus(monkeypatch):
         (0, 4, ["bad"]),  # there is none
         (2**34, 4, ["ok"]),
     ):
-        for module in (gpus, machine):
+        for module in (gpus, doctor):
             monkeypatch.setattr(module, "shared_memory", lambda size=size: size)
-        assert levels(machine.check_shared_memory(num_gpus)) == want
+        assert levels(doctor.check_shared_memory(num_gpus)) == want
 
 
 def test_devices_of_several_kinds_are_reported(monkeypatch):
@@ -56,18 +56,18 @@ def test_devices_of_several_kinds_are_reported(monkeypatch):
     mixed = [SimpleNamespace(platform="tpu", device_kind=kind) for kind in kinds]
     monkeypatch.setattr(jax, "local_devices", lambda: mixed)
     monkeypatch.setattr(jax, "devices", lambda: mixed)
-    _, found = machine.check_devices()
+    _, found = doctor.check_devices()
     assert found.level == "warn"
     assert "4 x H100 and 1 x T400" in found.what
 
 
 def test_a_plugin_without_a_gpu_is_bad_and_cpus_that_were_chosen_are_not():
     missing = Missing("JAX's plugin cuda12 is installed, but no driver for it.", "Do")
-    count, found = machine.check_devices(missing)
+    count, found = doctor.check_devices(missing)
     assert (count.level, found.level) == ("ok", "bad")
     assert found.what == f"JAX runs on CPUs. {missing.what}"
     assert found.fix == "Do Set JAX_PLATFORMS=cpu if you want CPUs."
-    assert levels(machine.check_devices()) == ["ok"]
+    assert levels(doctor.check_devices()) == ["ok"]
 
 
 PLUGIN = """
