@@ -25,7 +25,7 @@ from jddp.inspection.collectives import GRADIENTS, PARAMETERS, Collective, colle
 from jddp.inspection.hlo import read_program
 from jddp.inspection.memory import FIELDS, Memory, assigned_memory
 from jddp.reduce.plan import Bucket, BucketPlan
-from jddp.reduce.units import BETWEEN, UNIT
+from jddp.reduce.units import UNIT
 
 SENT = (GRADIENTS, PARAMETERS)
 
@@ -148,21 +148,11 @@ class Explanation(Shown):
             if not units:
                 return [f"Gradients of an optimizer step are {moves}", into]
             lines = [f"Gradients in buckets are {moves}", into] if wire_bytes else []
-            size, planned = self._size_of(units), self.plan.units
-            gathers = [x for x in units if purpose_of(x).startswith("parameters, forward")]
-            lines += [
-                f"Parameters and gradients of units are {size} MiB a step, each array counted",
-                "once for each time that it is sent.",
-            ]
-            if between := [x for x in units if BETWEEN in x.op_name]:
-                size = self._size_of(between)
-                lines.append(f"Of these, {size} MiB of gradients are averaged between groups")
-                lines.append(f"of {self.plan.group_size} devices.")
-            in_loops = sum(x.num_slices > 1 for x in planned), sum(x.is_in_loop for x in gathers)
+            size = in_mebibytes(sum(x.bytes * self._runs(x) for x in units))
             return [
                 *lines,
-                f"Planned are {len(planned)} units, {in_loops[0]} of them in loops; the program "
-                f"gathers\n{len(gathers)} in the forward pass, {in_loops[1]} of them in loops.",
+                f"Parameters and gradients of units are {size} MiB a step, each array counted",
+                "once for each time that it is sent.",
             ]
         lines = []
         if local.start:
@@ -174,9 +164,6 @@ class Explanation(Shown):
             "Each array counted once, all collectives are "
             f"{in_mebibytes(self.bytes_per_step)} MiB a step on average.",
         ]
-
-    def _size_of(self, found: Sequence[Collective]) -> str:
-        return in_mebibytes(sum(x.bytes * self._runs(x) for x in found))
 
 
 def explain(

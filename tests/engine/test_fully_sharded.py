@@ -76,7 +76,6 @@ def test_what_travels_is_each_parameter_twice_and_each_gradient_once():
     explained = str(jddp.explain(ddp, make_rows()))
     assert re.search(r"all-gather .* parameters, forward\n", explained)
     assert re.search(r"all-to-all .* gradients\n", explained)
-    assert "Planned are 6 units, 0 of them in loops; the program gathers\n6 in" in explained
     kept = jddp.explain(ddp, make_rows()).as_json()["memory"]["parameters"]
     assert kept * ddp.mesh.size == 4 * divided
     # Buckets of 80 bytes: a unit is one kernel and no more, or a bias; no bias is gathered again,
