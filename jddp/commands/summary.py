@@ -23,7 +23,7 @@ from jddp.data.source import DataSet, Streams
 from jddp.inspection.memory import Memory
 from jddp.inspection.memory import memory as memory_of
 from jddp.trainer.job.job import Job
-from jddp.trainer.job.optimizers import optimizer_table, period_of
+from jddp.trainer.job.parts import optimizer_table, period_of
 from jddp.trainer.options import as_period
 from jddp.trainer.out_of_memory import NOTHING_FITS, ways_out
 from jddp.trainer.prefetch import NUM_AHEAD

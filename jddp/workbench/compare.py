@@ -27,7 +27,7 @@ from jddp.ground.names import MODES, choose_mode, few
 from jddp.ground.typing import JsonObject, Record
 from jddp.trainer.reports.files import MetricsFile
 from jddp.trainer.reports.lines import COLUMNS
-from jddp.trainer.runs.saved import kept_of_data
+from jddp.trainer.runs.opened import kept_of_data
 
 METRICS = ("accuracy", "loss")  # The default is the first metric that has been recorded.
 NO_METRICS = {"step", "examples"}  # Numbers of an evaluation that are no results.

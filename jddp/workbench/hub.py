@@ -15,7 +15,7 @@ from jddp.checkpoint.reader import read_object
 from jddp.checkpoint.weights import WHOLE, export, export_arrays
 from jddp.ground.errors import file_errors, report
 from jddp.ground.typing import JsonObject
-from jddp.trainer.runs.saved import Saved, config_in, model_in
+from jddp.trainer.runs.opened import Saved, config_in, model_in
 from jddp.workbench.state_dicts import scheme_of, to_state_dict, unlike
 
 CARD = """---

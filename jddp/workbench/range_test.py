@@ -27,7 +27,7 @@ from jddp.config.schema import Config
 from jddp.ground.errors import NumericsError, UsageError
 from jddp.trainer.fit import fit
 from jddp.trainer.job.build import build
-from jddp.trainer.job.optimizers import Schedule
+from jddp.trainer.job.parts import Schedule
 from jddp.trainer.run import Callback, Run
 
 FIRST, LAST, NUM_STEPS = 1e-7, 10.0, 100

@@ -9,7 +9,7 @@ from states import close
 
 import jddp
 from jddp.config.files import load_config
-from jddp.trainer.job.optimizers import optimizer_of
+from jddp.trainer.job.parts import optimizer_of
 from jddp.zoo.optimizers import ParameterGroup, by_group
 
 

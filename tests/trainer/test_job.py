@@ -33,7 +33,7 @@ from jddp.config.schema import Config, effect_of
 from jddp.distributed.watchdog import Limits
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, UsageError
 from jddp.trainer.job.build import _facts, build, train
-from jddp.trainer.job.optimizers import optimizer_of
+from jddp.trainer.job.parts import optimizer_of
 from jddp.trainer.reports.run_directory import compare_keys
 from jddp.trainer.runs.opened import open_run
 from jddp.zoo.models import make_model

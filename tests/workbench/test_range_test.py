@@ -8,7 +8,7 @@ from workers.search import config
 
 from jddp.commands.training import run
 from jddp.ground.errors import ExitCode, UsageError
-from jddp.trainer.job.optimizers import optimizer_of
+from jddp.trainer.job.parts import optimizer_of
 from jddp.workbench.range_test import FIRST, LAST, NUM_STEPS, RangeTest, find_rate, rising
 
 RATES = tuple(np.geomspace(FIRST, LAST, NUM_STEPS).tolist())

@@ -40,8 +40,7 @@ from jddp.trainer.job.data import (
     open_data,
 )
 from jddp.trainer.job.job import Job
-from jddp.trainer.job.optimizers import num_steps_of, optimizer_of
-from jddp.trainer.job.parts import num_classes_of, resolve_parts
+from jddp.trainer.job.parts import num_classes_of, num_steps_of, optimizer_of, resolve_parts
 from jddp.trainer.prefetch import Source
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Callback, Run

@@ -38,8 +38,7 @@ from jddp.trainer.fit import start
 from jddp.trainer.job.data import (
     listed_transforms,
 )
-from jddp.trainer.job.optimizers import Schedule, optimizer_of, period_of
-from jddp.trainer.job.parts import Parts, make_callbacks
+from jddp.trainer.job.parts import Parts, Schedule, make_callbacks, optimizer_of, period_of
 from jddp.trainer.options import Checks, Evaluation, Keep, Options
 from jddp.trainer.prefetch import Source
 from jddp.trainer.run import Callback, Run

@@ -31,8 +31,7 @@ from jddp.ground.errors import DataError, FileSystemError, UsageError, file_erro
 from jddp.ground.files import replace_file
 from jddp.ground.typing import JsonObject
 from jddp.trainer.job.data import listed_transforms
-from jddp.trainer.runs.opened import open_run
-from jddp.trainer.runs.saved import kept_of_data
+from jddp.trainer.runs.opened import kept_of_data, open_run
 
 INPUTS = ("image", "tokens", "x")  # Names that `jddp.modules.base.outputs` looks for.
 OF_IMAGES = ("image_folder", "webdataset")  # sources of images that are files
