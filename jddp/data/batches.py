@@ -103,11 +103,6 @@ class TrainBatches(Shown):
         if (order is None) == (seed is None):
             raise ConfigError("TrainBatches needs a seed, or an order in its place. Give one.")
         self._order = order or Order(len(examples), seed or 0)
-        if self._order.num_examples != len(examples):
-            raise ConfigError(
-                f"the order is of {self._order.num_examples:,} examples, but the data holds "
-                f"{len(examples):,}. Make it with their number."
-            )
         self._stored, self._chain = chain_of(examples, transforms, on_device=on_device)
         self._on_device = on_device and bool(self._chain.transforms)
         self._end = ENDLESS

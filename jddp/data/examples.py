@@ -232,11 +232,9 @@ class Concatenated:
 
     Attributes:
       parts: The data sets, at least one.
-      names: A name for each, to tell where an example is from.
     """
 
     parts: Sequence[Examples]
-    names: Sequence[str]
 
     @functools.cached_property
     def _ends(self) -> np.ndarray:
@@ -253,7 +251,8 @@ class Concatenated:
 
     def take(self, indices: np.ndarray) -> NumpyBatch:
         """The examples at `indices`, in that order."""
-        parts, rows = self._places(indices)
+        parts = np.searchsorted(self._ends, indices, side="right")
+        rows = indices - np.concatenate([[0], self._ends])[parts]
         batch = self.parts[0].take(rows[:0])
         batch = {name: np.empty((len(rows), *x.shape[1:]), x.dtype) for name, x in batch.items()}
         for part in np.unique(parts).tolist():
@@ -261,8 +260,3 @@ class Concatenated:
             for name, array in self.parts[part].take(rows[is_here]).items():
                 batch[name][is_here] = array
         return batch
-
-    def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        parts = np.searchsorted(self._ends, indices, side="right")
-        firsts = np.concatenate([[0], self._ends])
-        return parts, indices - firsts[parts]

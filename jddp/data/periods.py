@@ -9,7 +9,7 @@ the first step that has taken all its examples, whatever the batch sizes of the 
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from jddp.ground.errors import ConfigError
 
@@ -42,7 +42,6 @@ class OptimizerSteps:
       number: Number of steps.
     """
 
-    unit: ClassVar[str] = "steps"
     number: int
 
     def __str__(self) -> str:
@@ -70,7 +69,6 @@ class Epochs:
       ConfigError: If it is not positive and finite.
     """
 
-    unit: ClassVar[str] = "epochs"
     number: float
 
     def __post_init__(self) -> None:

@@ -157,10 +157,7 @@ def source_of_streams(name: str, open_streams: OpenStreams) -> DataSource:
     """A source of streams. Its spec is empty: the first batch has the shapes."""
 
     def load() -> DataSet:
-        raise UsageError(
-            f"{name}: the examples of a stream have no numbers, which this needs. Give examples, "
-            "an object with __len__ and __getitem__, in the place of a stream."
-        )
+        raise UsageError(f"{name}: the examples of a stream have no numbers. Give examples.")
 
     return DataSource({}, load, open_streams=open_streams)
 
@@ -289,8 +286,8 @@ def mixed_source(sources: Mapping[str, DataSource], weights: Sequence[float]) ->
                 )
         sizes = tuple(len(data.train) for data in sets.values())
         order_of = functools.partial(MixtureOrder, sizes, tuple(weights))
-        train = Concatenated([data.train for data in sets.values()], [*sets])
-        test = Concatenated([data.test for data in sets.values()], [*sets])
+        train = Concatenated([data.train for data in sets.values()])
+        test = Concatenated([data.test for data in sets.values()])
         # The share of each source, and how often an epoch takes all its examples.
         shares = ", ".join(
             f"{float(share):.3g} of {name} ({float(share * len(train) / size):.3g} times)"
@@ -314,7 +311,5 @@ def mixed_source(sources: Mapping[str, DataSource], weights: Sequence[float]) ->
 def _content_of(source: DataSource) -> str:
     """Describes the facts that must be equal where sources are mixed."""
     arrays = ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in source.spec.items())
-    sizes = [f"{name} {size:,}" for name, size in source.sizes.items()]
-    tokenizer = [f"tokenizer {source.tokenizer!r}"] if source.tokenizer else []
-    categories = [f"categories {[*source.num_categories]}"] if source.num_categories else []
-    return ", ".join([arrays, *sizes, *tokenizer, *categories])
+    tokenizer = f", tokenizer {source.tokenizer!r}" if source.tokenizer else ""
+    return f"{arrays}, sizes {[*source.sizes.values(), *source.num_categories]}{tokenizer}"

@@ -124,10 +124,10 @@ def as_stored(examples: Examples) -> tuple[Examples, Chain]:
         case Subset(others, rows):
             inner, chain = as_stored(others)
             return Subset(inner, rows), chain
-        case Concatenated(parts, names):
+        case Concatenated(parts):
             stored_parts, chains = zip(*map(as_stored, parts), strict=True)
             if len({*chains}) == 1:
-                return Concatenated(stored_parts, names), chains[0]
+                return Concatenated(stored_parts), chains[0]
     return examples, Chain()
 
 

@@ -357,7 +357,7 @@ _MODES = {"train": True, "training": True, "is_training": True, "deterministic":
 # Arrays of a batch that a model gets besides its inputs, and the way out if it does not take one.
 _NEEDED = {
     "categories": "Choose model.name=tabular, or leave the categorical columns out.",
-    "segments": "Choose model.name=gpt, or data.kwargs.documents=mask.",
+    "segments": "Choose model.name=gpt, or data.kwargs.documents=cross.",
 }
 
 

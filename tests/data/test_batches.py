@@ -180,7 +180,6 @@ def test_batches_that_cannot_be_cut_are_refused(options, error, message):
         (TrainBatches, {"seed": 0, "shuffle": False}, r"shuffle: .*order=jddp\.data\.Order\("),
         (TrainBatches, {"seed": 0, "drop_last": True}, "drop_last: .*drop_remainder="),
         (TrainBatches, {}, "seed"),
-        (TrainBatches, {"order": Order(3, 0)}, "of 3 examples"),
         (eval_batches, {"shuffle": False}, "shuffle"),  # They are in order.
         (eval_batches, {"global_batch_size": 0}, "batch_size 0"),
     ],

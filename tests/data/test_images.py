@@ -266,7 +266,6 @@ def test_an_image_that_does_not_decode_is_named(folder):
 @pytest.mark.parametrize(
     ("error", "message", "options", "change"),
     [
-        (DataError, "num_classes is 3", {"num_classes": 3}, None),
         (DataError, "mean has 2 numbers", {"mean": [0.5, 0.5]}, None),
         (DataError, "folders train and test", {"test_share": 0.2}, None),
         (DataError, "other: no images", {}, lambda x: (x / "train/other").mkdir()),

@@ -77,9 +77,9 @@ def test_different_vocabularies_are_not_mixed(folder):
     said = str(caught.value)
     for words in (
         "prose holds",
-        "256, tokenizer 'bytes'",
+        "[256], tokenizer 'bytes'",
         "foreign",
-        "300, tokenizer 'other.json'",
+        "[300], tokenizer 'other.json'",
     ):
         assert words in said
     assert "\n" not in said

@@ -109,5 +109,5 @@ def test_steps_of_packed_rows_on_devices_equal_those_on_one(options):
 def test_a_model_without_segments_is_refused():
     batch = packed_batch()
     model = nn.Embed(32, 32)
-    with pytest.raises(ConfigError, match="holds segments, .*documents=mask"):
+    with pytest.raises(ConfigError, match="holds segments, .*documents=cross"):
         jddp.DataParallel(model, optax.sgd(0.1), next_token, mesh=2).init(0, batch)

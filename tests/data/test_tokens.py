@@ -78,13 +78,10 @@ def test_windows_predict_each_token_once(num_more, length):
     assert length + num_more - len(targets) < length
 
 
-def test_windows_of_shards_are_of_each_and_first_tokens_of_documents_are_not_predicted():
+def test_windows_of_shards_are_of_each():
     shards = np.arange(11, dtype=np.uint16), np.arange(100, 103), np.arange(200, 209)
     rows = rows_of(TokenExamples(*shards, sequence_length=4))
     assert rows["tokens"].tolist() == [[*range(i, i + 5)] for i in (0, 4, 200, 204)]
-    documents = [np.array([0, 3, 4]), np.array([0])]
-    examples = TokenExamples(np.arange(9), np.arange(9), sequence_length=4, documents=documents)
-    assert rows_of(examples)["mask"].tolist() == [[1, 1, 0, 0], [1] * 4, [1] * 4, [1] * 4]
 
 
 def best_fit_decreasing(lengths, capacity):

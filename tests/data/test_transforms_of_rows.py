@@ -141,13 +141,13 @@ def test_evaluation_normalizes_and_draws_nothing():
 def test_examples_are_read_as_they_are_stored_below_any_choice_of_them():
     examples = stored_images()
     part = Subset(examples, np.array([5, 2]))
-    both = Concatenated([examples, part], ["one", "two"])
+    both = Concatenated([examples, part])
     for chosen, rows in ((examples, [3, 6]), (part, [0, 1]), (both, [3, 65])):
         stored, chain = as_stored(chosen)
         assert stored.take(np.array(rows))["image"].dtype == np.uint8
         equal(chain(stored.take(np.array(rows))), chosen.take(np.array(rows)))
     other = image_examples(np.zeros((2, SIZE, SIZE, 3), np.uint8), np.arange(2))  # of other scale
-    assert as_stored(Concatenated([examples, other], ["one", "two"]))[1] == Chain()
+    assert as_stored(Concatenated([examples, other]))[1] == Chain()
     plain = ArrayExamples({"x": np.arange(3)})
     assert as_stored(plain) == (plain, Chain())
 

@@ -58,7 +58,7 @@ def test_evaluations_have_perplexity_and_bits_per_byte_also_of_a_run_that_is_ope
 
 
 def test_tokens_per_second_are_those_that_are_predicted_and_not_masked(folder):
-    kwargs = {"sequence_length": LENGTH, "documents": "mask"}
+    kwargs = {"sequence_length": LENGTH, "documents": "pack"}
     data = {"name": "tokens", "dir": str(folder / "tokens"), "global_batch_size": 24}
     every_step = {"num_steps": 6, "log_every_steps": 1}
     run = train(config_of(folder, data={**data, "kwargs": kwargs}, train=every_step))

@@ -120,11 +120,6 @@ def hugging_face(
         return source_of(name, *parts_of(lambda part: StoredRows(*load(part)), test_share))
 
     def open_streams(size: int, seed: int, share: Share) -> Streams:
-        if size % share.num_processes:
-            raise ConfigError(
-                f"data.global_batch_size={size} does not divide over {share.num_processes} "
-                "processes. Give a multiple."
-            )
         train = RowStream(*load("train"), size, share, is_endless=True)
         return Streams(train, RowStream(*load("test"), size, share), f"{name}, a stream")
 
@@ -206,12 +201,9 @@ class StoredRows(RowExamples):
             return None
         return np.asarray(self._rows.select_columns([name])[:][name])
 
-    @property
-    def files(self) -> list[str] | None:
-        """The tar file and the name of each sample; None for rows of other files."""
-        if PLACE[0] not in self._rows.column_names:
-            return None
-        return [_place(row) for row in self._rows.select_columns(PLACE)]
+    def place_names(self) -> str:
+        """The tar file and the name of each sample, a line each."""
+        return "\n".join(_place(row) for row in self._rows.select_columns(PLACE))
 
     def _rows_at(self, indices: list[int]) -> Iterable[Row]:
         with refusing_damage(self._where, "file of rows"):
@@ -314,9 +306,8 @@ def webdataset(
     )
     scaling, digests = normalize(mean, std), ""
     for samples in (train, test):  # by names and labels
-        text = "\n".join(samples.files or ()).encode()
         labels = np.asarray(samples.column("label"), np.int32)
-        digests += sha256(text + labels.tobytes()).hexdigest()
+        digests += sha256(samples.place_names().encode() + labels.tobytes()).hexdigest()
     data = make_data_set(
         f"webdataset {directory}",
         Transformed(train, scaling),

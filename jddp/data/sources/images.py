@@ -215,7 +215,7 @@ def image_folder(
       directory: Folder of "train" and "test", which have a folder for each class; or, with
         `test_share`, itself the folder of the classes.
       image_size: Height and width, in pixels.
-      num_classes: Number of classes; any other number is refused. None accepts any.
+      num_classes: Number of classes; by default the number of folders.
       mean: Value to subtract from pixels over 255; one number, or one per channel.
       std: Divisor after that.
       test_share: Fraction of the images that are for testing, chosen by a hash of their names;
@@ -241,11 +241,6 @@ def image_folder(
             raise DataError(
                 f"{directory}: class {odd[0]!r} is in {part}, but not in {other}. Both need the "
                 "same class folders."
-            )
-        if num_classes not in (None, len(train.classes)):
-            raise DataError(
-                f"{directory} has {len(train.classes)} classes, but num_classes is {num_classes}. "
-                "Leave it out, or give the number of folders."
             )
         test, scaling = replace(test, margin=TEST_MARGIN), normalize(mean, std)
         return make_data_set(

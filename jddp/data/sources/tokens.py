@@ -33,7 +33,6 @@ DOCUMENTS = ".documents.npy"
 # Arrays of a batch besides "tokens", by the treatment of documents.
 ADDED: dict[str, dict[str, str]] = {
     "cross": {},
-    "mask": {"mask": "float32"},
     "pack": {"segments": "int32", "mask": "float32"},
 }
 
@@ -55,7 +54,7 @@ def tokens(
       directory: Folder of the shards.
       sequence_length: Tokens that are predicted per example.
       vocab_size: Number of tokens; larger ones are refused. By default from tokens.json.
-      documents: Treatment of documents: "cross", "mask" or "pack" (see `token_examples`).
+      documents: Treatment of documents: "cross" or "pack" (see `token_examples`).
 
     Raises:
       ConfigError: If an argument breaks its rule.
@@ -96,7 +95,7 @@ def python_stdlib(*, sequence_length: int = 256, documents: str = "cross") -> Da
 
     Args:
       sequence_length: Bytes that are predicted per example.
-      documents: Treatment of documents, each a file: "cross", "mask" or "pack" (see `tokens`).
+      documents: Treatment of documents, each a file: "cross" or "pack" (see `tokens`).
 
     Raises:
       ConfigError: If an argument breaks its rule.
@@ -159,8 +158,7 @@ def token_examples(
     Args:
       shards: Sequences of tokens.
       begins: Positions at which documents begin in each of them.
-      documents: "cross" for windows of the sequences; "mask" for the same windows, in which first
-        tokens of documents are not predicted; "pack" for rows of whole documents.
+      documents: "cross" for windows of the sequences; "pack" for rows of whole documents.
       sequence_length: Tokens that are predicted per example.
       vocab_size: Number of tokens; None accepts any.
 
@@ -177,10 +175,7 @@ def token_examples(
         return PackedExamples(
             *shards, documents=begins, sequence_length=sequence_length, vocab_size=vocab_size
         )
-    known = begins if documents == "mask" else None
-    return TokenExamples(
-        *shards, documents=known, sequence_length=sequence_length, vocab_size=vocab_size
-    )
+    return TokenExamples(*shards, sequence_length=sequence_length, vocab_size=vocab_size)
 
 
 def packing_of(examples: Examples) -> str:
@@ -216,36 +211,25 @@ def _file_of(tokens: np.ndarray) -> str:
 class TokenExamples:
     """Windows of long sequences: each token but a sequence's first is predicted once per epoch."""
 
-    def __init__(
-        self,
-        *shards: np.ndarray,
-        sequence_length: int,
-        vocab_size: int | None = None,
-        documents: Sequence[np.ndarray] | None = None,
-    ):
+    def __init__(self, *shards: np.ndarray, sequence_length: int, vocab_size: int | None = None):
         """Cuts sequences into windows that overlap by one token; the remainder is not used.
 
         Args:
           shards: Sequences `(n,)` of whole numbers, in memory or memory-mapped.
           sequence_length: Predictions per example, `t`; a window holds `t + 1` tokens.
           vocab_size: Number of tokens; larger ones are refused when read. None accepts any from 0.
-          documents: Positions at which documents begin in each sequence, in rising order. First
-            tokens of documents are then not predicted: "mask" is 0 there.
 
         Raises:
           DataError: If no sequence is long enough for a window.
         """
         self._shards, self._vocab_size = shards, vocab_size
-        self._documents = documents
         self._sequence_length = sequence_length
         sizes = [max(0, len(tokens) - 1) // sequence_length for tokens in shards]
         self._ends = np.cumsum(sizes)
         if not sum(sizes):
-            longest = max(shards, key=len)
             raise DataError(
-                f"{_file_of(longest)}{len(longest):,} tokens are too few for sequence_length "
-                f"{sequence_length}, which needs {sequence_length + 1:,}. Give more text or "
-                "shorter sequences."
+                f"{_file_of(shards[0])}{max(map(len, shards)):,} tokens are too few for "
+                f"sequence_length {sequence_length}, which needs {sequence_length + 1:,}."
             )
 
     def __len__(self) -> int:
@@ -254,31 +238,18 @@ class TokenExamples:
     def take(self, indices: np.ndarray) -> NumpyBatch:
         """int32 tokens `(b, t + 1)`: inputs are all but the last, targets all but the first.
 
-        Returns:
-          "tokens"; and float32 "mask" `(b, t)` if documents are known.
-
         Raises:
           DataError: If a token is negative, or not below `vocab_size`.
         """
         length = self._sequence_length
-        batch = {"tokens": np.empty((len(indices), length + 1), np.int32)}
-        if self._documents is not None:
-            batch["mask"] = np.ones((len(indices), length), np.float32)
+        tokens = np.empty((len(indices), length + 1), np.int32)
         shards = np.searchsorted(self._ends, indices, side="right")
         for shard in np.unique(shards):
             rows = np.flatnonzero(shards == shard)
             firsts = (indices[rows] - (self._ends[shard - 1] if shard else 0)) * length
             places = firsts[:, None] + np.arange(length + 1)
-            tokens = _tokens_at(self._shards[shard], places, self._vocab_size)
-            batch["tokens"][rows] = tokens
-            if self._documents is not None:
-                batch["mask"][rows] = ~_are_in(places[:, 1:], self._documents[shard])
-        return batch
-
-
-def _are_in(places: np.ndarray, rising: np.ndarray) -> np.ndarray:
-    nearest = np.searchsorted(rising, places)
-    return rising[np.minimum(nearest, len(rising) - 1)] == places if len(rising) else nearest < 0
+            tokens[rows] = _tokens_at(self._shards[shard], places, self._vocab_size)
+        return {"tokens": tokens}
 
 
 class PackedExamples:
