@@ -174,7 +174,15 @@ class Listener:
         """Follows the first failure once there is one; returns whether the job is over."""
         if not service.is_connected():
             return True
-        _follow_if_any()
+        file = os.environ.get(VARIABLE, "") if os.environ.get(LAUNCHED) else ""
+        found = read_failure(Path(file))
+        if found and found["exit_code"] != ExitCode.HANG:  # A hang is known to all processes.
+            service.try_publish(_KEY, json.dumps(found))
+        first = _first_failure(0.5)
+        if first is not None and first["process"] != service.process_index():
+            time.sleep(_MOMENT)
+            with _leaving:
+                _follow(first)
         left = service.published(_LEFT)
         if not (left and is_waiting_for(left)):
             self._since = None
@@ -183,19 +191,6 @@ class Listener:
         elif time.monotonic() > self._since + _PATIENCE:
             blame_who_left()
         return False
-
-
-def _follow_if_any() -> None:
-    """Publishes a failure that the launcher has written; follows the first of the job."""
-    file = os.environ.get(VARIABLE, "") if os.environ.get(LAUNCHED) else ""
-    found = read_failure(Path(file))
-    if found and found["exit_code"] != ExitCode.HANG:  # A hang is known to all processes.
-        service.try_publish(_KEY, json.dumps(found))
-    first = _first_failure(0.5)
-    if first is not None and first["process"] != service.process_index():
-        time.sleep(_MOMENT)
-        with _leaving:
-            _follow(first)
 
 
 def blame_who_left() -> bool:

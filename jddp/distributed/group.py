@@ -16,7 +16,6 @@ closed terminal, is dropped; a full disk is reported.
 """
 
 import collections
-import contextlib
 import math
 import os
 import re
@@ -219,7 +218,7 @@ class Worker(subprocess.Popen[bytes]):
                 self._file.write(chunk)
         except OSError as error:
             self._file.close()
-            with CONSOLE, contextlib.suppress(OSError):
+            with CONSOLE, suppress(OSError):
                 report(f"{self.log}: {words_of(error)}. The rest is only in the terminal.")
 
     def _show(self, text: bytes, sink: Any) -> bytes:
@@ -231,7 +230,7 @@ class Worker(subprocess.Popen[bytes]):
         if sink is sys.stderr:
             self._errors.extend(line.decode(errors="replace").rstrip() for line in lines)
         shown = b"".join(self._prefix + line for line in without_gloo(lines))
-        with CONSOLE, contextlib.suppress(OSError, ValueError):
+        with CONSOLE, suppress(OSError, ValueError):
             if hasattr(sink, "buffer"):
                 sink.buffer.write(shown)
             else:  # The stream of a notebook.
