@@ -116,7 +116,10 @@ class DataParallel(Shown):
     Attributes:
       mesh: The mesh of devices.
       steps: The step before it runs: its parts, rows, plans, traces and programs.
+      loaded: Report on the last `init(params=...)`, array by array; None before one.
     """
+
+    loaded: Loaded | None = None
 
     @refuses_unknown("DataParallel", OF_DATA_PARALLEL)
     def __init__(
@@ -185,7 +188,6 @@ class DataParallel(Shown):
             donate=donate,
             remake=lambda other: DataParallel(**options | {"mesh": other}).steps,
         )
-        self._loaded: Loaded | None = None
         predict = functools.partial(evaluation.make_predict, spec, self.mesh)
         self._predict = functools.lru_cache(maxsize=8)(predict)
 
@@ -255,17 +257,14 @@ class DataParallel(Shown):
         """
         inputs = self.steps.inputs(as_arrays(batch), constants)
         is_path = isinstance(params, str | Path)
-        read = tool("weights", "init(params=PATH)", "jddp.checkpoint") if is_path else None
-        given = read(params) if read else params
-        first = make_first(self.steps, seed, inputs, given, partial=partial, casts=is_path)
-        self._executor.latest, self._executor.planned = first.state, first.planned
-        self._loaded = first.loaded or self._loaded
-        return first.state
-
-    @property
-    def loaded(self) -> Loaded | None:
-        """Report on the last `init(params=...)`, array by array; None before one."""
-        return self._loaded
+        if is_path:
+            params = tool("weights", "init(params=PATH)", "jddp.checkpoint")(params)
+        state, planned, loaded = make_first(
+            self.steps, seed, inputs, params, partial=partial, casts=is_path
+        )
+        self._executor.latest, self._executor.planned = state, planned
+        self.loaded = loaded or self.loaded
+        return state
 
     def model(self, state: TrainState, params: str = "params") -> Any:
         """Returns copies: Linen variables, or an NNX module in eval mode.

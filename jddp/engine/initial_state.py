@@ -1,6 +1,6 @@
 """Makes the first state of training: by the model from a seed, or from given values.
 
-    state = make_first(steps, seed, inputs, params=None).state       # the same on every device
+    state, planned, loaded = make_first(steps, seed, inputs)       # the same on every device
 
 All processes start with the same state: new values are made on every device from the same seed and
 rows, and given values are replicated.
@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import logging
 import operator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,20 +51,6 @@ from jddp.reduce.reducer import unless_set
 from jddp.reduce.shards import Division
 
 
-class First(NamedTuple):
-    """A first state.
-
-    Attributes:
-      state: The state.
-      planned: Plan of the step for the rows that it was made with.
-      loaded: Report on the values that were given; None where none were compared.
-    """
-
-    state: TrainState
-    planned: Planned
-    loaded: "Loaded | None"
-
-
 def make_first(
     steps: CompiledSteps,
     seed: int,
@@ -74,8 +59,8 @@ def make_first(
     *,
     partial: bool = False,
     casts: bool = False,
-) -> First:
-    """Makes a state and its plan.
+) -> tuple[TrainState, Planned, "Loaded | None"]:
+    """Makes a state and the plan of its rows; also reports on given values, if any were compared.
 
     Args:
       steps: Steps that plan for the rows, on the mesh of the state.
@@ -101,7 +86,7 @@ def make_first(
     layouts = steps.layouts(state)
     state = with_shardings(state, layouts, mesh)
     state = stack_rows(state, layouts, sharded(mesh), steps.rows.num_replicas)
-    return First(state, planned, loaded)
+    return state, planned, loaded
 
 
 def _values(
@@ -119,7 +104,7 @@ def _values(
     if model.values is not None:
         own, own_state = model.values
     elif partial:
-        made = make_first(steps, seed, inputs).state
+        made, *_ = make_first(steps, seed, inputs)
         own, own_state = model.whole(*steps.merged((made.params, made.model_state)))
     else:  # Their shapes are enough.
         made = steps.shapes(inputs)
