@@ -121,7 +121,10 @@ def _to_read(shape: Sequence[int], layout: Layout, want: jax.Array) -> jax.Shape
     if tuple(shape) != want.shape:
         fits = not layout.is_per_replica and shape and shape[0] % mesh.size == 0
         sharding = sharded(mesh) if fits else replicated(mesh)
-    return jax.ShapeDtypeStruct(shape, want.dtype, sharding=sharding)
+    read = jax.ShapeDtypeStruct(shape, want.dtype)  # Orbax makes keys of the words that it reads.
+    if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+        read = jax.eval_shape(jax.random.key_data, read)
+    return jax.ShapeDtypeStruct(read.shape, read.dtype, sharding=sharding)
 
 
 def _on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array:

@@ -258,7 +258,8 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
     # Where it keeps many threads busy, XLA:CPU begins all parameters before it divides the first,
     # and needs four times the memory of all.
     one_by_one = unless_set({"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"})
-    return step.replicas.jit(init, one_by_one if platform(mesh) == "cpu" else None)
+    is_known = platform(mesh) == "cpu" and jax.__version_info__ >= (0, 9, 2)
+    return step.replicas.jit(init, one_by_one if is_known else None)
 
 
 def own_parts(division: Division, is_on_cpu: bool, params: Params) -> Params:

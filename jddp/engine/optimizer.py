@@ -32,14 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import Array
 
 from jddp.engine.micro_batches import View, own_shards
 from jddp.engine.state import Replicated, Sharded, TrainState, name_of
 from jddp.engine.step import Placement
 from jddp.ground.errors import ConfigError, check_choice
-from jddp.ground.jaxprs import aval_shape, called
+from jddp.ground.jaxprs import aval_shape, called, jaxprs_in_params
 from jddp.ground.typing import Grads, OptState, Params, Path, PyTree, Settings, Tree
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer

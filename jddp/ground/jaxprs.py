@@ -7,12 +7,12 @@ to look: it also holds the names of functions, and these can be anything.
 This room knows equations, and nothing of models or steps.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # Primitives that make random numbers. `random_split` and others make only keys.
 DRAWING = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
@@ -24,6 +24,14 @@ Followed = tuple[list[int], bool]
 # Function from an equation and its inputs' labels to its results' labels; None if it cannot tell.
 Rule = Callable[[JaxprEqn, list[int]], Followed | None]
 EXACT = ((lax.Precision.HIGHEST,) * 2, lax.DotAlgorithmPreset.F32_F32_F32)
+
+
+def jaxprs_in_params(params: Mapping[str, object]) -> Iterator[Jaxpr]:
+    """The programs among the parameters of an equation; JAX has such a function from 0.10 on."""
+    for value in params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
+                yield inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jddp.engine.planned import Traced
 from jddp.ground.jaxprs import (
@@ -38,6 +38,7 @@ from jddp.ground.jaxprs import (
     dtype_of,
     equations,
     follow_loop,
+    jaxprs_in_params,
     may_round,
 )
 

@@ -169,7 +169,9 @@ def varies(x: jax.Array, axis: str) -> bool:
     Types show it under `shard_map`'s `check_vma=True`. Without the check no type does, not even
     the type of `lax.axis_index(axis)`.
     """
-    return axis in jax.typeof(x).manual_axis_type.varying
+    kind = jax.typeof(x)
+    varying = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # before JAX 0.10
+    return axis in varying
 
 
 def _pmean(tree: Tree, axis: str) -> Tree:

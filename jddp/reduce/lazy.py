@@ -33,11 +33,10 @@ from jax.extend.core import (
     Literal,
     Primitive,
     Var,
-    jaxprs_in_params,
 )
 from jax.typing import ArrayLike
 
-from jddp.ground.jaxprs import LOOPS, carried, dtypes
+from jddp.ground.jaxprs import LOOPS, carried, dtypes, jaxprs_in_params
 from jddp.ground.typing import PyTree, Tree
 from jddp.reduce.backward import evaluate, variables
 from jddp.reduce.units import (

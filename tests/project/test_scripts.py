@@ -13,7 +13,7 @@ import yaml
 from runs import ROOT
 
 NAMES = ("venv", "quickstart", "test", "check", "docs", "overlap", "notebook", "openmpi.sh")
-NAMES += ("release", "slurm.sbatch")
+NAMES += ("release", "lowest", "slurm.sbatch")
 SCRIPTS = [ROOT / "scripts" / name for name in NAMES]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
