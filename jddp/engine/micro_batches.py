@@ -11,9 +11,9 @@ A batch norm moves its running statistics each time it runs: k micro-batches, on
 would move them by 1 - momentum ** k. So statistics of the global batch are moved once, by the mean
 of the moves of all micro-batches. Other state passes from one micro-batch to the next.
 
-A `View` defines how much of the mean gradient a replica holds: all of it; its shard, with ZeRO-1; its
-parts of divided parameters, and all of the others, with FSDP; with local steps its own gradient,
-which is no mean.
+A `View` is the part of the mean gradient that a replica holds: all of it; its shard, with ZeRO-1;
+its parts of divided parameters, and all of the others, with FSDP; with local steps its own
+gradient, which is no mean.
 
 This room knows models, losses and masks, and nothing of optimizers or meshes.
 """
