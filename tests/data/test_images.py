@@ -47,12 +47,6 @@ def test_a_photograph_is_decoded_as_pillow_does_to_a_few_levels():
         assert differs.max() <= (0 if size == 60 else 8)
 
 
-@pytest.mark.parametrize(("mode", "form"), [("L", "JPEG"), ("CMYK", "JPEG"), ("RGB", "PNG")])
-def test_other_images_are_decoded_by_pillow(mode, form):
-    file = file_of(smooth(mode), form)
-    np.testing.assert_array_equal(decode_image(file, 24, where="x"), by_pillow(file, 24))
-
-
 def test_a_jpeg_that_is_cut_or_too_large_is_refused(monkeypatch):
     file = file_of(smooth("RGB"), "JPEG")
     for end in (len(file) // 2, len(file) - 40):

@@ -1,7 +1,5 @@
 """Runs on a mixture of folders: equal on any devices, resumed at the position, and listed."""
 
-import dataclasses
-
 import pytest
 
 import jddp
@@ -13,21 +11,19 @@ from jddp.workbench.tokenize import BYTES, write_tokens
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 
-OTHER = dataclasses.replace(BYTES, name="other.json", vocab_size=300)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    for name, tokenizer in (("prose", BYTES), ("code", BYTES), ("foreign", OTHER)):
+    for name in ("prose", "code"):
         texts = [f"{name[0] * 9}{i} " * (i % 4 + 2) for i in range(60)]
-        write_tokens(texts, folder / name, tokenizer=tokenizer)
+        write_tokens(texts, folder / name, tokenizer=BYTES)
     return folder
 
 
-def config(folder, run, *, names=("prose", "code"), num_devices=2, num_steps=6, **data):
+def config(folder, run, *, num_devices=2, num_steps=6, **data):
     mixture = [
-        {"dir": str(folder / name), "weight": w} for name, w in zip(names, (0.3, 0.7), strict=True)
+        {"dir": str(folder / name), "weight": w} for name, w in (("prose", 0.3), ("code", 0.7))
     ]
     kwargs = {"sequence_length": 15, "documents": "pack"}
     data = {"name": "tokens", "mixture": mixture, "global_batch_size": 8, "kwargs": kwargs} | data
@@ -69,20 +65,6 @@ def test_a_resumed_run_continues_the_mixture(folder, tmp_path):
 def test_the_first_lines_have_the_shares(folder):
     job = build(config(folder, None))
     assert "mixture, an epoch of 0.3 of" in opening(job, "x", "", columns=10_000)
-
-
-def test_different_vocabularies_are_not_mixed(folder):
-    with pytest.raises(ConfigError) as caught:
-        build(config(folder, None, names=("prose", "foreign")))
-    said = str(caught.value)
-    for words in (
-        "prose holds",
-        "[256], tokenizer 'bytes'",
-        "foreign",
-        "[300], tokenizer 'other.json'",
-    ):
-        assert words in said
-    assert "\n" not in said
 
 
 @pytest.mark.parametrize(

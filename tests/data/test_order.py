@@ -193,6 +193,9 @@ def test_a_mixture_of_different_data_is_refused_and_names_both():
     narrow, wide = (source_of("s", {"x": x}, {"x": x}) for x in (np.ones((4, 2)), np.ones((4, 3))))
     with pytest.raises(ConfigError, match=r"one holds x \(2,\) .* and two x \(3,\)"):
         mixed_source({"one": narrow, "two": wide}, [1, 1])
+    other = dataclasses.replace(narrow, tokenizer="other.json")
+    with pytest.raises(ConfigError, match=r"two x .* tokenizer 'other.json'"):
+        mixed_source({"one": narrow, "two": other}, [1, 1])
 
 
 def test_a_mixture_trains_on_shares_and_is_tested_on_all():

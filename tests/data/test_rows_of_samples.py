@@ -343,18 +343,6 @@ def test_names_of_members_follow_the_format(tmp_path):
     assert rows_of(data.train)["label"].tolist() == [1]
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "kwargs"),
-    [
-        (ConfigError, "test_share: 2", {"test_share": 2}),
-        (DataError, "mean has 2 numbers", {"mean": [0.5, 0.5]}),
-    ],
-)
-def test_wrong_arguments_of_tar_files_are_refused(shards, error, message, kwargs):
-    with pytest.raises(error, match=message):
-        tars(shards, **kwargs).load()
-
-
 LAST_HAS_NONE = {f"{i}.{end}": x for i in range(7) for end, x in (("jpg", JPEG), ("cls", b"1"))}
 
 

@@ -193,17 +193,6 @@ def test_a_killed_job_of_a_hugging_face_stream_resumes_bitwise(tmp_path):
     assert on_four.eval_metrics == pytest.approx(whole.eval_metrics, rel=1e-5)
 
 
-def test_a_mixture_of_streams_is_refused():
-    import datasets
-
-    made = datasets.Dataset.from_dict({"x": [1.0, 2.0]})
-    datasets.DatasetDict({"train": made, "test": made}).save_to_disk("saved")
-    mixture = "data.mixture=[{dir: saved, weight: 1}, {dir: ./saved, weight: 2}]"
-    keys = ["data.name=hugging_face", "data.kwargs.streaming=true", mixture]
-    with pytest.raises(ConfigError, match=r"data\.mixture=.*Mix sources in the stream"):
-        build(load_config([], [*TRAIN, "run.dir=run", *keys])[0])
-
-
 def test_a_run_of_a_stream_is_evaluated(mine, capsys):
     run = job_of("plain").run()
     assert main(["evaluate", "run", "--trust", "config"]) == 0

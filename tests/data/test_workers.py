@@ -1,7 +1,6 @@
 """Processes that read training batches: the same batches, and no hang when one of them dies."""
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import signal
@@ -48,22 +47,6 @@ def in_workers():
         yield lambda *args, **options: made.enter_context(
             contextlib.closing(WorkerBatches(batches(*args, **options), num_workers=2))
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Signed:
-    """Adds who runs it."""
-
-    num_draws = 0
-
-    def __call__(self, batch, draws):
-        return batch | {"pid": np.full(len(batch["x"]), os.getpid())}
-
-
-def test_processes_transform_what_they_read():
-    mine = TrainBatches({"x": np.arange(8)}, global_batch_size=4, seed=0, transforms=[Signed()])
-    with contextlib.closing(WorkerBatches(mine, num_workers=1)) as theirs:
-        assert os.getpid() not in next(theirs)["pid"]
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -251,11 +251,10 @@ def image_folder(
             classes=train.classes,
         )
 
-    spec = image_spec(image_size, image_size, 3)
     root = directory if test_share is not None else directory / "train"
     num_folders = num_classes or (len(_class_folders(root)) if root.is_dir() else 0)
     sizes = {"num_classes": num_folders} if num_folders else {}
-    return DataSource(spec, load, (CropAndFlip(),), sizes)
+    return DataSource(image_spec(image_size, image_size, 3), load, (CropAndFlip(),), sizes)
 
 
 def images_in(
