@@ -2,11 +2,9 @@
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any, NoReturn
 
-from jddp.ground.errors import UsageError, file_errors
-from jddp.ground.files import check_writable
+from jddp.ground.errors import UsageError
 from jddp.ground.names import did_you_mean
 
 
@@ -80,24 +78,3 @@ def check_target(arguments: argparse.Namespace, *more: str) -> None:
     for name in ("topology", "link", *more):
         if getattr(arguments, name) and arguments.target is None:
             raise UsageError(f"--{name} needs --target, such as --target h100.")
-
-
-def check_output(option: str, path: Path | None) -> None:
-    """Refuses a file that cannot be written, if one is named; a file that exists stays as it is.
-
-    Raises:
-      FileSystemError: If it cannot.
-    """
-    if path is not None:
-        with file_errors(f"{option} {path} cannot be written"):
-            check_writable(path)
-
-
-def write_output(option: str, path: Path, text: str) -> None:
-    """Writes a file.
-
-    Raises:
-      FileSystemError: If it cannot be written.
-    """
-    with file_errors(f"{option} {path} cannot be written"):
-        path.write_text(text, encoding="utf-8")

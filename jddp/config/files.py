@@ -128,7 +128,7 @@ def _without_removed(values: JsonObject, *, every: bool = False) -> JsonObject:
 
     The config of an earlier run has them all.
     """
-    for key, (default, _) in REMOVED.items():
+    for key, default in REMOVED.items():
         *above, name = key.split(".")
         section = _at(values, above)
         if isinstance(section, dict) and name in section and (every or section[name] == default):

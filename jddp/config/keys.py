@@ -18,30 +18,30 @@ from jddp.ground.names.synonyms import KEYS
 KeyPath = tuple[str, ...]
 Schema = type[BaseModel]
 ANY = "NAME"
-# Keys of earlier versions, each with its default and the effect that another value had. In a file
-# the default is left out; another value is an unknown key.
-REMOVED: dict[str, tuple[object, str]] = {
-    "checkpoint.best_mode": ("auto", "numbers"),
-    "checkpoint.keep_best": (1, "none"),
-    "data.allow_changed": (False, "none"),
-    "data.cutmix": (None, "numbers"),
-    "data.mixup": (None, "numbers"),
-    "data.source": ("embedded", "numbers"),
-    "data.transform_on": ("device", "rounding"),
-    "ddp.strategy.outer.learning_rate": (1.0, "numbers"),
-    "loss.class_weights": (None, "numbers"),
-    "loss.eval_kwargs": ({}, "numbers"),
-    "optimizer.decay_norms_and_biases": (False, "numbers"),
-    "optimizer.layer_decay": ({"factor": 1.0, "layers": []}, "numbers"),
-    "report.norms_every_steps": (None, "none"),
-    "train.check_evaluation": (True, "none"),
-    "train.log_every_epochs": (None, "none"),
-    "train.stop": (dict(metric=None, patience=3, mode="auto", min_delta=0.0), "result"),
-    "watchdog.compile_seconds": (3600, "none"),
-    "watchdog.evaluation_seconds": (3600, "none"),
-    "watchdog.other_seconds": (None, "none"),
-    "watchdog.save_seconds": (3600, "none"),
-    "watchdog.start_seconds": (1800, "none"),
+# Keys of earlier versions with their defaults, which are left out of a file; another value is an
+# unknown key, and a run that had one resumes if `checkpoint.allow_changed` has the key.
+REMOVED: dict[str, object] = {
+    "checkpoint.best_mode": "auto",
+    "checkpoint.keep_best": 1,
+    "data.allow_changed": False,
+    "data.cutmix": None,
+    "data.mixup": None,
+    "data.source": "embedded",
+    "data.transform_on": "device",
+    "ddp.strategy.outer.learning_rate": 1.0,
+    "loss.class_weights": None,
+    "loss.eval_kwargs": {},
+    "optimizer.decay_norms_and_biases": False,
+    "optimizer.layer_decay": {"factor": 1.0, "layers": []},
+    "report.norms_every_steps": None,
+    "train.check_evaluation": True,
+    "train.log_every_epochs": None,
+    "train.stop": dict(metric=None, patience=3, mode="auto", min_delta=0.0),
+    "watchdog.compile_seconds": 3600,
+    "watchdog.evaluation_seconds": 3600,
+    "watchdog.other_seconds": None,
+    "watchdog.save_seconds": 3600,
+    "watchdog.start_seconds": 1800,
 }
 
 
@@ -59,11 +59,6 @@ def keys_of(schema: Schema, above: KeyPath = ()) -> dict[KeyPath, FieldInfo]:
         else:
             keys[path] = field
     return keys
-
-
-def removed(key: str) -> str | None:
-    """The entry of `REMOVED` that equals or contains a dotted key; None if there is none."""
-    return next((name for name in REMOVED if f"{key}.".startswith(f"{name}.")), None)
 
 
 def is_at(key: KeyPath, place: KeyPath) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
 
-from jddp.config.keys import REMOVED, ConfigMistakes, describe_mistakes, keys_of, removed
+from jddp.config.keys import REMOVED, ConfigMistakes, describe_mistakes, keys_of
 from jddp.config.options import DdpConfig, NamedSection, Section, WithArguments, option
 from jddp.config.permissions import expand, is_url
 from jddp.ground.errors import ConfigError
@@ -326,8 +326,7 @@ def effect_of(key: str, *values: object) -> str:
     field = keys_of(Config).get(tuple(key.split(".")))
     about: Any = None if field is None else field.json_schema_extra
     if about is None:
-        name = removed(key)
-        return "numbers" if name is None else REMOVED[name][1]
+        return "numbers"
     if values and all(value in about["alike"] for value in values):
         return "rounding"
     return about["effect"]

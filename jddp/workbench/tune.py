@@ -17,13 +17,12 @@ from jddp.config.cli import (
     Parser,
     add_config_arguments,
     add_target_arguments,
-    check_output,
     check_target,
     share_gpus,
-    write_output,
 )
 from jddp.distributed.command import run_command
-from jddp.ground.errors import ExitCode, report, show
+from jddp.ground.errors import ExitCode, file_errors, report, show
+from jddp.ground.files import check_writable
 
 if TYPE_CHECKING:
     from jddp.config.schema import Config
@@ -50,7 +49,9 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     config, _ = load_config(arguments.config, arguments.overrides)
     check_target(arguments)
-    check_output("--out", arguments.out)
+    if arguments.out is not None:  # Now, before it takes minutes.
+        with file_errors(f"--out {arguments.out} cannot be written"):
+            check_writable(arguments.out)
     score, how = _scorer(arguments)
     if arguments.batch:
         return _largest(arguments, config, score, how)
@@ -62,7 +63,8 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     found = tune(config, score, how, seconds=60 * arguments.minutes, note=note)
     if arguments.out is not None:
-        write_output("--out", arguments.out, found.fragment)
+        with file_errors(f"--out {arguments.out} cannot be written"):
+            arguments.out.write_text(found.fragment, encoding="utf-8")
     show(json.dumps(found.as_json()) if arguments.json else str(found))
     return ExitCode.DONE
 
