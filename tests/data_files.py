@@ -18,11 +18,6 @@ def file_of(pixels, form="PNG", **options):
     return file.getvalue()
 
 
-def npy_of(array):
-    np.save(file := io.BytesIO(), array, allow_pickle=True)
-    return file.getvalue()
-
-
 def write_tar(path, members):
     """A tar file of these contents by name."""
     with tarfile.open(path, "w") as tar:
