@@ -82,6 +82,11 @@ def with_plugin(tmp_path):
     package = tmp_path / "packages" / "jax_plugins" / "xla_cuda12"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(PLUGIN)
+    about = tmp_path / "packages" / "jax_cuda12_plugin-0.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: jax-cuda12-plugin\nVersion: 0.0\n")
+    entry = "[jax_plugins]\nxla_cuda12 = jax_plugins.xla_cuda12\n"
+    (about / "entry_points.txt").write_text(entry)
     path = os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path / "packages")])
     return environment(PYTHONPATH=path, JAX_PLATFORMS="")
 
