@@ -246,10 +246,6 @@ class Share(NamedTuple):
     process_index: int
     num_processes: int
 
-    def __str__(self) -> str:
-        """Text for a sentence."""
-        return f"share {self.process_index} of {self.num_processes}"
-
     def part_of(self, num_rows: int) -> tuple[int, int]:
         """Number of the first row of this share of a batch, and of the first row after it."""
         index, count = self

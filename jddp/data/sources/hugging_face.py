@@ -201,10 +201,6 @@ class StoredRows(RowExamples):
             return None
         return np.asarray(self._rows.select_columns([name])[:][name])
 
-    def place_names(self) -> str:
-        """The tar file and the name of each sample, a line each."""
-        return "\n".join(_place(row) for row in self._rows.select_columns(PLACE))
-
     def _rows_at(self, indices: list[int]) -> Iterable[Row]:
         with refusing_damage(self._where, "file of rows"):
             stored = self._rows.__getitems__(indices)
@@ -305,9 +301,10 @@ def webdataset(
         for rows, margin in zip(parts, (0.0, TEST_MARGIN), strict=True)
     )
     scaling, digests = normalize(mean, std), ""
-    for samples in (train, test):  # by names and labels
-        labels = np.asarray(samples.column("label"), np.int32)
-        digests += sha256(samples.place_names().encode() + labels.tobytes()).hexdigest()
+    for rows in parts:  # by names and labels
+        names = "\n".join(map(_place, rows.select_columns(PLACE)))
+        labels = np.asarray(rows["label"]).astype(np.int32)
+        digests += sha256(names.encode() + labels.tobytes()).hexdigest()
     data = make_data_set(
         f"webdataset {directory}",
         Transformed(train, scaling),
