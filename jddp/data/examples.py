@@ -46,11 +46,11 @@ class ArrayExamples:
 
         Raises:
           DataError: If there is no array or no row, lengths differ, an array holds neither
-            numbers nor booleans, a number is not finite, or needs 64 bits.
+            numbers nor booleans, a number is not finite, is masked, or needs 64 bits.
         """
         if not arrays:
             raise DataError("the data holds no arrays. Give a dict such as {'x': ..., 'y': ...}.")
-        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        self._arrays = {name: whole(name, array) for name, array in arrays.items()}
         # A mapped array stays mapped, also when it is sent to another process.
         self._arrays |= {name: x for name, x in arrays.items() if isinstance(x, np.memmap)}
         for name, array in self._arrays.items():
@@ -105,6 +105,14 @@ def in_32_bits(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarr
     """
     check_numbers(name, array, row_names)
     return np.asarray(array, _NARROW.get(array.dtype.name, array.dtype.newbyteorder("=")))
+
+
+def whole(name: str, array: object) -> np.ndarray:
+    """An array of numpy; a masked one is refused, since its missing values would count."""
+    if np.ma.is_masked(array):
+        way_out = "Fill them (array.filled(0)), or leave out their rows."
+        raise DataError(f"array '{name}' is a masked array with missing values. {way_out}")
+    return np.asarray(array)
 
 
 def check_numbers(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarray) -> None:
@@ -172,7 +180,7 @@ class RowExamples:
         )
 
     def _stack(self, name: str, parts: list[object], indices: np.ndarray) -> np.ndarray:
-        arrays = [np.asarray(part) for part in parts]
+        arrays = [whole(name, part) for part in parts]
         shapes = {array.shape for array in arrays}
         if len(shapes) > 1 or not {array.dtype.kind for array in arrays} <= {*"biuf"}:
             dtypes = ", ".join(sorted({str(array.dtype) for array in arrays}))

@@ -95,6 +95,8 @@ BAD_DATA = (
     ({"x": np.array([2**31])}, "2147483648, which needs 64 bits"),
     ({"x": np.array([5, -(2**31) - 1])}, "-2147483649, which needs 64 bits, first in row 1"),
     ({"x": np.array([0, 1e300])}, r"1e\+300, which needs 64 bits, first in row 1"),
+    ({"x": np.ma.masked_array(np.ones(4), mask=np.arange(4) > 2)}, "'x' is a masked array"),
+    ([{"x": x} for x in np.ma.masked_array(np.ones((2, 2)), mask=np.eye(2))], "masked array"),
     ({1, 2}, "type set cannot be read"),
     ([1, 2], "a row of the data is int"),
     (np.zeros((2, 3)), "a row of the data is ndarray"),

@@ -12,7 +12,7 @@ from runs import ROOT
 
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 ROW = re.compile(r"^\| (`.+`) \| (.+) \|$", re.MULTILINE)
-ROWS = ROW.findall(GUIDE)
+ROWS = ROW.findall(GUIDE.partition("## Words that are not used")[2].partition("\n## ")[0])
 INSTEAD = {word: terms for words, terms in ROWS for word in re.findall("`(.+?)`", words)}
 PHRASES = "|".join(r"\s+".join(map(re.escape, word.split())) for word in INSTEAD)
 FORBIDDEN = re.compile(rf"\b({PHRASES})\b(?!/|-all-to-all)", re.I)  # but in paths and in HLO

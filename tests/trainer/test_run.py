@@ -242,8 +242,8 @@ def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(tmp_path, mon
 def test_the_signature_of_fit_names_every_option_of_a_run():
     options = inspect.signature(jddp.fit).parameters
     asked = {field.name for field in dataclasses.fields(Options)} - {"evaluation"} | {"evaluate"}
-    # The command line alone knows facts; a program calls `jax.profiler` itself.
-    assert asked - {"facts", "profile_steps"} <= options.keys()
+    # The command line alone knows these; a program calls `jax.profiler` itself.
+    assert asked - {"config", "facts", "profile_steps"} <= options.keys()
 
 
 def test_arrays_are_trained_on_and_evaluated_as_batches_of_them_and_as_on_one_device():

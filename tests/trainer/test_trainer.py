@@ -652,7 +652,7 @@ def test_an_evaluation_that_is_not_finite_is_reported_and_costs_nothing(plain, t
     odd = [{**make_batch(8), "x": np.full((8, 16), np.nan, np.float32)}]
     run = fit(plain, batches(), tmp_path, evaluate=odd, callbacks=[jddp.KeepBest()])
     said = printed(capsys)
-    assert "eval 3  loss nan" in said
+    assert "eval 3 loss nan" in said
     assert "best loss: none, because no evaluation returned a number" in said
     evaluated = [x["loss"] for x in records(tmp_path) if x["split"] == "eval"]
     assert (run.step, evaluated) == (NUM_STEPS, [None, None])
