@@ -59,6 +59,7 @@ API = {
         "all_gather",
         "replica_key",
         "sync_batch_norm",
+        "register_batch_norm",
     ],
     "Options": [
         "Reduction",

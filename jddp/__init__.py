@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jddp.inspection.layers import diagnose as diagnose
     from jddp.inspection.memory import memory as memory
     from jddp.inspection.verification.verify import verify as verify
+    from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
     from jddp.modules.functional import sync_batch_norm as sync_batch_norm
     from jddp.modules.metrics import Mean as Mean
     from jddp.modules.metrics import Metric as Metric
@@ -88,6 +89,7 @@ _HOMES = {
     "memory": "inspection.memory",
     "open_run": "trainer.runs.opened",
     "powersgd": "workbench.powersgd",
+    "register_batch_norm": "modules.batch_norm",
     "replica_key": "engine.mesh",
     "sync_batch_norm": "modules.functional",
     "train": "trainer.job.build",

@@ -50,7 +50,7 @@ class ArrayExamples:
         """
         if not arrays:
             raise DataError("the data holds no arrays. Give a dict such as {'x': ..., 'y': ...}.")
-        self._arrays = {name: whole(name, array) for name, array in arrays.items()}
+        self._arrays = {name: as_whole(name, array) for name, array in arrays.items()}
         # A mapped array stays mapped, also when it is sent to another process.
         self._arrays |= {name: x for name, x in arrays.items() if isinstance(x, np.memmap)}
         for name, array in self._arrays.items():
@@ -107,7 +107,7 @@ def in_32_bits(name: str, array: np.ndarray, row_names: Sequence[int] | np.ndarr
     return np.asarray(array, _NARROW.get(array.dtype.name, array.dtype.newbyteorder("=")))
 
 
-def whole(name: str, array: object) -> np.ndarray:
+def as_whole(name: str, array: object) -> np.ndarray:
     """An array of numpy; a masked one is refused, since its missing values would count."""
     if np.ma.is_masked(array):
         way_out = "Fill them (array.filled(0)), or leave out their rows."
@@ -180,7 +180,7 @@ class RowExamples:
         )
 
     def _stack(self, name: str, parts: list[object], indices: np.ndarray) -> np.ndarray:
-        arrays = [whole(name, part) for part in parts]
+        arrays = [as_whole(name, part) for part in parts]
         shapes = {array.shape for array in arrays}
         if len(shapes) > 1 or not {array.dtype.kind for array in arrays} <= {*"biuf"}:
             dtypes = ", ".join(sorted({str(array.dtype) for array in arrays}))

@@ -40,33 +40,46 @@ from jddp.modules.rows import LEFT_OUT, transformed
 
 log = logging.getLogger("jddp")
 
-# Whether constraints on arrays are left out.
-_LEFT_OUT: ContextVar[bool] = ContextVar("left_out", default=False)
-REPORTED: set[str] = set()  # Mesh axes that were reported.
+# The specs of constraints that are left out; None if none are left out.
+_LEFT_OUT: ContextVar[list[Any] | None] = ContextVar("left_out", default=None)
 
 
-def report_axes(named: Iterable[Any]) -> None:
-    """Warns of the mesh axes in specs or tuples of names; of each axis once."""
-    specs = [spec for spec in named if isinstance(spec, tuple | list | jax.P)]
-    axes = {x for x in jax.tree.leaves([*map(tuple, specs)]) if isinstance(x, str)}
-    if new := sorted(axes - REPORTED):
-        REPORTED.update(new)
-        log.warning(
-            "The model names the mesh axes %s. Here each device holds all parameters, and its "
-            "own rows whole.",
-            ", ".join(new),
-        )
+class MeshAxes:
+    """The axes that one model names; each is reported once."""
 
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
 
-@contextlib.contextmanager
-def constraints_left_out() -> Iterator[None]:
-    """Leaves constraints on arrays out while open."""
-    _replace_constraints()
-    token = _LEFT_OUT.set(True)
-    try:
-        yield
-    finally:
-        _LEFT_OUT.reset(token)
+    def report(self, named: Iterable[Any]) -> None:
+        """Warns of axes that have not been reported, in specs or tuples of names.
+
+        While constraints are left out, it waits until their end, and adds the axes of these.
+        """
+        if (left_out := _LEFT_OUT.get()) is not None:
+            left_out += named
+            return
+        specs = [spec for spec in named if isinstance(spec, tuple | list | jax.P)]
+        axes = jax.tree.leaves([tuple(spec) for spec in specs])
+        new = {axis for axis in axes if isinstance(axis, str)} - self._reported
+        self._reported |= new
+        if new:
+            log.warning(
+                "The model names the mesh axes %s. Here each device holds all parameters, and its "
+                "own rows whole.",
+                ", ".join(sorted(new)),
+            )
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leaves constraints on arrays out while open, and reports their axes at the end."""
+        _replace_constraints()
+        specs: list[Any] = []
+        token = _LEFT_OUT.set(specs)
+        try:
+            yield
+        finally:
+            _LEFT_OUT.reset(token)
+        self.report(specs)
 
 
 @functools.cache
@@ -78,10 +91,11 @@ def _replace_constraints() -> None:
 def _left_out_where_asked(constrain: Callable[..., PyTree]) -> Callable[..., PyTree]:
     @functools.wraps(constrain)
     def constrain_or_not(x: PyTree, *args: Any, **kwargs: Any) -> PyTree:
-        if not _LEFT_OUT.get():
+        left_out = _LEFT_OUT.get()
+        if left_out is None:
             return constrain(x, *args, **kwargs)
         given = jax.tree.leaves((args, kwargs), is_leaf=lambda spec: isinstance(spec, jax.P))
-        report_axes(getattr(sharding, "spec", sharding) for sharding in given)
+        left_out += [getattr(sharding, "spec", sharding) for sharding in given]
         return x
 
     return constrain_or_not
@@ -150,6 +164,7 @@ class FlaxModel(abc.ABC):
         classes of variables (NNX).
       compute_dtype: Dtype of the arithmetic, as `jddp.modules.precision.Casts` takes it.
       frozen: Parameters that are not trained, as `jddp.modules.base.freeze` takes them.
+      axes: Mesh axes that the model names.
     """
 
     name: str
@@ -159,6 +174,7 @@ class FlaxModel(abc.ABC):
     per_replica: tuple[str, ...]
     compute_dtype: np.dtype | None
     frozen: Frozen
+    axes: MeshAxes
 
     def whole(self, params: Params, model_state: ModelState) -> tuple[Params, ModelState]:
         """Returns all parameters, trained or not, and the other state."""
@@ -221,7 +237,7 @@ class FlaxModel(abc.ABC):
 
     def call(self, loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
         """Calls a loss with a model in Flax's own form, without constraints on its arrays."""
-        with constraints_left_out():
+        with self.axes.left_out():
             return call_loss(loss_fn, model, transformed(batch), train=train)
 
     def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:

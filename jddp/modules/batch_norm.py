@@ -11,6 +11,7 @@ rows. Each layer costs one all-reduce per direction.
 
 Model libraries carry copies of the class. A layer that keeps `batch_stats` and has a field
 `axis_name` counts as such a copy, and is given the axis: it then averages over replicas by itself.
+If a registered class knows no axis, its layers are called with the rows of all replicas.
 
 This module holds what the two module systems share: which replicas are synchronized, the moments
 of their rows, and the axes that layers name.
@@ -18,15 +19,20 @@ of their rows, and the axes that layers name.
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.ground.errors import ConfigError
 from jddp.ground.numbers import add_in_pairs
+
+_REGISTERED: set[type] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +102,55 @@ class Sync:
     def kept(self, var: Array, count: Array) -> Array:
         """The variance for the running statistics, from the variance of `count` values."""
         return var * count / jnp.maximum(count - 1, 1) if self.unbiased else var
+
+
+def register_batch_norm(cls: Any) -> Any:
+    """Lets jddp synchronize a batch norm that is not Flax's own, under `batch_norm="sync"`.
+
+    A layer of the class is then called with the rows of all replicas, and each replica keeps its
+    own rows of the output. That is exact for any layer that needs no more than the rows. It costs
+    each replica the layer's work for the global batch, and memory for its input. A field
+    `axis_name`, as in Flax's own class, is cheaper and needs no registration.
+
+    Args:
+      cls: A class of Linen or NNX modules, called with arrays whose first dim is the rows.
+
+    Returns:
+      The class, so that this may be its decorator.
+
+    Raises:
+      ConfigError: If it is no class of Flax modules.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module | nnx.Module)):
+        raise ConfigError(f"register_batch_norm: {cls!r} is no class of Flax modules. Give one.")
+    _REGISTERED.add(cls)
+    return cls
+
+
+def is_registered(layer: Any) -> bool:
+    """Whether its class, or a base of it, is registered."""
+    return not _REGISTERED.isdisjoint(type(layer).__mro__)
+
+
+def on_all_rows(call: Callable[..., Any], args: Any, kwargs: Any, sync: Sync) -> Any:
+    """Calls a layer with the rows of all replicas, and keeps this replica's results."""
+    if sync.num_replicas == 1:
+        return call(*args, **kwargs)
+    num = len(next(x for x in jax.tree.leaves((args, kwargs)) if jnp.ndim(x)))
+    size = sync.group_size or lax.axis_size(sync.axis)
+
+    def gather(x: Any) -> Any:
+        if jnp.shape(x)[:1] != (num,):
+            return x
+        return lax.all_gather(x, sync.axis, axis_index_groups=sync.groups, tiled=True)
+
+    def own(y: Any) -> Any:
+        if jnp.shape(y)[:1] != (num * size,):
+            return y
+        return lax.dynamic_slice_in_dim(y, lax.axis_index(sync.axis) % size * num, num)
+
+    args, kwargs = jax.tree.map(gather, (args, kwargs))
+    return jax.tree.map(own, call(*args, **kwargs))
 
 
 def give_axis(layer: Any, path: str, sync: Sync, *, is_synced: bool) -> None:

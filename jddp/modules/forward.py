@@ -211,9 +211,9 @@ def _undeclared(path: Path, kind: str, *, is_statistic: bool) -> ConfigError:
     if is_statistic:
         return ConfigError(
             f"batch_norm='sync': {name!r} is a statistic of each replica's own rows, and its layer "
-            "is neither Flax's BatchNorm nor has it a field axis_name. Give it that field, over "
-            "which it averages with jax.lax.pmean; or choose batch_norm='local', of which "
-            "jddp.verify shows how far it is from one device."
+            "is neither Flax's BatchNorm nor has it a field axis_name. Register the layer's class, "
+            "jddp.register_batch_norm(cls), so that it sees the rows of all replicas; or choose "
+            "batch_norm='local', of which jddp.verify shows how far it is from one device."
         )
     return ConfigError(
         f"state: {name!r} depends on the rows or random numbers of each replica, and no rule is "

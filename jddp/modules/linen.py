@@ -15,7 +15,7 @@ from jaxtyping import Array
 from jddp.ground.errors import UsageError
 from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 from jddp.modules import batch_norm
-from jddp.modules.base import FlaxModel, is_saved, report_axes, stream, takes_train
+from jddp.modules.base import FlaxModel, MeshAxes, is_saved, stream, takes_train
 from jddp.modules.batch_norm import Sync
 from jddp.modules.precision import CASTS, with_casts
 
@@ -28,12 +28,14 @@ class LinenModel(FlaxModel):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.axes = MeshAxes()
 
     def init(self, loss_fn: LossFn, key: jax.Array, batch: Batch) -> tuple[Params, ModelState]:
         """Runs the loss under `nn.init`."""
         loss = functools.partial(self.call, loss_fn, train=True)
         run = nn.init(loss, self.module, mutable=nn.DenyList(self._OFF))
-        params, model_state = self.split(run(self._streams(key), batch))
+        with self.axes.left_out():  # One notice covers boxes and constraints.
+            params, model_state = self.split(run(self._streams(key), batch))
         return params, model_state or {}
 
     @with_casts
@@ -112,7 +114,7 @@ class LinenModel(FlaxModel):
             return isinstance(x, nn.Partitioned)
 
         boxes = filter(is_box, jax.tree.leaves(variables, is_leaf=is_box))
-        report_axes(box.names for box in boxes)
+        self.axes.report(box.names for box in boxes)
         return jax.tree.map(lambda x: x.value if is_box(x) else x, variables, is_leaf=is_box)
 
     def _streams(self, key: jax.Array) -> dict[str, jax.Array]:
@@ -150,6 +152,8 @@ def synced_linen(sync: Sync, *, is_synced: bool = True) -> Iterator[None]:
         layer = context.module
         if context.method_name != "__call__" or layer.scope is None or layer.is_initializing():
             return call(*args, **kwargs)
+        if is_synced and batch_norm.is_registered(layer):
+            return batch_norm.on_all_rows(call, args, kwargs, sync)
         if isinstance(layer, nn.BatchNorm):
             batch_norm.name_axis(layer, "/".join(layer.path), sync, is_synced=is_synced)
             if is_synced:

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree
 from jddp.modules import batch_norm
-from jddp.modules.base import FlaxModel, is_saved, report_axes
+from jddp.modules.base import FlaxModel, MeshAxes, is_saved
 from jddp.modules.batch_norm import Sync
 from jddp.modules.precision import CASTS, derived, with_casts
 
@@ -25,8 +25,9 @@ class NnxModel(FlaxModel):
         self._graph, *parts = nnx.split(module, nnx.Param, nnx.RngState, ...)
         kept = nnx.to_flat_state(parts[-1])
         self._kinds = {path: [c.__name__ for c in type(x).__mro__] for path, x in kept}
+        self.axes = MeshAxes()
         boxes = (x.get_metadata() for _, x in nnx.to_flat_state(parts[0]))
-        report_axes(metadata.get("out_sharding") for metadata in boxes)
+        self.axes.report(metadata.get("out_sharding") for metadata in boxes)
         self._params, rngs, rest = map(nnx.to_pure_dict, parts)
         self._own = {"rngs": rngs, "rest": rest}
         self.values = self._params, self._own
@@ -126,7 +127,10 @@ def sync_nnx(module: nnx.Module, sync: Sync, *, is_synced: bool = True) -> None:
       is_synced: False for the statistics of each replica, even in layers that name an axis.
     """
     for path, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.BatchNorm):
+        if is_synced and batch_norm.is_registered(node):
+            cls: Any = type(node)
+            node.__class__ = _gathering_class(cls, sync)
+        elif isinstance(node, nnx.BatchNorm):
             node.__class__ = _synced_class(type(node), sync, is_synced)
         elif hasattr(node, "axis_name") and any(
             isinstance(value, nnx.BatchStat) for value in vars(node).values()
@@ -152,6 +156,14 @@ def _synced_class(cls: Any, sync: Sync, is_synced: bool) -> Any:
         return y
 
     return derived(cls, __call__=call)
+
+
+@functools.cache
+def _gathering_class(cls: Any, sync: Sync) -> type:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return batch_norm.on_all_rows(functools.partial(cls.__call__, self), args, kwargs, sync)
+
+    return type(cls.__name__, (cls,), {"__call__": call})
 
 
 def _normalize(

@@ -103,8 +103,7 @@ def layers_of_meshes(m, x, train, named=True):
     )
 
 
-def test_a_model_written_to_be_sharded_trains_and_evaluates_as_one_that_is_not(caplog, monkeypatch):
-    monkeypatch.setattr("jddp.modules.base.REPORTED", set())
+def test_a_model_written_to_be_sharded_trains_and_evaluates_as_one_that_is_not(caplog):
     batch, ends = make_batch(), []
     rules = [("rows", "fsdp"), ("embed", "model"), ("heads", None)]
     for options in ({}, {"named": False}):
@@ -133,8 +132,7 @@ def test_a_step_is_taken_inside_of_its_own_mesh():
     assert np.isfinite(metrics["loss"])
 
 
-def test_a_module_that_lies_on_another_mesh_is_taken_whole(caplog, monkeypatch):
-    monkeypatch.setattr("jddp.modules.base.REPORTED", set())
+def test_a_module_that_lies_on_another_mesh_is_taken_whole(caplog):
     module = on_a_mesh_of_its_own()
     with caplog.at_level(logging.WARNING, "jddp"):
         ddp = wrapped(module)

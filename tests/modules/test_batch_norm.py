@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from judge import assert_same_on_all_devices
+from judge import assert_same_on_all_devices, joined
 from states import close, equal
 from sweeps import swept
 from tiny import ConvNet, Of, loss_fn, make_batch, take_steps
@@ -179,6 +179,10 @@ class ForeignNorm(nn.Module):
         return scale[None] * (x - mean[None]) / jnp.sqrt(var[None] + 1e-5)
 
 
+class RegisteredNorm(ForeignNorm):
+    pass
+
+
 class DeafNorm(ForeignNorm):
     """Has the field, and does not ask it."""
 
@@ -202,6 +206,10 @@ class NnxForeignNorm(nnx.Module):
             mean, var = moments_over(getattr(self, "axis_name", None), x)
             self.mean[...], self.var[...] = mean, var
         return self.scale[None] * (x - mean[None]) / jnp.sqrt(var[None] + 1e-5)
+
+
+class NnxRegisteredNorm(NnxForeignNorm):
+    pass
 
 
 class NnxCopiedNorm(NnxForeignNorm):
@@ -242,7 +250,7 @@ def test_a_library_s_own_copy_of_the_class_is_synchronised_too(model):
 
 @pytest.mark.parametrize("model", swept([Foreign(), Foreign(DeafNorm), NnxForeign()], every=3))
 def test_a_batch_norm_that_knows_no_axis_is_refused_under_sync_on_several_replicas(model):
-    message = "batch_norm='sync': .*mean.* axis_name.*'local'.*verify"
+    message = "batch_norm='sync': .*mean.* jddp.register_batch_norm.*'local'.*verify"
     with pytest.raises(jddp.ConfigError, match=message) as caught:
         take_steps(wrapped(model), [rows()])
     assert "\n" not in str(caught.value)
@@ -250,9 +258,38 @@ def test_a_batch_norm_that_knows_no_axis_is_refused_under_sync_on_several_replic
         assert np.isfinite(take_steps(wrapped(model, **options), [rows()])[1]["loss"])
 
 
-@pytest.mark.parametrize("model, size", swept([(Norm(), 1), (Norm(), 2), (NnxNorm(), 2)], every=2))
+@pytest.mark.parametrize(
+    "model, overlap",
+    swept([(Foreign(RegisteredNorm), False), (NnxForeign(NnxRegisteredNorm), True)], every=2),
+)
+def test_a_registered_batch_norm_is_that_of_one_device(model, overlap):
+    jddp.register_batch_norm(RegisteredNorm)
+    assert jddp.register_batch_norm(NnxRegisteredNorm) is NnxRegisteredNorm
+    # Each replica has the same row twice, so that both micro-batches are the whole batch.
+    batch, ends = jax.tree.map(lambda x: np.repeat(x[:8], 2, axis=0), rows()), []
+    for options in ({"mesh": 1}, {}, {"accumulate_steps": 2}):
+        ddp = jddp.DataParallel(
+            model,
+            optax.sgd(0.5),
+            squares,
+            **joined(options, reduction=jddp.Reduction(overlap=overlap)),
+        )
+        state, metrics = take_steps(ddp, [batch] * 2)
+        ends.append(jax.device_get((state.params, statistics(state), metrics["loss"])))
+        assert ddp.evaluate(state, [batch])["examples"] == 16
+    # Two steps of sums of 16 rows in another order; the loss feels 1 / sqrt(var).
+    for other in ends[1:]:
+        close(ends[0], other, rtol=1e-4, atol=1e-5)
+    assert jddp.verify(model, optax.sgd(0.5), squares, rows()).passed
+
+
+@pytest.mark.parametrize(
+    "model, size",
+    swept([(Norm(), 1), (Norm(), 2), (NnxNorm(), 2), (Foreign(RegisteredNorm), 2)], every=2),
+)
 def test_a_group_of_replicas_is_a_device_of_its_own(model, size):
     """The judge is one device that takes the rows of each group apart."""
+    jddp.register_batch_norm(RegisteredNorm)
 
     def step(indices, **options):
         ddp, batch = wrapped(model, **options), jax.tree.map(lambda x: x[indices], rows())
@@ -266,9 +303,18 @@ def test_a_group_of_replicas_is_a_device_of_its_own(model, size):
     assert_same_on_all_devices(state)
 
 
-def test_groups_and_models_that_there_cannot_be_are_refused():
-    with pytest.raises(jddp.ConfigError, match=r"=3 does not divide 4 .*\[1, 2, 4\]"):
-        wrapped(Norm(), batch_norm=jddp.SyncBatchNorm(group_size=3), mesh=4)
+def test_groups_and_classes_that_there_cannot_be_are_refused():
+    for options, message in (
+        (
+            {"batch_norm": jddp.SyncBatchNorm(group_size=3), "mesh": 4},
+            r"=3 does not divide 4 .*\[1, 2, 4\]",
+        ),
+    ):
+        with pytest.raises(jddp.ConfigError, match=message):
+            wrapped(Norm(), **options)
+    for wrong in (squares, int, ForeignNorm()):
+        with pytest.raises(jddp.ConfigError, match="is no class of Flax modules"):
+            jddp.register_batch_norm(wrong)
     with pytest.raises(jddp.ConfigError, match="model is function"):
         jddp.sync_batch_norm(squares)
 
@@ -297,7 +343,7 @@ def test_a_model_is_converted_for_a_step_of_one_s_own(model):
 
 
 @in_both
-@pytest.mark.parametrize("parts, begin", [(1, 0), (1, 9), (2, 9), (2, 2)])
+@pytest.mark.parametrize("parts, begin", [(1, 0), (1, 9), (2, 9)])
 def test_broadcast_hands_on_the_statistics_of_the_first_replica_with_a_valid_row(
     kind, parts, begin
 ):
@@ -305,15 +351,13 @@ def test_broadcast_hands_on_the_statistics_of_the_first_replica_with_a_valid_row
     options = {"batch_norm": "broadcast", "mesh": 4, "accumulate_steps": parts}
     ddp = wrapped(kind(use_mask=True), **options)
     batch = rows()
-    batch["mask"] = np.arange(16) >= begin
+    batch["mask"] = np.arange(16) >= begin  # of 9, replica 2 has three of its rows, of both parts
     state = ddp.init(0, batch)
     mean, var = statistics(state)
     state, metrics = ddp.step(state, batch)
     assert np.isfinite(metrics["loss"])
-    for part in range(parts):
-        own = [np.split(np.arange(4) + 4 * replica, parts)[part] for replica in range(4)]
-        own = next(rows for rows in own if batch["mask"][rows].any())
-        x = batch["x"][own][batch["mask"][own]]
+    for part in np.split(np.arange(4) + begin // 4 * 4, parts):
+        x = batch["x"][part][batch["mask"][part]]
         mean, var = (mean + x.mean(0)) / 2, (var + x.var(0)) / 2
     close(statistics(state), [mean, var], rtol=1e-4, atol=0)
     assert_same_on_all_devices(state)
@@ -405,6 +449,21 @@ def test_parameters_without_the_statistics_of_their_layers_are_refused(batch_nor
         for given in ({"params": variables}, {"params": variables["params"], "batch": batch}):
             state, _ = ddp.step(ddp.init(**given), batch)
             assert ddp.evaluate(state, [batch])["examples"] == 16
+
+
+@in_both
+def test_broadcast_chooses_the_replica_with_a_valid_row_anew_for_each_micro_batch(kind):
+    ddp = wrapped(kind(use_mask=True), batch_norm="broadcast", mesh=2, accumulate_steps=2)
+    batch = rows()
+    # Of the first micro-batch replica 0 has no valid row, of the second it has.
+    batch["mask"] = np.arange(16) >= 4
+    state = ddp.init(0, batch)
+    mean, var = statistics(state)
+    state, _ = ddp.step(state, batch)
+    for own in (slice(8, 12), slice(4, 8)):
+        x = batch["x"][own]
+        mean, var = (mean + x.mean(0)) / 2, (var + x.var(0)) / 2
+    close(statistics(state), [mean, var], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("overlap", swept([True, False], every=2))

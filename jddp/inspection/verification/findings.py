@@ -253,6 +253,7 @@ def causes(
     if spec.model.sync.rules:
         yield (
             "state: a layer that normalises with such state uses the state of its replica.\n"
+            "If it is a batch norm, jddp.register_batch_norm(cls) gives it the rows of all.\n"
             "A ratio of averages, such as a codebook, is not the mean of the replicas'\n"
             "ratios: in the layer, sum counts and totals with jax.lax.psum(x, jddp.AXIS)\n"
             "before dividing."
