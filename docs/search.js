@@ -20,7 +20,7 @@ const page = {
   querySelector: () => null,
   querySelectorAll: () => [],
 };
-const browser = { document: page, SPHINX_HIGHLIGHT_ENABLED: false, _ready() {} };
+const browser = { document: page, SPHINX_HIGHLIGHT_ENABLED: false, _ready() {}, _: (text) => text };
 browser.window = browser;
 vm.createContext(browser);
 const scripts = ["base-stemmer", "english-stemmer", "language_data", "searchtools", "site"];
