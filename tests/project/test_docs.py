@@ -42,6 +42,9 @@ def test_pages_name_code_that_is_there():
             target = (page.parent / link.partition("#")[0]).resolve()
             if definition(path, name) is None or (link and target != ROOT / path):
                 wrong.append(f"{page.name}: {path}:{name}")
+    for page in ROOT.glob("tests/**/README.md"):
+        named = re.findall(r"`(?:tests/)?((?:\w+/)+test_\w+\.py)`", page.read_text())
+        wrong += [f"{page}: {path}" for path in named if not (ROOT / "tests" / path).exists()]
     assert not wrong
 
 

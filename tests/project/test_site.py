@@ -18,6 +18,7 @@ from runs import ROOT, compiling_as_here, environment
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
+import jddp.data
 from jddp.config.files import flatten
 from jddp.config.keys import is_at, keys_of
 from jddp.distributed.launcher import DETERMINISTIC
