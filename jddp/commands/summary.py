@@ -20,12 +20,11 @@ import numpy as np
 
 from jddp.config.versions import versions
 from jddp.data.source import DataSet, Streams
-from jddp.inspection.memory import Memory
+from jddp.inspection.memory import NOTHING_FITS, Memory, ways_out
 from jddp.inspection.memory import memory as memory_of
 from jddp.trainer.job.job import Job
 from jddp.trainer.job.parts import optimizer_table, period_of
 from jddp.trainer.options import as_period
-from jddp.trainer.out_of_memory import NOTHING_FITS, ways_out
 from jddp.trainer.prefetch import NUM_AHEAD
 from jddp.trainer.reports.lines import unbroken, wrap
 from jddp.trainer.run import Run

@@ -15,15 +15,13 @@ import jax
 
 from jddp.distributed.gpus import smallest_bytes
 from jddp.engine.compiled import CompiledSteps, Trainable
-from jddp.engine.mesh import platform
 from jddp.ground.typing import Batch, PyTree, Shown
+from jddp.modules.rows import count_rows
 
 FIELDS = ("parameters", "gradients", "optimizer", "other_state", "batch", "temporaries")
-# Autotuning runs kernels on the GPUs, and in a job on the GPUs of all its processes together.
-_WITHOUT_AUTOTUNING: dict[str, str | bool] = {
-    "xla_gpu_autotune_level": "0",
-    "xla_gpu_shard_autotuning": False,
-}
+NOTHING_FITS = (
+    "One row at a time is too much: choose a smaller model, or an optimizer with less state."
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,24 +87,40 @@ class Memory(Shown):
                 yield num
 
 
-def memory(
-    ddp: Trainable, batch: Batch, *, accumulate_steps: int | None = None, autotune: bool = True
-) -> Memory:
+def memory(ddp: Trainable, batch: Batch, *, accumulate_steps: int | None = None) -> Memory:
     """Compiles a step and `init`, and reports their memory on each device; runs nothing.
 
     Args:
       ddp: A `jddp.DataParallel`.
       batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
       accumulate_steps: Number of micro-batches of another step, for comparison.
-      autotune: Whether the compiler may try kernels on GPUs, as for a step that runs.
     """
-    mesh = ddp.mesh
-    options = None if autotune or platform(mesh) != "gpu" else _WITHOUT_AUTOTUNING
-    compiled = ddp.steps.lower(batch, accumulate_steps).compile(compiler_options=options)
-    step = assigned_memory(compiled, ddp.steps, batch, _device_limit(mesh.local_devices))
-    init = ddp.steps.lower_init(batch).compile(compiler_options=options)
+    compiled = ddp.steps.lower(batch, accumulate_steps).compile()
+    step = assigned_memory(compiled, ddp.steps, batch, _device_limit(ddp.mesh.local_devices))
+    init = ddp.steps.lower_init(batch).compile()
     # The state of a hook is made after the rest.
     return replace(step, start=max(compiled_bytes(init), step.fixed - step.gradients))
+
+
+def ways_out(ddp: Trainable, batch: Batch, needed: Memory) -> Iterator[str]:
+    """The micro-batches, and the smaller global batch, with which a compiled step fits, if any.
+
+    Args:
+      ddp: A `jddp.DataParallel`, which steps.
+      batch: Shapes of this process's rows.
+      needed: Memory of the step, which does not fit.
+    """
+    accumulate_steps, num_rows = ddp.steps.rows.accumulate_steps, count_rows(batch)
+    cuts = list(needed.cuts(num_rows // len(ddp.mesh.local_devices) // accumulate_steps))
+    for num_steps in (accumulate_steps * cut for cut in cuts):
+        if (smaller := memory(ddp, batch, accumulate_steps=num_steps)).fits:
+            yield f"accumulate_steps={num_steps} ({in_words(smaller.total)})"
+            break
+    for rows in (num_rows // cut for cut in cuts):
+        fewer = jax.tree.map(lambda x, rows=rows: x.update(shape=(rows, *x.shape[1:])), batch)
+        if (smaller := memory(ddp, fewer)).fits:
+            yield f"a global batch of {rows * jax.process_count()} ({in_words(smaller.total)})"
+            break
 
 
 def assigned_memory(

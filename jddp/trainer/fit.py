@@ -7,11 +7,13 @@ job, and runs the training loop under a watchdog. It knows a model only as an ob
 evaluates. Processes with different arguments would hang in a collective, or compute nonsense.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 
 import jax
@@ -30,7 +32,7 @@ from jddp.distributed.watchdog import Watchdog
 from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import refuse_padding
 from jddp.engine.state import TrainState, by_path
-from jddp.ground.errors import ConfigError, FileSystemError
+from jddp.ground.errors import ConfigError, FileSystemError, OutOfMemoryError
 from jddp.ground.names import refuses_unknown
 from jddp.ground.names.plugins import RUN_ENDED, added
 from jddp.ground.names.synonyms import OF_FIT
@@ -38,7 +40,6 @@ from jddp.ground.typing import Batch, Batches
 from jddp.modules.rows import as_arrays
 from jddp.trainer.loop import Loop, run_to_the_end
 from jddp.trainer.options import CHECKS, Checks, Evaluation, Keep, Options
-from jddp.trainer.out_of_memory import explained
 from jddp.trainer.prefetch import Source, refuse_same_rows
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GivenSink, choose_sinks
@@ -159,6 +160,27 @@ SECONDS = 600.0  # Limit for process 0 to write the remaining records.
 log = logging.getLogger("jddp")
 METHODS = [name for name in vars(Callback) if name.startswith("on_")]
 FirstState = TrainState | Callable[[Batch], TrainState]
+# Words of a device that is out of memory. `tests/trainer/test_out_of_memory.py` has whole messages.
+WORDS = (
+    r"Out of memory (?:while trying to allocate|allocating)",  # XLA's clients of GPUs and CPUs
+    r"ran out of memory",  # XLA's allocator (BFC) and command buffers (CUDA graphs)
+    r"[Ff]ailed to allocate",  # XLA's requests, constants and scratch memory
+    r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation",  # CUDA: driver and runtime
+    r"Cuda failure (?:\d+ )?'out of memory'",  # NCCL's own allocations
+    r"CU[A-Z]+_STATUS_ALLOC_FAILED|the resource allocation failed",  # cuDNN, cuBLAS, cuSOLVER
+    # Any other lack of memory, except the memory that the threads of one kernel share.
+    r"RESOURCE_EXHAUSTED: (?!(?:Shared|Tensor) memory size limit)[^\n]*[Mm]emory",
+    # Libraries that do not start, mostly because they lack memory.
+    r"DNN library initialization failed|[Cc]ould not create cudnn handle",
+    r"[Ff]ailed to create cublas handle",
+)
+_OTHER_USES = (
+    "jddp.train --dry-run, or jddp.memory, finds what would fit. If a step fits, something else "
+    "takes the memory: another program on the device (nvidia-smi lists them), arrays that this "
+    "program keeps, larger batches in evaluation, fragmentation, or cuDNN, cuBLAS, NCCL and CUDA "
+    "graphs, for which a smaller XLA_CLIENT_MEM_FRACTION leaves more. Or the version of a library "
+    "is not the one that JAX needs."
+)
 
 
 def start(ddp: Trainable, batches: Batches, options: Options, state: FirstState | None) -> Run:
@@ -230,7 +252,7 @@ def _train(
         refuse_same_rows("batches", batch)
     if jax.process_count() > 1:
         agree("model, optimizer or batch", fingerprint(ddp, batch))
-    with explained(ddp, jax.eval_shape(lambda x: x, batch), watchdog):
+    with explained(watchdog):
         state = state(batch) if callable(state) else jax.tree.map(jax.numpy.copy, state)
         if options.evaluation.params == "ema" and state.ema_params is None:
             raise ConfigError("eval_params='ema' needs DataParallel(..., ema_decay=...).")
@@ -249,6 +271,29 @@ def _train(
         finally:
             loop.reporter.close()  # Checkpoints come first: the process may be killed soon.
         return loop.run
+
+
+@contextlib.contextmanager
+def explained(watchdog: Watchdog) -> Iterator[None]:
+    """While open, a device that runs out of memory raises an error with an explanation.
+
+    Args:
+      watchdog: Watchdog, which has the phase.
+
+    Raises:
+      OutOfMemoryError: With ways to find a step that fits, and other uses of memory.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not re.search("|".join(WORDS), str(error)):
+            raise
+        reason = str(error).partition("\n")[0][:300]
+        explanation = OutOfMemoryError(
+            f"out of memory in phase {watchdog.phase}: {reason}. {_OTHER_USES}"
+        )
+        vars(explanation).update(vars(error))  # The run, if one had begun.
+        raise explanation from error
 
 
 def _close(loop: Loop, *, failed: bool = False) -> None:

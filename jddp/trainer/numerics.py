@@ -5,7 +5,6 @@ such steps are skipped, state and norms are from before them; if they are not, t
 finite, and the norms show where.
 
     nonfinite/step_120/report.json      loss, examples, position, key, norms of each layer
-    nonfinite/step_120/process_0.npz    the rows that process 0 gave to the step
 
 A spike is a loss far above the losses before it, by a rule that a few outliers do not move.
 
@@ -26,8 +25,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -40,9 +38,9 @@ from jddp.engine.guard import LEAST
 from jddp.engine.mesh import mesh_of
 from jddp.engine.state import TrainState, by_path
 from jddp.ground.errors import NumericsError, ReplicaMismatchError, words_of
-from jddp.ground.files import SameFolder, make_folder, opener, replace_file
+from jddp.ground.files import SameFolder, make_folder, replace_file
 from jddp.ground.names import few
-from jddp.ground.typing import Batch, JsonObject, Metrics, Settings
+from jddp.ground.typing import Batch, JsonObject, Metrics
 from jddp.inspection.layers import Layers, diagnose, num_outputs
 from jddp.trainer.options import Checks
 from jddp.trainer.prefetch import Source
@@ -285,14 +283,24 @@ class Numerics:
             "layers": layers,
         }
         folder = run_dir.path / "nonfinite" / f"step_{sent.step}"
-        write_evidence(folder, report, rows, run_dir)
+        try:
+            run_dir.check()
+            if jax.process_index() == 0:
+                make_folder(folder)
+                given = json.dumps(report, default=str)  # the state of an iterator may be anything
+                # Numbers that are not finite become text, because JSON has none.
+                worded = json.loads(given, parse_constant=lambda x: str(float(x)))
+                text = json.dumps(worded, indent=2, allow_nan=False)
+                replace_file(folder / "report.json", f"{text}\n".encode())
+        except OSError as error:
+            log.error("%s: cannot be written: %s.", folder, words_of(error))
         wrong = [name for name, layer in layers.items() if layer["not_finite"]]
         kind = "rows" if examples is None else "examples"
         found = [f"inputs of {kind} {few(broken)}"] if broken else []
         if wrong and in_a_row:  # Without skips the whole state is not finite.
             found.append(f"gradients of {few(wrong)}")
         not_finite = f" Not finite: {'; '.join(found)}." if found else ""
-        return f" {folder} has its rows and norms.{not_finite}"
+        return f" {folder} has its norms.{not_finite}"
 
 
 def _broken_rows(rows: Mapping[str, np.ndarray]) -> list[int]:
@@ -302,27 +310,3 @@ def _broken_rows(rows: Mapping[str, np.ndarray]) -> list[int]:
     broken = [i for i in range(num_rows) if not all(np.isfinite(x[i]).all() for x in floats)]
     all_broken = gather("nonfinite", json.dumps(broken), timeout_seconds=SECONDS)
     return [p * num_rows + i for p, found in enumerate(all_broken) for i in json.loads(found)]
-
-
-def write_evidence(
-    folder: Path, report: Settings, rows: Mapping[str, np.ndarray], run_dir: SameFolder
-) -> None:
-    """Writes this process's rows and, on process 0, the report; logs a failure.
-
-    Numbers that are not finite become text, "nan" or "inf", because JSON has neither.
-    """
-    try:
-        run_dir.check()
-        make_folder(folder)
-        # NumPy could not read back dtypes of other libraries, such as bfloat16.
-        plain: Any = {k: x.astype("float32") if x.dtype.kind == "V" else x for k, x in rows.items()}
-        rows_file = folder / f"process_{jax.process_index()}.npz"
-        with open(rows_file, "wb", opener=opener) as file:
-            np.savez(file, **plain)
-        if jax.process_index() == 0:
-            given = json.dumps(report, default=str)  # the state of an iterator may hold anything
-            worded = json.loads(given, parse_constant=lambda x: str(float(x)))
-            text = json.dumps(worded, indent=2, allow_nan=False)
-            replace_file(folder / "report.json", f"{text}\n".encode())
-    except OSError as error:
-        log.error("%s: cannot be written: %s.", folder, words_of(error))
