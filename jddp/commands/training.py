@@ -96,7 +96,7 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int
     if job.is_writer:
         show(text)
     if is_dry_run:
-        job.check_weights()
+        job.first_state()  # Refuses initial weights that do not exist.
         text = preview(job)
         if job.is_writer:
             show(f"\n{text}\n\ndry run: nothing was trained or written")

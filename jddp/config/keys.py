@@ -23,6 +23,7 @@ ANY = "NAME"
 REMOVED: dict[str, object] = {
     "checkpoint.best_mode": "auto",
     "checkpoint.keep_best": 1,
+    "checkpoint.start_from": None,
     "data.allow_changed": False,
     "data.cutmix": None,
     "data.mixup": None,

@@ -221,9 +221,6 @@ class CheckpointConfig(Section):
         "Resume if there is a checkpoint, never, must; changed: another program too.",
         "none",
     )
-    start_from: PathOrURL | None = option(
-        None, "Run whose state and place in the data a new run begins with."
-    )
     allow_changed: list[str] = option(
         [], "Keys that may differ when this run resumes; 'data': the data themselves.", "none"
     )
@@ -300,8 +297,6 @@ class Config(Section):
             raise ConfigError(
                 "train.eval_params=ema needs ddp.ema_decay, e.g. ddp.ema_decay=0.999."
             )
-        if self.checkpoint.start_from is not None and self.model.init_from is not None:
-            raise ConfigError("checkpoint.start_from has the weights, too: drop model.init_from.")
         for key in self.checkpoint.allow_changed:
             known = [*REMOVED, *(".".join(path) for path in keys_of(Config))]
             if key != "data" and not any(f"{key}.".startswith(f"{name}.") for name in known):

@@ -111,11 +111,6 @@ def find_rate(config: Config) -> RangeTest:
       Error: As `jddp.train` does.
       UsageError: If its optimizer does not follow the schedule, or no step had a finite loss.
     """
-    if config.checkpoint.start_from is not None:
-        raise UsageError(
-            "--find-rate begins with a first step: leave out checkpoint.start_from, or read its "
-            "parameters by model.init_from."
-        )
     job = build(rising(config))
     if job.learning_rate is None:
         raise UsageError(
@@ -128,7 +123,7 @@ def find_rate(config: Config) -> RangeTest:
             job.ddp,
             batches,
             num_steps=NUM_STEPS,
-            state=job.first_state(batches),
+            state=job.first_state(),
             callbacks=[losses],
             learning_rate=job.learning_rate,
             seed=config.seed,

@@ -6,7 +6,7 @@ import pytest
 
 from jddp.commands.training import run
 from jddp.config.files import load_config
-from jddp.ground.errors import ExitCode, UsageError
+from jddp.ground.errors import ExitCode
 from jddp.trainer.job.build import build, fast_dev_run
 
 
@@ -55,9 +55,6 @@ def test_what_is_there_stays_and_a_failure_leaves_nothing_either(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_a_trial_of_a_run_that_goes_on_from_another_is_refused(tmp_path, capsys):
-    trial = fast_dev_run(config(tmp_path, "checkpoint.start_from=runs/a"))
-    with pytest.raises(UsageError, match="leave out checkpoint.start_from"), trial:
-        pass
+def test_a_trial_of_a_sweep_is_refused(capsys):
     assert run(["--fast-dev-run", "--sweep", "seed=0,1"]) == ExitCode.USAGE
     assert "exclude each other" in capsys.readouterr().err

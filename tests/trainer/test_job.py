@@ -498,10 +498,10 @@ def test_a_schedule_follows_the_length_of_a_run_or_is_kept_in_a_longer_one(mine,
 @pytest.mark.slow
 @pytest.mark.parametrize("size", swept([20, 24], every=2))  # Two epochs of 24 are full batches.
 def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys, size):
-    def epochs(number, run_dir="run", **checkpoint):
+    def epochs(number):
         data = {"target": "mine:points", "kwargs": {"num_examples": size}}
         data, train = {**data, "global_batch_size": 16}, {"num_epochs": number}
-        return build(of_steps(None, run_dir, train=train, data=data, checkpoint=checkpoint))
+        return build(of_steps(None, train=train, data=data))
 
     first, second = (epochs(number).train_batches() for number in (1, 2))
     batches = [*first]
@@ -515,7 +515,6 @@ def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys, si
     assert "finished at step 4; nothing to do" in printed(capsys)
     counts = [x["count"] for x in again.history if x["split"] == "train"]
     assert counts == [16, size - 16] * 2
-    assert epochs(3, "third", start_from="run").run().step == 6
 
 
 REDUCTION = {"bucket_mb": [8e-6, 1e-5], "layout": "flat", "overlap": True}
@@ -655,32 +654,10 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
     )
 
 
-@pytest.mark.slow
-def test_a_new_run_starts_with_the_optimizer_and_the_place_in_the_data_of_another(mine, capsys):
-    whole = train(of_steps(5, "whole"))
-    train(of_steps(3, "first"))
-    second = of_steps(5, "second", checkpoint={"start_from": "first"})
-    assert_same(train(second).state, whole.state)
-    assert "started from step 3 of first" in capsys.readouterr().err
-    shutil.rmtree("first")
-    assert_same(train(second, **{"train.num_steps": 6}).state, train(of_steps(6, "whole")).state)
-    with pytest.raises(ConfigError, match="start_from: mine.py holds no run"):
-        train(of_steps(5, "third", checkpoint={"start_from": "mine.py"}))
-
-
-def test_a_run_at_a_url_starts_from_another_once(mine):
-    train(of_steps(2, "first"))
-    at_url = {"run_dir": "memory:///second", "checkpoint": {"start_from": "first"}}
-    assert train(of_steps(3, **at_url)).step == 3
-    shutil.rmtree("first")
-    assert train(of_steps(4, **at_url)).step == 4
-
-
 def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
     train(of_steps(2))
     rate = {"optimizer.learning_rate": 0.5}
-    message = r"checkpoint.allow_changed=\[key\].*checkpoint.start_from"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"checkpoint.allow_changed=\[key\]"):
         train(of_steps(4), **rate)
     assert train(of_steps(3), **rate, **{"checkpoint.allow_changed": [*rate]}).step == 3
     assert "optimizer.learning_rate 0.05 -> 0.5" in printed(capsys)
@@ -692,14 +669,13 @@ def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
 
 
 def test_paths_of_a_config_are_those_of_its_start_whatever_its_parts_do(mine):
-    train(of_steps(1, "first"))
     np.save("weights.npy", np.ones(20))
     Path("other").mkdir()
     text = "import os\nfrom mine import points as of_mine\n\n"
     text += "def points():\n    os.chdir('other')\n    return of_mine()\n"
     (mine / "leaving.py").write_text(text)
     data = {"target": "leaving:points", "global_batch_size": 8, "sample_weights": "weights.npy"}
-    run = train(of_steps(2, checkpoint={"start_from": "first"}, data=data))
+    run = train(of_steps(2, data=data))
     sys.modules.pop("leaving")
     assert run.step == 2
     assert run.run_dir == mine / "run"
@@ -711,13 +687,12 @@ def test_paths_of_a_config_are_those_of_its_start_whatever_its_parts_do(mine):
 def test_epochs_go_on_behind_a_partial_batch(mine):
     """Of 20 rows and 16 a step, two epochs take 3 steps; one and then another take 4."""
 
-    def epochs(number, folder="run", **checkpoint):
+    def epochs(number, folder="run"):
         data = {"target": "mine:points", "global_batch_size": 16}
         length = {"num_steps": None, "num_epochs": number}
-        return train(of_steps(None, folder, train=length, checkpoint=checkpoint, data=data))
+        return train(of_steps(None, folder, train=length, data=data))
 
     assert [epochs(number).step for number in (1, 2, 3)] == [2, 4, 6]
-    assert epochs(4, "second", start_from="run").step == 8
     assert epochs(2, "whole").step == 3
 
 
@@ -768,7 +743,5 @@ def test_weights_of_a_config_are_in_the_first_state_or_refused_by_its_keys(mine)
     refusal = r"^model.init_from: other.safetensors does not fit .*model.weights_partial=true"
     with pytest.raises(ConfigError, match=refusal):
         train(own_config(model=model, run={"dir": "third"}))
-    with pytest.raises(ConfigError, match="drop model.init_from"):
-        own_config(checkpoint={"start_from": "a"}, model=model)
     with pytest.raises(ConfigError, match="'optimizer.learning_rat' is no key. Did you mean"):
         own_config(checkpoint={"allow_changed": ["optimizer.learning_rat"]})

@@ -31,7 +31,7 @@ from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.engine.data_parallel import DataParallel
 from jddp.engine.mesh import make_mesh
-from jddp.ground.errors import ConfigError, DataError, UsageError, file_errors, report
+from jddp.ground.errors import ConfigError, DataError, file_errors, report
 from jddp.ground.typing import Settings
 from jddp.inspection.layers import num_outputs
 from jddp.trainer.job.data import (
@@ -195,13 +195,7 @@ def fast_dev_run(config: Config) -> Iterator[Config]:
 
     Raises:
       FileSystemError: If the directory cannot be made.
-      UsageError: If the run begins with the steps of another run.
     """
-    if config.checkpoint.start_from is not None:
-        raise UsageError(
-            "--fast-dev-run begins with a first step: leave out checkpoint.start_from, or read its "
-            "parameters by model.init_from."
-        )
     made = ""
     if process_index() == 0:
         # Next to the run directory, in the nearest folder that exists.

@@ -35,7 +35,6 @@ NOT_OF_STREAMS = {
     "data.num_workers": "It reads its batches itself: leave the key out",
     "data.sample_weights": "Its examples have no numbers: leave the key out",
     "data.mixture": "Mix sources in the stream",
-    "checkpoint.start_from": "Begin with the parameters of that run: model.init_from",
 }
 
 

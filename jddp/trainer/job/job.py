@@ -14,8 +14,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jddp.checkpoint.folders import finished
-from jddp.checkpoint.storage import local_copy
 from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
 from jddp.data import DataSet, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
@@ -42,7 +40,6 @@ from jddp.trainer.job.parts import Parts, Schedule, make_callbacks, optimizer_of
 from jddp.trainer.options import Checks, Evaluation, Keep, Options
 from jddp.trainer.prefetch import Source
 from jddp.trainer.run import Callback, Run
-from jddp.trainer.saving import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -108,9 +105,9 @@ class Job:
         """Trains to the end, resuming from the newest checkpoint if there is one."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
         config = self.config
-        train, own = config.train, make_callbacks(config)
+        train, place, own = config.train, config.run.dir, make_callbacks(config)
         with contextlib.closing(self.train_batches()) as batches:
-            state = self.first_state(batches)
+            state = self.first_state()
             options = Options(
                 num_steps=train.num_steps,
                 num_epochs=train.num_epochs,
@@ -131,7 +128,7 @@ class Job:
                 ),
                 profile_steps=train.profile_steps,
                 seed=config.seed,
-                run_dir=self._place(config.run.dir),
+                run_dir=place and folder_or_url(place, folder=self.folder),
                 config=config.model_dump(),
                 facts=self._facts(),
                 callbacks=[*own, *callbacks],
@@ -139,27 +136,19 @@ class Job:
             )
             return start(self.ddp, batches, options, state)
 
-    def first_state(self, batches: TrainBatches | Source) -> Callable[[Batch], TrainState] | None:
+    def first_state(self) -> Callable[[Batch], TrainState] | None:
         """Function that makes the state of a new run from its first batch; None for `ddp.init`.
 
-        The batches are moved to the position of the run that it starts from.
-        """
-        self.check_weights()
-        state = self._state_of_another(batches)
-        if state is None and self.config.model.init_from is not None:
-            path = absolute(self.config.model.init_from, folder=self.folder)
-            return functools.partial(self._init_from_weights, path)
-        return state
-
-    def check_weights(self) -> None:
-        """Refuses initial weights that do not exist.
-
         Raises:
-          ConfigError: If they do not.
+          ConfigError: If the initial weights do not exist.
         """
         named = self.config.model.init_from
-        if named is not None and not absolute(named, folder=self.folder).exists():
+        if named is None:
+            return None
+        path = absolute(named, folder=self.folder)
+        if not path.exists():
             raise ConfigError(f"model.init_from: {named} does not exist. Name a file or folder.")
+        return functools.partial(self._init_from_weights, path)
 
     def _init_from_weights(self, path: Path, batch: Batch) -> TrainState:
         """The first state, whose parameters are read from a file or a run."""
@@ -179,35 +168,6 @@ class Job:
             counts = "" if partial else f": {self.ddp.loaded}"  # If partial, a warning has them.
             report(f"started from {model.init_from}{names}{counts}")
         return state
-
-    def _state_of_another(
-        self, batches: TrainBatches | Source
-    ) -> Callable[[Batch], TrainState] | None:
-        """The state that a new run starts from; moves the batches to its position in the data.
-
-        None if the config names no run to start from, or the run has its own checkpoints.
-        """
-        named = self.config.checkpoint.start_from
-        start = self._place(named)
-        directory = self._place(self.config.run.dir)
-        if start is None:
-            return None
-        if directory and (own := local_copy(directory) / "checkpoints").is_dir() and finished(own):
-            return None
-        assert isinstance(batches, TrainBatches), "no stream starts from another run"
-        self.ddp.init(self.config.seed, batches.batch(0))
-        found = Checkpoints(local_copy(start)).restore(self.ddp)
-        if found is None or "position" not in found[1]:
-            raise ConfigError(f"checkpoint.start_from: {named} holds no run with a checkpoint.")
-        state, beside = found
-        batches.set_state(beside["position"]["state"])
-        if self.is_writer:
-            report(f"started from step {int(state.step)} of {named}")
-        return lambda batch: state
-
-    def _place(self, path: str | None) -> str | Path | None:
-        """A path of the config, independent of the present working directory; or a URL."""
-        return None if path is None else folder_or_url(path, folder=self.folder)
 
     def verify(self) -> Verification:
         """Compares a step on the mesh with a step on a single device, for the first batch.

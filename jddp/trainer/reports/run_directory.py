@@ -239,8 +239,7 @@ class RunDirectory:
             raise ConfigError(
                 f"run.dir {self.where} holds a run of another config: {'; '.join(keys)}. "
                 "Choose another run.dir, or the same config to resume; or continue with these keys "
-                "(checkpoint.allow_changed=[key]), or begin a new run with the state of this one "
-                "(checkpoint.start_from)."
+                "(checkpoint.allow_changed=[key])."
             )
 
     def _has_begun(self) -> bool:
