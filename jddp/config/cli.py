@@ -42,13 +42,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["params", "ema"],
         help="parameters to use (default: those that the run evaluated with)",
     )
-    add_trust(parser)
-
-
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Adds the choice of the code of a run's config that may be imported."""
-    trust = "import what the run's config names: from this folder, the model's class, or all of it"
-    parser.add_argument("--trust", choices=["here", "package", "config"], help=trust)
+    trust = "import what the run's config names: the model's class, or all of it"
+    add("--trust", choices=["package", "config"], help=trust)
 
 
 def share_gpus() -> None:

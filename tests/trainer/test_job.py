@@ -586,9 +586,9 @@ def test_code_that_evaluates_is_imported_only_where_it_is_trusted(mine):
     key = "loss.eval_target 'mine:within', which the run directory names, is not imported"
     with pytest.raises(UsageError, match=key):
         open_run("run", model=None, trust="package").evaluate([{"x": X, "y": X[:, :1]}])
-    assert "within" in open_run("run", trust="here").evaluate()
+    assert "within" in open_run("run", trust="config").evaluate()
     # Another loss drops the function that was meant for the first one.
-    other = open_run("run", trust="here", overrides=["loss.target=mine:absolute_error"])
+    other = open_run("run", trust="config", overrides=["loss.target=mine:absolute_error"])
     assert "close" in other.evaluate()
 
 

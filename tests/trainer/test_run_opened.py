@@ -298,41 +298,12 @@ def test_code_that_a_run_directory_names_is_imported_only_where_it_is_trusted(he
         jddp.open_run("run", trust="all")
 
 
-def test_a_run_whose_code_lies_in_the_current_folder_is_opened_by_one_flag(here, capsys):
+def test_a_trusted_config_evaluates_its_own_code_or_names_what_is_gone(here, capsys):
     train(Config(**OWN))
     assert main(["evaluate", "own"]) == 2
     line = last_line(capsys)
-    assert "--trust here" in line
+    assert "--trust package" in line
     assert "model=" not in line
-    assert main(["evaluate", "own", "--trust", "here"]) == 0
-    assert "examples 9" in capsys.readouterr().out
-    elsewhere = Path("elsewhere")
-    elsewhere.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(elsewhere)
-        assert main(["evaluate", "../own", "--trust", "here"]) == 2
-    assert "is not imported" in last_line(capsys)
-
-
-@pytest.mark.parametrize("target", ["mine:system", "own.planted:Net", "os:system"])
-def test_trust_here_covers_neither_what_a_file_imports_nor_the_run_directory(
-    here, capsys, target, monkeypatch
-):
-    shutil.copytree("run", "own")
-    planted = "from flax import linen as nn\n\nclass Net(nn.Module):\n    pass\n"
-    Path("own/planted.py").write_text(f"open('canary', 'w')\n{planted}")
-    with Path("mine.py").open("a") as file:
-        file.write("from os import system\n")
-    values = jddp.open_run("run").config
-    command = {"name": None, "target": target, "kwargs": {"command": "touch canary"}}
-    Path("own/config.yaml").write_text(dump_values(values | {"model": command}))
-    assert main(["evaluate", "own", "--trust", "here"]) == 2
-    assert "model.target" in last_line(capsys)
-    assert not Path("canary").exists()
-
-
-def test_a_trusted_config_evaluates_its_own_code_or_names_what_is_gone(here, capsys):
-    train(Config(**OWN))
     with pytest.raises(UsageError, match="is no Flax module class"):
         jddp.open_run("own", trust="package")
     assert jddp.open_run("own", trust="config").evaluate()["examples"] == 9

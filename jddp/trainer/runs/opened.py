@@ -9,7 +9,6 @@ data of jddp itself are found by their names; a word of yours permits more.
 
 | word      | permits                                                                            |
 |-----------|------------------------------------------------------------------------------------|
-| "here"    | code that a file of the current folder defines, outside of the run directory        |
 | "package" | the model's class in any package, whose code runs when it is imported               |
 | "config"  | all code that the config names, as for a config on the command line                 |
 """
@@ -59,6 +58,7 @@ from jddp.trainer.saving import BEST
 from jddp.zoo.models import Module, is_module_class, make_model
 from jddp.zoo.optimizers import make_optimizer
 
+OWN_MODELS = "jddp.zoo.models"
 T = TypeVar("T")
 
 
@@ -169,8 +169,12 @@ def kept_of_data(run_dir: Path | None) -> JsonObject:
 
 
 def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Module:
-    """The module that a config names, as far as `trust` permits."""
-    check_choice("trust", trust, TRUST)
+    """The module that a config names, as far as `trust` permits.
+
+    Raises:
+      UsageError: If its class may not be imported, or is no Flax module class.
+    """
+    check_choice("trust", trust, (None, "package", "config"))
     if config is None:
         keeps_none = f"{run_dir} holds a run of jddp.fit, which saves no config."
         raise UsageError(
@@ -178,53 +182,18 @@ def model_in(run_dir: Path, config: Config | None, trust: str | None) -> Module:
             in_shell=f"{keeps_none} A command cannot make its model. In Python, use "
             "jddp.open_run(run_dir, model=, loss_fn=).",
         )
-    section = config.model
-    found = section.name if section.target is None else resolve_model(config, trust, run_dir)
-    return make_model(found, kwargs=section.kwargs)
-
-
-TRUST = (None, "here", "package", "config")
-OWN_MODELS = "jddp.zoo.models"
-
-
-def resolve_model(config: Config, trust: str | None, run_dir: Path) -> object:
-    """The class or function that makes the model of a config, as far as `trust` permits.
-
-    Args:
-      config: Config of the run, whose model has a target.
-      trust: One of `TRUST`.
-      run_dir: The run directory.
-
-    Raises:
-      UsageError: If it may not be imported, or is neither permitted nor a Flax module class.
-    """
-    target = str(config.model.target)
-    module = target.partition(":")[0]
-    is_own = f"{module}.".startswith(f"{OWN_MODELS}.")
-    is_here = trust == "here" and _is_here(module, run_dir)
-    if not (is_own or is_here or trust in ("package", "config")):
+    kwargs, target = config.model.kwargs, config.model.target
+    if target is None:
+        return make_model(config.model.name, kwargs=kwargs)
+    if trust is None and not f"{target.partition(':')[0]}.".startswith(f"{OWN_MODELS}."):
         raise refusal("model.target", config, "model=")
     found = resolve_target(target, key="model.target")
-    is_permitted = trust == "config" or (is_here and _is_here(_module_of(found), run_dir))
-    if not (is_permitted or is_module_class(found)):
+    if not (trust == "config" or is_module_class(found)):
         raise UsageError(
             f"model.target {target!r} is no Flax module class. If you trust all code that the "
             "config of the run names, add trust='config' (--trust config)."
         )
-    return found
-
-
-def is_trusted(key: str, config: Config, trust: str | None, run_dir: Path) -> bool:
-    """Whether the target at a key of a config, of the loss or the data, may be imported."""
-    target = _target_at(key, config)
-    if target is None or trust == "config":
-        return True
-    # An object that a file of the folder only imports is not defined there.
-    return (
-        trust == "here"
-        and _is_here(target.partition(":")[0], run_dir)
-        and _is_here(_module_of(resolve_target(target, key=key)), run_dir)
-    )
+    return make_model(found, kwargs=kwargs)
 
 
 def refusal(key: str, config: Config, instead: str) -> UsageError:
@@ -236,7 +205,7 @@ def refusal(key: str, config: Config, instead: str) -> UsageError:
       instead: Argument that can be given in its place.
     """
     what = f"{key} {_target_at(key, config)!r}, which the run directory names, is not imported."
-    trusted = "here, for code of this folder; package, for the class of the model; or config"
+    trusted = "package, for the class of the model; or config, for all that the config names"
     return UsageError(
         f"{what} Give {instead}; or trust=: {trusted}.", in_shell=f"{what} Add --trust {trusted}."
     )
@@ -246,24 +215,6 @@ def _target_at(key: str, config: Config) -> str | None:
     section, _, name = key.partition(".")
     found: str | None = getattr(getattr(config, section), name)
     return found
-
-
-def _module_of(found: object) -> str:
-    return str(getattr(found, "__module__", ""))
-
-
-def _is_here(module: str, run_dir: Path) -> bool:
-    """Whether a module is a file of the current folder; imports nothing.
-
-    A file of the run directory is not trusted, though it may lie in the current folder.
-    """
-    here = Path.cwd().resolve()
-    path = here.joinpath(*module.split("."))
-    for file in (path.with_suffix(".py"), path / "__init__.py"):
-        if file.is_file():
-            inside = file.resolve()
-            return inside.is_relative_to(here) and not inside.is_relative_to(run_dir.resolve())
-    return False
 
 
 READ = ("data", "loss")  # sections of a config that an evaluation reads
@@ -297,9 +248,8 @@ def open_run(
       params: Parameters to use, "params" or "ema"; by default the ones that the run evaluated.
       mesh: Devices, as in `jddp.DataParallel`; by default all.
       trust: Code of the config that may be imported. By default only models, losses and data of
-        jddp; "here" also permits code in the current folder; "package" permits the module class of
-        the model anywhere, which runs the code of its package; "config" permits all code that the
-        config names.
+        jddp; "package" also permits the module class of the model anywhere, which runs the code of
+        its package; "config" permits all code that the config names.
       overrides: Changed keys of data or loss, `key.path=value`, from a command, which joins the
         processes of its job. A target in them is trusted.
 
@@ -327,7 +277,8 @@ def open_run(
     if config is not None:
         for key in ("data.target", _loss_key(config)):
             is_yours = not keys.isdisjoint({key, key.partition(".")[0]})
-            trusted |= {key} if is_yours or is_trusted(key, config, trust, run_dir) else set()
+            if is_yours or trust == "config" or _target_at(key, config) is None:
+                trusted.add(key)
     ddp = SavedModel(
         module,
         make_optimizer("sgd", schedule=lambda step: 0.0)[0],
