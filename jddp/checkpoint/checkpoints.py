@@ -133,10 +133,6 @@ class CheckpointFolder:
         """
         return folders.finished(self._directory)
 
-    def keep(self, num: int) -> None:
-        """Sets the number of the newest checkpoints that stay from now on."""
-        self._surplus = functools.partial(folders.surplus, keep=num)
-
     def keep_only(self, steps: Sequence[int]) -> None:
         """Sets the checkpoints that stay from now on, besides the one that was saved last."""
         self._surplus = lambda there, saved: [x for x in there if x not in (saved, *steps)]
@@ -204,7 +200,7 @@ class CheckpointFolder:
         for part in parts:
             try:
                 part.result()
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 reason = reason or folders.first_line(error)
         step, name = saved.step, self._directory.name
         if (divergence := find_divergence(saved.digests, saved.shapes)) is not None:
@@ -218,6 +214,8 @@ class CheckpointFolder:
                     self._remove_surplus(step)
             except (OSError, ValueError, FileSystemError) as error:
                 reason = f"process 0: {folders.first_line(error)}"
+            except RuntimeError as error:  # Saving needs threads, and a process that ends has none.
+                reason = f"process 0 has ended, call wait() before: {folders.first_line(error)}"
         if self._is_apart or (reason and jax.process_index() == 0):
             shutil.rmtree(self._folder(step), ignore_errors=True)
         reason = from_first(f"saved/{name}/{step}", reason, timeout_seconds=SECONDS)

@@ -25,7 +25,7 @@ from jddp.distributed.requests import Request, Requests
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState
-from jddp.ground.errors import NumericsError, ReplicaMismatchError, UsageError
+from jddp.ground.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
 from jddp.ground.typing import Batch
 from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent
 from jddp.trainer.options import Options
@@ -214,7 +214,8 @@ class Loop:
         if self.files is not None and (at_end or self._is_due(self.options.save_every)):
             self.save(LATEST)
             if at_end or not run.evaluations:  # The first evaluation may fail: save before it.
-                self.saving.settle()
+                with contextlib.suppress(FileSystemError):  # It is logged; `close` raises it.
+                    self.saving.wait()
         if at_end or self._is_due(self.options.eval_every):
             self._evaluate()
         if at_end and self.files is not None and run.stopped is not None:

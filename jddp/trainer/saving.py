@@ -10,12 +10,9 @@ checkpoints, or a restore of the newest one, and steps only grow. So a training 
 newest checkpoint, and no checkpoint of another training is removed or replaced.
 """
 
-import atexit
 import contextlib
 import json
-import logging
 import os
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +31,6 @@ from jddp.trainer.options import Keep, Options
 from jddp.trainer.reports.files import from_plain, to_plain
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Progress
-
-log = logging.getLogger("jddp")
-
 
 LATEST = "checkpoints"  # the folder to resume from; other folders hold one checkpoint
 BEST = "best"  # the folder of the checkpoints that are kept for their evaluations
@@ -114,15 +108,6 @@ class Saving:
             folder.save(progress.step, state, progress.to_json(), layouts)
             self._last[where] = now
 
-    def settle(self) -> None:
-        """Waits for the newest checkpoint, if a process that fails would interrupt its writing.
-
-        Errors of the file system have been logged; `close` raises them.
-        """
-        if jax.process_count() > 1:
-            with contextlib.suppress(FileSystemError):
-                self.wait()
-
     def wait(self) -> None:
         """Waits until the newest checkpoint is written."""
         self._folder(LATEST).wait()
@@ -159,15 +144,12 @@ class Saving:
         return self._folders[name]
 
 
-# Shared by all objects of this process: one waits for checkpoints that another writes.
-_written: dict[Path, CheckpointFolder] = {}
-
-
 class Checkpoints:
     """The checkpoints of your own loop.
 
     Writing continues in the background, and ends before the next save begins; `wait` waits for it
-    after the last one. If the process ends meanwhile, the previous checkpoint is still there.
+    after the last one. If the process ends meanwhile, the previous checkpoint is still there. Call
+    `wait` before another object, of this process or another, saves there.
 
     Args:
       directory: Directory of the checkpoints of one training, on a file system that all processes
@@ -184,15 +166,14 @@ class Checkpoints:
             raise ConfigError(f"keep is at least 1; got {keep}.")
         self._directory = absolute(directory)
         self._keep = keep
-        # The checkpoint that was saved or restored last, by folder: step, state and extra values.
-        self._last: dict[Path, tuple[int, weakref.ref[TrainState], str]] = {}
+        self._folder: CheckpointFolder | None = None  # Made by the first save.
+        self._last: int | None = None  # Step of the checkpoint that was saved or restored last.
 
     def save(self, ddp: Trainable, state: TrainState, extra: object = None) -> None:
         """Saves a state, as `jddp.fit` does; returns once it is copied.
 
         Every process calls it. An error of the file system is logged, and loses only this
-        checkpoint. The state and `extra` that were saved last are not written again; another state
-        of the same step replaces them.
+        checkpoint. Another state of the same step replaces it.
 
         Args:
           ddp: The `jddp.DataParallel` that has made the state.
@@ -212,32 +193,23 @@ class Checkpoints:
         ddp.check(state)
         step, folder = int(state.step), self._directory
         plain = to_plain(extra, "extra=")
-        now = step, weakref.ref(state), json.dumps(plain)
-        self._refuse_directory(folder, step)
-        refuse_unsound(step, state)
-        if folder not in _written:
-            if not _written:
-                atexit.register(_report_unfinished, os.getpid())
-            _written[folder] = CheckpointFolder(folder, keep=self._keep)
-        _written[folder].keep(self._keep)
-        if self._last.get(folder) != now:
-            beside = {"extra": plain, "world": dict(ddp.steps.topology)}
-            _written[folder].save(step, state, beside, ddp.steps.layouts(state))
-            self._last[folder] = now
-
-    def _refuse_directory(self, folder: Path, step: int) -> None:
-        """Refuses a directory where this state would not be the newest of its training."""
         if _is_run(folder) or _is_run(folder.parent):
             raise ConfigError(
                 f"{folder} belongs to a run of fit, which resumes only from its own checkpoints. "
                 "Save into another directory; restore may read this one."
             )
-        last = self._last.get(folder)
-        if (last is None or step < last[0]) and (there := _newest_in(folder)) is not None:
+        is_older = self._last is None or step < self._last
+        if is_older and (there := self._newest_in(folder)) is not None:
             raise ConfigError(
                 f"{folder} holds a checkpoint of step {there}, and this state of step {step} does "
                 "not come from it. Call restore first, or choose another directory."
             )
+        refuse_unsound(step, state)
+        if self._folder is None:
+            self._folder = CheckpointFolder(folder, keep=self._keep)
+        beside = {"extra": plain, "world": dict(ddp.steps.topology)}
+        self._folder.save(step, state, beside, ddp.steps.layouts(state))
+        self._last = step
 
     def restore(self, ddp: Trainable) -> tuple[TrainState, Any] | None:
         """Returns the newest undamaged state, and its `extra` values.
@@ -263,13 +235,13 @@ class Checkpoints:
             raise UsageError("restore needs a state of the same form. Call init first.")
         own = self._directory
         folder = own / LATEST if _is_run(own) else own
-        if _newest_in(folder) is None:
+        if self._newest_in(folder) is None:
             return None
         with contextlib.closing(CheckpointFolder(folder, keep=1, is_written=False)) as checkpoints:
             found = checkpoints.restore(like, ddp.steps.layouts(like))
         assert found is not None  # `restore` raises if none is undamaged.
         plain = found.beside.get("extra", found.beside)
-        self._last[folder] = found.step, weakref.ref(found.state), json.dumps(plain)
+        self._last = found.step
         ddp.latest = found.state
         return found.state, from_plain(plain)
 
@@ -279,34 +251,17 @@ class Checkpoints:
         Raises:
           FileSystemError: If the last state could not be written.
         """
-        if self._directory in _written:
-            _written[self._directory].wait()
+        if self._folder is not None:
+            self._folder.wait()
 
-
-def _report_unfinished(process: int) -> None:
-    """Logs each directory whose last checkpoint a process has not completed before its end."""
-    for folder, checkpoints in _written.items() if os.getpid() == process else ():
-        try:
-            checkpoints.wait()
-        except FileSystemError:
-            pass  # The error has been logged.
-        except RuntimeError:  # A process that ends starts no threads, and a save needs some.
-            log.error(
-                "%s: the last checkpoint is not complete; the one before it stays. Call wait() of "
-                "jddp.Checkpoints before the process ends.",
-                folder,
-            )
+    def _newest_in(self, folder: Path) -> int | None:
+        """The newest step in a directory, as process 0 sees it; None for none, or no directory."""
+        with contextlib.suppress(FileSystemError):
+            self.wait()
+        there = finished(folder) if os.path.isdir(folder) else []
+        text = from_first("steps", json.dumps(max(there, default=None)), timeout_seconds=SECONDS)
+        return json.loads(text)
 
 
 def _is_run(folder: Path) -> bool:
     return os.path.exists(folder / "manifest.json")  # False if it cannot be read.
-
-
-def _newest_in(folder: Path) -> int | None:
-    """The newest step in a directory, as process 0 sees it; None for none, or no directory."""
-    if folder in _written:
-        with contextlib.suppress(FileSystemError):
-            _written[folder].wait()
-    there = finished(folder) if os.path.isdir(folder) else []
-    text = from_first("steps", json.dumps(max(there, default=None)), timeout_seconds=SECONDS)
-    return json.loads(text)
