@@ -26,6 +26,9 @@ COMMANDS = {
     "checkpoint": "list, verify and export checkpoints",
     "data": "write token files",
 }
+# Modules of `jddp.commands` that have several commands; each other module is one.
+SHARED = {"evaluate": "runs", "predict": "runs", "explain": "jobs", "verify": "jobs"}
+SHARED |= {"init": "prepare", "data": "prepare"}
 WORKBENCH = {"report", "compare", "tune"}  # Found by their entry points.
 TABLE = "\n".join(f"  jddp {name:<11} {about}" for name, about in COMMANDS.items())
 HELP = f"""\
@@ -41,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that is named first with the other arguments; returns its exit code."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in COMMANDS.keys() - WORKBENCH:
-        return int(importlib.import_module(f"jddp.commands.{name}").main(rest))
+        module = importlib.import_module(f"jddp.commands.{SHARED.get(name, name)}")
+        return int(getattr(module, f"{name}_command" if name in SHARED else "main")(rest))
     if name == "--version":
         found = versions()
         print(f"jddp {found.pop('jddp')}")

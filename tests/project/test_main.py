@@ -9,7 +9,7 @@ import pytest
 from house import PACKAGE
 
 import jddp
-from jddp.__main__ import COMMANDS, WORKBENCH, main
+from jddp.__main__ import COMMANDS, SHARED, WORKBENCH, main
 from jddp.ground import errors
 
 
@@ -42,7 +42,7 @@ def test_it_prints_the_version_and_those_of_what_results_depend_on(capsys):
 def test_every_command_of_the_package_is_named_and_the_console_script_is_the_same(capsys):
     paths = (PACKAGE / "commands").glob("*.py")
     files = {path.stem for path in paths if "def main(" in path.read_text()}
-    assert files == COMMANDS.keys() - WORKBENCH
+    assert files | SHARED.keys() == COMMANDS.keys() - WORKBENCH
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"jddp": f"jddp.__main__:{main.__name__}"}
     assert main(["evalute"]) == 2

@@ -14,7 +14,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.commands.checkpoint import main as checkpoint
 from jddp.commands.doctor import main as doctor
-from jddp.commands.evaluate import main as evaluate
+from jddp.commands.runs import evaluate_command as evaluate
 from jddp.data.sources import make_source
 from jddp.distributed.command import run_command
 from jddp.ground import errors

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jddp.commands.data import main
+from jddp.commands.prepare import data_command as main
 from jddp.data import make_source
 from jddp.data.source import spec_of
 from jddp.ground.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ from jax.profiler import ProfileData
 from tiny import MLP, loss_fn, make_batch
 
 import jddp
-from jddp.commands.explain import main
+from jddp.commands.jobs import explain_command as main
 from jddp.ground.errors import ConfigError, DataError, ExitCode
 from jddp.trainer.timing import Profile
 from jddp.workbench.trace import (

@@ -1,12 +1,17 @@
-"""`jddp explain [--config FILE]... [key.path=value]...`: what does a step send?
+"""`jddp explain` and `jddp verify`: what does a step send, and do N devices equal one?
 
-Takes a job as `jddp.train` does, compiles its step for the devices of its mesh, and prints the plan
+Both take a job as `jddp train` does: `[--config FILE]... [key.path=value]...`.
+
+`explain` compiles its step for the devices of its mesh, and prints the plan
 next to the collectives of the compiled program, as `jddp.explain` does for objects. With `--target`
 the step is compiled for GPUs that need not be there, and its time and memory are modelled. Nothing
 runs or is written, and the data may be absent.
 
 `jddp explain --trace RUN_DIR` prints how the time of traced steps was spent; with
 `--target` too, next to the modelled times for the config of that run.
+
+`verify` compares a step on the mesh with the same step on a single device, as `jddp.verify` does
+for objects. Exit code 0 if they are equal within rounding, else 76.
 """
 
 import argparse
@@ -27,8 +32,8 @@ from jddp.ground.errors import ExitCode, show
 from jddp.ground.names.plugins import tool
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
+def explain_command(argv: Sequence[str] | None = None) -> int:
+    """Runs `jddp explain` and returns its exit code."""
     description = "Compile a step of a job, and list what it sends. Nothing is run."
     parser = Parser(prog="jddp explain", description=description)
     add_config_arguments(parser)
@@ -60,3 +65,23 @@ def _explain(arguments: argparse.Namespace) -> int:
     step = explain(job.ddp, job.batch_spec)
     show(json.dumps(step.as_json()) if arguments.json else str(step))
     return ExitCode.DONE
+
+
+def verify_command(argv: Sequence[str] | None = None) -> int:
+    """Runs `jddp verify` and returns its exit code."""
+    description = "Compare a step of a job on its devices with the same step on one device."
+    parser = Parser(prog="jddp verify", description=description)
+    add_config_arguments(parser)
+    return run_command(lambda: _verify(parser.parse_intermixed_args(argv)))
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from jddp.config.files import load_config
+
+    config, name = load_config(arguments.config, arguments.overrides)
+    from jddp.trainer.job.build import build
+
+    share_gpus()  # A job may be running there.
+    report = build(config).verify()
+    show(f"{name}: {report}")
+    return ExitCode.DONE if report.passed else ExitCode.REPLICA_MISMATCH
