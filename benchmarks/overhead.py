@@ -290,8 +290,7 @@ def reports(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
 def opened(num_rounds: int) -> dict[str, float]:
     import jddp
     from jddp.config.files import load_config
-    from jddp.trainer.job.build import build
-    from jddp.trainer.job.job import test_batches
+    from jddp.trainer.job.build import build, test_batches
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         overrides = {"run.dir": f"{folder}/run", "train.num_steps": 2}

@@ -22,7 +22,7 @@ from jddp.config.versions import versions
 from jddp.data.source import DataSet, Streams
 from jddp.inspection.memory import NOTHING_FITS, Memory, ways_out
 from jddp.inspection.memory import memory as memory_of
-from jddp.trainer.job.job import Job
+from jddp.trainer.job.build import Job
 from jddp.trainer.job.parts import optimizer_table, period_of
 from jddp.trainer.options import as_period
 from jddp.trainer.prefetch import NUM_AHEAD

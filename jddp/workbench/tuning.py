@@ -26,8 +26,7 @@ from jddp.ground.errors import ConfigError, DataError, Error
 from jddp.ground.typing import JsonObject, Settings, Shown
 from jddp.inspection.explain import explain
 from jddp.inspection.memory import memory
-from jddp.trainer.job.build import build
-from jddp.trainer.job.job import Job
+from jddp.trainer.job.build import Job, build
 from jddp.workbench.described import Target
 
 NUM_ROUNDS = 5  # Rounds of a comparison on devices.

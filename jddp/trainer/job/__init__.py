@@ -1,5 +1,5 @@
 """Builds and runs the job that a config describes.
 
-`parts` resolves the names in a config, `data` opens its data, `build` puts the parts together, and
-`job` runs them. No package below this one knows a `Config`.
+`parts` resolves the names in a config, `data` opens its data, and `build` makes a `Job` of them,
+which runs. No package below this one knows a `Config`.
 """

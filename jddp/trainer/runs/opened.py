@@ -48,9 +48,8 @@ from jddp.ground.errors import (
 )
 from jddp.ground.names import resolve_target
 from jddp.ground.typing import Batch, JsonObject, LossFn
-from jddp.trainer.job.build import join
+from jddp.trainer.job.build import join, test_batches
 from jddp.trainer.job.data import open_data
-from jddp.trainer.job.job import test_batches
 from jddp.trainer.job.parts import find_eval_fn, find_loss, find_source
 from jddp.trainer.reports.files import MetricsFile
 from jddp.trainer.run import Progress, Run
