@@ -41,9 +41,9 @@ HEART = {  # The tests of each file; the tests that notice most come first.
     "jddp/engine/step.py": [*STEP, "constants", "verify", "option_pairs", "logical_replicas"],
     "jddp/modules/metrics.py": ["metrics", "data_parallel", "mean", "overlap", "logical_replicas"],
     "jddp/reduce/backward.py": ["overlap", "transforms"],
-    "jddp/reduce/hooks.py": ["hooks", "ddp_hooks", "loss_scale", "reduce"],
-    "jddp/reduce/packing.py": [
-        *("reduction", "reduce", "strategies", "logical_replicas", "ddp_hooks"),
+    "jddp/reduce/hooks.py": [
+        *("hooks", "ddp_hooks", "loss_scale", "reduce"),
+        *("reduction", "strategies", "logical_replicas"),
     ],
     "jddp/reduce/plan.py": ["reduce", "hooks"],
     "jddp/reduce/reducer.py": [

@@ -6,7 +6,7 @@ import numpy as np
 from jax import P
 
 from jddp.ground.numbers import half_precision
-from jddp.reduce.packing import choose_packing
+from jddp.reduce.hooks import choose_packing
 from jddp.reduce.reducer import Reducer
 from jddp.workbench.logical_replicas import pack_rows
 

@@ -38,10 +38,9 @@ from jddp.ground.errors import ConfigError
 from jddp.ground.numbers import half_precision
 from jddp.ground.typing import ModelState, Params, Path, PyTree, Shaped
 from jddp.modules.base import FlaxModel
+from jddp.reduce import hooks
 from jddp.reduce.backward import Finished
-from jddp.reduce.hooks import CommHook
 from jddp.reduce.lazy import Lazy
-from jddp.reduce.packing import BucketLayout, Packed, average_of_shards, choose_packing
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer, bucket_sizes, choose_layout
 from jddp.reduce.shards import Groups, divided_dim
@@ -109,10 +108,12 @@ class Strategy:
         """Returns the replicas of a model."""
         return Replicas(axis, model)
 
-    def packed(self, layout: BucketLayout, hook: CommHook | None, mesh: Mesh) -> Packed:
+    def packed(
+        self, layout: hooks.BucketLayout, hook: hooks.CommHook | None, mesh: Mesh
+    ) -> hooks.Packed:
         """Returns the packing of gradients, with its hook and the name of a custom one."""
         on_network = count_processes(mesh) > 1
-        return choose_packing(
+        return hooks.choose_packing(
             layout, hook, platform(mesh), on_network=on_network, is_sharded=self.shards_optimizer
         )
 
@@ -199,7 +200,7 @@ class FSDP(Strategy):
         if groups.size == 1:
             logging.getLogger("jddp").warning("strategy='fsdp' on one device is 'ddp'.")
             return Placement()
-        average = average_of_shards(platform(mesh), groups)
+        average = hooks.average_of_shards(platform(mesh), groups)
         gather = Gather(reducer.axis, average, groups, reducer.wire_dtype)
         return FullySharded(Lazy(gather, reducer.bucket_bytes, keeps=not self.regather))
 

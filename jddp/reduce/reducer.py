@@ -36,9 +36,9 @@ from jax.typing import DTypeLike
 from jddp.ground.errors import ConfigError, check_choice
 from jddp.ground.numbers import MEBIBYTE, half_precision
 from jddp.ground.typing import Grads, HookState, Params, PyTree
+from jddp.reduce import hooks
 from jddp.reduce.backward import Finished, Gradients
-from jddp.reduce.hooks import PLAIN, CommHook, GradBucket, Units, varies
-from jddp.reduce.packing import NOTES, BucketLayout, Packing, choose_packing
+from jddp.reduce.hooks import BucketLayout, CommHook, GradBucket, Packing, Units, choose_packing
 from jddp.reduce.plan import BucketPlan, plan_buckets
 from jddp.reduce.shards import Shape, unpack
 
@@ -87,13 +87,13 @@ class Reducer:
             is_left_out=self.is_divided,
         )
         order = "as the backward pass finishes them" if ready else "last leaf first, by guess"
-        notes = [f"order: {order}", *NOTES[self.packing.layout]]
+        notes = [f"order: {order}", *hooks.NOTES[self.packing.layout]]
         if self.hook_name:
             notes.append(f"hook {self.hook_name!r} decides what of these bytes is sent")
         return plan.noted(*notes)
 
     def __call__(
-        self, grads: Gradients, comm_state: HookState, plan: BucketPlan, units: Units = PLAIN
+        self, grads: Gradients, comm_state: HookState, plan: BucketPlan, units: Units = hooks.PLAIN
     ) -> tuple[Grads, HookState]:
         """Averages gradients bucket by bucket, each where its last gradient is finished.
 
@@ -245,8 +245,8 @@ def average_gradients(
     def update(updates: Grads, state: HookState, params: Params = None) -> tuple[Grads, HookState]:
         # Under check_vma=True an axis index has a varying type. Without the check no type varies,
         # and autodiff leaves the gradients of each replica as they are.
-        is_checked = varies(jax.lax.axis_index(axis), axis)
-        if is_checked and not all(varies(x, axis) for x in jax.tree.leaves(updates)):
+        is_checked = hooks.varies(jax.lax.axis_index(axis), axis)
+        if is_checked and not all(hooks.varies(x, axis) for x in jax.tree.leaves(updates)):
             raise ConfigError(
                 f"average_gradients: these gradients are already the same over {axis!r}: under "
                 "shard_map's check_vma=True JAX sums gradients of replicated parameters, and "

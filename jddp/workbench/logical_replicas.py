@@ -47,8 +47,7 @@ from jddp.modules.forward import combine
 from jddp.modules.metrics import Sums, add_sums
 from jddp.modules.rows import check_rows, split_rows
 from jddp.reduce.backward import Finished
-from jddp.reduce.hooks import CommHook, GradBucket, leaves_of
-from jddp.reduce.packing import BucketLayout, Packed, Packing
+from jddp.reduce.hooks import BucketLayout, CommHook, GradBucket, Packed, Packing, leaves_of
 from jddp.reduce.shards import pack, unpack
 
 DISABLED = "xla_disable_hlo_passes"

@@ -11,8 +11,8 @@ import pytest
 from jax import P, lax
 
 from jddp.ground.jaxprs import equations
+from jddp.reduce.hooks import average_of_shards, exchange_mean, scatter_mean
 from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, Origin, forget
-from jddp.reduce.packing import average_of_shards, exchange_mean, scatter_mean
 from jddp.reduce.shards import Groups, divided_dim
 from jddp.reduce.units import Gather, Part
 

@@ -16,7 +16,7 @@ import jddp
 from jddp.ground.errors import ConfigError
 from jddp.ground.numbers import half_precision
 from jddp.reduce.backward import Finished
-from jddp.reduce.packing import MANY, choose_packing, exchange_mean, scatter_mean
+from jddp.reduce.hooks import MANY, choose_packing, exchange_mean, scatter_mean
 from jddp.reduce.plan import BucketPlan, GatheredUnit, plan_buckets
 from jddp.reduce.reducer import (
     BUCKET_MB,
