@@ -10,93 +10,73 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jddp.commands.launch import launch as launch
-    from jddp.config.options import Precision as Precision
-    from jddp.config.options import Reduction as Reduction
-    from jddp.config.options import SyncBatchNorm as SyncBatchNorm
-    from jddp.config.schema import Config as Config
-    from jddp.engine.data_parallel import DataParallel as DataParallel
-    from jddp.engine.mesh import AXIS as AXIS
-    from jddp.engine.mesh import all_gather as all_gather
-    from jddp.engine.mesh import replica_key as replica_key
-    from jddp.engine.state import TrainState as TrainState
-    from jddp.engine.strategy import FSDP as FSDP
-    from jddp.engine.strategy import LocalSteps as LocalSteps
-    from jddp.engine.strategy import ZeRO1 as ZeRO1
-    from jddp.ground.errors import ConfigError as ConfigError
-    from jddp.ground.errors import DataError as DataError
-    from jddp.ground.errors import Error as Error
-    from jddp.inspection.explain import explain as explain
-    from jddp.inspection.layers import diagnose as diagnose
-    from jddp.inspection.memory import memory as memory
-    from jddp.inspection.verification.verify import verify as verify
-    from jddp.modules.batch_norm import register_batch_norm as register_batch_norm
-    from jddp.modules.functional import sync_batch_norm as sync_batch_norm
-    from jddp.modules.metrics import Mean as Mean
-    from jddp.modules.metrics import Metric as Metric
-    from jddp.reduce.hooks import CommHook as CommHook
-    from jddp.reduce.plan import BucketPlan as BucketPlan
-    from jddp.reduce.reducer import average_gradients as average_gradients
-    from jddp.trainer.fit import fit as fit
-    from jddp.trainer.job.build import train as train
-    from jddp.trainer.options import Checks as Checks
-    from jddp.trainer.options import Evaluation as Evaluation
-    from jddp.trainer.options import Keep as Keep
-    from jddp.trainer.run import Callback as Callback
-    from jddp.trainer.run import Run as Run
-    from jddp.trainer.runs.opened import open_run as open_run
-    from jddp.trainer.saving import Checkpoints as Checkpoints
-    from jddp.trainer.watching import EarlyStopping as EarlyStopping
-    from jddp.trainer.watching import KeepBest as KeepBest
-    from jddp.workbench.logical_replicas import LogicalReplicas as LogicalReplicas
-    from jddp.workbench.powersgd import powersgd as powersgd
+    from jddp.commands.launch import launch
+    from jddp.config.options import Precision, Reduction, SyncBatchNorm
+    from jddp.config.schema import Config
+    from jddp.engine.data_parallel import DataParallel
+    from jddp.engine.mesh import AXIS, all_gather, replica_key
+    from jddp.engine.state import TrainState
+    from jddp.engine.strategy import FSDP, LocalSteps, ZeRO1
+    from jddp.ground.errors import ConfigError, DataError, Error
+    from jddp.inspection.explain import explain
+    from jddp.inspection.layers import diagnose
+    from jddp.inspection.memory import memory
+    from jddp.inspection.verification.verify import verify
+    from jddp.modules.batch_norm import register_batch_norm
+    from jddp.modules.functional import sync_batch_norm
+    from jddp.modules.metrics import Mean, Metric
+    from jddp.reduce.hooks import CommHook
+    from jddp.reduce.plan import BucketPlan
+    from jddp.reduce.reducer import average_gradients
+    from jddp.trainer.fit import fit
+    from jddp.trainer.job.build import train
+    from jddp.trainer.options import Checks, Evaluation, Keep
+    from jddp.trainer.run import Callback, Run
+    from jddp.trainer.runs.opened import open_run
+    from jddp.trainer.saving import Checkpoints
+    from jddp.trainer.watching import EarlyStopping, KeepBest
+    from jddp.workbench.logical_replicas import LogicalReplicas
+    from jddp.workbench.powersgd import powersgd
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AXIS": "engine.mesh",
-    "BucketPlan": "reduce.plan",
-    "Callback": "trainer.run",
-    "Checkpoints": "trainer.saving",
-    "Checks": "trainer.options",
-    "CommHook": "reduce.hooks",
-    "Config": "config.schema",
-    "ConfigError": "ground.errors",
-    "DataError": "ground.errors",
-    "DataParallel": "engine.data_parallel",
-    "EarlyStopping": "trainer.watching",
-    "Error": "ground.errors",
-    "Evaluation": "trainer.options",
-    "FSDP": "engine.strategy",
-    "Keep": "trainer.options",
-    "KeepBest": "trainer.watching",
-    "LocalSteps": "engine.strategy",
-    "LogicalReplicas": "workbench.logical_replicas",
-    "Mean": "modules.metrics",
-    "Metric": "modules.metrics",
-    "Precision": "config.options",
-    "Reduction": "config.options",
-    "Run": "trainer.run",
-    "SyncBatchNorm": "config.options",
-    "TrainState": "engine.state",
-    "ZeRO1": "engine.strategy",
-    "all_gather": "engine.mesh",
-    "average_gradients": "reduce.reducer",
-    "diagnose": "inspection.layers",
-    "explain": "inspection.explain",
-    "fit": "trainer.fit",
-    "launch": "commands.launch",
-    "memory": "inspection.memory",
-    "open_run": "trainer.runs.opened",
-    "powersgd": "workbench.powersgd",
-    "register_batch_norm": "modules.batch_norm",
-    "replica_key": "engine.mesh",
-    "sync_batch_norm": "modules.functional",
-    "train": "trainer.job.build",
-    "verify": "inspection.verification.verify",
+_NAMES = {
+    "commands.launch": "launch",
+    "config.options": "Precision Reduction SyncBatchNorm",
+    "config.schema": "Config",
+    "engine.data_parallel": "DataParallel",
+    "engine.mesh": "AXIS all_gather replica_key",
+    "engine.state": "TrainState",
+    "engine.strategy": "FSDP LocalSteps ZeRO1",
+    "ground.errors": "ConfigError DataError Error",
+    "inspection.explain": "explain",
+    "inspection.layers": "diagnose",
+    "inspection.memory": "memory",
+    "inspection.verification.verify": "verify",
+    "modules.batch_norm": "register_batch_norm",
+    "modules.functional": "sync_batch_norm",
+    "modules.metrics": "Mean Metric",
+    "reduce.hooks": "CommHook",
+    "reduce.plan": "BucketPlan",
+    "reduce.reducer": "average_gradients",
+    "trainer.fit": "fit",
+    "trainer.job.build": "train",
+    "trainer.options": "Checks Evaluation Keep",
+    "trainer.run": "Callback Run",
+    "trainer.runs.opened": "open_run",
+    "trainer.saving": "Checkpoints",
+    "trainer.watching": "EarlyStopping KeepBest",
+    "workbench.logical_replicas": "LogicalReplicas",
+    "workbench.powersgd": "powersgd",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted(_HOMES)
+__all__ = ["AXIS", "BucketPlan", "Callback", "Checkpoints", "Checks", "CommHook", "Config"]
+__all__ += ["ConfigError", "DataError", "DataParallel", "EarlyStopping", "Error", "Evaluation"]
+__all__ += ["FSDP", "Keep", "KeepBest", "LocalSteps", "LogicalReplicas", "Mean", "Metric"]
+__all__ += ["Precision", "Reduction", "Run", "SyncBatchNorm", "TrainState", "ZeRO1", "all_gather"]
+__all__ += ["average_gradients", "diagnose", "explain", "fit", "launch", "memory", "open_run"]
+__all__ += ["powersgd", "register_batch_norm", "replica_key", "sync_batch_norm", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:

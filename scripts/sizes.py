@@ -120,7 +120,7 @@ def named(modules: structure.Modules) -> list[Figure]:
     options = structure.options_of(modules, "DataParallel.__init__")
     fit = structure.options_of(modules, "fit")
     members = structure.members_of(modules["jddp.engine.data_parallel"], "DataParallel")
-    public = assigned(PACKAGE / "__init__.py", "_HOMES")
+    public = assigned(PACKAGE / "__init__.py", "_NAMES")
     return [
         Figure("uses of Any", untyped.count_uses(modules, {untyped.ANY}), 180),
         Figure("aliases of Any", len(aliases), 4),
@@ -131,7 +131,7 @@ def named(modules: structure.Modules) -> list[Figure]:
         Figure("options of DataParallel", options, 16),
         Figure("options of fit", fit, 16),
         Figure("public members of DataParallel", members, 14),
-        Figure("public names", len(public), 40),
+        Figure("public names", len(" ".join(public.values()).split()), 40),
     ]
 
 
