@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 
-from jddp.ground.numbers import half_precision
 from jddp.reduce.hooks import choose_packing
 from jddp.reduce.reducer import Reducer
 from jddp.workbench.logical_replicas import pack_rows
@@ -33,4 +32,4 @@ def reduction_of(layout="leaf", *, wire_dtype=None, hook=None, is_sharded=False,
     packed = choose_packing(layout, hook, "cpu", on_network=True, is_sharded=is_sharded)
     if num is not None:
         packed = pack_rows(layout, num)
-    return Reducer(AXIS, (64,), *packed, half_precision("wire_dtype", wire_dtype))
+    return Reducer(AXIS, (64,), *packed, wire_dtype and jnp.dtype(wire_dtype))

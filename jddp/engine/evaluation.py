@@ -182,8 +182,8 @@ def make_evaluate(step: Step, mesh: Mesh) -> Wrapped:
     ) -> Sums:
         def one(rows: Batch, valid: Array, key: Array) -> Sums:
             def run(values: Values) -> Sums:
-                given = (*values, rows, key, inputs.constants)
-                return run_forward(step.model, step.eval_fn, *given, train=False, valid=valid)[1][0]
+                given = (*values, rows, key, inputs.constants, valid)
+                return run_forward(step.model, step.eval_fn, *given)[1][0]
 
             sums = read(run)
             examples = count_valid_rows(mask_of(rows, valid))

@@ -19,8 +19,7 @@ from jax import lax
 from jddp.engine.micro_batches import WHOLE, Loss, ParameterSource, Pullback, View, view_of_parts
 from jddp.engine.state import Divided, Layout, Replicated, name_of
 from jddp.engine.step import Placement, TraceLoss
-from jddp.ground.numbers import in_mebibytes
-from jddp.ground.typing import Grads, Params, Path, PyTree, Shaped, Tree
+from jddp.ground.typing import Grads, Params, Path, PyTree, Shaped, Tree, in_mebibytes
 from jddp.reduce.lazy import CONSTANT, PARAMETERS, Lazy, Origin, forget
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.shards import AlongDim, Groups, Shape, divided_dim

@@ -20,7 +20,6 @@ import jax
 from jax import P
 from jax.sharding import NamedSharding
 
-from jddp.ground.numbers import in_mebibytes
 from jddp.ground.typing import (
     Batch,
     HookState,
@@ -32,6 +31,7 @@ from jddp.ground.typing import (
     Shaped,
     Shown,
     Tree,
+    in_mebibytes,
 )
 from jddp.reduce.shards import Shape
 

@@ -35,7 +35,6 @@ from jddp.engine.placement import FullySharded
 from jddp.engine.state import KeepsOwn, TrainState, is_float, name_of, own_layouts
 from jddp.engine.step import EVERY_STEP, Averaged, Placement, Replicas, Synchronization
 from jddp.ground.errors import ConfigError
-from jddp.ground.numbers import half_precision
 from jddp.ground.typing import ModelState, Params, Path, PyTree, Shaped
 from jddp.modules.base import FlaxModel
 from jddp.reduce import hooks
@@ -418,7 +417,7 @@ def choose_reducer(
     overlap = reduction.overlap if sends else False
     layout, overlaps = choose_layout(reduction.layout, overlap, lambda: platform(mesh))
     packed = strategy.packed(layout, reduction.hook, mesh)
-    wire_dtype = half_precision("wire_dtype", reduction.wire_dtype)
+    wire_dtype = None if reduction.wire_dtype is None else jnp.dtype(reduction.wire_dtype)
     sizes, seen = bucket_sizes(reduction.bucket_mb), unscaled if is_scaled else None
     reducer = Reducer(axis_of(mesh), sizes, *packed, wire_dtype, seen)
     if isinstance(strategy, FSDP) and (size := strategy.groups(mesh.size).size) > 1:

@@ -10,7 +10,6 @@ import enum
 import logging
 import re
 import sys
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 
@@ -214,15 +213,3 @@ def _make_printable(record: logging.LogRecord) -> bool:
 def log_printable() -> None:
     """Makes the lines of jddp's log printable: names in them may come from anywhere."""
     logging.getLogger("jddp").addFilter(_make_printable)  # A logger adds a filter only once.
-
-
-def warn_deprecated(name: str, *, since: str, instead: str) -> None:
-    """Warns where a caller uses a public name that will go (docs/stability.md has the terms).
-
-    Args:
-      name: The function, argument, key or option, as its users write it.
-      since: The version of jddp that deprecated it, such as "0.2".
-      instead: The name to use in its place.
-    """
-    text = f"{name} is deprecated since jddp {since} and will be removed: use {instead}."
-    warnings.warn(text, FutureWarning, stacklevel=3)

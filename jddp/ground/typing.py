@@ -4,8 +4,8 @@ JAX has no static type for "a tree of arrays": most names below mean the same to
 show a reader which tree a function takes. Arrays whose shapes matter are annotated where they are
 used, as in `Float[Array, "b"]`.
 
-The module also has the base class of objects that notebooks show. It imports no library, so that
-code that runs before JAX can name these types.
+The module also has the base class of objects that notebooks show, and their sizes in words. It
+imports no library, so that code that runs before JAX can name these types.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -65,6 +65,7 @@ LossFn = Callable[..., Any]
 # An export of a notebook may give `<pre>` a proportional font, and columns would be lost. So each
 # text carries its style, without a color: it is light or dark as its page.
 STYLE = "font-family: monospace; white-space: pre; line-height: 1.25"
+MEBIBYTE = 2**20
 
 
 @runtime_checkable
@@ -89,3 +90,9 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return f'<pre style="{STYLE}">{escape(str(self))}</pre>'
+
+
+def in_mebibytes(num_bytes: float) -> str:
+    """A number of bytes in MiB, with three significant digits."""
+    mebibytes = num_bytes / MEBIBYTE
+    return f"{mebibytes:,.3f}" if mebibytes >= 1 else f"{mebibytes:.3g}"

@@ -33,8 +33,7 @@ from jax.tree_util import DictKey
 
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.ground.names import match_paths
-from jddp.ground.numbers import in_mebibytes
-from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree
+from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree, in_mebibytes
 from jddp.modules.batch_norm import Sync
 from jddp.modules.rows import LEFT_OUT, transformed
 

@@ -84,11 +84,11 @@ def run_forward(
     batch: Batch,
     key: Array,
     constants: PyTree,
-    *,
-    train: bool,
     valid: Array | None = None,
 ) -> LossAndState:
     """The loss of one replica, summed over its valid entries, with all sums and the new state.
+
+    The model is evaluated where rows may be padding, and trains where none can be.
 
     Args:
       model: The model.
@@ -98,13 +98,12 @@ def run_forward(
       batch: This replica's rows.
       key: Key of the random numbers.
       constants: Constants of the loss; None for none.
-      train: Whether the model trains, or is evaluated.
-      valid: Array with 0 for a row of padding and 1 for any other; None if there is no padding.
+      valid: Array with 0 for a row of padding and 1 for any other; None in training.
 
     Raises:
       ConfigError: If the loss or a metric has another number of rows.
     """
-    loss_fn = name_arguments(loss_fn, constants, key)
+    train, loss_fn = valid is None, name_arguments(loss_fn, constants, key)
     arguments = (*model.whole(params, model_state), batch, key)
     if train:
         outputs, written = model.train(loss_fn, *arguments)
@@ -125,7 +124,7 @@ def run_and_settle(
     Raises:
       ConfigError: If state depends on a replica's rows, and no rule is declared for it.
     """
-    run: Forward = functools.partial(run_forward, model, loss_fn, train=True)
+    run: Forward = functools.partial(run_forward, model, loss_fn)
     if not jax.tree.leaves(model_state) or model.sync.num_replicas == 1:
         return run(params, model_state, *inputs)
     evaluate, labels = trace_state(model, run, params, model_state, *inputs)

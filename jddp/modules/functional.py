@@ -13,12 +13,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
 from jddp.ground.errors import ConfigError, check_choice
-from jddp.ground.numbers import half_precision
 from jddp.modules.base import FlaxModel, Frozen
 from jddp.modules.batch_norm import Sync
 from jddp.modules.linen import LinenModel, synced_linen
@@ -63,7 +63,7 @@ def functional(
     form.batch_norm = batch_norm
     form.sync = sync
     form.per_replica = tuple(kind for kind, rule in rules.items() if rule == OWN)
-    form.compute_dtype = half_precision("compute_dtype", compute_dtype)
+    form.compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
     form.frozen = [frozen] if isinstance(frozen, str) else frozen
     form.name = type(model).__name__
     return form

@@ -18,8 +18,7 @@ import jax
 import numpy as np
 
 from jddp.ground.errors import ConfigError
-from jddp.ground.numbers import in_mebibytes
-from jddp.ground.typing import Path, PyTree, Shaped, Shown
+from jddp.ground.typing import Path, PyTree, Shaped, Shown, in_mebibytes
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jddp.ground.errors import ConfigError, check_choice
-from jddp.ground.numbers import MEBIBYTE, half_precision
-from jddp.ground.typing import Grads, HookState, Params, PyTree
+from jddp.ground.typing import MEBIBYTE, Grads, HookState, Params, PyTree
 from jddp.reduce import hooks
 from jddp.reduce.backward import Finished, Gradients
 from jddp.reduce.hooks import BucketLayout, CommHook, GradBucket, Packing, Units, choose_packing
@@ -235,7 +234,9 @@ def average_gradients(
         all replicas.
     """
     chosen, _ = choose_layout(layout, False, jax.default_backend)
-    dtype = half_precision("wire_dtype", wire_dtype)
+    name = wire_dtype if isinstance(wire_dtype, str | None) else jnp.dtype(wire_dtype).name
+    check_choice("wire_dtype", name, ("bfloat16", "float16", None))
+    dtype = None if name is None else jnp.dtype(name)
     reducer = Reducer(axis, bucket_sizes(bucket_mb), *choose_packing(chosen, comm_hook), dtype)
 
     def init(params: Params) -> HookState:

@@ -25,8 +25,7 @@ from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import AXIS, count_processes
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import did_you_mean
-from jddp.ground.numbers import MEBIBYTE
-from jddp.ground.typing import Batch, Shaped
+from jddp.ground.typing import MEBIBYTE, Batch, Shaped
 from jddp.inspection.hlo import HloProgram, read_program
 from jddp.workbench.links import AMPERE, HOPPER, Fabric, Link, with_links
 

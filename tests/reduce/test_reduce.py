@@ -14,7 +14,6 @@ from states import equal
 
 import jddp
 from jddp.ground.errors import ConfigError
-from jddp.ground.numbers import half_precision
 from jddp.reduce.backward import Finished
 from jddp.reduce.hooks import MANY, choose_packing, exchange_mean, scatter_mean
 from jddp.reduce.plan import BucketPlan, GatheredUnit, plan_buckets
@@ -36,7 +35,7 @@ def reduction(
     """From a user's options; only these matter to a test."""
     chosen, _ = choose_layout(layout, False, lambda: platform)
     sizes = bucket_sizes(bucket_mb)
-    dtype = half_precision("wire_dtype", wire_dtype)
+    dtype = wire_dtype and jnp.dtype(wire_dtype)
     return Reducer("data", sizes, *choose_packing(chosen, comm_hook), dtype)
 
 
@@ -246,7 +245,7 @@ def test_sizes_of_buckets_and_options_out_of_their_range_are_refused():
         *(({"bucket_mb": sizes}, "bucket_mb") for sizes in (0, [], [1, -1])),
     ):
         with pytest.raises(ConfigError, match=message):
-            reduction(**options)
+            jddp.average_gradients(**options)
 
 
 def test_only_flat_buckets_are_kept_from_being_merged_and_a_threshold_of_the_user_stands(
