@@ -56,7 +56,7 @@ def predict_command(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="jddp predict", description=description)
     add_run_arguments(parser)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
-    data = "a .npz file with image, tokens or x; a .npy, .csv or .parquet file; a folder of images"
+    data = "a .npz file with image, tokens or x; a .npy file; a folder of images"
     add("--data", type=expand, metavar="FILE", help=data)
     add("--prompt", metavar="TEXT", help="a text that a language model continues")
     add = parser.add_argument

@@ -21,7 +21,7 @@ from jddp.data.examples import Concatenated, Examples, Subset, as_examples
 from jddp.data.order import ExampleOrder, MixtureOrder
 from jddp.data.transforms import Transform
 from jddp.ground.errors import ConfigError, DataError, UsageError
-from jddp.ground.typing import Batches, JsonObject, Shown
+from jddp.ground.typing import Batches, Shown
 
 Spec = dict[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -38,8 +38,6 @@ class DataSet(Shown):
       description: One line for the log: name of the data, number of examples.
       sha256: Hash of the data, for the manifest of the run.
       classes: Names of the classes, in the order of their numbers; empty if there are none.
-      encoding: Values that prepare new rows, such as the means of columns, for the manifest of the
-        run; empty if there are none.
       order: Function of a seed that returns the order of a run; None for an order of permutations.
     """
 
@@ -48,7 +46,6 @@ class DataSet(Shown):
     description: str
     sha256: str
     classes: tuple[str, ...] = ()
-    encoding: JsonObject = field(default_factory=dict)
     order: Callable[[int], ExampleOrder] | None = None
 
     def __str__(self) -> str:
@@ -69,7 +66,6 @@ class Streams:
       description: One line for the log.
       sha256: Hash of the data; empty, as it would need all of them.
       classes: Names of the classes, in the order of their numbers; empty if there are none.
-      encoding: Values that prepare new rows; empty.
     """
 
     train: Batches
@@ -77,7 +73,6 @@ class Streams:
     description: str
     sha256: str = ""
     classes: tuple[str, ...] = ()
-    encoding: JsonObject = field(default_factory=dict)
 
 
 # Opens streams, from the global batch size, a seed and the share of this process.
@@ -94,7 +89,6 @@ class DataSource:
       augment: Transforms that make new training examples of these, at random.
       sizes: Number of classes or tokens, by its name in models: "num_classes" or "vocab_size";
         empty if only the examples show it.
-      num_categories: Number of categories of each column of "categories", of a table.
       tokenizer: Name of the tokenizer, of tokens; empty if it is unknown.
       open_streams: Function that opens streams, in the place of `load`; None for examples.
       bytes_per_token: Mean number of bytes of text that a token of the test examples stands for;
@@ -105,7 +99,6 @@ class DataSource:
     load: Callable[[], DataSet]
     augment: tuple[Transform, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
-    num_categories: Sequence[int] = ()
     tokenizer: str = ""
     open_streams: OpenStreams | None = None
     bytes_per_token: float | None = None
@@ -118,7 +111,6 @@ def make_data_set(
     *,
     sha256_hex: str = "",
     classes: Sequence[str] = (),
-    encoding: JsonObject | None = None,
 ) -> DataSet:
     """A data set of two dicts of arrays, or of examples.
 
@@ -128,7 +120,6 @@ def make_data_set(
       test: Test data.
       sha256_hex: Hash of the data; by default of its sizes and of the rows at both ends.
       classes: Names of the classes.
-      encoding: Values that prepare new rows.
 
     Raises:
       DataError: If the data cannot be read (see `ArrayExamples` and `as_examples`).
@@ -139,7 +130,6 @@ def make_data_set(
         description=f"{name}: {len(both[0]):,} train / {len(both[1]):,} test examples",
         sha256=sha256_hex or sha256(b"".join(map(_fingerprint, both))).hexdigest(),
         classes=tuple(classes),
-        encoding=encoding or {},
     )
 
 
@@ -264,7 +254,7 @@ def mixed_source(sources: Mapping[str, DataSource], weights: Sequence[float]) ->
       weights: Relative frequencies of the sources in training.
 
     Raises:
-      ConfigError: If their examples have different shapes, vocabularies or categories.
+      ConfigError: If their examples have different shapes or vocabularies.
     """
     (first_name, first), *others = sources.items()
     for name, source in others:
@@ -279,10 +269,10 @@ def mixed_source(sources: Mapping[str, DataSource], weights: Sequence[float]) ->
         sets = {name: source.load() for name, source in sources.items()}
         (first_name, first_set), *others = sets.items()
         for name, data in others:
-            if data.classes != first_set.classes or data.encoding != first_set.encoding:
+            if data.classes != first_set.classes:
                 raise ConfigError(
-                    f"data.mixture: {first_name} and {name} have different classes or columns. Mix "
-                    "data of the same ones."
+                    f"data.mixture: {first_name} and {name} have different classes. Mix data of "
+                    "the same classes."
                 )
         sizes = tuple(len(data.train) for data in sets.values())
         order_of = functools.partial(MixtureOrder, sizes, tuple(weights))
@@ -312,4 +302,4 @@ def _content_of(source: DataSource) -> str:
     """Describes the facts that must be equal where sources are mixed."""
     arrays = ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in source.spec.items())
     tokenizer = f", tokenizer {source.tokenizer!r}" if source.tokenizer else ""
-    return f"{arrays}, sizes {[*source.sizes.values(), *source.num_categories]}{tokenizer}"
+    return f"{arrays}, sizes {[*source.sizes.values()]}{tokenizer}"

@@ -39,9 +39,9 @@ def cross_entropy(
     The loss of a label that is no class, or has no weight, is NaN.
 
     Args:
-      model: Model that returns logits `(b, classes)` for images, or for the rows of a table.
-      batch: Rows of "image", or of "x" and perhaps "categories"; and of "label", whole numbers
-        `(b,)`; "mask" `(b,)`, if there is padding.
+      model: Model that returns logits `(b, classes)`.
+      batch: Rows of "image" or "x", and of "label", whole numbers `(b,)`; "mask" `(b,)`, if there
+        is padding.
       train: Whether this is training.
       label_smoothing: Fraction of the target that is spread over all classes, in training.
       class_weights: Weight of each class in the target; the mean is divided by the sum of the
@@ -52,7 +52,7 @@ def cross_entropy(
       section 7. https://arxiv.org/abs/1512.00567
     """
     inputs, labels = _fields(batch, "cross_entropy", "x" if "x" in batch else "image", "label")
-    logits = call_model(model, inputs, train, batch.get("mask"), categories=batch.get("categories"))
+    logits = call_model(model, inputs, train, batch.get("mask"))
     if logits.ndim != 2:
         raise ConfigError(f"cross_entropy: the model gives {logits.shape}. They need (b, classes).")
     metrics = {"accuracy": logits.argmax(-1) == labels}
@@ -147,11 +147,11 @@ def mean_squared_error(model: Model, batch: ArrayBatch, train: bool) -> Float[Ar
 
     Args:
       model: Model that returns predictions of the shape of "y" for "x".
-      batch: Rows of "x" and "y", and perhaps of the "categories" of a table.
+      batch: Rows of "x" and "y".
       train: Whether this is training.
     """
     x, y = _fields(batch, "mean_squared_error", "x", "y")
-    predictions = call_model(model, x, train, categories=batch.get("categories"))
+    predictions = call_model(model, x, train)
     if predictions.shape != y.shape:
         raise ConfigError(
             f"mean_squared_error: the model gives {predictions.shape} for targets of {y.shape}. "

@@ -10,6 +10,7 @@ from data_files import rows_of
 from states import equal
 
 from jddp.data import ArrayExamples, RowExamples, eval_batches, make_data_set, make_source
+from jddp.data.examples import column_of
 from jddp.data.source import rows_for_testing, spec_of
 from jddp.data.sources import SOURCES, arrays
 from jddp.data.sources.arrays import image_examples, map_npy, read_npz
@@ -144,6 +145,22 @@ def test_one_share_of_the_rows_is_for_testing_and_stays_there_when_rows_are_adde
     is_test = rows_for_testing(10_000, 0.2)
     assert abs(is_test.mean() - 0.2) < 0.02
     np.testing.assert_array_equal(rows_for_testing(500, 0.2), is_test[:500])
+
+
+def test_a_share_of_the_training_part_is_held_back_for_testing(tmp_path):
+    np.savez(tmp_path / "train.npz", x=np.arange(50.0), label=np.arange(50) % 3)
+
+    def parts(test_share):
+        data = make_source("npz", directory=str(tmp_path), kwargs={"test_share": test_share}).load()
+        return data.train, data.test
+
+    is_test = rows_for_testing(50, 0.2)
+    for part, rows in zip(parts(0.2), (~is_test, is_test), strict=True):
+        np.testing.assert_array_equal(rows_of(part)["x"], np.flatnonzero(rows))
+        np.testing.assert_array_equal(column_of(part, "label"), np.flatnonzero(rows) % 3)
+    for share, error in ((1.5, ConfigError), (1e-9, DataError)):
+        with pytest.raises(error, match="test_share"):
+            parts(share)
 
 
 def npy_source(folder, *, num_train=6, labels=None, dtype=np.uint8, **kwargs):

@@ -1,6 +1,5 @@
 """The rows of training batches: by source, and by the number of processes that read them."""
 
-import csv
 import hashlib
 import io
 import json
@@ -121,17 +120,6 @@ def _npy(folder):
     return {"image_size": 6, "num_classes": 3}
 
 
-def _table(folder):
-    rng = np.random.default_rng(7)
-    for part, num in (("train", 30), ("test", 11)):
-        with open(folder / f"{part}.csv", "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["age", "city", "label"])
-            for i in range(num):
-                writer.writerow([f"{rng.normal():.3f}", "abc"[i % 3], i % 2])
-    return {"inputs": ["age", "city"], "categorical": ["city"], "target": "label"}
-
-
 def _tokens(folder):
     rng = np.random.default_rng(8)
     for part, num in (("train", 900), ("test", 300)):
@@ -146,7 +134,6 @@ SOURCES = {
     "webdataset": _webdataset,
     "npz": _npz,
     "npy": _npy,
-    "table": _table,
     "tokens": _tokens,
 }
 

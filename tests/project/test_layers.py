@@ -122,7 +122,6 @@ PACKAGES |= {"jaxlib": "jax", "jax_plugins": "jax", "fsspec": "s3fs"}
 PACKAGES |= {
     "IPython": "ipykernel",
     "absl": "grain",
-    "pyarrow": "datasets",
 }
 
 

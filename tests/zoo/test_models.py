@@ -19,7 +19,6 @@ from jddp.zoo.models import (
     GPT,
     MLP,
     MODELS,
-    Tabular,
     ViT,
     gpt2,
     resnet18,
@@ -36,7 +35,6 @@ TINY = {
     "mlp": (MLP(widths=(6,), num_outputs=5), IMAGES),
     "resnet18": (resnet18(width=4, num_classes=5, stem="cifar"), IMAGES),
     "resnet50": (resnet50(width=2, num_classes=5), IMAGES),
-    "tabular": (Tabular(num_classes=5, widths=(6,)), IMAGES[:, 0, 0]),
     "vit": (ViT(num_layers=2, num_heads=2, width=8, num_classes=5), IMAGES),
 }
 
@@ -61,19 +59,6 @@ def test_every_model_has_a_name_in_order_and_published_sizes_are_met_exactly():
     assert num_params(resnet18(), images) == 11_689_512
     assert num_params(gpt2(), jax.ShapeDtypeStruct((1, 1024), jnp.int32)) == 124_439_808
     assert num_params(vit_b16(), images) == 86_567_656
-
-
-def test_the_network_for_tables_has_an_embedding_of_its_own_for_each_categorical_column():
-    model = Tabular(num_categories=(3, 400), num_classes=2, widths=(4,))
-    x = jnp.ones((3, 1))
-    categories = jnp.array([[0, 0], [1, 0], [0, 399]], jnp.int32)
-    variables = model.init(jax.random.key(0), x, categories=categories)
-    shapes = jax.tree.map(jnp.shape, variables["params"])
-    assert shapes["embed_0"] == {"embedding": (3, 2)}
-    assert shapes["embed_1"] == {"embedding": (400, 50)}
-    assert shapes["mlp"]["Dense_0"]["kernel"] == (1 + 2 + 50, 4)
-    rows = model.apply(variables, x, categories=categories).tolist()
-    assert rows[0] != rows[1] != rows[2] != rows[0]
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from jddp.data.source import DataSource
 from jddp.data.sources.arrays import fashion_mnist, npy, npz
 from jddp.data.sources.hugging_face import hugging_face, webdataset
 from jddp.data.sources.images import image_folder
-from jddp.data.sources.table import table_in_files
 from jddp.data.sources.tokens import python_stdlib, tokens
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import check_arguments, defaults_of, look_up
@@ -26,7 +25,6 @@ SOURCES: dict[str, Callable[..., DataSource]] = {
     "npy": npy,
     "npz": npz,
     "python_stdlib": python_stdlib,
-    "table": table_in_files,
     "tokens": tokens,
     "webdataset": webdataset,
 }

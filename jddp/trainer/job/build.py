@@ -257,8 +257,6 @@ class Job:
         data: JsonObject = {"description": self.data.description, "sha256": self.data.sha256}
         if self.data.classes:
             data["classes"] = list(self.data.classes)
-        if self.data.encoding:
-            data["encoding"] = self.data.encoding
         if isinstance(self.data, DataSet) and (scaling := normalization_of(self.data.train)):
             data["normalization"] = scaling
         return {

@@ -254,8 +254,6 @@ def find_source(config: Config) -> DataSource:
 def _model(config: Config, source: DataSource | None) -> tuple[Config, Module]:
     """The model, and the config with the sizes of the model that the data determine."""
     sizes: Settings = {} if source is None else source.sizes
-    if source is not None and source.num_categories:
-        sizes = {**sizes, "num_categories": [*source.num_categories]}
     section = config.model
     factory = named(section, "model")
     defaults = defaults_of(MODELS.get(section.name or "", factory))

@@ -40,7 +40,6 @@ from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import TrainState, Values
 from jddp.ground.errors import (
     ConfigError,
-    DataError,
     Error,
     FileSystemError,
     UsageError,
@@ -159,7 +158,7 @@ def config_in(run_dir: Path) -> Config | None:
 
 
 def kept_of_data(run_dir: Path | None) -> JsonObject:
-    """The data of a run's newest start, with classes and encoding; empty if it kept none."""
+    """The data of a run's newest start, with classes; empty if it kept none."""
     try:
         first = json.loads((Path(run_dir or "") / "manifest.json").read_bytes())
         return dict(first.get("later_starts", [first])[-1]["data"])
@@ -363,13 +362,6 @@ class OwnBatches:
         if self._data is None:
             self._data = open_data(find_source(self._config), self._config)
             agree("data set", {"sha256": self._data.sha256})
-            kept = kept_of_data(self._run_dir).get("encoding")
-            if kept and self._data.encoding != kept:  # Encoding of the columns of a table.
-                raise DataError(
-                    f"{self._data.description}: its training part gives other means or categories "
-                    "than the run was trained with. Put the run's files train* into the "
-                    "folder of the new files test*."
-                )
         return iter(test_batches(self._config, self._data))
 
 

@@ -4,8 +4,8 @@
 
 If the outputs are logits of classes, the likeliest class and the probability of each come first.
 New rows are prepared like the test rows of the run: images of uint8 or uint16 are normalized,
-images of a folder are decoded as the run's image folder or tar files were, and columns of a table
-are encoded as the run's table was. Other arrays are used as they are.
+images of a folder are decoded as the run's image folder or tar files were. Other arrays are used
+as they are.
 """
 
 import csv
@@ -23,7 +23,6 @@ from jddp.data import ArrayExamples, eval_batches
 from jddp.data.examples import Examples
 from jddp.data.sources.arrays import map_npy, read_npz
 from jddp.data.sources.images import images_in
-from jddp.data.sources.table import ENDINGS, Encoding, rows_in
 from jddp.data.transforms import LARGEST, Transform, Transformed, normalize
 from jddp.distributed.identity import resolve_identity
 from jddp.engine.state import by_path
@@ -44,8 +43,8 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
 
     Args:
       run_dir: A run directory, or its URL.
-      data: A .npz file of arrays by name; a .npy file of the inputs; for a run of a table, a .csv
-        or .parquet file with its columns; or a folder of images, whose names are written too.
+      data: A .npz file of arrays by name; a .npy file of the inputs; or a folder of images, whose
+        names are written too.
       out: A file to write: .npz or .csv.
       **chosen: Further arguments of `open_run`.
 
@@ -80,13 +79,7 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
 
 
 def _rows_of(path: Path, config: Config, kept: JsonObject) -> Examples:
-    """The rows of a table, a folder of images or a file of arrays, prepared like the test rows."""
-    if path.suffix in ENDINGS:
-        if "encoding" not in kept:
-            raise UsageError(
-                f"--data {path}: the run was not trained on a table, so it has no columns to read."
-            )
-        return rows_in(path, Encoding(**kept["encoding"]))
+    """The rows of a folder of images or a file of arrays, prepared like the test rows."""
     if path.is_dir():
         if config.data.name not in OF_IMAGES:
             raise UsageError(f"--data {path} is a folder, but the run was not trained on images.")
@@ -97,10 +90,7 @@ def _rows_of(path: Path, config: Config, kept: JsonObject) -> Examples:
 def _arrays_in(path: Path, config: Config, kept: JsonObject) -> Examples:
     """The rows of a file of arrays; images of uint8 and uint16 are scaled."""
     if path.suffix not in (".npz", ".npy"):
-        raise UsageError(
-            f"--data {path}: rows are read from .npz and .npy, or .csv and .parquet "
-            "for a run of a table. Convert them."
-        )
+        raise UsageError(f"--data {path}: rows are read from .npz and .npy. Convert them.")
     if path.suffix == ".npz":
         arrays = read_npz(path)
     else:

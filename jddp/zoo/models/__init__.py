@@ -20,16 +20,16 @@ from flax import nnx
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import accepted_names, check_arguments, did_you_mean, look_up
 from jddp.zoo.models.resnet import ResNet, resnet18, resnet50
-from jddp.zoo.models.small import CNN, CNN_NNX, MLP, Tabular
+from jddp.zoo.models.small import CNN, CNN_NNX, MLP
 from jddp.zoo.models.transformer import GPT, ViT, gpt2, vit_b16
 
 Module = nn.Module | nnx.Module
 
 MODELS: dict[str, Callable[..., Module]] = {"cnn": CNN, "cnn_nnx": CNN_NNX, "gpt": GPT}
 MODELS |= {"gpt2": gpt2, "mlp": MLP, "resnet18": resnet18, "resnet50": resnet50}
-MODELS |= {"tabular": Tabular, "vit": ViT, "vit_b16": vit_b16}
+MODELS |= {"vit": ViT, "vit_b16": vit_b16}
 
-__all__ = ["CNN", "CNN_NNX", "GPT", "MLP", "MODELS", "ResNet", "Tabular", "ViT"]
+__all__ = ["CNN", "CNN_NNX", "GPT", "MLP", "MODELS", "ResNet", "ViT"]
 __all__ += ["gpt2", "resnet18", "resnet50", "vit_b16"]
 
 

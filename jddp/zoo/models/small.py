@@ -1,23 +1,18 @@
 """Small networks: a convolutional one with batch norm, in Linen and in NNX, and perceptrons.
 
-The convolutional network is the default job's model. Perceptrons take vectors, images with their
-pixels in a row, and tables.
-
-Reference:
-  Guo and Berkhahn, "Entity Embeddings of Categorical Variables", 2016,
-  https://arxiv.org/abs/1604.06737
+The convolutional network is the default job's model. Perceptrons take vectors, and images with
+their pixels in a row.
 """
 
 import math
 from collections.abc import Sequence
 from functools import partial
 
-import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 Mask = Float[Array, "b"] | None  # 1 for images, 0 for padding; None counts all images.
 
@@ -98,9 +93,6 @@ class CNN_NNX(nnx.Module):
         return self.dense(x.reshape(len(x), -1)).astype("float32")
 
 
-MAX_WIDTH = 50  # Limit for the width of an embedding.
-
-
 class MLP(nn.Module):
     """Dense layers with ReLU between them.
 
@@ -121,36 +113,3 @@ class MLP(nn.Module):
         for width in self.widths:
             x = nn.relu(nn.Dense(width, dtype=self.dtype)(x))
         return nn.Dense(self.num_outputs, dtype=self.dtype)(x).astype("float32")
-
-
-class Tabular(nn.Module):
-    """An MLP over the numbers of a row, and over an embedding of each of its categories.
-
-    Attributes:
-      num_categories: Number of categories of each categorical column.
-      num_classes: Number of classes; 1 for regression.
-      widths: Outputs of each hidden layer.
-      dtype: Dtype of the arithmetic; None follows parameters and inputs.
-    """
-
-    num_categories: Sequence[int] = ()
-    num_classes: int = 1
-    widths: Sequence[int] = (256, 256)
-    dtype: DTypeLike | None = None
-
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "b numbers"],
-        train: bool = False,
-        categories: Int[Array, "b columns"] | None = None,
-    ) -> Float[Array, "b classes"]:
-        """The outputs in float32, the same in training and evaluation."""
-        inputs = [x]
-        if categories is not None:
-            for column, number in enumerate(self.num_categories):
-                width = min(MAX_WIDTH, (number + 1) // 2)
-                embed = nn.Embed(number, width, dtype=self.dtype, name=f"embed_{column}")
-                inputs.append(embed(categories[:, column]))
-        joined = jnp.concatenate(inputs, axis=-1)
-        return MLP(self.widths, self.num_classes, self.dtype, name="mlp")(joined)
