@@ -150,7 +150,7 @@ def fit(
         checks=checks,
         seed=seed,
         run_dir=None if run_dir is None else folder_or_url(run_dir),
-        callbacks=callbacks,
+        callbacks=tuple(callbacks),
         sinks=choose_sinks(sinks, key="sinks"),
     )
     return start(ddp, batches, options, state)
@@ -197,7 +197,12 @@ def start(ddp: Trainable, batches: Batches, options: Options, state: FirstState 
     take_sigterm_back()
     if state is None:
         state = functools.partial(ddp.init, options.seed)
-    check_callbacks(options.callbacks)
+    for number, callback in enumerate(options.callbacks):
+        if isinstance(callback, type) or not all(hasattr(callback, name) for name in METHODS):
+            raise ConfigError(
+                f"callbacks[{number}] is {callback!r}. Give an object, not a class, with the "
+                "methods of jddp.Callback."
+            )
     if options.num_steps is None:
         assert isinstance(batches, TrainBatches), "others have a number of steps"
         # No position is left if the run starts from another run that has ended.
@@ -374,23 +379,6 @@ def epochs_of(
         other = "" if are_batches else ", or num_epochs="
         raise ConfigError(f"num_steps= is missing: fit(ddp, batches, num_steps=...){other}.")
     return own if num_steps is None and num_epochs is None else num_epochs
-
-
-def check_callbacks(callbacks: object) -> None:
-    """Refuses anything but a list of objects with the methods of a callback.
-
-    Raises:
-      ConfigError: If this is not a sequence, or an object in it is a class or lacks a method.
-    """
-    if not isinstance(callbacks, list | tuple):
-        raise ConfigError(f"callbacks= is a list of callbacks; got {callbacks!r}.")
-    for number, callback in enumerate(callbacks):
-        missing = [name for name in METHODS if not callable(getattr(callback, name, None))]
-        if missing or isinstance(callback, type):
-            raise ConfigError(
-                f"callbacks[{number}] is {callback!r}. Give an object, not a class, with the "
-                "methods of jddp.Callback."
-            )
 
 
 def compare_calls(options: Options, batches: Batches, state: object) -> None:
