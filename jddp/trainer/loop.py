@@ -15,6 +15,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 
@@ -30,17 +31,57 @@ from jddp.ground.typing import Batch
 from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent
 from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source, refuse_same_rows
-from jddp.trainer.reporter import Reporter, measure
+from jddp.trainer.reporter import Clock, Reporter, measure
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Progress, Run, call_each
 from jddp.trainer.saving import LATEST, Saving
-from jddp.trainer.timing import DATA, Clock, Profile
 from jddp.trainer.watching import best_steps, watching
 
+STEP, DATA = "jddp step", "jddp data"  # names of the annotations in a run's traces
 # After these errors the newest state must not be saved.
 RUINED = (NumericsError, ReplicaMismatchError, jax.errors.JaxRuntimeError)
 TOGETHER_SECONDS = 2.0  # Time within which all processes fail if they make the same mistake.
 log = logging.getLogger("jddp")
+
+
+class Profile:
+    """Records a trace from before the first of some steps until after the last.
+
+    Args:
+      steps: Numbers of the first and last step, from 1; None records nothing.
+      folder: Folder for the trace of this process.
+    """
+
+    def __init__(self, steps: Sequence[int] | None, folder: Path | None) -> None:
+        self._first, self._last = steps or (-1, -1)
+        self._folder = folder
+        self._is_open = False
+
+    @contextlib.contextmanager
+    def step(self, number: int, state: TrainState) -> Iterator[None]:
+        """While open, a step is sent; the trace begins and ends between steps.
+
+        Args:
+          number: Number of the step.
+          state: State before it.
+        """
+        if number in (self._first, self._last + 1):
+            jax.block_until_ready(state)
+        if number == self._first:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # Traced Python calls slow the host and fill the file.
+            jax.profiler.start_trace(str(self._folder), profiler_options=options)
+            self._is_open = True
+        elif number > self._last:
+            self.close()
+        with jax.profiler.StepTraceAnnotation(STEP, step_num=number):
+            yield
+
+    def close(self) -> None:
+        """Ends the trace, if one is recorded."""
+        if self._is_open:
+            self._is_open = False
+            jax.profiler.stop_trace()
 
 
 class Interrupted(Exception):
@@ -288,7 +329,6 @@ class Loop:
         run.progress = replace(
             run.progress,
             best=best_steps(run, callbacks),
-            buckets=self.reporter.work.buckets,
             plan=self.options.settings,
         )
         # The evaluations before the last one are in the file of metrics.

@@ -11,11 +11,14 @@ The work of a step is in proportion to its rows, so a record costs divisions alo
 that are predicted and not masked count: the valid entries of the loss.
 """
 
+import contextlib
 import copy
 import dataclasses
 import logging
 import operator
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +38,6 @@ from jddp.trainer.reports.lines import Course, Display, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
 from jddp.trainer.run import Run, call_each
-from jddp.trainer.timing import Clock
 from jddp.trainer.watching import Watching, watching
 
 # Names of arrays that mark the examples of a batch as images, or as sequences of tokens.
@@ -44,6 +46,59 @@ _TOKENS = {"tokens", "input_ids", "inputs"}
 
 EPOCH = Epochs(1)
 log = logging.getLogger("jddp")
+
+
+class Spent(NamedTuple):
+    """Seconds of a process per step.
+
+    Attributes:
+      step: Time without evaluation and saving.
+      data: Part of `step` spent waiting for data.
+      host: Rest of all time, without waiting for devices: callbacks, saving, reports.
+    """
+
+    step: float
+    data: float
+    host: float
+
+
+class Clock:
+    """Time per step, without evaluation and saving; it starts at a step that is finished now.
+
+    with clock.measure("data"): ...        # the loop waits for data
+    with clock.measure("devices"): ...     # the devices compute, or wait for other processes
+    clock.spent(step)                      # the rest of the time is the host's
+    """
+
+    def __init__(self, step: int) -> None:
+        self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        self._since = time.perf_counter()
+        self._step = step
+        self._seconds = {"pause": 0.0, "data": 0.0, "devices": 0.0}
+
+    @contextlib.contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Measures the time of a block.
+
+        Args:
+          phase: "data" or "devices", for which the loop waits; or "pause", which is no step.
+        """
+        since = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - since
+
+    def spent(self, step: int) -> Spent | None:
+        """Means per step since the last call, or None if there was no step."""
+        num_steps = step - self._step
+        if num_steps < 1:
+            return None
+        seconds = time.perf_counter() - self._since
+        pause, data, devices = self._seconds.values()
+        of_all = (seconds - pause, data, seconds - data - devices)
+        self._begin(step)
+        return Spent(*(x / num_steps for x in of_all))
 
 
 @dataclasses.dataclass
@@ -58,7 +113,6 @@ class Work:
       unit: Unit of its examples, for people.
       memory: Memory that the compiler has assigned to it on a device, and memory that a device can
         give out, by name of the field in records; empty if devices have no statistics.
-      buckets: Buckets that it sends: the bytes, the dtype, and the first and last path of each.
     """
 
     devices: Sequence[jax.Device]
@@ -67,7 +121,6 @@ class Work:
     has_token_losses: bool = False
     unit: str = "ex"
     memory: dict[str, float] = dataclasses.field(default_factory=dict)
-    buckets: list[JsonObject] = dataclasses.field(default_factory=list)
 
     def rates(self, record: Record, num_rows: int) -> dict[str, float | None]:
         """Further fields of a record, as far as they are known, for steps of so many rows.
@@ -115,10 +168,6 @@ def _count(work: Work, ddp: Trainable, batch: Batch) -> None:
     flops = {kind: x * num_parts for kind, x in count_flops(traced).items()}
     if names := uncounted(traced):
         log.warning("A step has more FLOPs than are reported, in %s.", ", ".join(sorted(names)))
-    work.buckets = [
-        {"bytes": x.bytes, "dtype": x.wire_dtype.name, "paths": [x.paths[0], x.paths[-1]]}
-        for x in steps.sent(rows).buckets
-    ]
     work.per_step["model_flops_per_second"] = sum(flops.values())
     seconds = seconds_at_peak(flops, mesh.devices.flat[0].device_kind)
     if seconds:

@@ -80,7 +80,6 @@ class Progress:
       losses: The last losses, by which spikes are judged.
       best: Steps of the best checkpoints, the best first.
       world: Processes, devices and options by which a step divides rows.
-      buckets: Buckets of a step.
       program: Digests of model, loss and optimizer.
       config: Settings of the run; None where there are none.
       manifest: Versions of the software, and facts.
@@ -97,7 +96,6 @@ class Progress:
     losses: Losses = ()
     best: list[int] = dataclasses.field(default_factory=list)
     world: Settings = dataclasses.field(default_factory=dict)
-    buckets: list[JsonObject] = dataclasses.field(default_factory=list)
     program: JsonObject | None = None
     config: JsonObject | None = None
     manifest: JsonObject = dataclasses.field(default_factory=dict)

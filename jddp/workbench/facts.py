@@ -254,7 +254,6 @@ class Facts:
       manifest: Versions, data and world of its first start; {} if there is none.
       failure: The first failure in one line; "" if there is none.
       checkpoints: Steps of its checkpoints, by folder.
-      buckets: Buckets that a step sends, as the newest checkpoint lists them; [] without a list.
       holder: The process that is writing here; "" for a run that has ended.
       missing: Parts that are missing or cannot be read, each with the reason.
     """
@@ -266,7 +265,6 @@ class Facts:
     manifest: JsonObject
     failure: str
     checkpoints: dict[str, list[int]]
-    buckets: list[JsonObject]
     holder: str
     missing: tuple[str, ...]
 
@@ -346,7 +344,6 @@ def read_facts(run_dir: Path, *, name: str = "", is_over: bool = False) -> Facts
         manifest=read("manifest.json", _object, {}),
         failure="" if is_over else read("logs/failure.json", _failure, ""),
         checkpoints={name: _steps(run_dir / name) for name in ("checkpoints", "best")},
-        buckets=_buckets(run_dir / "checkpoints"),
         holder="" if is_over else read("lock", holder_of, ""),
         missing=tuple(missing),
     )
@@ -367,15 +364,6 @@ def _object(path: Path) -> JsonObject:
 def _failure(path: Path) -> str:
     found = read_failure(path)
     return headline(found) if found else ""
-
-
-def _buckets(folder: Path) -> list[JsonObject]:
-    """The buckets of the newest checkpoint; a run of an earlier version has none."""
-    try:
-        found = _object(folder / str(_steps(folder)[-1]) / "run.json")["buckets"]
-        return [{"bytes": int(x["bytes"]), "paths": [*map(str, x["paths"])]} for x in found]
-    except (OSError, ValueError, TypeError, LookupError, Error):
-        return []
 
 
 def _steps(folder: Path) -> list[int]:

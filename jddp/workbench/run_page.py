@@ -30,7 +30,7 @@ from jddp.workbench.facts import Facts, read_facts
 from jddp.workbench.pages import draw_matrix, draw_scores, is_matrix, make_page, table
 from jddp.workbench.verdict import Judgement, in_gib, judge
 
-MOST_CHARTS, MOST_DOTS, MOST_WARNINGS, MOST_BUCKETS, MOST_CLASSES = 24, 60, 20, 30, 40
+MOST_CHARTS, MOST_DOTS, MOST_WARNINGS, MOST_CLASSES = 24, 60, 20, 40
 # Charts below the charts of metrics, by title: their unit and their fields.
 _OF_STEPS = {
     "gradient norm": ("", ["grad_norm"]),
@@ -119,20 +119,6 @@ def draw_memory(facts: Facts) -> str:
     whole = {"used": peak, "free": limit - peak} if is_drawable(limit) else {}
     shares = {name: x / 2**30 for name, x in whole.items()}
     return table(["a device", ""], rows, numbers={1}) + (bar(shares, "GiB") if shares else "")
-
-
-def draw_plan(facts: Facts) -> str:
-    """The buckets in which a step sends gradients, in order."""
-    sizes = {
-        f"{number} {' .. '.join(dict.fromkeys(x['paths']))}": x["bytes"] / 2**20
-        for number, x in enumerate(facts.buckets[:MOST_BUCKETS])
-    }
-    if not sum(sizes.values()):
-        return ""
-    more = len(facts.buckets) - MOST_BUCKETS
-    note = f"{more} more buckets follow. " if more > 0 else ""
-    note += "jddp explain compiles the step, and lists when each is sent."
-    return f'{bar(sizes, "MiB")}<p class="note">{note}</p>'
 
 
 def draw_events(facts: Facts) -> str:
@@ -366,7 +352,6 @@ SECTIONS: dict[str, Callable[[Facts], str]] = {
     "Curves": draw_curves,
     "Where the time went": draw_times,
     "Memory": draw_memory,
-    "What a step sends, bucket by bucket": draw_plan,
     "Events": draw_events,
     "Classes and positions": draw_classes,
     "Texts that callbacks logged": list_texts,

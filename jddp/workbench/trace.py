@@ -32,7 +32,7 @@ from jddp.ground.errors import DataError, ExitCode, UsageError, show
 from jddp.ground.typing import JsonObject, Shown
 from jddp.inspection.explain import Explanation, explain
 from jddp.trainer.job.build import build
-from jddp.trainer.timing import DATA, STEP
+from jddp.trainer.loop import DATA, STEP
 from jddp.workbench.described import Target
 
 MODELLED, MEASURED = "modelled", "measured"

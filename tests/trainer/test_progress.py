@@ -41,7 +41,6 @@ FIELDS = {
     "losses": st.lists(st.tuples(NUMBERS, FLOATS), max_size=4).map(tuple),
     "best": st.lists(NUMBERS, max_size=3),
     "world": OBJECTS,
-    "buckets": st.lists(OBJECTS, max_size=2),
     "program": st.none() | OBJECTS,
     "config": st.none() | OBJECTS,
     "manifest": OBJECTS,

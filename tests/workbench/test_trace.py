@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import jax
-import numpy as np
 import optax
 import pytest
 from jax.profiler import ProfileData
@@ -13,7 +12,7 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.commands.jobs import explain_command as main
 from jddp.ground.errors import ConfigError, DataError, ExitCode
-from jddp.trainer.timing import Profile
+from jddp.trainer.loop import Profile
 from jddp.workbench.trace import (
     MODELLED,
     DeviceTime,
@@ -152,17 +151,6 @@ def test_a_trace_that_the_last_step_leaves_open_ends_with_the_run(tmp_path):
     profile.close()
     profile.close()
     assert read_trace(tmp_path).steps == (1, 2)
-
-
-def test_a_trace_of_yours_goes_on_and_the_run_with_it(tmp_path, caplog):
-    state = np.zeros(2)
-    with jax.profiler.trace(tmp_path / "yours"):
-        profile = Profile((1, 1), tmp_path / "run")
-        with profile.step(1, state):
-            pass
-        profile.close()
-    assert "train.profile_steps: nothing is recorded: " in caplog.text
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_trace_that_is_absent_damaged_or_empty_is_one_line(tmp_path, capsys):
