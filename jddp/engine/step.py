@@ -174,6 +174,15 @@ class Synchronization:
     start: int = 0
     alone: ClassVar[str] = ""
 
+    @property
+    def rhythm(self) -> str:
+        """Returns "every N steps", for local steps; "" where replicas synchronize in each."""
+        return ""
+
+    def runs(self, num_runs: int, *, is_gradient: bool, is_outer: bool) -> float:
+        """Returns the runs per step of a collective with `num_runs` in a step that has them all."""
+        return num_runs
+
     def init(self, params: Params) -> PyTree:
         """Returns the first `CommState.outer`; () for nothing."""
         return ()

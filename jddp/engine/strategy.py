@@ -248,6 +248,15 @@ class LocalSteps(Strategy, Synchronization):
             )
 
     @property
+    def rhythm(self) -> str:
+        """Returns "every N steps"."""
+        return f"every {self.every} steps"
+
+    def runs(self, num_runs: int, *, is_gradient: bool, is_outer: bool) -> float:
+        """Returns the mean number of runs per step: no gradients are sent in local steps."""
+        return 1 / self.every if is_outer else 0 if is_gradient else num_runs
+
+    @property
     def sync(self) -> Synchronization:
         """The synchronization: this strategy itself."""
         return self

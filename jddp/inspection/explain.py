@@ -26,8 +26,6 @@ from jddp.inspection.memory import FIELDS, Memory, assigned_memory
 from jddp.reduce.plan import Bucket, BucketPlan
 from jddp.reduce.units import UNIT
 
-SENT = (GRADIENTS, PARAMETERS)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Shown):
@@ -100,10 +98,12 @@ class Explanation(Shown):
         }
 
     def _runs(self, collective: Collective) -> float:
-        every, purpose = self.sync.every, purpose_of(collective)
-        if every is not None and purpose in SENT:
-            return 1 / every if purpose == PARAMETERS else 0
-        return collective.num_runs or 1
+        purpose = purpose_of(collective)
+        return self.sync.runs(
+            collective.num_runs or 1,
+            is_gradient=purpose == GRADIENTS,
+            is_outer=purpose == PARAMETERS,
+        )
 
     def __repr__(self) -> str:
         """A verdict, the plan, the compiled collectives, and a summary."""
@@ -137,12 +137,11 @@ class Explanation(Shown):
         ]
 
     def _sentences(self) -> list[str]:
-        local = self.sync
         wire_bytes = self.plan.wire_bytes
         ring_bytes = 2 * (self.num_devices - 1) / self.num_devices * wire_bytes
         moves = f"{in_mebibytes(wire_bytes)} MiB; a ring of {self.num_devices} devices moves"
         into = f"{in_mebibytes(ring_bytes)} MiB into and out of each."
-        if local.every is None:
+        if not self.sync.rhythm:
             units = [x for x in self.compiled if UNIT in x.op_name]
             if not units:
                 return [f"Gradients of an optimizer step are {moves}", into]
@@ -154,11 +153,13 @@ class Explanation(Shown):
                 "once for each time that it is sent.",
             ]
         lines = []
-        if local.start:
-            lines.append(f"Each of the first {local.start} steps sends gradients, as many bytes.")
+        if self.sync.start:
+            lines.append(
+                f"Each of the first {self.sync.start} steps sends gradients, as many bytes."
+            )
         return [
             *lines,
-            f"Replicas synchronize every {local.every} steps. Differences of parameters then are",
+            f"Replicas synchronize {self.sync.rhythm}. Differences of parameters then are",
             f"{moves} {into}",
             "Each array counted once, all collectives are "
             f"{in_mebibytes(self.bytes_per_step)} MiB a step on average.",

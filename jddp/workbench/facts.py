@@ -28,7 +28,6 @@ from jddp.workbench.pages import is_matrix
 MOST_TEXTS = 64  # Maximum number of texts of a name; of more texts every second one is dropped.
 _MOST_STEPS = 2**53
 _NO_CURVES = {"step", "split", "count", "examples", "predicted_memory_bytes"}
-_NO_CURVES |= {"slowest_process", "slowest_ratio"}  # Fields of earlier versions.
 
 
 @dataclass

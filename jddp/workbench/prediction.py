@@ -263,7 +263,7 @@ class Prediction(Shown):
       memory: Memory on each GPU.
       num_rows: Rows of one GPU and micro-batch.
       accumulate_steps: Micro-batches of a step.
-      every: Steps from one to the next in which replicas synchronize; None if they do in each.
+      rhythm: "every N steps", where replicas synchronize in these alone; else "".
       scaling: The step on more and on fewer hosts, with as many rows on each, if it was asked for.
     """
 
@@ -274,7 +274,7 @@ class Prediction(Shown):
     memory: Memory
     num_rows: int
     accumulate_steps: int
-    every: int | None = None
+    rhythm: str = ""
     scaling: tuple[ScaledStep, ...] = ()
 
     @property
@@ -318,8 +318,7 @@ class Prediction(Shown):
 
     @property
     def _when(self) -> str:
-        every = self.every
-        return "" if every is None else f", for the one of {every} steps that synchronizes replicas"
+        return self.rhythm and f", for the step that synchronizes replicas {self.rhythm}"
 
     @property
     def _sent_in_words(self) -> str:
@@ -476,7 +475,7 @@ def predict(target: Target, own: CompiledFor) -> Prediction:
         memory=assigned_memory(own.compiled, own.steps, own.rows, target.gpu.memory_bytes),
         num_rows=max(1, num_rows(own.rows) // split.num_local_micro_batches),
         accumulate_steps=split.accumulate_steps,
-        every=own.steps.spec.sync.every,
+        rhythm=own.steps.spec.sync.rhythm,
     )
 
 

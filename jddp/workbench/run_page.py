@@ -46,7 +46,7 @@ _OF_STEPS = {
 }
 _SHORT = {"step_seconds": "step", "data_wait_seconds": "waiting for data", "host_seconds": "host"}
 _NOT_NOISY = {"learning rate", "loss scale", "skipped steps", "peak memory"}
-_NO_METRICS = {*RESERVED, "slowest_ratio", "host_seconds", "spike"}
+_NO_METRICS = {*RESERVED, "host_seconds", "spike"}
 
 
 def draw_curves(facts: Facts) -> str:

@@ -47,7 +47,7 @@ def test_a_step_is_compiled_for_other_devices_than_its_own(topology):
         ({"strategy": "fsdp"}, "gradients and parameters"),
         ({"reduction": "bfloat16"}, "Modelled: 16-bit gradients"),
         ({"accumulate_steps": 4}, "32-bit gradients"),
-        ({"strategy": jddp.LocalSteps(3)}, "for the one of 3 steps that synchronizes replicas"),
+        ({"strategy": jddp.LocalSteps(3)}, "synchronizes replicas every 3 steps"),
     ],
 )
 def test_each_form_of_a_step_is_modelled_as_it_is_configured(options, words):

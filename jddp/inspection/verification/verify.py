@@ -175,7 +175,7 @@ def _compared(
     got = _step(many, state, batch)
     # With logical replicas one device has all of them too, and uses the same random numbers.
     spec, planned = many.steps.spec, many.steps.planned(batch)
-    has_all = spec.replicas.num is not None
+    has_all = spec.replicas.total(1) == spec.replicas.total(many.mesh.size)
     draws = planned.uses_rng and not has_all
     traces = {ddp.steps.lower(batch).as_text() for ddp in (many, wrapped(**options))}
     is_repeatable = len(traces) == 1
@@ -193,7 +193,12 @@ def _compared(
         same = jax.tree.map(_is_same, got.gradients, again.gradients)
         found.append(findings.SAME_NUMBERS if jax.tree.all(same) else findings.OWN_NUMBERS)
     else:
-        here = _options_of_one(many, options)
+        # Reduction and strategy change only roundings, but for logical replicas.
+        without = {"reduction"} if has_all else {"reduction", "strategy"}
+        here: dict[str, Any] = {name: x for name, x in options.items() if name not in without}
+        # Keeps the axis name of a given mesh; batch norm sees the same micro-batches.
+        here["mesh"] = Mesh(many.mesh.devices.flat[:1], many.mesh.axis_names)
+        here["accumulate_steps"] = spec.backward.num
         one = wrapped(**here)
         values = many.model(state)
         alone = _first_state(one, seed, batch, values if isinstance(values, Mapping) else None)
@@ -234,18 +239,6 @@ def _not_finite(got: _Taken, want: _Taken) -> list[str]:
         *not_finite_in_both(got.metrics, want.metrics),
         *(f"the gradient of {path}" for path in grads[:1]),
     ]
-
-
-def _options_of_one(many: DataParallel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the step on one device: without options that change only roundings."""
-    given = {name: x for name, x in options.items() if name not in ("reduction", "strategy")}
-    spec = many.steps.spec
-    if spec.replicas.num is not None:
-        given["strategy"] = options["strategy"]
-    # Keeps the axis name of a given mesh; batch norm sees the same micro-batches.
-    given["mesh"] = Mesh(many.mesh.devices.flat[:1], many.mesh.axis_names)
-    given["accumulate_steps"] = spec.backward.num
-    return given
 
 
 def _step(ddp: DataParallel, state: TrainState, batch: Batch) -> _Taken:
