@@ -315,19 +315,10 @@ class MicroBatches:
         model_state = self.after(state, total.model_state, run.model_state)
         return Local(Running(backward, finish), sums, model_state, units)
 
-    def note(self, plan: BucketPlan, num_looped: int) -> BucketPlan:
-        """Returns the plan with notes on when buckets leave.
-
-        Args:
-          plan: The buckets.
-          num_looped: `Backward.num_looped`.
-        """
-        if not self.overlaps:
-            return plan.noted("overlap off: buckets leave after the backward pass")
-        notes = ["overlap on: buckets leave inside the backward pass"]
-        if num_looped:
-            notes.append(f"{num_looped} gradients leave a loop at once: they are ready at its end")
-        return plan.noted(*notes)
+    def note(self, plan: BucketPlan) -> BucketPlan:
+        """Returns the plan with a note on when buckets leave."""
+        when = "on: buckets leave inside" if self.overlaps else "off: buckets leave after"
+        return plan.noted(f"overlap {when} the backward pass")
 
     def trace(self, state: TrainState, inputs: Inputs) -> tuple[Backward, Sums, ModelState]:
         """Traces the backward pass over one micro-batch, without running it.

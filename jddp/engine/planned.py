@@ -52,7 +52,6 @@ class Traced:
 
     Attributes:
       ready: Order in which gradients are finished, `Backward.ready`.
-      num_looped: Number of gradients that leave a loop, `Backward.num_looped`.
       sums: Shapes of the sums of loss and metrics.
       uses_rng: Whether one of the passes uses random numbers.
       has_batch_statistics: Whether the model keeps statistics of a batch norm; False where a step
@@ -64,7 +63,6 @@ class Traced:
     """
 
     ready: tuple[int | None, ...]
-    num_looped: int
     sums: Sums
     uses_rng: bool
     has_batch_statistics: bool
@@ -102,7 +100,6 @@ def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inpu
     paths = [path for path, _ in tree_leaves_with_path(state.model_state)]
     return Traced(
         ready=backward.ready,
-        num_looped=backward.num_looped,
         sums=results[0],
         uses_rng=draws,
         has_batch_statistics=step.backward.num > 1 and any(map(step.model.is_statistic, paths)),
@@ -213,7 +210,7 @@ class Plans:
                 )
             plan = spec.reducer.plan(state.params, traced.ready)
             loss = functools.partial(call, trace_loss, spec.backward, self._mesh, state, part)
-            plan = self._noted(plan, state, traced.num_looped, loss)
+            plan = self._noted(plan, state, loss)
             self._planned[form] = Planned(plan, traced)
         # Checked for each form of rows: another batch may leave other parameters unused.
         spec.optimizer.check_used(self._planned[form].plan)
@@ -226,13 +223,11 @@ class Plans:
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), rows)
         return Inputs(rows, constants)
 
-    def _noted(
-        self, plan: BucketPlan, state: TrainState, num_looped: int = 0, loss: TraceLoss = None
-    ) -> BucketPlan:
+    def _noted(self, plan: BucketPlan, state: TrainState, loss: TraceLoss = None) -> BucketPlan:
         """The plan, with notes on when buckets are sent, and on parameters that never are."""
         plan = plan.noted(*self._spec.model.notes(state.model_state))
         plan = self._spec.placement.note(plan, state.params, loss)
-        return self._spec.sync.note(self._spec.backward.note(plan, num_looped))
+        return self._spec.sync.note(self._spec.backward.note(plan))
 
 
 def _warnings(batch: Batch, traced: Traced, num_micro_batches: int) -> Iterator[str]:

@@ -48,13 +48,11 @@ class Backward:
       treedef: The structure of the gradients.
       ready: Number of equations after which each gradient leaf is finished. None for a leaf that
         is made of constants alone: it is zero on all replicas.
-      num_looped: Number of gradients that are results of a loop.
     """
 
     traced: ClosedJaxpr
     treedef: jax.tree_util.PyTreeDef
     ready: tuple[int | None, ...]
-    num_looped: int
 
 
 def trace_backward(pullback: Callable[[jax.Array], PyTree]) -> Backward:
@@ -68,12 +66,7 @@ def trace_backward(pullback: Callable[[jax.Array], PyTree]) -> Backward:
     # A jitted function is one equation: all its gradients would be finished at its end. In a model
     # that is jitted as a whole, no bucket could be sent before the end.
     opened = jax.make_jaxpr(lambda one: _open(traced.jaxpr, traced.consts, [one]))(one)
-    # A scan over layers stacks their gradients, so no gradient in it is finished before its end.
-    # The plan reports their number, because they leave less to overlap.
-    loops = [eqn for eqn in opened.eqns if eqn.primitive.name in ("scan", "while")]
-    gradients = [v for v in opened.jaxpr.outvars if isinstance(v, Var)]
-    num_looped = len({v for eqn in loops for v in eqn.outvars}.intersection(gradients))
-    return Backward(opened, jax.tree.structure(shapes), _ready(opened.jaxpr), num_looped)
+    return Backward(opened, jax.tree.structure(shapes), _ready(opened.jaxpr))
 
 
 def _ready(jaxpr: Jaxpr) -> tuple[int | None, ...]:
