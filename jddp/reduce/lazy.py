@@ -8,10 +8,10 @@ units (`jddp.reduce.units`). A parameter that a scan slices is gathered in the b
 a slice at a time. A parameter that a loop or a branch takes whole is gathered before it.
 
 Values made of parameters alone are not kept from the forward to the backward pass: parameters are
-gathered, cast and transposed again. All other values are kept as JAX keeps them, complex ones in
-two halves. `forget` is the policy by which `jax.checkpoint` repeats those calls. JAX would apply it
-to regions that a model itself recomputes (`nn.remat`) too, and keep all of their values; so such a
-region becomes one call with a backward pass of its own.
+gathered, cast and transposed again; so are complex values. All others are kept as JAX keeps them.
+`forget` is the policy by which `jax.checkpoint` repeats those calls. JAX would apply it to regions
+that a model itself recomputes (`nn.remat`) too, and keep all of their values; so such a region
+becomes one call with a backward pass of its own.
 
 A call has a gradient for each of its results, but the results of a `while` loop, for example, have
 none. So values without a gradient are followed (`Origin`), as JAX differentiates the program.
@@ -36,7 +36,7 @@ from jax.extend.core import (
 )
 from jax.typing import ArrayLike
 
-from jddp.ground.jaxprs import LOOPS, carried, dtypes, jaxprs_in_params
+from jddp.ground.jaxprs import carried
 from jddp.ground.typing import PyTree, Tree
 from jddp.reduce.backward import evaluate, variables
 from jddp.reduce.units import (
@@ -53,7 +53,6 @@ from jddp.reduce.units import (
 # The sources of a value: no divided parameter, divided parameters alone, or anything.
 CONSTANT, PARAMETERS, ANYTHING = range(3)
 Value = ArrayLike | Part  # The value of a variable.
-_WITH_PROGRAMS = LOOPS | REMAT | CALLS | {"cond"}
 
 
 class Origin(NamedTuple):
@@ -71,8 +70,12 @@ class Origin(NamedTuple):
 NO_ORIGIN = Origin(CONSTANT, moves=False)
 
 
-def forget(primitive: Primitive, *_: PyTree, **params: PyTree) -> bool:
-    """A policy of `jax.checkpoint`: keeps all values except values made of parameters alone."""
+def forget(primitive: Primitive, *avals: PyTree, **params: PyTree) -> bool:
+    """A policy of `jax.checkpoint`: keeps all real values except values of parameters alone."""
+    # `jax.checkpoint` rounds the values that it keeps, and cannot round complex numbers.
+    dtypes = (params.get("new_dtype"), *(getattr(x, "dtype", None) for x in avals))
+    if primitive.name in ("complex", "fft") or {np.dtype("c8"), np.dtype("c16")} & {*dtypes}:
+        return False
     called = params.get("call_jaxpr")
     if not isinstance(called, ClosedJaxpr) or not primitive.name.startswith("custom_vjp_call"):
         return primitive.name != "stop_gradient"  # It equals its operand.
@@ -127,9 +130,8 @@ class Lazy:
             joined = Origin(*map(max, zip(*of, strict=True))) if of else NO_ORIGIN
             results = [joined] * len(eqn.outvars)
             name, has_parts = eqn.primitive.name, any(isinstance(x, Part) for x in ins)
-            is_split = not self.keeps and joined.source != PARAMETERS and _is_complex(eqn)
             outs: Sequence[Value]
-            if name in CALLS and (is_split or PARAMETERS in [x.source for x in of]):
+            if name in CALLS and PARAMETERS in [x.source for x in of]:
                 outs, results = self._evaluate(eqn.params["jaxpr"], ins, of)
             elif name in REMAT and has_parts:
                 outs = self._repeated(eqn, ins, of)
@@ -137,13 +139,13 @@ class Lazy:
                 outs = self._scan(eqn, ins, of)
             elif ins and isinstance(ins[0], Part) and is_narrowing(eqn, ins[0]):
                 outs = [self._cast(ins[0], eqn.params["new_dtype"])]
-            elif not self.keeps and _is_made_again(eqn, joined, is_split=is_split):
+            elif not self.keeps and _is_made_again(eqn, joined):
                 fixed = [v for v in variables(eqn) if not origins[v].moves]
                 outs, moving = _remade(jaxpr, eqn, values, fixed)
                 results = [Origin(joined.source, i in moving) for i in range(len(outs))]
             else:
                 outs = _applied(jaxpr, eqn, values)
-            values |= zip(eqn.outvars, map(_in_halves, outs) if is_split else outs, strict=True)
+            values |= zip(eqn.outvars, outs, strict=True)
             origins |= zip(eqn.outvars, results, strict=True)
         return [*map(read, jaxpr.outvars)], [*map(origin, jaxpr.outvars)]
 
@@ -252,27 +254,11 @@ def _repeating(
     return call
 
 
-def _is_made_again(eqn: JaxprEqn, joined: Origin, *, is_split: bool) -> bool:
+def _is_made_again(eqn: JaxprEqn, joined: Origin) -> bool:
     """Whether the results of an equation are not kept for the backward pass."""
     are_arrays = [isinstance(v.aval, jax.core.ShapedArray) for v in (*eqn.invars, *eqn.outvars)]
-    if not eqn.outvars or not all(are_arrays):
-        return False  # A reference is no result of a call.
-    # `jax.checkpoint` rounds the values that it keeps, and cannot round complex numbers.
-    return joined.source == PARAMETERS or (is_split and eqn.primitive.name not in _WITH_PROGRAMS)
-
-
-def _is_complex(eqn: JaxprEqn) -> bool:
-    """Whether an equation, or a program inside it, has complex numbers."""
-    found: set[object] = {getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)}
-    found.update(*map(dtypes, jaxprs_in_params(eqn.params)))
-    return not found.isdisjoint(map(np.dtype, (np.complex64, np.complex128)))
-
-
-def _in_halves(x: Value) -> Value:
-    """A complex value whose real and imaginary parts are kept for the backward pass."""
-    if isinstance(x, Part) or not jax.numpy.iscomplexobj(x):
-        return x
-    return _made_again(lambda real, imag: [lax.complex(real, imag)])(x.real, x.imag)[0]
+    # A reference is no result of a call.
+    return joined.source == PARAMETERS and bool(eqn.outvars) and all(are_arrays)
 
 
 def _applied(jaxpr: Jaxpr, eqn: JaxprEqn, values: Mapping[Var, Value]) -> list[ArrayLike]:
