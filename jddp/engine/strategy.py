@@ -50,35 +50,17 @@ MEAN = optax.sgd(1.0)
 # Pairs of options that cannot be combined, and why. They are refused by their names: the parts
 # themselves know nothing of each other.
 REFUSED = {
-    ("fsdp", "reduction.hook"): (
-        "gradients are averaged by the transpose of the gathers, in the backward pass"
-    ),
-    ("fsdp", "reduction.overlap=True"): (
-        "gradients leave inside the backward pass anyway, and overlap as the compiler has it"
-    ),
+    ("fsdp", "reduction.hook"): "the backward pass of the gathers averages gradients",
+    ("fsdp", "reduction.overlap=True"): "gradients leave inside the backward pass anyway",
     ("fsdp", "reduction.layout='leaf'"): "parameters of a unit are gathered as one vector",
-    ("fsdp", "reduction.wire_dtype='float16'"): (
-        "in the backward pass it is not known by what sums would have to be scaled; see bfloat16"
-    ),
-    ("fsdp", "batch_norm='local' or 'broadcast'"): (
-        "NaN of a replica without a valid row would reach the gradients of all others"
-    ),
+    ("fsdp", "reduction.wire_dtype='float16'"): "its sums cannot be scaled; see bfloat16",
+    ("fsdp", "batch_norm='local' or 'broadcast'"): "a replica without valid rows would send NaN",
     ("logical replicas", "reduction.hook"): "gradients are added in one order, which no hook keeps",
-    ("logical replicas", "reduction.wire_dtype"): (
-        "sums on the wire would round by the number of devices"
-    ),
-    ("logical replicas", "reduction.overlap=True"): (
-        "gradients of several replicas are added before any is sent"
-    ),
-    ("local steps", "reduction.hook"): (
-        "a hook reduces gradients in each step; see reduction.wire_dtype"
-    ),
-    ("local steps from the first", "reduction.overlap=True"): (
-        "between outer steps no gradient is sent while a backward pass runs"
-    ),
-    ("reduction.layout='leaf'", "reduction.overlap=True"): (
-        "a bucket is waited for as a whole, and its leaves are reduced one by one"
-    ),
+    ("logical replicas", "reduction.wire_dtype"): "sums would round by the number of devices",
+    ("logical replicas", "reduction.overlap=True"): "gradients of several replicas are added first",
+    ("local steps", "reduction.hook"): "a hook reduces gradients of each step; see wire_dtype",
+    ("local steps from the first", "reduction.overlap=True"): "outer steps follow backward passes",
+    ("reduction.layout='leaf'", "reduction.overlap=True"): "leaves are reduced one by one",
 }
 
 
