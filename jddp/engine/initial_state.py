@@ -98,8 +98,6 @@ def _values(
     if params is None or (model.values is None and inputs.rows is None):
         if partial:
             raise UsageError("init(partial=True) needs params=, and for a Linen model batch=.")
-        if params is not None and state is None:
-            model.refuse_bare(values)
         return (values, state), None
     if model.values is not None:
         own, own_state = model.values

@@ -260,14 +260,6 @@ class FlaxModel(abc.ABC):
         """Splits the values of `init(params=...)` into parameters and other state."""
 
     @abc.abstractmethod
-    def refuse_bare(self, params: Params) -> None:
-        """Refuses parameters without the other state, where that shows in their names.
-
-        Raises:
-          UsageError: If the model keeps more than it can make without example rows.
-        """
-
-    @abc.abstractmethod
     def rebuild(self, params: Params, model_state: ModelState) -> Any:
         """Returns the model in Flax's own form: Linen variables, or an NNX module in eval mode."""
 

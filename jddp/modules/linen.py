@@ -9,7 +9,6 @@ import flax.errors
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.tree_util import DictKey
 from jaxtyping import Array
 
 from jddp.ground.errors import UsageError
@@ -87,13 +86,6 @@ class LinenModel(FlaxModel):
         off = ("params", *self._OFF)
         rest = {k: v for k, v in values.items() if k not in off and not _is_sown(v)}
         return values["params"], rest or None
-
-    def refuse_bare(self, params: Params) -> None:
-        """Refuses parameters of a batch norm without its statistics."""
-        for path, _ in jax.tree_util.tree_leaves_with_path(params):
-            layers = [str(entry.key) for entry in path[:-1] if isinstance(entry, DictKey)]
-            if any("BatchNorm" in layer for layer in layers):
-                raise _lacks_statistics("/".join(layers))
 
     def rebuild(self, params: Params, model_state: ModelState) -> Any:
         """Puts variables together."""

@@ -79,9 +79,6 @@ class NnxModel(FlaxModel):
         )
         return params, {"rngs": rngs or self._own["rngs"], "rest": rest or self._own["rest"]}
 
-    def refuse_bare(self, params: Params) -> None:
-        """Refuses nothing: the module has its other state."""
-
     def kinds_at(self, path: Path) -> Sequence[str]:
         """The variable's classes."""
         return self._kinds.get(
