@@ -62,7 +62,7 @@ def _start(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         share_gpus()  # A job may be running there.
     else:
-        if not (arguments.find_rate or arguments.fast_dev_run):  # Neither leaves a run.
+        if not arguments.find_rate:  # It leaves no run.
             from jddp.trainer.reports.run_directory import RunDirectory
 
             RunDirectory(config.run.dir or "", is_writer=True).check_usable()
@@ -79,8 +79,6 @@ def _start(arguments: argparse.Namespace) -> int:
             if identity.process_id == 0:
                 show(f"\n{rates}")
             return ExitCode.DONE
-        if arguments.fast_dev_run:
-            return _try_out(config)
         return _train(config, name, detected, is_dry_run=arguments.dry_run)
 
 
@@ -116,14 +114,6 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int
     return ExitCode.DONE
 
 
-def _try_out(config: Config) -> int:
-    from jddp.trainer.job.build import build, fast_dev_run
-
-    with fast_dev_run(config) as short:
-        run = build(short).run()
-    return ExitCode.DONE if run.interrupted is None else ExitCode.PREEMPTED
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     sections = textwrap.fill(f"sections: {' '.join(Config.model_fields)}", 78)
     parser = Parser(
@@ -138,8 +128,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     either("--dry-run", action="store_true", help="compile, and print the memory of a run")
     rates = "try rising learning rates, and suggest one"
     either("--find-rate", action="store_true", help=rates)
-    short = "take 3 steps, evaluate, save, and keep nothing"
-    either("--fast-dev-run", action="store_true", help=short)
     add("--print-config", action="store_true", help="print the resolved config")
     sweep = "train each combination of values, and compare the runs"
     add("--sweep", nargs="+", metavar="key.path=a,b", help=sweep)

@@ -143,8 +143,6 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     """
     if arguments.find_rate:
         raise UsageError("--sweep and --find-rate exclude each other. Find the rate first.")
-    if arguments.fast_dev_run:
-        raise UsageError("--sweep and --fast-dev-run exclude each other. Try one point out first.")
     _refuse_job()
     sweep = Sweep.parse(arguments.sweep)
     files, overrides = arguments.config, arguments.overrides

@@ -2,9 +2,6 @@
 
 job = build(config)
 run = job.run()
-
-with fast_dev_run(config) as short:    # a few steps of every phase of a job, and keeps nothing
-    build(short).run()
 """
 
 import contextlib
@@ -12,9 +9,7 @@ import dataclasses
 import functools
 import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +19,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jddp.config.files import flatten, load_config, with_overrides
-from jddp.config.permissions import absolute, expand, folder_or_url, is_url
+from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
 from jddp.data.order import ExampleOrder
 from jddp.data.source import Streams
 from jddp.data.transforms import normalization_of
-from jddp.distributed.coordination import agree, from_first, process_index
+from jddp.distributed.coordination import agree, process_index
 from jddp.distributed.gpus import ON_PURPOSE, gpu_facts, small_shared_memory
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
@@ -40,9 +35,9 @@ from jddp.engine.data_parallel import DataParallel
 from jddp.engine.initial_state import Misfit
 from jddp.engine.mesh import count_processes, make_mesh
 from jddp.engine.state import TrainState, by_path
-from jddp.ground.errors import ConfigError, DataError, file_errors, report
+from jddp.ground.errors import ConfigError, DataError, report
 from jddp.ground.names.plugins import OPTIONS, find
-from jddp.ground.typing import Batch, Batches, JsonObject, Settings
+from jddp.ground.typing import Batch, Batches, JsonObject
 from jddp.inspection.layers import num_outputs
 from jddp.inspection.verification.findings import Verification
 from jddp.inspection.verification.verify import verify
@@ -67,20 +62,6 @@ from jddp.trainer.run import Callback, Run
 
 # Options of JAX that change the results of a program.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
-# Keys of a short trial.
-SHORT: Settings = {
-    "train.num_steps": 3,
-    "train.num_epochs": None,
-    "train.log_every_steps": 1,
-    "train.eval_every_steps": 2,
-    "train.eval_every_epochs": None,
-    "train.limit_eval_batches": 2,
-    "checkpoint.every_steps": None,
-    "checkpoint.every_epochs": None,
-    "checkpoint.resume": "auto",
-    "report.sinks": [],  # Sinks may keep records elsewhere.
-}
-SECONDS = 600.0  # Limit for process 0 to make the folder.
 
 
 @dataclass(frozen=True)
@@ -412,31 +393,3 @@ def _facts(config: Config) -> dict[str, str]:
     flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
     flags["code of jddp"] = source_hash()
     return {**gpu_facts(os.environ), **keys, **versions(), **settings, **flags}
-
-
-@contextlib.contextmanager
-def fast_dev_run(config: Config) -> Iterator[Config]:
-    """The config of a short trial, in a run directory that is removed when the block ends.
-
-    It takes 3 steps, evaluates 2 batches after the second and the last, and saves at the end. The
-    directory is next to `run.dir`, where the run itself would write; for a URL it is in the working
-    directory. Sinks get nothing. Every process of a job calls it, when they are connected.
-
-    Raises:
-      FileSystemError: If the directory cannot be made.
-    """
-    made = ""
-    if process_index() == 0:
-        # Next to the run directory, in the nearest folder that exists.
-        run_dir = config.run.dir or ""
-        path = Path("run") if is_url(run_dir) else expand(run_dir)
-        beside = next(folder for folder in path.absolute().parents if folder.is_dir())
-        with file_errors(f"{beside} cannot be written"):
-            made = tempfile.mkdtemp(prefix=".fast-dev-run-", dir=beside)
-    folder = from_first("fast-dev-run", made, timeout_seconds=SECONDS)
-    try:
-        yield with_overrides(config, {**SHORT, "run.dir": folder})
-    finally:
-        if process_index() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            report("fast dev run: nothing of it was kept")
