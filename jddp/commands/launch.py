@@ -116,9 +116,6 @@ def plan_launch(arguments: argparse.Namespace) -> Launch:
         f"there is no script {script!r}. Options of the launcher come first.": not is_there,
         f"--num-nodes {nodes} needs --coordinator host:port, of node 0, and --node-rank, which "
         "differs on each node.": not (is_one or (address and has_rank)),
-        f"{address}: processes connect at a port above this one. Give a lower one.": (
-            not is_one and str(address).endswith(":65535")
-        ),
         f"--node-rank {rank} must be below --num-nodes {nodes}, from 0 up.": rank >= nodes,
         "--ray places all processes: leave out the options for nodes and coordinator.": (
             launch.ray and (address or has_rank or not is_one)

@@ -12,14 +12,13 @@ import dataclasses
 import math
 import shlex
 import textwrap
-from collections import Counter
 from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 from jddp.config.versions import versions
-from jddp.data.source import DataSet, Streams
+from jddp.data.source import Streams
 from jddp.inspection.memory import NOTHING_FITS, Memory, ways_out
 from jddp.inspection.memory import memory as memory_of
 from jddp.trainer.job.build import Job
@@ -30,7 +29,6 @@ from jddp.trainer.reports.lines import unbroken, wrap
 from jddp.trainer.run import Run
 from jddp.trainer.watching import Watching
 
-MOST_MODULES = 6
 METRICS = ("accuracy", "loss")  # Order of preference, if the config names none.
 PAGE = "report.html"  # Written by `jddp.workbench`.
 
@@ -59,7 +57,6 @@ def opening(job: Job, name: str, detected: str, *, columns: int) -> str:
         "devices": f"{mesh.size} x {device.device_kind}" if is_named else "",
         "batch": _batch(job),
         "steps": _steps(job),
-        "eval": _evaluations(job),
         "lr": _rates(job),
         "sends": job.ddp.steps.planned(job.batch_spec).plan.headline if mesh.size > 1 else "",
         "run dir": str(config.run.dir),
@@ -100,13 +97,8 @@ def _labelled(facts: dict[str, str], columns: int) -> Iterator[str]:
 
 
 def _model(job: Job) -> str:
-    """The model with the parameters of its few modules: "cnn, 52 parameters = a 40 + b 12"."""
-    model, sizes = job.config.model, Counter[str]()
-    for path, shape in job.parameter_shapes.items():
-        sizes[path.partition("/")[0]] += math.prod(shape)
-    parts = [unbroken(f"{name} {size:,}") for name, size in sizes.items()]
-    split = f" = {' + '.join(parts)}" if 1 < len(sizes) <= MOST_MODULES else ""
-    return f"{model.name or model.target}, {sizes.total():,} parameters{split}"
+    model, num = job.config.model, sum(map(math.prod, job.parameter_shapes.values()))
+    return f"{model.name or model.target}, {num:,} parameters"
 
 
 def _batch(job: Job) -> str:
@@ -136,19 +128,6 @@ def _steps(job: Job) -> str:
         return f"{num_steps:,} of a stream"
     epochs = num_steps * size / len(job.data.train)
     return f"{num_steps:,} = {epochs:.4g} epochs of {len(job.data.train):,} examples"
-
-
-def _evaluations(job: Job) -> str:
-    """The period of the evaluations, and how many there are in all."""
-    every = as_period(period_of(job.config.train, "eval_"))
-    if every is None:
-        return ""
-    if job.num_steps is None:
-        return f"every {every}"
-    size = job.config.data.global_batch_size
-    per_epoch = len(job.data.train) / size if isinstance(job.data, DataSet) else None
-    num = 1 + int((job.num_steps - 1) // every.in_steps(per_epoch))
-    return f"every {every}, {num} in all" if num > 1 else "at the end"
 
 
 def _rates(job: Job) -> str:

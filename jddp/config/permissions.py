@@ -87,17 +87,7 @@ def private_cache(name: str, called: str) -> Path:
       FileSystemError: If others can write it, or it cannot be made.
       ConfigError: If the home directory is not known.
     """
-    folder = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jddp" / name
-    make_private(folder, called)
-    return folder
-
-
-def make_private(directory: Path, called: str) -> None:
-    """Makes a directory that no other user can write, or checks that an existing one is like that.
-
-    Raises:
-      FileSystemError: If it is not, or cannot be made.
-    """
+    directory = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jddp" / name
     with file_errors(f"{called} {directory}"):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_foreign(directory, called)
@@ -106,3 +96,4 @@ def make_private(directory: Path, called: str) -> None:
                 f"{called} {directory} can be written by others. Remove it, or choose another."
             )
         directory.chmod(0o700)
+    return directory

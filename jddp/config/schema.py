@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
 
-from jddp.config.keys import REMOVED, ConfigMistakes, describe_mistakes, keys_of
+from jddp.config.keys import ConfigMistakes, describe_mistakes, keys_of
 from jddp.config.options import DdpConfig, NamedSection, Section, WithArguments, option
 from jddp.config.permissions import expand, is_url
 from jddp.ground.errors import ConfigError
-from jddp.ground.names import did_you_mean, direction_of
+from jddp.ground.names import direction_of
 
 
 def _expanded(path: str) -> str:
@@ -297,11 +297,6 @@ class Config(Section):
             raise ConfigError(
                 "train.eval_params=ema needs ddp.ema_decay, e.g. ddp.ema_decay=0.999."
             )
-        for key in self.checkpoint.allow_changed:
-            known = [*REMOVED, *(".".join(path) for path in keys_of(Config))]
-            if key != "data" and not any(f"{key}.".startswith(f"{name}.") for name in known):
-                meant = did_you_mean(key, known)
-                raise ConfigError(f"checkpoint.allow_changed: {key!r} is no key.{meant}")
         return self
 
 

@@ -20,7 +20,7 @@ from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import find_damage
 from jddp.commands.training import _turn_on_cache
 from jddp.config.files import dump_values, load_config, read_yaml
-from jddp.config.permissions import make_private, refuse_foreign
+from jddp.config.permissions import private_cache, refuse_foreign
 from jddp.config.schema import Config
 from jddp.distributed.join import bind_address
 from jddp.ground.errors import ConfigError, Error, FileSystemError
@@ -160,22 +160,24 @@ def test_a_directory_of_somebody_else_is_not_used(run_dir, tmp_path, monkeypatch
     with pytest.raises(FileSystemError, match=r"run\.dir .* belongs to user") as caught:
         train(run_dir)
     assert caught.value.exit_code == 74
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(FileSystemError, match="belongs to user"):
-        make_private(tmp_path, "the cache")
+        private_cache("xla", "the cache")
     refuse_foreign(tmp_path / "absent", "run.dir")
 
 
-def test_a_private_directory_is_closed_and_one_that_was_open_is_refused(tmp_path):
-    make_private(tmp_path / "a" / "b", "the cache")
-    (tmp_path / "c").mkdir(mode=0o755)
-    make_private(tmp_path / "c", "the cache")
-    assert {stat.S_IMODE((tmp_path / x).stat().st_mode) for x in ("a/b", "c")} == {0o700}
-    (tmp_path / "c").chmod(0o770)
+def test_a_private_directory_is_closed_and_one_that_was_open_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "jddp").mkdir()
+    (tmp_path / "jddp" / "c").mkdir(mode=0o755)
+    folders = [private_cache(name, "the cache") for name in ("a", "c")]
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
+    folders[1].chmod(0o770)
     with pytest.raises(FileSystemError, match="the cache .* can be written by others"):
-        make_private(tmp_path / "c", "the cache")
-    (tmp_path / "file").write_text("")
+        private_cache("c", "the cache")
+    (tmp_path / "jddp" / "file").write_text("")
     with pytest.raises(FileSystemError, match="the cache"):
-        make_private(tmp_path / "file" / "x", "the cache")
+        private_cache("file", "the cache")
 
 
 @pytest.mark.parametrize("fault", ["open", "no directory", "no home"])

@@ -15,7 +15,7 @@ TensorBoard, and Weights & Biases, show these charts:
 
     loss/train, loss/eval, accuracy/eval       the loss and each metric, training and evaluation
     optimizer/learning_rate, time/step_seconds and so on, by group
-    recall/eval                                a metric that is an array: a histogram, and a table
+    recall/eval                                a metric that is an array: a table
     samples, ...                               text, images and histograms that callbacks log
 """
 
@@ -23,11 +23,10 @@ import contextlib
 import copy
 import importlib.util
 import logging
-import math
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -246,11 +245,6 @@ def by_kind(record: Record) -> Iterator[tuple[str, str, Any]]:
             yield "numbers", chart, value[np.isfinite(value)]
 
 
-def _finite(values: Sequence[object]) -> list[float]:
-    """The finite numbers of a list; none of a list of lists."""
-    return [x for x in values if isinstance(x, int | float) and math.isfinite(x)]
-
-
 class TensorBoard:
     """A sink that writes event files, which `tensorboard --logdir RUNS` shows.
 
@@ -280,7 +274,8 @@ class TensorBoard:
             if kind == "number":
                 self._writer.add_scalar(chart, value, step)
             elif kind == "list":
-                self._add_list(chart, value, step)
+                text = _as_typed(array_lines(value, PAGE_COLUMNS))
+                self._writer.add_text(chart, text, step)
             elif kind == "text":
                 self._writer.add_text(chart, _as_typed(value.splitlines()), step)
             elif kind == "images":
@@ -292,11 +287,6 @@ class TensorBoard:
     def close(self) -> None:
         """Closes the event file."""
         self._writer.close()
-
-    def _add_list(self, chart: str, values: list[object], step: int) -> None:
-        if numbers := _finite(values):
-            self._add_histogram(chart, np.array(numbers), step)
-        self._writer.add_text(chart, _as_typed(array_lines(values, PAGE_COLUMNS)), step)
 
     def _add_histogram(self, chart: str, numbers: np.ndarray, step: int) -> None:
         try:
@@ -351,7 +341,10 @@ class WeightsAndBiases:
         shown = {"step": record["step"]}
         for kind, chart, value in by_kind(record):
             if kind == "list":
-                shown[chart] = self._shown(value)
+                rows = np.array(value, object)
+                rows = rows.reshape(-1, rows.shape[-1])
+                columns = [*map(str, range(rows.shape[-1]))]
+                shown[chart] = self._wandb.Table(data=rows.tolist(), columns=columns)
             elif kind == "images":
                 shown[chart] = [self._wandb.Image(image) for image in value]
             else:
@@ -361,13 +354,6 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Waits until all is uploaded."""
         self._run.finish()
-
-    def _shown(self, values: list[Any]) -> object:
-        """A table of a list of lists, a histogram of a list of numbers."""
-        shape = np.shape(values)
-        if len(shape) == 2:
-            return self._wandb.Table(data=values, columns=[str(i) for i in range(shape[1])])
-        return self._wandb.Histogram(_finite(values))
 
 
 def _id_of(folder: Path) -> str:
