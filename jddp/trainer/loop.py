@@ -184,7 +184,7 @@ class Loop:
         self.replica_check.begin(0, run.state)  # The state as it was made or read.
         self.replica_check.finish()
         self._check_evaluation()
-        self.source.start(self.num_steps - run.step, run.step + 1)
+        self.source.start(self.num_steps - run.step)
 
     def end(self) -> None:
         """Evaluates and saves the last state, and reports the run."""

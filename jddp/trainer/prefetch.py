@@ -22,7 +22,7 @@ from jddp.data.periods import Reached
 from jddp.distributed.coordination import gather
 from jddp.engine.state import by_path
 from jddp.ground.errors import DataError, ProcessMismatchError
-from jddp.ground.typing import Batch, JsonObject, Shaped
+from jddp.ground.typing import Batch, JsonObject
 from jddp.modules.rows import as_arrays
 
 # Batches that wait on the devices: one more than needed, because reading sometimes takes longer.
@@ -119,17 +119,11 @@ class Source:
         self._num_before = num_taken
         self.position = position
 
-    def start(self, num_batches: int, first_step: int = 1) -> None:
-        """Starts to prefetch, once; later batches stay in the caller's iterator.
-
-        Args:
-          num_batches: Number of batches to read.
-          first_step: Number of the step that takes the first of them, for errors.
-        """
+    def start(self, num_batches: int) -> None:
+        """Starts to prefetch so many batches, once; later ones stay in the caller's iterator."""
         self._first = None
-        steps = range(first_step, first_step + num_batches)
         self._thread = threading.Thread(
-            target=self._read_ahead, args=(steps,), name="jddp-batches", daemon=True
+            target=self._read_ahead, args=(num_batches,), name="jddp-batches", daemon=True
         )
         self._thread.start()
 
@@ -156,19 +150,14 @@ class Source:
         if self._thread is not None:
             self._thread.join(timeout=1)  # An iterator may block forever.
 
-    def _read_ahead(self, steps: range) -> None:
-        first: dict[str, str] = {}
-        for step in steps:
+    def _read_ahead(self, num_batches: int) -> None:
+        for _ in range(num_batches):
             try:
                 while self._num_read < self._num_before:
                     self._read()
                 batch, position = self._read()
-                batch = as_arrays(batch)
-                form = {name: _form(x) for name, x in by_path(batch).items()}
-                first = first or form
-                _refuse_another_form(step, first, form)
                 # The iterator may overwrite the batch once it is asked for the next.
-                item = jax.block_until_ready(self._put(batch)), position
+                item = jax.block_until_ready(self._put(as_arrays(batch))), position
             except BaseException as error:  # `__next__` raises it in the loop.
                 item = error, {}
             self._ready.put(item)
@@ -215,28 +204,6 @@ class Source:
         else:
             return False
         return True
-
-
-def _form(x: Shaped) -> str:
-    """Dtype and dims of a leaf of a batch, without the number of rows, which may differ."""
-    dims = ", ".join(map(str, ("rows", *x.shape[1:])))
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype.kind in "iufc" else x.dtype
-    return f"{dtype} ({dims})"
-
-
-def _refuse_another_form(step: int, first: dict[str, str], now: dict[str, str]) -> None:
-    """Refuses a batch of another form, which would compile the step again.
-
-    Raises:
-      DataError: If keys, dtypes or dims other than the rows differ from the first batch's.
-    """
-    if differ := [name for name in {**first, **now} if first.get(name) != now.get(name)]:
-        here = ", ".join(f"{name} {now.get(name, 'absent')}" for name in differ)
-        there = ", ".join(f"{name} {first.get(name, 'absent')}" for name in differ)
-        raise DataError(
-            f"step {step}: the training batch has {here}; the first batch has {there}. Every batch "
-            "needs the same keys, dtypes and dims after the rows: pad sequences to one length."
-        )
 
 
 def refuse_same_rows(name: str, batch: Batch) -> None:

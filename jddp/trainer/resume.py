@@ -16,9 +16,9 @@ from jddp.config.versions import source_hash
 from jddp.distributed.coordination import from_first
 from jddp.engine.planned import PARTS
 from jddp.ground.errors import ConfigError, FileSystemError
-from jddp.ground.typing import JsonObject, Settings
+from jddp.ground.typing import JsonObject
 from jddp.trainer.loop import Loop
-from jddp.trainer.reports.run_directory import RunDirectory, changed_keys, compare_keys, is_free
+from jddp.trainer.reports.run_directory import RunDirectory, changed_keys, compare_keys
 from jddp.trainer.run import Progress, Run
 from jddp.trainer.saving import BEST
 from jddp.trainer.watching import judge_again
@@ -74,11 +74,7 @@ def _continue(loop: Loop, before: Progress) -> None:
     source.move_to(before.position)
     _count_steps(loop)
     run.progress = now = replace(run.progress, plan=loop.options.settings)
-    notes = [
-        _compare_programs(before, now, loop.options.resume),
-        changed_settings(before, now),
-        differences(before.world, now.world),
-    ]
+    notes = [_compare_programs(before, now, loop.options.resume), changes(before, now)]
     loop.notes += filter(None, notes)
 
 
@@ -166,32 +162,16 @@ def _allowed(before: Progress, now: Progress) -> set[str]:
     return allowed
 
 
-def differences(before: Settings, now: Settings) -> str | None:
-    """A note on the difference of two topologies; None if they are equal.
+def changes(before: Progress, now: Progress) -> str | None:
+    """A note on settings, devices and processes that have changed since the run was saved, if any.
 
-    Args:
-      before: Number of processes, of devices and of micro-batches, and the mode of batch norm, by
-        name, when the run was saved.
-      now: Topology of the run that resumes.
+    The topology has the modes of a step, such as its micro-batches, too.
     """
-    differ = [name for name in now if before.get(name) != now[name]]
-    if not differ:
-        return None
-    numbers = ", ".join(f"{name} {now[name]} (was {before.get(name)})" for name in differ)
-    inexact = [
-        f"; another {name} changes what later steps compute"
-        for name in differ
-        if name not in ("num_processes", "num_devices") and not is_free(f"ddp.{name}", before, now)
-    ]
-    exact = "the order of examples and all counts continue exactly"
-    return f"{numbers}: {exact}{''.join(inexact)}"
-
-
-def changed_settings(before: Progress, now: Progress) -> str | None:
-    """A note on the settings that have changed since the run was saved, or None."""
-    if now.config is not None and before.config is not None:
-        differ = compare_keys(before.config, now.config)[1]
+    old, new, differ = before.world, now.world, list[str]()
+    if before.config is None or now.config is None:
+        old, new = {**before.plan, **old}, {**now.plan, **new}
     else:
-        old = before.plan
-        differ = [f"{k} {old[k]} -> {x}" for k, x in now.plan.items() if old.get(k, x) != x]
-    return f"changed: {', '.join(differ)}; finished steps stay" if differ else None
+        differ = compare_keys(before.config, now.config)[1]
+    differ += [f"{k} {old[k]} -> {x}" for k, x in new.items() if old.get(k, x) != x]
+    exact = "finished steps stay; the order of examples and all counts continue exactly"
+    return f"changed: {', '.join(differ)}: {exact}" if differ else None

@@ -30,7 +30,6 @@ from jddp.ground.errors import ConfigError, DataError, FileSystemError, Numerics
 from jddp.ground.errors import ReplicaMismatchError as Mismatch
 from jddp.ground.typing import RESERVED
 from jddp.trainer.reports.files import MetricsFile
-from jddp.trainer.resume import differences
 
 NUM_STEPS = 6
 SCHEDULE = optax.cosine_decay_schedule(0.1, NUM_STEPS)
@@ -254,23 +253,14 @@ def test_the_length_of_epochs_that_are_made_longer_is_kept_and_reported(tmp_path
     assert kept["plan"]["num_steps"] == run.step == 4
 
 
-def test_a_note_names_what_is_not_the_same_in_another_world():
-    before = {"num_devices": 4, "accumulate_steps": 1, "batch_norm": "sync"}
-    assert differences(before, before) is None
-    said = differences(before, before | {"num_devices": 2, "accumulate_steps": 2})
-    assert said.endswith("(was 1): the order of examples and all counts continue exactly")
-
-
 def test_what_has_changed_since_a_run_of_objects_was_broken_off_is_said(tmp_path, capsys):
     fit(wrapped(), batches(), tmp_path, num_steps=3)
     assert "changed" not in printed(capsys)
     ddp = wrapped(batch_norm="local")
     fit(ddp, batches(), tmp_path, log_every_steps=2)
     said = printed(capsys)
-    assert "changed: num_steps 3 -> 6, log_every_steps 1 -> 2; finished steps stay" in said
-    assert "batch_norm local (was sync): the order" in said
-    assert "exactly; another batch_norm changes what later steps compute" in said
-    assert "bitwise identical" not in said
+    changed = "num_steps 3 -> 6, log_every_steps 1 -> 2, batch_norm sync -> local"
+    assert f"changed: {changed}: finished steps stay; the order" in said
 
 
 def bent(state):
@@ -554,17 +544,9 @@ def test_what_a_run_has_learnt_is_saved_whatever_raises(ddp, tmp_path, source, o
     assert run.evaluations == want.evaluations
 
 
-def test_a_batch_of_another_form_is_refused_with_its_step_and_both_forms(plain):
-    x, y = make_batch(8, seed=3).values()
-    for message, batch in (
-        (r"x float32 \(rows, 12\); the first .* x float32 \(rows, 16\)", {"x": x[:, :12], "y": y}),
-        (r"y absent, label int32 \(rows\); the first .* y int32 \(rows\)", {"x": x, "label": y}),
-        (r"x float16 \(rows, 16\); the first .* x float32", {"x": x.astype(np.float16), "y": y}),
-    ):
-        with pytest.raises(DataError, match=f"step 4: .* has {message}"):
-            jddp.fit(plain, [*batches(3), batch, *batches(2)], num_steps=6)
-    # Rows alone may differ.
-    assert jddp.fit(plain, [make_batch(8), make_batch(4), make_batch(8)], num_steps=3).step == 3
+def test_a_batch_of_another_form_compiles_again(plain):
+    batches = [make_batch(8), make_batch(4), {**make_batch(8), "z": np.zeros(8)}]
+    assert jddp.fit(plain, batches, num_steps=3).step == 3
 
 
 def test_callbacks_are_called_for_every_step_and_in_order(plain, tmp_path):

@@ -33,7 +33,7 @@ def test_a_run_moves_from_two_processes_to_one_and_to_four(folder, golden):
             assert job.codes() == [code] * num_processes, job.outputs
         said = " ".join(job.outputs[0][0].split())
         if num_processes > 1 and until is None:
-            assert "num_processes 4 (was 1), num_devices 4 (was 1): the order of examples" in said
+            assert "num_processes 1 -> 4, num_devices 1 -> 4: finished steps" in said
     want = golden(*PLAIN)
     got, wanted = values(job), values(want)
     assert got.keys() == wanted.keys()
