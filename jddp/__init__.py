@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from jddp.reduce.reducer import average_gradients
     from jddp.trainer.fit import fit
     from jddp.trainer.job.build import train
-    from jddp.trainer.options import Checks, Evaluation, Keep
-    from jddp.trainer.run import Callback, Run
+    from jddp.trainer.run import Callback, Checks, Evaluation, Keep, Run
     from jddp.trainer.runs.opened import open_run
     from jddp.trainer.saving import Checkpoints
     from jddp.trainer.watching import EarlyStopping, KeepBest
@@ -61,8 +60,7 @@ _NAMES = {
     "reduce.reducer": "average_gradients",
     "trainer.fit": "fit",
     "trainer.job.build": "train",
-    "trainer.options": "Checks Evaluation Keep",
-    "trainer.run": "Callback Run",
+    "trainer.run": "Callback Checks Evaluation Keep Run",
     "trainer.runs.opened": "open_run",
     "trainer.saving": "Checkpoints",
     "trainer.watching": "EarlyStopping KeepBest",

@@ -23,10 +23,9 @@ from jddp.inspection.memory import NOTHING_FITS, Memory, ways_out
 from jddp.inspection.memory import memory as memory_of
 from jddp.trainer.job.build import Job
 from jddp.trainer.job.parts import optimizer_table, period_of
-from jddp.trainer.options import as_period
 from jddp.trainer.prefetch import NUM_AHEAD
 from jddp.trainer.reports.lines import unbroken, wrap
-from jddp.trainer.run import Run
+from jddp.trainer.run import Run, as_period
 from jddp.trainer.watching import Watching
 
 METRICS = ("accuracy", "loss")  # Order of preference, if the config names none.

@@ -39,12 +39,20 @@ from jddp.ground.names.synonyms import OF_FIT
 from jddp.ground.typing import Batch, Batches
 from jddp.modules.rows import as_arrays
 from jddp.trainer.loop import Loop, run_to_the_end
-from jddp.trainer.options import CHECKS, Checks, Evaluation, Keep, Options
 from jddp.trainer.prefetch import Source, refuse_same_rows
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GivenSink, choose_sinks
 from jddp.trainer.resume import resume
-from jddp.trainer.run import EVAL_BATCH_SIZE, Callback, Run
+from jddp.trainer.run import (
+    CHECKS,
+    EVAL_BATCH_SIZE,
+    Callback,
+    Checks,
+    Evaluation,
+    Keep,
+    Options,
+    Run,
+)
 from jddp.trainer.watching import watching
 
 

@@ -29,11 +29,10 @@ from jddp.engine.state import TrainState
 from jddp.ground.errors import FileSystemError, NumericsError, ReplicaMismatchError, UsageError
 from jddp.ground.typing import Batch
 from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent
-from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source, refuse_same_rows
 from jddp.trainer.reporter import Clock, Reporter, measure
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.run import Progress, Run, call_each
+from jddp.trainer.run import Options, Progress, Run, call_each
 from jddp.trainer.saving import LATEST, Saving
 from jddp.trainer.watching import best_steps, watching
 

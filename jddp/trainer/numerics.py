@@ -42,9 +42,8 @@ from jddp.ground.files import SameFolder, make_folder, replace_file
 from jddp.ground.names import few
 from jddp.ground.typing import Batch, JsonObject, Metrics
 from jddp.inspection.layers import Layers, diagnose, num_outputs
-from jddp.trainer.options import Checks
 from jddp.trainer.prefetch import Source
-from jddp.trainer.run import Losses, Progress, Skips
+from jddp.trainer.run import Checks, Losses, Progress, Skips
 
 WINDOW = 100  # Number of finite losses with which a loss is compared.
 LEAST_LOSSES = 50  # With fewer losses nothing is a spike: a run begins with few.

@@ -32,12 +32,11 @@ from jddp.inspection.flops import count_flops, seconds_at_peak, uncounted
 from jddp.inspection.memory import compiled_bytes, limit_bytes, peak_bytes
 from jddp.modules.rows import count_rows
 from jddp.trainer.numerics import Numerics, Sent
-from jddp.trainer.options import Options
 from jddp.trainer.prefetch import Source
 from jddp.trainer.reports.lines import Course, Display, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
-from jddp.trainer.run import Run, call_each
+from jddp.trainer.run import Options, Run, call_each
 from jddp.trainer.watching import Watching, watching
 
 # Names of arrays that mark the examples of a batch as images, or as sequences of tokens.

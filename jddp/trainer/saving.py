@@ -27,10 +27,9 @@ from jddp.distributed.coordination import from_first
 from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState, is_float
 from jddp.ground.errors import ConfigError, Error, FileSystemError, NumericsError, UsageError
-from jddp.trainer.options import Keep, Options
 from jddp.trainer.reports.files import from_plain, to_plain
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.run import Progress
+from jddp.trainer.run import Keep, Options, Progress
 
 LATEST = "checkpoints"  # the folder to resume from; other folders hold one checkpoint
 BEST = "best"  # the folder of the checkpoints that are kept for their evaluations

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import choose_mode, did_you_mean
 from jddp.ground.typing import JsonObject, Record
-from jddp.trainer.options import Options, check_counts
-from jddp.trainer.run import Callback, Run
+from jddp.trainer.run import Callback, Options, Run, check_counts
 from jddp.trainer.saving import BEST
 
 NOT_IMPROVED = "has not improved for"

@@ -24,8 +24,7 @@ from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.modules.base import ArrayBatch, Model, call_model
 from jddp.trainer.job.parts import find_source
-from jddp.trainer.options import check_counts
-from jddp.trainer.run import Callback, Run
+from jddp.trainer.run import Callback, Run, check_counts
 from jddp.workbench.tokenize import BYTES, tokenizer_in
 
 Tokens = Sequence[int] | np.ndarray

@@ -24,7 +24,7 @@ import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.data import TrainBatches
 from jddp.ground.errors import ConfigError, FileSystemError, UsageError
-from jddp.trainer.options import Options
+from jddp.trainer.run import Options
 
 
 def fit(num_steps=4, **options):

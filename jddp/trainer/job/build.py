@@ -55,10 +55,9 @@ from jddp.trainer.job.parts import (
     period_of,
     resolve_parts,
 )
-from jddp.trainer.options import Checks, Evaluation, Keep, Options
 from jddp.trainer.prefetch import Source
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.run import Callback, Run
+from jddp.trainer.run import Callback, Checks, Evaluation, Keep, Options, Run
 
 # Options of JAX that change the results of a program.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
