@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jddp.ground.numbers import MEBIBYTE
+from jddp.ground.typing import MEBIBYTE
 from jddp.workbench.links import ALL_REDUCE, SHARES
 
 

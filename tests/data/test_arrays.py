@@ -12,7 +12,7 @@ from states import equal
 from jddp.data import ArrayExamples, RowExamples, eval_batches, make_data_set, make_source
 from jddp.data.examples import column_of
 from jddp.data.source import rows_for_testing, spec_of
-from jddp.data.sources import SOURCES, arrays
+from jddp.data.sources import arrays
 from jddp.data.sources.arrays import image_examples, map_npy, read_npz
 from jddp.ground.errors import ConfigError, DataError
 
@@ -21,15 +21,13 @@ Y = np.arange(8) % 4
 ROWS = {"x": X, "y": Y.astype(np.int32)}
 
 
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_arrays_of_any_names_come_from_npz_files_also_of_the_home_directory(
-    tmp_path, monkeypatch, save
-):
+def test_arrays_of_any_names_come_from_npz_files_also_of_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    for part in ("train", "test"):
+    for part, save in (("train", np.savez), ("test", np.savez_compressed)):
         save(tmp_path / f"{part}.npz", x=X, y=Y)
     source = make_source("npz", directory="~")
-    equal(rows_of(source.load().train), ROWS)
+    data = source.load()
+    equal((rows_of(data.train), rows_of(data.test)), (ROWS, ROWS))
     assert source.spec == {"x": ((3,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
 
 
@@ -58,19 +56,19 @@ def test_a_damaged_file_of_arrays_is_named(tmp_path):
     np.savez_compressed(npz, a=np.random.default_rng(0).random(1000))
     sound, flipped = npy.read_bytes(), bytearray(npz.read_bytes())
     flipped[2000] ^= 255
-    for read, path, damaged, message in (
-        (map_npy, npy, sound[:-7], "not a whole"),
-        (map_npy, npy, b"x" + sound[1:], "not a whole"),
-        (map_npy, npy, sound[:9], "not a whole"),
-        (map_npy, npy, sound.replace(b"}", b" "), "not a whole"),
-        (map_npy, npy, bytes(flipped), "not a whole"),
-        (read_npz, npz, flipped, "not a whole"),
-        (read_npz, npz, b"nothing", "not a whole"),
-        (read_npz, npz, None, "no such file"),
+    for read, path, damaged in (
+        (map_npy, npy, sound[:-7]),
+        (map_npy, npy, sound.replace(b"}", b" ")),
+        (map_npy, npy, bytes(flipped)),
+        (read_npz, npz, flipped),
+        (read_npz, npz, b"nothing"),
     ):
-        path.unlink() if damaged is None else path.write_bytes(damaged)
-        with pytest.raises(DataError, match=rf"{path.name}: {message}"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{path.name}: not a whole"):
             read(path)
+    npz.unlink()
+    with pytest.raises(DataError, match="npz: no such file"):
+        read_npz(npz)
 
 
 def test_no_format_loads_pickles(tmp_path):
@@ -81,8 +79,7 @@ def test_no_format_loads_pickles(tmp_path):
     array = np.array([Trap()], object)
     np.save(tmp_path / "a.npy", array)
     np.savez(tmp_path / "a.npz", a=array)
-    np.savez_compressed(tmp_path / "b.npz", a=array)
-    for read, name in ((map_npy, "a.npy"), (read_npz, "a.npz"), (read_npz, "b.npz")):
+    for read, name in ((map_npy, "a.npy"), (read_npz, "a.npz")):
         with pytest.raises(DataError, match=name):
             read(tmp_path / name)
 
@@ -94,18 +91,15 @@ BAD_DATA = (
     ({"x": np.array([[0.0, 1.0], [np.nan, 0.0]])}, "NaN or infinity, first in row 1"),
     ({"x": np.array(["a"])}, "rows of numbers"),
     ({"x": np.array([2**31])}, "2147483648, which needs 64 bits"),
-    ({"x": np.array([5, -(2**31) - 1])}, "-2147483649, which needs 64 bits, first in row 1"),
     ({"x": np.array([0, 1e300])}, r"1e\+300, which needs 64 bits, first in row 1"),
     ({"x": np.ma.masked_array(np.ones(4), mask=np.arange(4) > 2)}, "'x' is a masked array"),
     ([{"x": x} for x in np.ma.masked_array(np.ones((2, 2)), mask=np.eye(2))], "masked array"),
     ({1, 2}, "type set cannot be read"),
-    ([1, 2], "a row of the data is int"),
     (np.zeros((2, 3)), "a row of the data is ndarray"),
     ([(1, 2)], "is tuple, with names None"),
     ([{"x": X[:1]}, {"x": X[:2]}], r"'x' of the data is .* of shapes \[\(1, 3\), \(2, 3\)\]"),
     ([{"x": 0.0}, {"x": np.nan}], "NaN or infinity, first in row 1"),
     ([{"x": 0}, {"x": 2**33 + 5}], "8589934597, which needs 64 bits, first in row 1"),
-    ([{"x": 0}, {"x": None}], "'x' of the data is int64, object"),
     ([{"x": 0}, {"y": 0}], "'x' of the data is int64, object"),
 )
 
@@ -141,21 +135,17 @@ def test_rows_are_dicts_of_a_list_or_of_grain_or_tuples_with_names():
     assert [rows["x"].shape for rows in share] == [(3, 3), (0, 3)]  # of a last batch of two
 
 
-def test_one_share_of_the_rows_is_for_testing_and_stays_there_when_rows_are_added():
+def test_a_share_of_the_rows_is_for_testing_and_stays_there_when_rows_are_added(tmp_path):
     is_test = rows_for_testing(10_000, 0.2)
     assert abs(is_test.mean() - 0.2) < 0.02
-    np.testing.assert_array_equal(rows_for_testing(500, 0.2), is_test[:500])
-
-
-def test_a_share_of_the_training_part_is_held_back_for_testing(tmp_path):
+    np.testing.assert_array_equal(rows_for_testing(50, 0.2), is_test[:50])
     np.savez(tmp_path / "train.npz", x=np.arange(50.0), label=np.arange(50) % 3)
 
     def parts(test_share):
         data = make_source("npz", directory=str(tmp_path), kwargs={"test_share": test_share}).load()
         return data.train, data.test
 
-    is_test = rows_for_testing(50, 0.2)
-    for part, rows in zip(parts(0.2), (~is_test, is_test), strict=True):
+    for part, rows in zip(parts(0.2), (~is_test[:50], is_test[:50]), strict=True):
         np.testing.assert_array_equal(rows_of(part)["x"], np.flatnonzero(rows))
         np.testing.assert_array_equal(column_of(part, "label"), np.flatnonzero(rows) % 3)
     for share, error in ((1.5, ConfigError), (1e-9, DataError)):
@@ -193,7 +183,6 @@ def test_npy_directory_is_normalised_per_channel(tmp_path):
         ({"dtype": np.int64}, "images are int64"),
         ({"num_train": 0}, "0 examples"),
         ({"mean": [0.5, 0.5]}, "mean has 2 numbers, but images have 3 channels"),
-        ({"std": [[0.5]]}, "std has 1 numbers"),
     ],
 )
 def test_bad_images_in_an_npy_directory_are_refused(tmp_path, damage, message):
@@ -212,13 +201,11 @@ def test_embedded_fashion_mnist_is_balanced_and_normalized():
 
 
 def test_sources_know_their_shapes_without_reading():
-    assert list(SOURCES) == sorted(SOURCES)
     for name in ("fashion_mnist", "python_stdlib"):
         source = make_source(name)
         data, again = source.load(), source.load()
         assert spec_of(data.train) == spec_of(data.test) == source.spec
         assert data.sha256 == again.sha256
-        assert len(data.sha256) == 64
 
 
 @pytest.mark.parametrize(
@@ -228,7 +215,6 @@ def test_sources_know_their_shapes_without_reading():
         ("fashion_mnist", {"kwargs": {"shift": 5}}, "Did you mean 'max_shift'"),
         ("fashion_mnist", {"directory": "here"}, "Leave out data.dir=here"),
         ("fashion_mnist", {"kwargs": {"directory": "here"}}, "data.dir"),
-        ("python_stdlib", {"directory": "here"}, "Leave out data.dir=here"),
         ("python_stdlib", {"kwargs": {"sequence_length": 0}}, "sequence_length 0"),
         ("python_stdlib", {"kwargs": {"documents": "wrap"}}, "'wrap'"),
         ("tokens", {"kwargs": {"sequence_length": 4}}, "Give data.dir"),

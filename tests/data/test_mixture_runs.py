@@ -39,27 +39,17 @@ def config(folder, run, *, num_devices=2, num_steps=6, **data):
     )
 
 
-def only(folder):
-    return ["data.mixture=[]", f"data.dir={folder}"]
-
-
 @pytest.mark.slow
-def test_two_devices_train_a_mixture_as_one_does_and_evaluate_all_test_examples(folder, tmp_path):
+def test_two_devices_train_a_mixture_as_one_does_resume_and_evaluate_all_examples(folder, tmp_path):
     one, two = (train(config(folder, tmp_path / str(n), num_devices=n)) for n in (1, 2))
     assert two.evaluate() == pytest.approx(one.evaluate(), rel=1e-4)
-    own = [jddp.open_run(two.run_dir, overrides=only(folder / x)) for x in ("prose", "code")]
+    train(config(folder, tmp_path / "parts", num_steps=4))
+    assert train(config(folder, tmp_path / "parts")).evaluate() == two.evaluate()
+    only = [["data.mixture=[]", f"data.dir={folder / name}"] for name in ("prose", "code")]
+    own = [jddp.open_run(two.run_dir, overrides=keys) for keys in only]
     counts = [run.evaluate()["examples"] for run in own]
     assert two.evaluate()["examples"] == sum(counts)
     assert 0 not in counts
-
-
-@pytest.mark.slow
-def test_a_resumed_run_continues_the_mixture(folder, tmp_path):
-    whole = train(config(folder, tmp_path / "whole"))
-    train(config(folder, tmp_path / "parts", num_steps=4))
-    again = train(config(folder, tmp_path / "parts"))
-    assert again.history[-2]["loss"] == whole.history[-2]["loss"]
-    assert again.evaluate() == whole.evaluate()
 
 
 def test_the_first_lines_have_the_shares(folder):

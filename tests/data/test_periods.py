@@ -1,3 +1,5 @@
+"""Periods in steps and in epochs: the steps with which they end."""
+
 import pytest
 
 from jddp.data.periods import Epochs, OptimizerSteps, Reached
@@ -14,20 +16,22 @@ def steps_at_ends(period, num_examples, batch_sizes):
     return found
 
 
-def test_a_period_of_steps_ends_at_their_multiples_whatever_the_data():
-    for num_examples in (0, 20):
-        assert steps_at_ends(OptimizerSteps(3), num_examples, [8] * 7) == {3: [1], 6: [2]}
-
-
-def test_an_epoch_ends_with_the_step_that_takes_its_last_example():
-    assert steps_at_ends(Epochs(1), 20, [8] * 8) == {3: [1], 5: [2], 8: [3]}
-    assert steps_at_ends(Epochs(2), 20, [8] * 10) == {5: [1], 10: [2]}
-    assert steps_at_ends(Epochs(1), 20, [20] * 2) == {1: [1], 2: [2]}
-
-
-def test_several_parts_of_an_epoch_may_end_with_one_step():
-    assert steps_at_ends(Epochs(0.5), 20, [8] * 5) == {2: [1], 3: [2], 4: [3], 5: [4]}
-    assert steps_at_ends(Epochs(0.1), 20, [8] * 2) == {1: [1, 2, 3, 4], 2: [5, 6, 7, 8]}
+@pytest.mark.parametrize(
+    ("period", "num_examples", "batch_sizes", "ends"),
+    [
+        (OptimizerSteps(3), 0, [8] * 7, {3: [1], 6: [2]}),
+        (OptimizerSteps(3), 20, [8] * 7, {3: [1], 6: [2]}),
+        (Epochs(1), 20, [8] * 8, {3: [1], 5: [2], 8: [3]}),  # the step that takes its last example
+        (Epochs(2), 20, [8] * 10, {5: [1], 10: [2]}),
+        (Epochs(1), 20, [20] * 2, {1: [1], 2: [2]}),
+        (Epochs(0.5), 20, [8] * 5, {2: [1], 3: [2], 4: [3], 5: [4]}),
+        (Epochs(0.1), 20, [8] * 2, {1: [1, 2, 3, 4], 2: [5, 6, 7, 8]}),
+        (Epochs(1), 20, [8, 8, 8, 4, 4, 4, 4], {3: [1], 7: [2]}),  # whatever the batch size
+        (Epochs(1), 0, [8] * 8, {}),  # Batches that know no epochs end none.
+    ],
+)
+def test_a_period_ends_with_the_step_that_completes_it(period, num_examples, batch_sizes, ends):
+    assert steps_at_ends(period, num_examples, batch_sizes) == ends
 
 
 @pytest.mark.parametrize("parts", [3, 6, 7, 10, 11, 49])
@@ -36,22 +40,12 @@ def test_as_many_parts_end_in_many_epochs_as_in_exact_arithmetic(parts):
     assert ends == {3 * number: [number] for number in range(1, 4 * parts + 1)}
 
 
-def test_another_batch_size_moves_no_end():
-    assert steps_at_ends(Epochs(1), 20, [8, 8, 8, 4, 4, 4, 4]) == {3: [1], 7: [2]}
-
-
-def test_batches_that_know_no_epochs_end_none():
-    assert steps_at_ends(Epochs(1), 0, [8] * 8) == {}
-
-
 @pytest.mark.parametrize("number", [0, -1, float("nan"), float("inf")])
 def test_what_is_no_number_of_epochs_is_refused(number):
-    with pytest.raises(ConfigError, match="is no positive number, such as 1 or 0.5"):
+    with pytest.raises(ConfigError, match="positive"):
         Epochs(number)
 
 
 def test_a_period_reads_as_in_a_sentence():
-    texts = [
-        f"every {x}" for x in (OptimizerSteps(1), OptimizerSteps(1500), Epochs(1), Epochs(0.5))
-    ]
-    assert texts == ["every step", "every 1,500 steps", "every epoch", "every 0.5 epochs"]
+    periods = OptimizerSteps(1), OptimizerSteps(1500), Epochs(1), Epochs(0.5)
+    assert [*map(str, periods)] == ["step", "1,500 steps", "epoch", "0.5 epochs"]

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 from data_files import rows_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jddp.data import make_source
 from jddp.data.packing import pack_items
@@ -30,8 +28,7 @@ def test_standard_library_text_is_cut_into_windows_without_tests_and_what_was_in
 def test_padding_of_the_standard_library_is_below_one_token_in_fifty():
     source = make_source("python_stdlib", kwargs={"sequence_length": 1024, "documents": "pack"})
     data = source.load()
-    assert data.train.padding < 0.02
-    assert data.test.padding < 0.02
+    assert max(data.train.padding, data.test.padding) < 0.02
     assert spec_of(data.train) == source.spec
 
 
@@ -69,16 +66,7 @@ def test_tokens_that_cannot_be_read_are_refused_by_file_and_place(tmp_path, trai
         tokens_in(tmp_path, train, **kwargs)
 
 
-@settings(max_examples=50)
-@given(st.integers(0, 40), st.integers(1, 9))
-def test_windows_predict_each_token_once(num_more, length):
-    targets = rows_of(TokenExamples(np.arange(length + 1 + num_more), sequence_length=length))
-    targets = targets["tokens"][:, 1:].ravel()
-    np.testing.assert_array_equal(targets, np.arange(1, len(targets) + 1))
-    assert length + num_more - len(targets) < length
-
-
-def test_windows_of_shards_are_of_each():
+def test_windows_predict_each_token_of_each_shard_once():
     shards = np.arange(11, dtype=np.uint16), np.arange(100, 103), np.arange(200, 209)
     rows = rows_of(TokenExamples(*shards, sequence_length=4))
     assert rows["tokens"].tolist() == [[*range(i, i + 5)] for i in (0, 4, 200, 204)]
@@ -88,11 +76,10 @@ def best_fit_decreasing(lengths, capacity):
     """The number of rows, item by item, as in a textbook."""
     rooms = []
     for length in sorted(lengths, reverse=True):
-        if fitting := [room for room in rooms if room >= length]:
-            rooms.remove(min(fitting))
-            rooms.append(min(fitting) - length)
-        else:
-            rooms.append(capacity - length)
+        room = min((x for x in rooms if x >= length), default=None)
+        if room is not None:
+            rooms.remove(room)
+        rooms.append((capacity if room is None else room) - length)
     return len(rooms)
 
 
@@ -106,9 +93,7 @@ def test_items_fit_into_as_few_rows_as_by_best_fit_decreasing(capacity):
         assert len(filled) == best_fit_decreasing(lengths, capacity)
         assert (filled > 0).all()
         assert not num_items or filled.max() <= capacity
-
-
-def test_rows_are_in_the_order_of_their_first_items():
+    # Rows are in the order of their first items.
     assert pack_items(np.array([2, 5, 3, 4, 1]), 5).tolist() == [0, 1, 0, 2, 2]
 
 

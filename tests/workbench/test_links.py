@@ -4,7 +4,7 @@ import pytest
 from networks import make_network
 
 from jddp.ground.errors import ConfigError
-from jddp.ground.numbers import MEBIBYTE
+from jddp.ground.typing import MEBIBYTE
 from jddp.workbench.links import HOPPER, Fabric, Link, with_links
 
 # No protocol of low latency, so that the figures below can be followed by hand.
