@@ -9,7 +9,7 @@ packages. `options` has the sections that are options of `DataParallel`, too.
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic.functional_validators import AfterValidator
 
 from jddp.config.keys import ConfigMistakes, describe_mistakes, keys_of
@@ -33,6 +33,8 @@ def _refuse_both(section: Section, one: str, other: str) -> None:
         raise ValueError(f"{one!r} and {other!r} exclude each other: set one of them to null")
 
 
+Step = Annotated[int, Field(ge=1)]
+FirstAndLast = Annotated[list[Step], Field(min_length=2, max_length=2)]
 ExpandedPath = Annotated[str, AfterValidator(_expanded)]
 PathOrURL = Annotated[str, AfterValidator(lambda path: path if is_url(path) else _expanded(path))]
 
@@ -74,16 +76,9 @@ class TrainConfig(Section):
         "If the loss jumps: print a line, or leave out the update; or null.",
         alike=("warn", None),
     )
-    profile_steps: list[int] | None = option(
+    profile_steps: FirstAndLast | None = option(
         None, "First and last step of which a trace is kept, as [10,13]; or null.", "none"
     )
-
-    @field_validator("profile_steps")
-    @classmethod
-    def _are_two_steps(cls, steps: list[int] | None) -> list[int] | None:
-        if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
-            raise ValueError("give the numbers of the first and the last step, as [10,13]")
-        return steps
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":

@@ -73,6 +73,11 @@ RULES = {
     "data.name=null": "data: give either 'name' or 'target'.",
     "train.num_epochs=3": "train: give either 'num_steps' or 'num_epochs'.",
     "train.eval_params=ema": "needs ddp.ema_decay",
+    "train={eval_every_steps: 2, eval_every_epochs: 1}": "train: 'eval_every_steps'",
+    "checkpoint={every_steps: 2, every_epochs: 1}": "checkpoint: 'every_steps'",
+    "checkpoint.best_metric=score": "keep_best",
+    "train.profile_steps=[3]": "train.profile_steps must be",
+    "train.profile_steps=[0,3]": "train.profile_steps must be",
 }
 
 

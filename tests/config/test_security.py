@@ -166,18 +166,12 @@ def test_a_directory_of_somebody_else_is_not_used(run_dir, tmp_path, monkeypatch
     refuse_foreign(tmp_path / "absent", "run.dir")
 
 
-def test_a_private_directory_is_closed_and_one_that_was_open_is_refused(tmp_path, monkeypatch):
+def test_a_private_directory_is_closed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "jddp").mkdir()
     (tmp_path / "jddp" / "c").mkdir(mode=0o755)
     folders = [private_cache(name, "the cache") for name in ("a", "c")]
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
-    folders[1].chmod(0o770)
-    with pytest.raises(FileSystemError, match="the cache .* can be written by others"):
-        private_cache("c", "the cache")
-    (tmp_path / "jddp" / "file").write_text("")
-    with pytest.raises(FileSystemError, match="the cache"):
-        private_cache("file", "the cache")
 
 
 @pytest.mark.parametrize("fault", ["open", "no directory", "no home"])

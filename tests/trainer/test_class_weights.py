@@ -1,4 +1,4 @@
-"""Class weights: the weighted mean of PyTorch, over all replicas, from a key of the config."""
+"""Class weights: the weighted mean of PyTorch, over all replicas."""
 
 import jax
 import numpy as np
@@ -7,10 +7,7 @@ import pytest
 from flax import linen as nn
 
 import jddp
-from jddp.config.schema import Config
 from jddp.ground.errors import ConfigError
-from jddp.trainer.job.build import train
-from jddp.trainer.runs.opened import open_run
 from jddp.zoo.losses import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("started_devices")
@@ -71,20 +68,3 @@ def test_smoothed_targets_are_weighed_by_class_as_in_pytorch():
     mixed = wider | {"other_label": labels}
     with pytest.raises(ConfigError, match="class_weights"):
         cross_entropy(lambda x: x, mixed, True, class_weights=WEIGHTS)
-
-
-def test_weights_of_a_config_weigh_its_loss(tmp_path):
-    for part in ("train", "test"):
-        np.save(tmp_path / f"{part}_images.npy", np.zeros((16, 8, 8, 1), np.uint8))
-        np.save(tmp_path / f"{part}_labels.npy", LABELS)
-    shape = {"image_size": 8, "num_channels": 1, "num_classes": 3}
-    config = Config(
-        data={"name": "npy", "dir": str(tmp_path), "global_batch_size": 16, "kwargs": shape},
-        model={"name": "mlp", "kwargs": {"widths": [4], "num_outputs": 3}},
-        loss={"kwargs": {"class_weights": WEIGHTS}},
-        train={"num_steps": 1},
-        run={"dir": str(tmp_path / "run")},
-    )
-    opened = open_run(train(config).run_dir)
-    logits = opened.predict([{"image": np.zeros((16, 8, 8, 1), np.float32) - 1}])
-    assert opened.evaluate()["loss"] == pytest.approx(by_hand(logits, LABELS, WEIGHTS), rel=1e-5)

@@ -47,29 +47,21 @@ def test_a_transform_without_random_numbers_is_for_evaluation_too(tmp_path):
     np.testing.assert_allclose(rows, images[: len(rows)] / 127.5 - 1, atol=1e-6)
 
 
-def test_unknown_transforms_are_refused_with_the_name_that_is_meant():
-    with pytest.raises(ConfigError, match=r"data.transforms\[0\].name: .*'crop_and_flip'"):
-        job_with(transforms="[{name: crop_and_flips}]")
-    with pytest.raises(ConfigError, match=r"data.transforms\[0\].kwargs.*'smallest'"):
-        job_with(transforms="[{name: crop_and_flip, kwargs: {smallst: 0.1}}]")
+FLIP, NORMALIZE = {"name": "flip_and_shift"}, {"name": "normalize"}
+REFUSED = [
+    ({"name": "crop_and_flips"}, r"data.transforms\[0\].name: .*'crop_and_flip'"),
+    ({"name": "crop_and_flip", "kwargs": {"smallst": 1}}, r"\[0\].kwargs.*'smallest'"),
+    (NORMALIZE, "images of fashion_mnist are float32 .*Leave it out"),
+    (FLIP, "change images, and python_stdlib has tokens"),
+]
 
 
-def test_transforms_of_images_are_refused_for_other_data():
-    listed = [{"name": "flip_and_shift"}]
-    data = {"name": "python_stdlib", "global_batch_size": 4, "transforms": [*listed]}
-    with pytest.raises(ConfigError, match=r"change images, and python_stdlib has tokens"):
+@pytest.mark.parametrize("listed, message", REFUSED)
+def test_transforms_that_are_unknown_or_of_other_data_are_refused(listed, message):
+    name = "python_stdlib" if "tokens" in message else "fashion_mnist"
+    data = {"name": name, "global_batch_size": 4, "transforms": [listed]}
+    with pytest.raises(ConfigError, match=message):
         build(Config(data=data, model={"name": "gpt"}, train={"num_steps": 1}))
-
-
-def test_images_are_not_normalized_twice(tmp_path):
-    with pytest.raises(ConfigError, match="images of fashion_mnist are float32 .*Leave it out"):
-        job_with(transforms="[{name: normalize}]")
-    for part in ("train", "test"):
-        np.savez(tmp_path / part, image=np.ones((4, 28, 28, 1), np.float32), label=np.arange(4))
-    listed = [{"name": "flip_and_shift"}, {"name": "normalize"}]
-    data = {"name": "npz", "dir": str(tmp_path), "global_batch_size": 4, "transforms": [*listed]}
-    with pytest.raises(ConfigError, match="images of npz are float32 numbers"):
-        build(Config(data=data, model={"name": "mlp"}, train={"num_steps": 1}))
 
 
 def job_of_images(folder, dtype, *listed):
@@ -79,9 +71,10 @@ def job_of_images(folder, dtype, *listed):
     return build(Config(data=data, model={"name": "mlp"}, train={"num_steps": 1}))
 
 
-def test_whole_numbers_are_normalized_by_their_range_or_refused(tmp_path, caplog):
-    batch = next(job_of_images(tmp_path, np.uint16, {"name": "normalize"}).train_batches())
+def test_whole_numbers_are_normalized_by_their_range_and_other_images_are_refused(tmp_path, caplog):
+    batch = next(job_of_images(tmp_path, np.uint16, NORMALIZE).train_batches())
     np.testing.assert_allclose(batch.pop(TRANSFORM)(batch)["image"], 1 / 65535, rtol=1e-6)
     assert not caplog.messages
-    with pytest.raises(ConfigError, match=r"normalize.* images of npz are int32 .*uint8 or uint16"):
-        job_of_images(tmp_path, np.int32, {"name": "normalize"})
+    for dtype in ("int32", "float32"):
+        with pytest.raises(ConfigError, match=f"images of npz are {dtype} .*uint8 or uint16"):
+            job_of_images(tmp_path, dtype, FLIP, NORMALIZE)

@@ -166,18 +166,6 @@ def test_the_log_of_a_process_begins_with_its_host_and_command_and_events_have_f
     ]
 
 
-def test_metrics_that_cannot_be_written_are_reported_once_and_written_later(tmp_path, caplog):
-    metrics = MetricsFile(tmp_path / "gone" / "metrics.jsonl")
-    for step in (1, 2):
-        metrics.log({"step": step})
-    (record,) = caplog.records
-    assert "cannot be written: No such file or directory. Lines are kept" in record.getMessage()
-    (tmp_path / "gone").mkdir()
-    metrics.log({"step": 3})
-    metrics.log({"step": 4})
-    assert [record["step"] for record in metrics.read()] == [1, 2, 3, 4]
-
-
 RECORD = {"step": 400, "split": "train", "loss": 0.23841, "accuracy": 0.91234, "count": 128.0}
 RECORD |= {"learning_rate": 1.6e-3, "examples_per_second": 10812.0, "step_seconds": 0.02}
 EVALUATED = {"step": 1170, "split": "eval", "loss": 0.361, "examples": 10_000.0}

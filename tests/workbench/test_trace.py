@@ -11,7 +11,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.commands.jobs import explain_command as main
-from jddp.ground.errors import ConfigError, DataError, ExitCode
+from jddp.ground.errors import DataError, ExitCode
 from jddp.trainer.loop import Profile
 from jddp.workbench.trace import (
     MODELLED,
@@ -164,9 +164,3 @@ def test_a_trace_that_is_absent_damaged_or_empty_is_one_line(tmp_path, capsys):
     file.write_bytes(b"")
     with pytest.raises(DataError, match="the trace holds no kernel of a device"):
         read_trace(tmp_path)
-
-
-@pytest.mark.parametrize("steps", [[13, 10], [1], [0, 3], []], ids=str)
-def test_steps_to_profile_are_two_numbers_in_order(steps):
-    with pytest.raises(ConfigError, match=r"train.profile_steps: .* as \[10,13\]"):
-        jddp.Config(train={"num_steps": 20, "profile_steps": steps})

@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
@@ -57,7 +57,6 @@ from jddp.zoo.models import Module, is_module_class, make_model
 from jddp.zoo.optimizers import make_optimizer
 
 OWN_MODELS = "jddp.zoo.models"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,29 +90,14 @@ class Saved:
         return params, with_average(model_state, ema_state)
 
 
-def read_saved(run_dir: Path, chosen: int | str | None, read: Callable[[Saved], T]) -> T:
-    """Reads a checkpoint of a run, which may be training.
+def _find(run_dir: Path, chosen: int | str | None) -> Path:
+    """The folder of a checkpoint that is not damaged.
 
     Args:
       run_dir: The run directory.
       chosen: A step; or a folder of checkpoints, to use its newest undamaged one, or "best", to use
         its best undamaged one; or both, "best/400". By default the newest in "checkpoints".
-      read: Function that reads a checkpoint; called again if the run removes it meanwhile.
-
-    Returns:
-      The result of `read`.
-
-    Raises:
-      FileSystemError: If there is no checkpoint, or it is damaged.
     """
-
-    def read_folder(folder: Path) -> T:
-        return read(Saved(folder, reader.read_object(folder / "run.json")))
-
-    return reader.read_standing(lambda: _find(run_dir, chosen), read_folder)
-
-
-def _find(run_dir: Path, chosen: int | str | None) -> Path:
     text = "checkpoints" if chosen is None else str(chosen)
     above, _, step = text.rpartition("/")
     directory = run_dir / ((above or "checkpoints") if step.isdecimal() else text)
@@ -285,7 +269,13 @@ def open_run(
         batch_norm="broadcast",  # Statistics are not updated here; they are the same everywhere.
         precision=Precision(compute_dtype=config.ddp.precision.compute_dtype) if config else None,
     )
-    saved, state = read_saved(run_dir, checkpoint, lambda saved: (saved, _state_of(ddp, saved)))
+
+    def read(folder: Path) -> tuple[Saved, TrainState]:
+        saved = Saved(folder, reader.read_object(folder / "run.json"))
+        return saved, _state_of(ddp, saved)
+
+    # A run that is training may remove a checkpoint while it is read.
+    saved, state = reader.read_standing(lambda: _find(run_dir, checkpoint), read)
     run = Run(
         ddp,
         state,
