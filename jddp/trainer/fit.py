@@ -129,7 +129,24 @@ def fit(
       OutOfMemoryError: If a device has less memory than a step needs.
       NumericsError: If the loss is not finite, or too many steps in a row were skipped.
     """
-    num_epochs = epochs_of(batches, global_batch_size, num_steps, num_epochs)
+    are_batches = global_batch_size is None
+    if are_batches and isinstance(batches, Mapping):  # A dict iterates over its keys.
+        raise ConfigError("global_batch_size= is missing, by which a dict of arrays is split.")
+    if not are_batches and isinstance(batches, TrainBatches):
+        raise ConfigError(f"{global_batch_size=} splits data, and these are batches already.")
+    if num_steps is not None and num_epochs is not None:
+        raise ConfigError("num_steps= and num_epochs= exclude each other: give one of them.")
+    own = batches.num_epochs if isinstance(batches, TrainBatches) else None
+    if num_epochs is not None and are_batches and own != num_epochs:
+        raise ConfigError(
+            f"{num_epochs=} counts passes over arrays, which need global_batch_size=, or over "
+            f"jddp.data.TrainBatches({num_epochs=}). For other batches give num_steps=."
+        )
+    if num_steps is None and num_epochs is None:
+        num_epochs = own  # The run ends with the last epoch of its batches.
+        if own is None:
+            other = "" if are_batches else ", or num_epochs="
+            raise ConfigError(f"num_steps= is missing: fit(ddp, batches, num_steps=...){other}.")
     if global_batch_size is not None:
         batches = TrainBatches(
             batches,
@@ -200,6 +217,10 @@ def start(ddp: Trainable, batches: Batches, options: Options, state: FirstState 
       options: Length of the run, periods of its actions, and its files.
       state: Initial state, which is copied; or a function of the first batch that makes one, which
         the first step donates. None makes one from the seed of the options.
+
+    Raises:
+      ConfigError: If a callback or a period does not fit.
+      ProcessMismatchError: On every process, if an argument differs.
     """
     refuse_unjoined()
     take_sigterm_back()
@@ -216,11 +237,20 @@ def start(ddp: Trainable, batches: Batches, options: Options, state: FirstState 
         # No position is left if the run starts from another run that has ended.
         num_left = max(1, len(batches.positions_left()))
         options = dataclasses.replace(options, num_steps=num_left)
-    compare_calls(options, batches, state)
+    if jax.process_count() > 1:
+        evaluation = options.evaluation.batches
+        facts = {
+            **options.common,
+            "state": "a function" if callable(state) else "a state",
+            "run_dir": "none" if options.run_dir is None else "given",
+            **_about("batches", batches, options.num_steps),
+            "evaluate": "none" if evaluation is None else "given",
+            **_about("evaluate", evaluation, None),
+        }
+        agree("call of fit", {name: str(value) for name, value in facts.items()})
     for callback in watching(options.callbacks):
         callback.check_options(options)
-    _refuse_epochs(options, batches)
-    _refuse_padding(ddp, batches)
+    _check_batches(ddp, batches, options)
     if options.run_dir is None:
         with Watchdog(options.checks.limits, None) as watchdog:
             return _train(ddp, batches, options, state, None, watchdog)
@@ -232,18 +262,13 @@ def start(ddp: Trainable, batches: Batches, options: Options, state: FirstState 
         return _train(ddp, batches, options, state, files, watchdog)
 
 
-def _refuse_epochs(options: Options, batches: Batches) -> None:
-    """Refuses periods in epochs of batches that know none."""
-    if isinstance(batches, TrainBatches):
-        return
-    for name, every in options.periods.items():
-        if isinstance(every, Epochs):
-            raise ConfigError(f"{name}={every!r}: these batches know no epochs. Give steps.")
-
-
-def _refuse_padding(ddp: Trainable, batches: Batches) -> None:
-    """Refuses batches that are padded, where the loss would count the padding."""
-    if isinstance(batches, TrainBatches) and batches.is_padded:
+def _check_batches(ddp: Trainable, batches: Batches, options: Options) -> None:
+    """Refuses periods in epochs of batches that know none, and padding that a loss would count."""
+    if not isinstance(batches, TrainBatches):
+        for name, every in options.periods.items():
+            if isinstance(every, Epochs):
+                raise ConfigError(f"{name}={every!r}: these batches know no epochs. Give steps.")
+    elif batches.is_padded:
         full = f"a global batch size that is a multiple of {ddp.steps.rows.num_micro_batches}"
         where = "drop_remainder=True of jddp.data.TrainBatches (data.drop_remainder of a config)"
         sums = ddp.steps.planned(as_arrays(batches.batch(0))).sums
@@ -264,7 +289,10 @@ def _train(
     if not options.checks.same_batches:
         refuse_same_rows("batches", batch)
     if jax.process_count() > 1:
-        agree("model, optimizer or batch", fingerprint(ddp, batch))
+        program = hashlib.sha256(ddp.steps.lower(batch).as_text().encode()).hexdigest()
+        leaves = by_path(ddp.steps.abstract_state(batch)).items()
+        same = {name: f"{x.shape} {x.dtype}" for name, x in leaves}
+        agree("model, optimizer or batch", same | {"the lowered step": program})
     with explained(watchdog):
         state = state(batch) if callable(state) else jax.tree.map(jax.numpy.copy, state)
         if options.evaluation.params == "ema" and state.ema_params is None:
@@ -351,69 +379,6 @@ def _finish(files: RunDirectory) -> FileSystemError | None:
     return files.finish()
 
 
-def epochs_of(
-    batches: object,
-    global_batch_size: int | None,
-    num_steps: int | None,
-    num_epochs: float | None,
-) -> float | None:
-    """Returns the number of epochs, or None if steps are counted; refuses conflicting arguments.
-
-    If no length is given, `TrainBatches` with a number of epochs end with the last epoch.
-
-    Args:
-      batches: Batches of this process; or with a batch size, arrays or a data set.
-      global_batch_size: Examples per step, of arrays or a data set.
-      num_steps: Number of optimizer steps, or None.
-      num_epochs: Number of epochs, or None.
-
-    Raises:
-      ConfigError: If a needed argument is missing, or two exclude each other.
-    """
-    are_batches = global_batch_size is None
-    if are_batches and isinstance(batches, Mapping):  # A dict iterates over its keys.
-        raise ConfigError("global_batch_size= is missing, by which a dict of arrays is split.")
-    if not are_batches and isinstance(batches, TrainBatches):
-        raise ConfigError(f"{global_batch_size=} splits data, and these are batches already.")
-    if num_steps is not None and num_epochs is not None:
-        raise ConfigError("num_steps= and num_epochs= exclude each other: give one of them.")
-    own = batches.num_epochs if isinstance(batches, TrainBatches) else None
-    if num_epochs is not None and are_batches and own != num_epochs:
-        raise ConfigError(
-            f"{num_epochs=} counts passes over arrays, which need global_batch_size=, or over "
-            f"jddp.data.TrainBatches({num_epochs=}). For other batches give num_steps=."
-        )
-    if num_steps is None and num_epochs is None and own is None:
-        other = "" if are_batches else ", or num_epochs="
-        raise ConfigError(f"num_steps= is missing: fit(ddp, batches, num_steps=...){other}.")
-    return own if num_steps is None and num_epochs is None else num_epochs
-
-
-def compare_calls(options: Options, batches: Batches, state: object) -> None:
-    """Compares the arguments of `fit` of all processes.
-
-    Args:
-      options: Length of the run, and periods of its actions.
-      batches: This process's training batches.
-      state: Initial state, or a function that makes one.
-
-    Raises:
-      ProcessMismatchError: On every process, if an argument differs.
-    """
-    if jax.process_count() == 1:
-        return
-    evaluation = options.evaluation.batches
-    facts = {
-        **options.common,
-        "state": "a function" if callable(state) else "a state",
-        "run_dir": "none" if options.run_dir is None else "given",
-        **_about("batches", batches, options.num_steps),
-        "evaluate": "none" if evaluation is None else "given",
-        **_about("evaluate", evaluation, None),
-    }
-    agree("call of fit", {name: str(value) for name, value in facts.items()})
-
-
 def _about(name: str, batches: object, most: int | None) -> dict[str, object]:
     """Facts about batches that must be equal on all processes, as far as the batches know them."""
     known = {}
@@ -422,18 +387,3 @@ def _about(name: str, batches: object, most: int | None) -> dict[str, object]:
     elif isinstance(batches, Sized):
         known = {"number of batches": min(len(batches), most or len(batches))}
     return {f"{name}: {key}": value for key, value in known.items()}
-
-
-def fingerprint(ddp: Trainable, batch: Batch) -> dict[str, str]:
-    """Returns facts that must be equal on all processes that step together.
-
-    Args:
-      ddp: A `jddp.DataParallel`.
-      batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      Shape and dtype of each leaf of the state, by path, and a digest of the lowered step.
-    """
-    program = hashlib.sha256(ddp.steps.lower(batch).as_text().encode()).hexdigest()
-    leaves = by_path(ddp.steps.abstract_state(batch)).items()
-    return {name: f"{x.shape} {x.dtype}" for name, x in leaves} | {"the lowered step": program}

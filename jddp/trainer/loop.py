@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 
-from jddp.data.periods import Period, Reached
+from jddp.data.periods import Epochs, Reached
 from jddp.distributed.coordination import gather, num_processes
 from jddp.distributed.exits import process
 from jddp.distributed.requests import Request, Requests
@@ -32,7 +32,7 @@ from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent
 from jddp.trainer.prefetch import Source, refuse_same_rows
 from jddp.trainer.reporter import Clock, Reporter, measure
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.run import Options, Progress, Run, call_each
+from jddp.trainer.run import Options, Progress, Run, as_period, call_each
 from jddp.trainer.saving import LATEST, Saving
 from jddp.trainer.watching import best_steps, watching
 
@@ -178,7 +178,7 @@ class Loop:
             self.reporter.note(note, "" if number else "resumed", step=run.step)
         self.reporter.reached = self.reached
         call_each(self.options.callbacks, lambda callback: callback.on_begin(run))
-        if self.notes and self._is_due(self.options.eval_every):
+        if self.notes and self._is_due(self.options.eval_every_steps):
             self._evaluate()  # The run may have ended before this evaluation.
         self.replica_check.begin(0, run.state)  # The state as it was made or read.
         self.replica_check.finish()
@@ -229,7 +229,7 @@ class Loop:
                 process.is_early = False  # From here on there is a step to save.
                 self.reporter.measured(measure(self.ddp, batch))
             self.watchdog.enter("step", run.step)
-            is_due = self._is_due(self.options.eval_every, self.options.save_every)
+            is_due = self._is_due(self.options.eval_every_steps, self.options.save_every_steps)
             if is_due or run.progress.skipped.in_a_row:  # Skips may end the run with this state.
                 self.reporter.next()
                 self.act(self.requests.due())
@@ -243,20 +243,20 @@ class Loop:
         if not self.is_over:
             raise Interrupted
 
-    def _is_due(self, *periods: Period | None) -> bool:
+    def _is_due(self, *periods: int | Epochs | None) -> bool:
         """Whether one of the periods has ended with the last step."""
-        before = self.run.progress.before
-        return any(x.ended(before, self.reached) for x in periods if x is not None)
+        before, now = self.run.progress.before, self.reached
+        return any(x.ended(before, now) for x in map(as_period, periods) if x is not None)
 
     def _evaluate_and_save(self, *, at_end: bool = False) -> None:
         """Evaluates and saves if due; at the end, if not yet done at this step."""
         run = self.run
-        if self.files is not None and (at_end or self._is_due(self.options.save_every)):
+        if self.files is not None and (at_end or self._is_due(self.options.save_every_steps)):
             self.save(LATEST)
             if at_end or not run.evaluations:  # The first evaluation may fail: save before it.
                 with contextlib.suppress(FileSystemError):  # It is logged; `close` raises it.
                     self.saving.wait()
-        if at_end or self._is_due(self.options.eval_every):
+        if at_end or self._is_due(self.options.eval_every_steps):
             self._evaluate()
         if at_end and self.files is not None and run.stopped is not None:
             self.save(LATEST)  # An evaluation may have stopped the run; a checkpoint records this.

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jddp.data.periods import Epochs, Reached
+from jddp.data.periods import Epochs, OptimizerSteps, Reached
 from jddp.engine.compiled import Trainable
 from jddp.engine.state import name_of
 from jddp.ground.typing import Batch, JsonObject, Metrics, Record
@@ -36,7 +36,7 @@ from jddp.trainer.prefetch import Source
 from jddp.trainer.reports.lines import Course, Display, summary
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GuardedSink, Sink, Start
-from jddp.trainer.run import Options, Run, call_each
+from jddp.trainer.run import Options, Run, as_period, call_each
 from jddp.trainer.watching import Watching, watching
 
 # Names of arrays that mark the examples of a batch as images, or as sequences of tokens.
@@ -225,7 +225,7 @@ class Reporter:
         """Begins the display of progress."""
         is_writer = jax.process_index() == 0
         options, steps_per_epoch = self.options, self.source.steps_per_epoch
-        self._log_every = options.log_every
+        self._log_every = as_period(options.log_every_steps) or OptimizerSteps(50)
         self.course = Course(options.num_steps or 0, steps_per_epoch=steps_per_epoch)
         self.reached = Reached(self.run.step)
         self.progress = Display(self.course, is_writer=is_writer)

@@ -580,21 +580,6 @@ class Options:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def log_every(self) -> Period:
-        """Period of train records."""
-        return as_period(self.log_every_steps) or OptimizerSteps(50)
-
-    @property
-    def eval_every(self) -> Period | None:
-        """Period of evaluations."""
-        return as_period(self.eval_every_steps)
-
-    @property
-    def save_every(self) -> Period | None:
-        """Period of checkpoints."""
-        return as_period(self.save_every_steps)
-
-    @property
     def manifest(self) -> JsonObject:
         """The facts, the versions of the software, and the commit of the code around it."""
         commit = commit_of(Path())

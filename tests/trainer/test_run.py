@@ -279,7 +279,6 @@ WRONG = [
     (STEPS | {"run_dir": ""}, "run_dir=''"),
     (STEPS | {"callbacks": [print]}, r"callbacks\[0\]"),
     (STEPS | {"callbacks": [jddp.Callback]}, r"callbacks\[0\] .* class"),
-    (STEPS | {"callbacks": jddp.Callback()}, "a list of callbacks"),
 ]
 
 
