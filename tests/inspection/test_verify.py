@@ -34,27 +34,17 @@ def test_models_pass_with_and_without_random_numbers(name, dropout_rate):
     assert max(map(len, str(report).splitlines())) <= 80
 
 
-PASSING = [{"accumulate_steps": 2, "max_grad_norm": 0.1, "ema_decay": 0.9, "mesh": 4}]
-PASSING += [
-    {"batch_norm": jddp.SyncBatchNorm(unbiased=True), "skip_nonfinite": True, "donate": True}
-]
-
-
-@pytest.mark.parametrize("options", swept(PASSING, every=2), ids="-".join)
-def test_options_pass(options):
-    report = verified(ConvNet(), optimizer=optax.sgd(0.1), batch=make_batch(32), **options)
+def test_options_pass_and_coarse_numbers_are_allowed_their_roundings():
+    options = {"accumulate_steps": 2, "max_grad_norm": 0.1, "ema_decay": 0.9, "mesh": 4}
+    options |= {"batch_norm": jddp.SyncBatchNorm(unbiased=True), "skip_nonfinite": True}
+    # An optimizer that draws uses its own key, the same on one device and on many.
+    noisy = optax.chain(optax.sgd(0.1), optax.add_noise(0.01, 0.55, 0))
+    report = verified(ConvNet(), optimizer=noisy, batch=make_batch(32), **options)
     assert report.passed, report
-    assert report.findings == (MICRO_BATCHES,) * ("accumulate_steps" in options)
-
-
-def test_coarse_numbers_are_allowed_their_roundings():
+    assert (report.findings, report.is_side_by_side) == ((MICRO_BATCHES,), False)
     report = verified(MLP(dtype=jnp.bfloat16), reduction="bfloat16")
     assert report.passed, report
     assert {x.allowed for x in report.comparisons} == {8 * 2**-8, 0.05}
-
-
-def random_bits(x):
-    return x
 
 
 def noise(x):
@@ -65,8 +55,6 @@ backward_only = jax.custom_vjp(lambda x: x)
 backward_only.defvjp(lambda x: (x, None), lambda _, g: (noise(g),))
 DRAWING = {
     "plain": (lambda x: x, False),
-    "random_bits": (random_bits, False),  # by name alone
-    "gamma": (lambda x: x * jax.random.gamma(jax.random.key(0), 2.0), True),
     "noise": (noise, True),
     "backward_only": (backward_only, True),
 }
@@ -79,16 +67,6 @@ def test_a_step_draws_if_its_loss_does_forward_or_backward(function, draws):
 
     ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
     assert ddp.steps.planned(make_batch()).uses_rng == draws
-
-
-@pytest.mark.slow
-def test_an_optimizer_that_draws_is_judged_beside_the_whole_batch():
-    """Its numbers are those of its own key, the same on one device and on many."""
-    noisy = optax.chain(optax.sgd(0.1), optax.add_noise(0.01, 0.55, 0))
-    report = verified(optimizer=noisy)
-    assert report.passed, report
-    assert not report.is_side_by_side
-    assert not report.findings
 
 
 def of_one_key(model, batch, train):
@@ -200,8 +178,6 @@ def test_a_precision_that_is_set_is_kept_on_a_gpu(gpu):
         report = verified(MLP())
     assert (report.passed, report.findings) == (True, ())
     assert {x.allowed for x in report.comparisons} == {1e-4, 0.05}
-    report = verified(MLP(dtype=jnp.bfloat16))
-    assert (report.passed, report.findings) == (True, ())  # no product of float32
 
 
 def test_products_of_a_precision_that_the_model_names_are_allowed_its_roundings(gpu):
@@ -270,15 +246,13 @@ def test_a_job_is_verified_at_the_peak_of_its_schedule(capsys):
     text = capsys.readouterr().out
     assert "The update uses the peak learning rate of the schedule, 0.02." in text
     assert re.search(r"^update +\S+ +5.0e-02  \w", text, re.M)
-    assert (
-        main([*JOB, "optimizer.schedule.name=constant_schedule", "optimizer.warmup_steps=0"]) == 0
-    )
+    constant = ["optimizer.schedule.name=constant_schedule", "optimizer.warmup_steps=0"]
+    assert main([*JOB, *constant]) == 0
     assert "peak" not in capsys.readouterr().out
 
 
 def test_the_report_shows_why_a_row_is_not_compared():
     rows = [Comparison(what, "", 0.0, 1e-4) for what in ("other state", "update")]
     text = str(Verification(8, 256, False, tuple(rows), ()))
-    assert text.startswith("8 devices vs one, 256 examples: equal within rounding\n")
     assert re.search(r"^other state +- +-  nothing to compare$", text, re.M)
     assert re.search(r"^update +- +-  zero on both, as at a learning rate of 0$", text, re.M)
