@@ -14,7 +14,7 @@ from jddp.data.batches import Share
 from jddp.data.source import spec_of
 from jddp.data.sources import images
 from jddp.data.sources.images import decode_image, images_in
-from jddp.ground.errors import ConfigError, DataError
+from jddp.ground.errors import DataError
 
 SIZE, FIRST = 16, np.array([0])
 RNG = np.random.default_rng(0)
@@ -39,19 +39,28 @@ def by_pillow(file, size):
     return np.asarray(ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR))
 
 
-def test_a_photograph_is_decoded_as_pillow_does_to_a_few_levels():
+def test_a_photograph_is_decoded_as_pillow_does_to_a_few_levels_and_turned_by_sound_exif():
     file = file_of(smooth("RGB"), "JPEG", quality=95, subsampling=0)
     for size in (60, 40, 24):
         differs = np.abs(decode_image(file, size, where="x").astype(int) - by_pillow(file, size))
         # Fractions of the size are averages of eighths, and no filter of Pillow.
         assert differs.max() <= (0 if size == 60 else 8)
+    photo = turned(smooth("RGB", 320, 240), 6)  # It is scaled while it is decoded.
+    tags = b"", photo.getexif(), b"Exif\0\0no TIFF"
+    plain, upright, damaged = (
+        decode_image(file_of(photo, "JPEG", quality=95, exif=x), 24, where="x") for x in tags
+    )
+    np.testing.assert_array_equal(upright, np.rot90(plain, -1))
+    np.testing.assert_array_equal(damaged, plain)
 
 
-def test_a_jpeg_that_is_cut_or_too_large_is_refused(monkeypatch):
+def test_an_image_that_is_cut_too_large_or_of_unknown_white_is_refused(monkeypatch):
+    for pixels in (DEEP.astype(np.int32), DEEP.astype(np.float32)):
+        with pytest.raises(DataError, match=r"a\.tif: .*8 or 16 bits"):
+            decode_image(file_of(pixels, "TIFF"), SIZE, where="a.tif")
     file = file_of(smooth("RGB"), "JPEG")
-    for end in (len(file) // 2, len(file) - 40):
-        with pytest.raises(DataError, match="cat.jpg"):
-            decode_image(file[:end], 24, where="cat.jpg")
+    with pytest.raises(DataError, match="cat.jpg"):
+        decode_image(file[: len(file) - 40], 24, where="cat.jpg")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(DataError, match="bomb"):
         decode_image(file, 24, where="cat.jpg")
@@ -86,16 +95,12 @@ KINDS = {
     "colour": kind(COLOUR, COLOUR),
     "1 bit": kind(GREY > 99, (GREY > 99) * 255),
     "16 bits": kind(DEEP, IN_8_BITS),
-    "16 bits of TIFF": kind(DEEP, IN_8_BITS, "TIFF"),
     "16 bits of TIFF, the higher byte first": kind(DEEP.astype(">u2"), IN_8_BITS, "TIFF"),
     "16 bits, one value transparent": kind(
         DEEP, np.where(DEEP == ONE_DEEP, 255, IN_8_BITS), transparency=ONE_DEEP
     ),
     "grey and alpha": kind(np.dstack([GREY, ALPHA]), on_white(GREY, ALPHA)),
     "colour and alpha": kind(np.dstack([COLOUR, ALPHA]), on_white(COLOUR, ALPHA)),
-    "colour and alpha of TIFF": kind(np.dstack([COLOUR, ALPHA]), on_white(COLOUR, ALPHA), "TIFF"),
-    "grey, one value transparent": kind(GREY, np.where(GREY == ONE, 255, GREY), transparency=ONE),
-    "a palette": kind(with_palette(), PALETTE[GREY]),
     "a palette, one colour transparent": kind(
         with_palette(), np.where(GREY[..., None] == ONE, 255, PALETTE[GREY]), transparency=ONE
     ),
@@ -181,25 +186,6 @@ def test_a_column_that_names_a_mode_is_decoded_in_that_mode(tmp_path, mode, file
     np.testing.assert_array_equal(data.train.take(np.array([1]))["image"][0], want)
 
 
-def test_numbers_of_which_none_is_known_to_be_white_are_refused():
-    for pixels in (DEEP.astype(np.int32), DEEP.astype(np.float32)):
-        with pytest.raises(DataError, match=r"a\.tif: .*8 or 16 bits"):
-            decode_image(file_of(pixels, "TIFF"), SIZE, where="a.tif")
-
-
-def test_a_photograph_whose_exif_is_damaged_is_decoded_as_it_is_stored():
-    files = [file_of(smooth("RGB"), "JPEG", exif=x) for x in (b"", b"Exif\0\0no TIFF")]
-    np.testing.assert_array_equal(*[decode_image(file, 24, where="x") for file in files])
-
-
-def test_a_photograph_that_is_scaled_while_it_is_decoded_is_turned_too():
-    plain = file_of(smooth("RGB", 320, 240), "JPEG", quality=95)
-    photo = turned(smooth("RGB", 320, 240), 6)
-    file = file_of(photo, "JPEG", quality=95, exif=photo.getexif())
-    upright = decode_image(file, 24, where="x")
-    np.testing.assert_array_equal(upright, np.rot90(decode_image(plain, 24, where="x"), -1))
-
-
 def test_the_middle_of_an_image_is_kept_and_its_shorter_side_scaled():
     pixels = np.zeros((4, 8, 3), np.uint8)
     pixels[:, 2:4], pixels[:, 4:6] = 100, 200
@@ -258,19 +244,19 @@ def test_an_image_that_does_not_decode_is_named(folder):
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "options", "change"),
+    ("message", "options", "change"),
     [
-        (DataError, "mean has 2 numbers", {"mean": [0.5, 0.5]}, None),
-        (DataError, "folders train and test", {"test_share": 0.2}, None),
-        (DataError, "other: no images", {}, lambda x: (x / "train/other").mkdir()),
-        (DataError, "'light' is in test", {}, lambda x: (x / "train/light").rename(x / "light")),
-        (DataError, "test: no folders", {}, lambda x: (x / "test").rename(x / "tset")),
+        ("mean has 2 numbers", {"mean": [0.5, 0.5]}, None),
+        ("folders train and test", {"test_share": 0.2}, None),
+        ("other: no images", {}, lambda x: (x / "train/other").mkdir()),
+        ("'light' is in test", {}, lambda x: (x / "train/light").rename(x / "light")),
+        ("test: no folders", {}, lambda x: (x / "test").rename(x / "tset")),
     ],
 )
-def test_bad_image_folders_are_refused(folder, error, message, options, change):
+def test_bad_image_folders_are_refused(folder, message, options, change):
     if change is not None:
         change(folder)
-    with pytest.raises(error, match=message):
+    with pytest.raises(DataError, match=message):
         source_in(folder, **options).load()
 
 
@@ -281,19 +267,14 @@ def test_a_folder_of_classes_is_split_by_the_names_of_its_files(tmp_path):
     (tmp_path / ".cache").mkdir()
     source = source_in(tmp_path, test_share=0.25)
     data = source.load()
-    assert source.sizes == {"num_classes": 2}
-    assert data.classes == ("dark", "light")
+    assert (source.sizes, data.classes) == ({"num_classes": 2}, ("dark", "light"))
     train, test = {*data.train.files}, {*data.test.files}
-    assert len(train | test) == 80
-    assert not train & test
+    assert len(train) + len(test) == len(train | test) == 80
     assert 8 <= len(test) <= 32  # 20 on average
     write_images(tmp_path / "dark", {"more.png": file_of(grey(0, 8, 8, 3))})
     again = source_in(tmp_path, test_share=0.25).load()
     assert train <= {*again.train.files}
     assert test <= {*again.test.files}
-    for share, error in ((1e-9, DataError), (1.0, ConfigError)):
-        with pytest.raises(error, match="test_share"):
-            source_in(tmp_path, test_share=share).load()
 
 
 def test_names_that_are_not_utf_8_are_read_and_shown(tmp_path):

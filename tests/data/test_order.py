@@ -96,9 +96,7 @@ def test_an_example_that_its_weight_repeats_is_augmented_in_another_way_each_tim
 
 
 CASES = [
-    ((5, 11), (0.3, 0.7)),
     ((7, 40, 3), (1.0, 1.0, 2.5)),
-    ((100, 23, 9, 64), (0.1, 0.2, 0.3, 0.4)),
     ((12,), (2.0,)),
     ((2, 300, 60), (0.6, 0.395, 0.005)),
     ((3, 2, 5, 1, 2), (1.0, 1.7, 2.3, 1.1, 1.3)),
@@ -136,19 +134,15 @@ def test_any_position_is_found_by_itself_and_seeds_and_sources_differ():
     assert (other.examples_at(positions) != one_by_one).any()
     epoch = order.examples_at(np.arange(100))
     assert [x for x in epoch if x < 50] != [x - 50 for x in epoch if x >= 50]
-
-
-def test_far_positions_of_a_mixture_are_exact():
-    order = MixtureOrder((2**33, 3), (1 / 3, 2 / 3), seed=0)
-    far = 10**6 * order.num_examples
-    assert order.examples_at(np.arange(far, far + 8)).max() <= 2**33 + 2
+    large = MixtureOrder((2**33, 3), (1 / 3, 2 / 3), seed=0)
+    far = 10**6 * large.num_examples
+    assert large.examples_at(np.arange(far, far + 8)).max() <= 2**33 + 2
 
 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
         ((1.0,), "each source needs one"),
-        ((1.0, 0.0), "positive and finite"),
         ((1.0, float("inf")), "positive and finite"),
         ((1.0, 0.1), "less than one example in an epoch of 8"),
     ],
@@ -158,35 +152,22 @@ def test_wrong_weights_of_a_mixture_are_refused(weights, message):
         MixtureOrder((4, 4), weights, seed=0)
 
 
-def joined(*sizes):
-    """Numbered examples of several sources, called a, b, ..."""
-    numbers = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-    return Concatenated([ArrayExamples({"x": x}) for x in numbers])
+def test_batches_of_a_mixture_resume_at_their_position():
+    numbers = np.split(np.arange(13), [9])
+    examples = Concatenated([ArrayExamples({"x": x}) for x in numbers])
 
-
-def test_joined_examples_are_taken_in_the_order_that_is_asked_for():
-    examples = joined(3, 1, 4)
-    assert len(examples) == 8
-    for indices in ([7, 0, 3, 2, 4, 0], [], [3]):
-        np.testing.assert_array_equal(examples.take(np.array(indices, int))["x"], indices)
-
-
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_batches_of_a_mixture_resume_at_their_position(num_processes):
-    def batches(**share):
-        order = MixtureOrder((9, 4), (0.4, 0.6), seed=5)
-        return TrainBatches(joined(9, 4), global_batch_size=6, order=order, **share)
-
-    whole = [batch["x"] for batch, _ in zip(batches(), range(12), strict=False)]
+    order = MixtureOrder((9, 4), (0.4, 0.6), seed=5)
+    want = order.examples_at(np.arange(72)).reshape(12, 6)
     shares = [
-        pickle.loads(pickle.dumps(batches(process_index=i, num_processes=num_processes)))
-        for i in range(num_processes)
+        TrainBatches(examples, global_batch_size=6, order=order, process_index=i, num_processes=2)
+        for i in range(2)
     ]
+    shares = [pickle.loads(pickle.dumps(share)) for share in shares]
     for share in shares:
         share.set_state({"position": 5 * 6})
     for step in range(5, 12):
         rows = np.concatenate([next(share)["x"] for share in shares])
-        np.testing.assert_array_equal(rows, whole[step])
+        np.testing.assert_array_equal(rows, want[step])
 
 
 def test_a_mixture_of_different_data_is_refused_and_names_both():
@@ -207,7 +188,8 @@ def test_a_mixture_trains_on_shares_and_is_tested_on_all():
     assert (len(data.train), len(data.test)) == (16, 4)
     assert (data.order(0).examples_at(np.arange(16)) < 4).sum() == 12
     assert "0.75 of one (3 times), 0.25 of two (0.333 times): 16 train / 4" in data.description
-    assert data.test.take(np.arange(4))["x"].tolist() == [0, 1, 4, 5]
+    for rows, want in (([3, 0, 1], [5, 0, 1]), ([], [])):
+        assert data.test.take(np.array(rows, int))["x"].tolist() == want
 
 
 @pytest.mark.parametrize(("known", "want"), [((1, 1), 1), ((1, 4.2), None), ((1, None), None)])
