@@ -96,7 +96,12 @@ def _labelled(facts: dict[str, str], columns: int) -> Iterator[str]:
 
 
 def _model(job: Job) -> str:
-    model, num = job.config.model, sum(map(math.prod, job.parameter_shapes.values()))
+    model, steps = job.config.model, job.ddp.steps
+    state = steps.abstract_state(job.batch_spec)
+    layouts = jax.tree.leaves(steps.layouts(state).params)
+    # Each replica may have parameters of its own: the parameters of one count.
+    params = zip(layouts, jax.tree.leaves(state.params), strict=True)
+    num = sum(math.prod(layout.one_device_shape(x.shape)) for layout, x in params)
     return f"{model.name or model.target}, {num:,} parameters"
 
 

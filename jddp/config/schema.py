@@ -81,13 +81,9 @@ class TrainConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _one_length(self) -> "TrainConfig":
+    def _one_length_and_one_unit(self) -> "TrainConfig":
         if (self.num_steps is None) == (self.num_epochs is None):
             raise ValueError("give either 'num_steps' or 'num_epochs'")
-        return self
-
-    @model_validator(mode="after")
-    def _one_unit(self) -> "TrainConfig":
         _refuse_both(self, "eval_every_steps", "eval_every_epochs")
         return self
 
@@ -221,12 +217,8 @@ class CheckpointConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _one_unit(self) -> "CheckpointConfig":
+    def _one_unit_and_a_known_direction(self) -> "CheckpointConfig":
         _refuse_both(self, "every_steps", "every_epochs")
-        return self
-
-    @model_validator(mode="after")
-    def _direction_is_known(self) -> "CheckpointConfig":
         if self.best_metric is not None and direction_of(self.best_metric) is None:
             raise ValueError(
                 f"best_metric {self.best_metric!r} does not show whether larger or smaller is "

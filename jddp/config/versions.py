@@ -14,18 +14,12 @@ DECODERS = ("pillow", "simplejpeg")  # another version may round pixels differen
 
 def versions() -> dict[str, str]:
     """Returns the version of each package by name, and the versions of installed decoders."""
-    found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-    for name in DECODERS:
+    # jddp may run in place, without having been installed.
+    found = {"python": platform.python_version(), "jddp": "checkout"}
+    for name in (*PACKAGES, *DECODERS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "checkout"  # Run in place, not installed.
 
 
 def commit_of(folder: Path) -> str:

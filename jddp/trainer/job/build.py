@@ -34,7 +34,7 @@ from jddp.distributed.watchdog import Limits
 from jddp.engine.data_parallel import DataParallel
 from jddp.engine.initial_state import Misfit
 from jddp.engine.mesh import count_processes, make_mesh
-from jddp.engine.state import TrainState, by_path
+from jddp.engine.state import TrainState
 from jddp.ground.errors import ConfigError, DataError, report
 from jddp.ground.names.plugins import OPTIONS, find
 from jddp.ground.typing import Batch, Batches, JsonObject
@@ -42,7 +42,6 @@ from jddp.inspection.layers import num_outputs
 from jddp.inspection.verification.findings import Verification
 from jddp.inspection.verification.verify import verify
 from jddp.modules.rows import as_arrays
-from jddp.reduce.shards import Shape
 from jddp.trainer.fit import start
 from jddp.trainer.job.data import OfStream, check_first, listed_transforms, open_data
 from jddp.trainer.job.parts import (
@@ -93,15 +92,6 @@ class Job:
     def is_writer(self) -> bool:
         """Whether this process prints and writes."""
         return jax.process_index() == 0
-
-    @property
-    def parameter_shapes(self) -> dict[str, Shape]:
-        """Shape of each trained parameter by its path, of one replica: each may have its own."""
-        steps = self.ddp.steps
-        state = steps.abstract_state(self.batch_spec)
-        layouts = by_path(steps.layouts(state).params)
-        params = by_path(state.params).items()
-        return {path: layouts[path].one_device_shape(x.shape) for path, x in params}
 
     @functools.cached_property
     def batch_spec(self) -> Batch:

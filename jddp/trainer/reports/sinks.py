@@ -215,13 +215,6 @@ class GuardedSink:
             log.warning("sink %s %s. The training continues.", self._name, what)
 
 
-def chart_of(name: str, split: str) -> str:
-    """Returns the chart of a value, after its group and a slash."""
-    if name in _GROUP_OF:
-        return f"{_GROUP_OF[name]}/{name}"
-    return f"{name}/{split}" if split in ("train", "eval") else name
-
-
 def by_kind(record: Record) -> Iterator[tuple[str, str, Any]]:
     """Yields each value of a record after its kind and its chart.
 
@@ -229,7 +222,10 @@ def by_kind(record: Record) -> Iterator[tuple[str, str, Any]]:
     channels)`, and numbers, the finite ones of another array.
     """
     for name, value in record.items():
-        chart = chart_of(name, record["split"])
+        if name in _GROUP_OF:
+            chart = f"{_GROUP_OF[name]}/{name}"
+        else:
+            chart = name if record["split"] == "callback" else f"{name}/{record['split']}"
         if name in ("step", "split"):
             continue
         if isinstance(value, int | float):
