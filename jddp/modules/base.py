@@ -33,14 +33,14 @@ from jax.tree_util import DictKey
 
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.ground.names import match_paths
-from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree, in_mebibytes
+from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree, Shaped, in_mebibytes
 from jddp.modules.batch_norm import Sync
 from jddp.modules.rows import LEFT_OUT, transformed
 
 log = logging.getLogger("jddp")
 
 # The specs of constraints that are left out; None if none are left out.
-_LEFT_OUT: ContextVar[list[Any] | None] = ContextVar("left_out", default=None)
+_LEFT_OUT: ContextVar[list[object] | None] = ContextVar("left_out", default=None)
 
 
 class MeshAxes:
@@ -49,7 +49,7 @@ class MeshAxes:
     def __init__(self) -> None:
         self._reported: set[str] = set()
 
-    def report(self, named: Iterable[Any]) -> None:
+    def report(self, named: Iterable[object]) -> None:
         """Warns of axes that have not been reported, in specs or tuples of names.
 
         While constraints are left out, it waits until their end, and adds the axes of these.
@@ -72,7 +72,7 @@ class MeshAxes:
     def left_out(self) -> Iterator[None]:
         """Leaves constraints on arrays out while open, and reports their axes at the end."""
         _replace_constraints()
-        specs: list[Any] = []
+        specs: list[object] = []
         token = _LEFT_OUT.set(specs)
         try:
             yield
@@ -89,7 +89,7 @@ def _replace_constraints() -> None:
 
 def _left_out_where_asked(constrain: Callable[..., PyTree]) -> Callable[..., PyTree]:
     @functools.wraps(constrain)
-    def constrain_or_not(x: PyTree, *args: Any, **kwargs: Any) -> PyTree:
+    def constrain_or_not(x: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         left_out = _LEFT_OUT.get()
         if left_out is None:
             return constrain(x, *args, **kwargs)
@@ -185,7 +185,7 @@ class FlaxModel(abc.ABC):
         size = in_mebibytes(sum(x.size * x.dtype.itemsize for x in leaves))
         return [f"{len(leaves)} frozen leaves, {size} MiB: neither trained nor sent"] * bool(leaves)
 
-    def keeps_own(self, path: Path, x: Any) -> bool:
+    def keeps_own(self, path: Path, x: Shaped) -> bool:
         """Whether each replica keeps its own `x`, found at `path` in the other state."""
         if is_frozen(path):
             return False
@@ -199,7 +199,7 @@ class FlaxModel(abc.ABC):
         """Whether the leaf at `path` is a statistic of a batch norm."""
         return not is_frozen(path) and not STATISTICS.isdisjoint(self.kinds_at(path))
 
-    def is_global_statistic(self, path: Path, x: Any) -> bool:
+    def is_global_statistic(self, path: Path, x: Shaped) -> bool:
         """Whether `x`, at `path`, is a running statistic of the global batch."""
         is_global = self.batch_norm == "sync" and self.is_statistic(path)
         is_global = is_global and self.sync.rule(self.kinds_at(path)) is None
@@ -234,7 +234,7 @@ class FlaxModel(abc.ABC):
     def kinds_at(self, path: Path) -> Sequence[str]:
         """Names by which a leaf of the other state may be declared, the narrowest first."""
 
-    def call(self, loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
+    def call(self, loss_fn: LossFn, model: object, batch: Batch, *, train: bool) -> PyTree:
         """Calls a loss with a model in Flax's own form, without constraints on its arrays."""
         with self.axes.left_out():
             return call_loss(loss_fn, model, transformed(batch), train=train)
@@ -246,13 +246,13 @@ class FlaxModel(abc.ABC):
     @abc.abstractmethod
     def train(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
-    ) -> tuple[Any, ModelState]:
+    ) -> tuple[PyTree, ModelState]:
         """Runs the loss on one replica's rows; returns its outputs, and the new state."""
 
     @abc.abstractmethod
     def evaluate(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
-    ) -> Any:
+    ) -> PyTree:
         """Runs the loss for evaluation on one replica's rows; returns its outputs."""
 
     @abc.abstractmethod
@@ -263,7 +263,7 @@ class FlaxModel(abc.ABC):
     def rebuild(self, params: Params, model_state: ModelState) -> Any:
         """Returns the model in Flax's own form: Linen variables, or an NNX module in eval mode."""
 
-    def bound(self, rebuilt: Any) -> Any:
+    def bound(self, rebuilt: PyTree) -> Any:
         """Returns what `rebuild` has returned as an object to call: a Linen module is bound."""
         return rebuilt
 
@@ -314,7 +314,7 @@ def name_arguments(loss_fn: LossFn, constants: PyTree, key: jax.Array) -> LossFn
     return functools.partial(loss_fn, **given) if given else loss_fn
 
 
-def call_loss(loss_fn: LossFn, model: Any, batch: Batch, *, train: bool) -> Any:
+def call_loss(loss_fn: LossFn, model: object, batch: Batch, *, train: bool) -> PyTree:
     """Calls a loss, and passes `train` if it has that argument."""
     try:
         with jax.named_scope(LOSS):
@@ -384,7 +384,7 @@ def call_model(
             "The batch holds segments, and the model has no argument 'segments' in __call__. "
             "Choose model.name=gpt, or data.kwargs.documents=cross."
         )
-    options: dict[str, Any] = {name: train == value for name, value in _MODES.items()}
+    options: dict[str, object] = {name: train == value for name, value in _MODES.items()}
     options |= {name: x for name, x in (("mask", mask), ("segments", segments)) if x is not None}
     return model(inputs, **{name: x for name, x in options.items() if name in parameters})
 

@@ -127,24 +127,24 @@ def register_batch_norm(cls: Any) -> Any:
     return cls
 
 
-def is_registered(layer: Any) -> bool:
+def is_registered(layer: object) -> bool:
     """Whether its class, or a base of it, is registered."""
     return not _REGISTERED.isdisjoint(type(layer).__mro__)
 
 
-def on_all_rows(call: Callable[..., Any], args: Any, kwargs: Any, sync: Sync) -> Any:
+def on_all_rows(call: Callable[..., object], args: Any, kwargs: Any, sync: Sync) -> object:
     """Calls a layer with the rows of all replicas, and keeps this replica's results."""
     if sync.num_replicas == 1:
         return call(*args, **kwargs)
     num = len(next(x for x in jax.tree.leaves((args, kwargs)) if jnp.ndim(x)))
     size = sync.group_size or lax.axis_size(sync.axis)
 
-    def gather(x: Any) -> Any:
+    def gather(x: Array) -> Array:
         if jnp.shape(x)[:1] != (num,):
             return x
         return lax.all_gather(x, sync.axis, axis_index_groups=sync.groups, tiled=True)
 
-    def own(y: Any) -> Any:
+    def own(y: Array) -> Array:
         if jnp.shape(y)[:1] != (num * size,):
             return y
         return lax.dynamic_slice_in_dim(y, lax.axis_index(sync.axis) % size * num, num)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import Followed, axes_of, follow
-from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree, Tree
+from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree, Shaped, Tree
 from jddp.modules.base import STATISTICS, FlaxModel, name_arguments
 from jddp.modules.batch_norm import Sync
 from jddp.modules.metrics import Mean, Metric, Sums, mask_in, weigh
@@ -142,7 +142,7 @@ def trace_state(
       A function that evaluates it, and a label for each leaf of the new state.
     """
 
-    def label(path: Path, x: Any) -> int:
+    def label(path: Path, x: Shaped) -> int:
         return VARYING if model.keeps_own(path, x) else EQUAL
 
     *own, constants = inputs
@@ -182,7 +182,7 @@ def settle(
     sync = model.sync
     # Logical replicas run one after the other: their values are combined at the end of the step.
     is_late = sync.logical_replicas is not None
-    source: Any = 0
+    source: Array | int = 0
     if model.batch_norm == "broadcast" and mask is not None:
         here = jnp.where((mask > 0).any(), lax.axis_index(sync.axis), lax.axis_size(sync.axis))
         source = lax.pmin(here, sync.axis)

@@ -100,7 +100,7 @@ def sync_batch_norm(model: Any, axis: str = "data") -> Any:
 
     class Synced(type(model)):  # type: ignore[misc]  # The base is known only at run time.
         @nn.nowrap
-        def apply(self, *args: Any, **kwargs: Any) -> Any:
+        def apply(self, *args: object, **kwargs: object) -> object:
             with synced_linen(sync):
                 return super().apply(*args, **kwargs)
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import flax.errors
 import jax
@@ -40,7 +40,7 @@ class LinenModel(FlaxModel):
     @with_casts
     def train(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
-    ) -> tuple[Any, ModelState]:
+    ) -> tuple[PyTree, ModelState]:
         """Runs the loss with everything except the parameters mutable."""
         loss = functools.partial(self.call, loss_fn, train=True)
         run = nn.apply(loss, self.module, mutable=nn.DenyList(("params", *self._OFF)))
@@ -55,7 +55,7 @@ class LinenModel(FlaxModel):
     @with_casts
     def evaluate(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
-    ) -> Any:
+    ) -> PyTree:
         """Runs the loss with no state to write; written values are dropped."""
         # Flax refuses a model that would train its statistics or drop units. A loss without the
         # argument `train` may write no state and has no keys. No loss has a key for "dropout": a
@@ -87,7 +87,7 @@ class LinenModel(FlaxModel):
         rest = {k: v for k, v in values.items() if k not in off and not _is_sown(v)}
         return values["params"], rest or None
 
-    def rebuild(self, params: Params, model_state: ModelState) -> Any:
+    def rebuild(self, params: Params, model_state: ModelState) -> PyTree:
         """Puts variables together."""
         return {"params": params, **model_state}
 
@@ -102,7 +102,7 @@ class LinenModel(FlaxModel):
     def _without_axes(self, variables: PyTree) -> PyTree:
         """Takes the values out of the boxes in which Flax keeps the names of mesh axes."""
 
-        def is_box(x: Any) -> bool:
+        def is_box(x: object) -> TypeGuard[nn.Partitioned[Any]]:
             return isinstance(x, nn.Partitioned)
 
         boxes = filter(is_box, jax.tree.leaves(variables, is_leaf=is_box))
@@ -140,7 +140,7 @@ def synced_linen(sync: Sync, *, is_synced: bool = True) -> Iterator[None]:
 
     def intercept(
         call: Callable[..., Array], args: Any, kwargs: Any, context: nn.module.InterceptorContext
-    ) -> Any:
+    ) -> PyTree:
         layer = context.module
         if context.method_name != "__call__" or layer.scope is None or layer.is_initializing():
             return call(*args, **kwargs)

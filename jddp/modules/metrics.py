@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from jddp.ground.errors import ConfigError
-from jddp.ground.typing import RESERVED
+from jddp.ground.typing import RESERVED, Batch, Tree
 
 # Names that batches use for weights of losses.
 WEIGHTS = ("mask", "loss_mask", "weight", "weights")
@@ -161,7 +161,7 @@ def _sum_mean(name: str, mean: Mean, mask: Array | None, num_rows: int) -> Sum:
     return Sum(total, count, is_maskable=is_maskable, num_entries=num_entries)
 
 
-def mask_in(batch: Any) -> Any:
+def mask_in(batch: Batch) -> Any:
     """The entry "mask" of a batch that is a dict; None without one."""
     return batch.get("mask") if isinstance(batch, Mapping) else None
 
@@ -241,7 +241,7 @@ def _align(name: str, shape: tuple[int, ...], mask: Array) -> Array:
     return jnp.broadcast_to(jnp.expand_dims(weights, dims), shape)
 
 
-def weights_in(batch: Any) -> tuple[str, ...]:
+def weights_in(batch: Batch) -> tuple[str, ...]:
     """The entries of a batch that seem to be weights of losses, by name."""
     return tuple(x for x in WEIGHTS if x in batch) if isinstance(batch, Mapping) else ()
 
@@ -281,7 +281,7 @@ def means(sums: Sums) -> dict[str, Float[Array, ""]]:
     return {n: divide(x.total, x.count) for n, x in sums.items()} | {"count": sums["loss"].count}
 
 
-def mean_tree(totals: Any, count: Float[Array, ""]) -> Any:
+def mean_tree(totals: Tree, count: Float[Array, ""]) -> Tree:
     """Divides a tree of totals by one count, and keeps the dtypes; a count of 0 gives zero.
 
     It divides once and then multiplies each element, at a fraction of the cost of divisions. The

@@ -35,7 +35,7 @@ class NnxModel(FlaxModel):
     @with_casts
     def train(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
-    ) -> tuple[Any, ModelState]:
+    ) -> tuple[PyTree, ModelState]:
         """Runs the loss with a module of these values, in train mode."""
         module = self._merge(params, model_state, key)
         module.train()
@@ -56,14 +56,14 @@ class NnxModel(FlaxModel):
     @with_casts
     def evaluate(
         self, loss_fn: LossFn, params: Params, model_state: ModelState, batch: Batch, key: jax.Array
-    ) -> Any:
+    ) -> PyTree:
         """Runs the loss with a module of these values, in eval mode."""
         module = self._merge(params, model_state, key)
         module.eval()
         CASTS.get().of_nnx(module)
         return self.call(loss_fn, module, batch, train=False)
 
-    def _merge(self, params: Params, model_state: ModelState, key: jax.Array) -> Any:
+    def _merge(self, params: Params, model_state: ModelState, key: jax.Array) -> nnx.Module:
         rngs = jax.tree.map(lambda leaf: _fold(leaf, key), model_state["rngs"])
         return nnx.merge(self._graph, CASTS.get().narrow(params), rngs, model_state["rest"])
 
@@ -85,7 +85,7 @@ class NnxModel(FlaxModel):
             tuple(entry.key for entry in path[1:] if isinstance(entry, DictKey)), []
         )
 
-    def rebuild(self, params: Params, model_state: ModelState) -> Any:
+    def rebuild(self, params: Params, model_state: ModelState) -> nnx.Module:
         """Makes a module of these values, in eval mode."""
         module = nnx.merge(self._graph, params, model_state["rngs"], model_state["rest"])
         module.eval()
@@ -157,7 +157,7 @@ def _synced_class(cls: Any, sync: Sync, is_synced: bool) -> Any:
 
 @functools.cache
 def _gathering_class(cls: Any, sync: Sync) -> type:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return batch_norm.on_all_rows(functools.partial(cls.__call__, self), args, kwargs, sync)
 
     return type(cls.__name__, (cls,), {"__call__": call})

@@ -36,7 +36,7 @@ from flax import nnx
 
 from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import dtype_of, products
-from jddp.ground.typing import Tree
+from jddp.ground.typing import PyTree, Tree
 
 MODEL = "model"  # The scope of a model's equations, inside the scope of its loss.
 ALL = range(sys.maxsize)  # The numbers of all inputs.
@@ -66,7 +66,7 @@ class Casts:
         """The tree with floating arrays in the dtype of the arithmetic."""
         return tree if self._dtype is None else _cast(tree, self._dtype)
 
-    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls a method with arguments and results cast; calls inside it are left alone."""
         if self._is_inside:
             return method(*args, **kwargs)
@@ -80,10 +80,10 @@ class Casts:
         finally:
             self._is_inside = False
 
-    def _input(self, x: Any) -> Any:
+    def _input(self, x: Tree) -> Tree:
         return x if next(self.numbers) in self._kept else self.narrow(x)
 
-    def check(self, layer: Any, name: str) -> None:
+    def check(self, layer: object, name: str) -> None:
         """Refuses a layer that has a dtype of its own.
 
         Raises:
@@ -102,7 +102,7 @@ class Casts:
 
         def intercept(
             call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
-        ) -> Any:
+        ) -> PyTree:
             layer = context.module
             if layer.scope is not None:
                 self.check(layer, "/".join(layer.path))
@@ -135,8 +135,8 @@ def with_casts(method: Any) -> Any:
     """Decorates a model's method that runs a loss, so that `CASTS` follow `compute_dtype`."""
 
     @functools.wraps(method)
-    def run(model: Any, *given: Any) -> Any:
-        def once(casts: Casts) -> Any:
+    def run(model: Any, *given: PyTree) -> PyTree:
+        def once(casts: Casts) -> PyTree:
             token = CASTS.set(casts)
             try:
                 return method(model, *given)
@@ -149,7 +149,7 @@ def with_casts(method: Any) -> Any:
     return run
 
 
-def _inputs_to_keep(run: Callable[[Casts], Any], dtype: np.dtype) -> Container[int]:
+def _inputs_to_keep(run: Callable[[Casts], PyTree], dtype: np.dtype) -> Container[int]:
     """Finds inputs of a model that need not be cast where the loss calls it.
 
     An input is cast if a product would be wider without the cast, or if the model could not be
@@ -177,7 +177,7 @@ def _inputs_to_keep(run: Callable[[Casts], Any], dtype: np.dtype) -> Container[i
     return each if fits(each) else ()
 
 
-def derived(cls: Any, **methods: Callable[..., Any]) -> Any:
+def derived(cls: Any, **methods: Callable[..., PyTree]) -> Any:
     """Makes a subclass of the same name with other methods."""
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), {**named, **methods})
@@ -187,8 +187,8 @@ def derived(cls: Any, **methods: Callable[..., Any]) -> Any:
 def _casting_class(cls: Any) -> Any:
     """Makes a subclass whose methods are called through the casts of the loss that runs."""
 
-    def casting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def method(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def casting(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        def method(module: nnx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
             # The module is a tree of arrays too, and stays as it is.
             return CASTS.get().call(partial(function, module), *args, **kwargs)
 
@@ -199,7 +199,9 @@ def _casting_class(cls: Any) -> Any:
     return derived(cls, **methods)
 
 
-def _cast_rows(layer: Any, call: Callable[..., Any], dtype: Any, *args: Any, **kwargs: Any) -> Any:
+def _cast_rows(
+    layer: Any, call: Callable[..., Any], dtype: np.dtype, *args: PyTree, **kwargs: PyTree
+) -> jax.Array:
     """Looks up rows of an `Embed`, and casts the rows instead of their table.
 
     The gradient of a row is a sum over tokens, in the dtype of the look-up. If the table was cast
@@ -213,7 +215,7 @@ def _cast_rows(layer: Any, call: Callable[..., Any], dtype: Any, *args: Any, **k
         object.__setattr__(layer, "promote_dtype", own)
 
 
-def _widen(*tables: Any, **_: Any) -> list[Any]:
+def _widen(*tables: PyTree, **_: PyTree) -> list[jax.Array]:
     return [x.astype(jnp.promote_types(x.dtype, "float32")) for x in jax.tree.leaves(tables)]
 
 
@@ -221,7 +223,7 @@ def _widen(*tables: Any, **_: Any) -> list[Any]:
 def _embedding_class(cls: Any) -> Any:
     """The class of `nnx.Embed` whose rows are cast."""
 
-    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(layer: Any, *args: PyTree, **kwargs: PyTree) -> jax.Array:
         return _cast_rows(layer, partial(cls.__call__, layer), layer.dtype, *args, **kwargs)
 
     return derived(cls, __call__=call)
@@ -232,8 +234,8 @@ def _is_own(name: str) -> bool:
     return name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
 
 
-def _cast(tree: Tree, dtype: Any) -> Tree:
-    def one(x: Any) -> Any:
+def _cast(tree: Tree, dtype: np.dtype | str) -> Tree:
+    def one(x: Any) -> PyTree:
         return x.astype(dtype) if jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating) else x
 
     return jax.tree.map(one, tree)

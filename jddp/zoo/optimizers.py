@@ -17,7 +17,7 @@ This module knows optax and nothing of steps, replicas or configs.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from jddp.ground.names import (
     match_paths,
     name_of_callable,
 )
-from jddp.ground.typing import Params, PyTree
+from jddp.ground.typing import Params, Path, PyTree
 
 Arguments = Mapping[str, object]
 Transformation = optax.GradientTransformation  # Name for modules that do not import optax.
@@ -65,7 +65,7 @@ def make_schedule(
     accepted = accepted_names(factory, key=f"{key}.name")
     warms_up = "warmup_steps" in accepted
     length = num_steps - warmup_steps
-    filled = dict[str, Any]()
+    filled = dict[str, object]()
     if warms_up:  # Optax counts the warm-up as a part of the length, and it must be shorter.
         own = kwargs.get("warmup_steps", warmup_steps)
         length = max(num_steps, own + 1) if isinstance(own, int) else num_steps
@@ -90,7 +90,7 @@ def hold_peak(schedule: optax.Schedule, num_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    factory: str | Callable[..., Any],
+    factory: str | Callable[..., object],
     *,
     schedule: optax.Schedule,
     kwargs: Arguments = NOTHING,
@@ -113,7 +113,7 @@ def make_optimizer(
     """
     make = factory_of(factory, key=key)
     accepted = accepted_names(make, key=key)
-    filled: dict[str, Any] = {"learning_rate": schedule, **dict.fromkeys(MASK_NAMES, decay_mask)}
+    filled: dict[str, object] = {"learning_rate": schedule, **dict.fromkeys(MASK_NAMES, decay_mask)}
     arguments = {n: v for n, v in filled.items() if n in accepted} | dict(kwargs)
     optimizer = _call(make, arguments, key=f"{key}.kwargs")
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -123,7 +123,7 @@ def make_optimizer(
     return optimizer, schedule if arguments.get("learning_rate") is schedule else None
 
 
-def factory_of(factory: str | Callable[..., Any], *, key: str) -> Callable[..., Any]:
+def factory_of(factory: str | Callable[..., object], *, key: str) -> Callable[..., object]:
     """Returns the function that makes an optimizer; a name stands for optax's function.
 
     Raises:
@@ -131,25 +131,25 @@ def factory_of(factory: str | Callable[..., Any], *, key: str) -> Callable[..., 
     """
     if not isinstance(factory, str):
         return factory
-    found: Callable[..., Any] = find_attribute(optax, factory, called="optax", key=f"{key}.name")
+    found: Callable[..., object] = find_attribute(optax, factory, called="optax", key=f"{key}.name")
     return found
 
 
-def decay_mask(params: Any) -> Any:
+def decay_mask(params: Params) -> PyTree:
     """Returns a tree that is True for leaves with weight decay: not for norms, biases and scalars.
 
     A leaf is excluded if it has at most one dim or is named "bias" or "scale", as Flax names
     them. (Under a scan over layers they have two dims.)
     """
 
-    def is_decayed(path: tuple[Any, ...], leaf: Any) -> bool:
+    def is_decayed(path: Path, leaf: jax.Array) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True)
         return jnp.ndim(leaf) > 1 and name not in UNDECAYED_NAMES
 
     return jax.tree_util.tree_map_with_path(is_decayed, params)
 
 
-def _call(make: Any, arguments: Arguments, *, key: str) -> Any:
+def _call(make: Callable[..., object], arguments: Arguments, *, key: str) -> object:
     check_arguments(make, arguments, key=key)
     try:
         return make(**arguments)

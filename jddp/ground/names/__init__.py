@@ -56,7 +56,7 @@ def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
     return f" Did you mean {lowered[near[0]]!r}?" if near and typed else ""
 
 
-def look_up(name: str, known: Mapping[str, Any], *, key: str, kind: str) -> Any:
+def look_up(name: str, known: Mapping[str, object], *, key: str, kind: str) -> Any:
     """Returns the object that a registered name stands for.
 
     Args:
@@ -75,7 +75,7 @@ def look_up(name: str, known: Mapping[str, Any], *, key: str, kind: str) -> Any:
     return known[name]
 
 
-def named(section: Any, key: str, known: Mapping[str, Any] | None = None, kind: str = "") -> Any:
+def named(section: Any, key: str, known: Mapping[str, object] | None = None, kind: str = "") -> Any:
     """Returns the object that a section of a config names, by its target or its name.
 
     Args:
@@ -141,7 +141,7 @@ def find_attribute(owner: object, name: str, *, called: str, key: str, ending: s
     return owner
 
 
-def accepted_names(function: Any, *, key: str) -> set[str]:
+def accepted_names(function: object, *, key: str) -> set[str]:
     """Returns the names of the arguments that `function` takes by keyword.
 
     Raises:
@@ -153,13 +153,13 @@ def accepted_names(function: Any, *, key: str) -> set[str]:
     return {p.name for p in _parameters(function) if p.kind not in kinds}
 
 
-def defaults_of(function: Any) -> dict[str, Any]:
+def defaults_of(function: object) -> dict[str, object]:
     """Returns the default of each argument of `function`, by name; `empty` where there is none."""
     return {p.name: p.default for p in _parameters(function)} if callable(function) else {}
 
 
 def check_arguments(
-    function: Any, arguments: Mapping[str, Any], *, key: str, filled: Collection[str] = ()
+    function: object, arguments: Mapping[str, object], *, key: str, filled: Collection[str] = ()
 ) -> None:
     """Checks keyword arguments against the signature of `function`, without calling it.
 
@@ -209,7 +209,7 @@ def refuses_unknown(
 
 
 def refuse_unknown(
-    function: Any,
+    function: object,
     arguments: Iterable[str],
     *,
     key: str,
@@ -237,7 +237,7 @@ def refuse_unknown(
             raise ConfigError(f"{key}.{name}: {takes} takes no argument {name!r}.{meant}")
 
 
-def name_of_callable(function: Any) -> str:
+def name_of_callable(function: object) -> str:
     """Returns the name of a function, a class or a `functools.partial` of one."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__name__", type(inner).__name__)

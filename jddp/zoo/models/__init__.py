@@ -33,7 +33,7 @@ __all__ = ["CNN", "CNN_NNX", "GPT", "MLP", "MODELS", "ResNet", "ViT"]
 __all__ += ["gpt2", "resnet18", "resnet50", "vit_b16"]
 
 
-def make_model(factory: Any, *, kwargs: Mapping[str, Any], seed: int = 0) -> Module:
+def make_model(factory: Any, *, kwargs: Mapping[str, object], seed: int = 0) -> Module:
     """Returns a Flax module, made with the given arguments.
 
     Args:
@@ -64,6 +64,6 @@ def _check_dtype(dtype: Any) -> None:
         raise ConfigError(f"model.kwargs.dtype: {dtype!r} is no dtype.{meant}") from None
 
 
-def is_module_class(found: Any) -> bool:
+def is_module_class(found: object) -> bool:
     """Whether `found` is a class of Linen or NNX modules."""
     return isinstance(found, type) and issubclass(found, Module)
