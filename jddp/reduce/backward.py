@@ -141,34 +141,18 @@ class Finished:
 
 
 class Running:
-    """Gradients that a traced backward pass makes, which runs where they are taken.
+    """Gradients that a traced backward pass makes: it has run up to some equation.
 
     Args:
-      backward: The traced backward pass.
+      backward: The traced backward pass, from the cotangent 1.
       finish: Function of a leaf's position and value that returns the leaf to send. It is
         called for one leaf at a time, so that no bucket waits for leaves of another.
     """
 
     def __init__(self, backward: Backward, finish: Callable[[int, jax.Array], jax.Array]) -> None:
         self.backward, self.finish = backward, finish
-        self.treedef = backward.treedef
-
-    def start(self) -> "Pass":
-        """The pass, with nothing computed yet."""
-        return Pass(self)
-
-    def tree(self) -> PyTree:
-        """All results of the pass."""
-        return jax.tree.unflatten(self.treedef, self.start().take(range(self.treedef.num_leaves)))
-
-
-class Pass:
-    """A backward pass that has run up to some equation, from the cotangent 1."""
-
-    def __init__(self, grads: Running) -> None:
-        traced = grads.backward.traced
+        self.treedef, traced = backward.treedef, backward.traced
         inputs = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
-        self._grads = grads
         self._jaxpr = traced.jaxpr
         self._num_done = 0
         self._moved = False
@@ -177,11 +161,19 @@ class Pass:
         self._values = dict(zip(inputs, (*traced.consts, jnp.float32(1)), strict=True))
         self._made: set[Var] = set()
 
+    def start(self) -> "Running":
+        """The pass, with nothing computed yet."""
+        return Running(self.backward, self.finish)
+
+    def tree(self) -> PyTree:
+        """All results of the pass."""
+        return jax.tree.unflatten(self.treedef, self.start().take(range(self.treedef.num_leaves)))
+
     def take(self, leaves: Sequence[int]) -> list[jax.Array]:
         """Runs up to the last of these gradients; to the end, if it never reaches one of them."""
-        ready = [self._grads.backward.ready[i] for i in leaves]
+        ready = [self.backward.ready[i] for i in leaves]
         self._run(max((len(self._jaxpr.eqns) if end is None else end for end in ready), default=0))
-        return [*map(self._grads.finish, leaves, self._outputs(leaves))]
+        return [*map(self.finish, leaves, self._outputs(leaves))]
 
     def hold(self, bucket: GradBucket, flying: list[GradBucket]) -> Held:
         """Lets the rest of the pass begin once the bucket is packed and earlier ones arrived."""
@@ -199,7 +191,7 @@ class Pass:
         Gradients of unused parameters are among them, as the pass makes them: zero.
         """
         self._run(len(self._jaxpr.eqns))
-        left = [i for i in range(self._grads.treedef.num_leaves) if i not in done]
+        left = [i for i in range(self.treedef.num_leaves) if i not in done]
         return dict(zip(left, self._outputs(left), strict=True))
 
     def _run(self, end: int) -> None:

@@ -115,7 +115,10 @@ class Reducer:
         # All replicas follow the order of the plan, because each collective needs all of them. The
         # hook state passes from bucket to bucket.
         for index, planned in enumerate(plan.buckets):
-            bucket = self._pack(run.take(planned.leaves), plan, index, units.bucket_scale)
+            leaves, members = run.take(planned.leaves), self.packing.members(planned)
+            arrays = [self.packing.pack([leaves[i] for i in x], self.axis) for x in members]
+            is_last = index == len(plan) - 1
+            bucket = GradBucket(arrays, planned, members, index, is_last, units.bucket_scale)
             # The previous bucket is unpacked only after this barrier. Unpacking it at once would
             # make the backward pass wait for the network.
             bucket, flying = run.hold(bucket, flying)
@@ -159,14 +162,6 @@ class Reducer:
             for i, array in zip(members, arrays, strict=True):
                 leaves[i] = array
         return jax.tree.unflatten(treedef, leaves)
-
-    def _pack(
-        self, leaves: list[jax.Array], plan: BucketPlan, index: int, scale: float
-    ) -> GradBucket:
-        planned, is_last = plan.buckets[index], index == len(plan) - 1
-        members = self.packing.members(planned)
-        values = [self.packing.pack([leaves[i] for i in places], self.axis) for places in members]
-        return GradBucket(values, planned, members, index, is_last, scale)
 
     def _arrived(self, flying: list[GradBucket]) -> dict[int, jax.Array]:
         """The gradients of buckets, by their positions in the tree."""
