@@ -13,9 +13,7 @@ the run names is called, and nothing is written: damaged checkpoints are skipped
 In the file a layout is "replicated", {"per_replica": "mean"} (or "sum", "reset": its rule for
 another number of replicas) or {"sharded": [16, 4]} (the whole shape).
 
-Orbax and TensorStore print errors that jddp reports in one line, and leak memory: `keep_quiet`
-prevents both. Orbax requests TensorStore's counters around every save, to log a throughput
-that jddp does not show, and TensorStore never frees its answer: about 25 kB for each save.
+Orbax and TensorStore print errors that jddp reports in one line: `keep_quiet` hides them.
 """
 
 import contextlib
@@ -128,13 +126,7 @@ _LATE = "Event loop is closed"
 
 @functools.cache
 def keep_quiet() -> None:
-    """Hides errors of orbax and TensorStore that jddp reports, and stops the leaking requests."""
-    # The function has no public name. Where the private name is gone, nothing is replaced.
-    with contextlib.suppress(ImportError, AttributeError):
-        from orbax.checkpoint._src.serialization import tensorstore_utils
-
-        if callable(tensorstore_utils.get_tensorstore_raw_bytes):
-            tensorstore_utils.get_tensorstore_raw_bytes = lambda *_: 0
+    """Hides errors of orbax and TensorStore that jddp reports."""
     logging.getLogger("absl").addFilter(_is_worth_showing)
     logging.getLogger("asyncio").addFilter(lambda x: not _REFUSED.search(str(x.exc_info)))
     show = sys.unraisablehook
