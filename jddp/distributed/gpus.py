@@ -13,7 +13,6 @@ a second, or several if a driver has to start first.
 """
 
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -114,25 +113,6 @@ def why_missing() -> Missing | None:
         return Missing(what, f"Install a newer driver{older}.")
     what = f"NVIDIA's driver is {driver}, but JAX's plugin cuda{cuda} finds no GPU."
     return Missing(what, "LD_LIBRARY_PATH must name no CUDA or cuDNN but pip's.")
-
-
-def shared_memory() -> int:
-    """Size of /dev/shm in bytes; 0 if there is none."""
-    path = ROOT / "dev/shm"
-    return shutil.disk_usage(path).total if path.is_dir() else 0
-
-
-def small_shared_memory(num_gpus: int) -> Missing | None:
-    """The shared memory that NCCL lacks to connect the GPUs of a host, if any.
-
-    Args:
-      num_gpus: Number of GPUs.
-    """
-    if num_gpus == 0 or (size := shared_memory()) >= 2**30:
-        return None
-    holds = f"holds {size / 2**20:,.0f} MiB" if size else "does not exist"
-    what = f"/dev/shm {holds}, but NCCL needs more for {num_gpus} GPUs."
-    return Missing(what, "In a container, start it with --shm-size=16g or --ipc=host.")
 
 
 def smallest_bytes() -> int | None:

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import socket
 import statistics
 import textwrap
@@ -33,15 +34,7 @@ from jax.sharding import Mesh
 from jddp.config.versions import versions
 from jddp.distributed import coordination
 from jddp.distributed.coordination import agree, gather, process_index
-from jddp.distributed.gpus import (
-    ON_PURPOSE,
-    Missing,
-    driver_version,
-    gpu_facts,
-    num_nvidia,
-    shared_memory,
-    small_shared_memory,
-)
+from jddp.distributed.gpus import ON_PURPOSE, Missing, driver_version, gpu_facts, num_nvidia
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.engine.calls import from_process_zero
@@ -352,11 +345,13 @@ def check_name(name: str, addresses: Sequence[str]) -> Finding:
 
 def check_shared_memory(num_gpus: int) -> Iterator[Finding]:
     """Whether /dev/shm is large enough for NCCL, which may connect GPUs of a host through it."""
-    small = small_shared_memory(num_gpus)
-    if small is not None:
-        yield Finding(BAD if num_gpus > 1 else WARN, *small)
+    size = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
+    if num_gpus and size < 2**30:
+        what = f"/dev/shm holds {size / 2**20:,.0f} MiB, but NCCL needs more for {num_gpus} GPUs."
+        fix = "In a container, start it with --shm-size=16g or --ipc=host."
+        yield Finding(BAD if num_gpus > 1 else WARN, what, fix)
     elif num_gpus:
-        yield Finding(OK, f"/dev/shm holds {shared_memory() / 2**30:,.1f} GiB")
+        yield Finding(OK, f"/dev/shm holds {size / 2**30:,.1f} GiB")
 
 
 def check_devices(missing: Missing | None = None) -> Iterator[Finding]:

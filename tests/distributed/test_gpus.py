@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -10,11 +9,9 @@ import jax
 import pytest
 from runs import ROOT, environment
 
-from jddp.config.schema import Config
 from jddp.distributed import gpus, join
 from jddp.distributed.gpus import FLAG, add_flag, gpu_facts, lacks_atomics, why_missing
 from jddp.ground.errors import DeviceError
-from jddp.trainer.job import build
 
 VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.54.14  Thu"
 
@@ -89,24 +86,6 @@ def test_cpus_are_reported_where_a_gpu_was_to_be_expected_and_cpus_were_not_chos
     assert "plugin cuda12 is installed" in str(join.require_devices())
     host(plugins=[])
     assert join.require_devices() is None
-
-
-def test_the_shared_memory_is_that_of_the_file_system_or_none(host):
-    host(nvidia=2)
-    assert str(gpus.small_shared_memory(2)).startswith("/dev/shm does not exist, but NCCL needs")
-    (gpus.ROOT / "dev/shm").mkdir()
-    assert gpus.shared_memory() == shutil.disk_usage(gpus.ROOT).total
-    assert gpus.small_shared_memory(0) is None
-
-
-def test_training_reports_small_shared_memory_only_where_gpus_communicate(monkeypatch, capsys):
-    monkeypatch.setattr(gpus, "shared_memory", lambda: 2**26)
-    monkeypatch.setattr(build, "require_devices", lambda: None)
-    for backend, num, is_told in (("gpu", 8, True), ("gpu", 1, False), ("cpu", 8, False)):
-        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        monkeypatch.setattr(jax, "device_count", lambda num=num: num)
-        build.join(Config(train={"num_steps": 1}), "auto")
-        assert ("jddp: /dev/shm holds 64 MiB, but" in capsys.readouterr().err) == is_told
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,9 @@ _OMPI = {"SIZE": "4", "RANK": "3", "LOCAL_SIZE": "2", "LOCAL_RANK": "1"}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in _OMPI.items()}
 OPEN_MPI_4 = OPEN_MPI | env(
     "OMPI_MCA_orte_hnp_uri=1531576320.0;tcp://10.0.0.1,10.1.0.1:34911;tcp6://[fd00::2]:48309 "
-    "PMIX_HOSTNAME=n2 PMIX_NAMESPACE=1531576321 "
-    "PMIX_SERVER_URI2=1531576320.1;tcp4://127.0.0.1:35571"
+    "PMIX_NAMESPACE=1531576321"
 )
-OPEN_MPI_5 = OPEN_MPI | env(
-    "PMIX_HOSTNAME=n2 PMIX_NAMESPACE=prterun-login-1-4242@1 "
-    "PMIX_SERVER_URI2=prterun-login-1-4242@0.1;tcp4://127.0.0.1:35571"
-)
+OPEN_MPI_5 = OPEN_MPI | env("PMIX_NAMESPACE=prterun-login-1-4242@1")
 MPICH = env("PMI_FD=8 PMI_SIZE=4 PMI_RANK=3 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1")
 INDEXED = env("JOB_COMPLETION_INDEX=3 JAX_NUM_PROCESSES=4")
 FIRST = env("OMPI_COMM_WORLD_RANK=0")
@@ -96,9 +92,7 @@ def test_each_source_gives_number_and_coordinator(environ, coordinator, source):
 
 def test_the_first_process_of_open_mpi_is_where_mpirun_runs_or_where_slurm_says():
     for environ in (OPEN_MPI_4, OPEN_MPI_5):
-        here = environ["PMIX_SERVER_URI2"].replace(".1;", ".0;")
-        at_launcher = resolve(environ | FIRST | {"PMIX_SERVER_URI2": here})
-        assert at_launcher.coordinator == resolve(environ).coordinator
+        assert resolve(environ | FIRST).coordinator == resolve(environ).coordinator
         assert resolve(environ | FIRST | ALLOCATION).coordinator == f"n1:{port_of('7.')}"
         assert resolve(environ | FIRST | ADDRESS).coordinator == "z:9"
 
@@ -233,8 +227,6 @@ MISTAKES = [
     (env("RANK=1"), "RANK set but MASTER_ADDR, MASTER_PORT, WORLD_SIZE not"),
     (OPEN_MPI_5 | env("OMPI_COMM_WORLD_RANK="), "OMPI_COMM_WORLD_RANK not"),
     (OPEN_MPI, f"Open MPI {GIVES_NOT}"),
-    (OPEN_MPI_4 | FIRST, rf"mpirun -x JAX_.*=n2:{port_of('1531576320')}"),
-    (OPEN_MPI_5 | FIRST, "mpirun -x JAX_.*=n2:"),
     (MPICH, f"MPICH {GIVES_NOT}"),
     (MPICH | env("JAX_COORDINATOR_ADDRESS=z"), "JAX_COORDINATOR_ADDRESS='z'"),
     (INDEXED | env("JAX_NUM_PROCESSES=3"), "JOB_COMPLETION_INDEX=3 must be below"),

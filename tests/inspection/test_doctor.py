@@ -37,10 +37,11 @@ def test_a_name_that_leads_to_loopback_or_nowhere_is_reported():
 
 def test_shared_memory_matters_where_there_are_gpus(monkeypatch):
     small = 2**26
-    cases = (small, 0, []), (small, 1, ["warn"]), (small, 4, ["bad"]), (2**34, 4, ["ok"])
-    for size, num_gpus, want in cases:
-        for module in (gpus, doctor):
-            monkeypatch.setattr(module, "shared_memory", lambda size=size: size)
+    cases = (small, 0, []), (small, 1, ["warn"]), (small, 4, ["bad"]), (0, 4, ["bad"])
+    for size, num_gpus, want in (*cases, (2**34, 4, ["ok"])):
+        monkeypatch.setattr(doctor.os.path, "isdir", lambda path, size=size: size > 0)
+        found = SimpleNamespace(total=size)
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path, found=found: found)
         assert levels(doctor.check_shared_memory(num_gpus)) == want
 
 

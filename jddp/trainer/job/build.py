@@ -27,7 +27,7 @@ from jddp.data.order import ExampleOrder
 from jddp.data.source import Streams
 from jddp.data.transforms import normalization_of
 from jddp.distributed.coordination import agree, process_index
-from jddp.distributed.gpus import ON_PURPOSE, gpu_facts, small_shared_memory
+from jddp.distributed.gpus import ON_PURPOSE, gpu_facts
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
 from jddp.distributed.watchdog import Limits
@@ -369,10 +369,6 @@ def join(config: Config, num_devices: int | str) -> None:
         return
     if missing is not None:
         report(f"JAX runs on CPUs. {missing} {ON_PURPOSE}")
-    elif jax.default_backend() == "gpu" and jax.device_count() > 1:
-        small = small_shared_memory(jax.local_device_count())
-        if small is not None:
-            report(str(small))
 
 
 def _facts(config: Config) -> dict[str, str]:
