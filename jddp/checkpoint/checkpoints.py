@@ -290,8 +290,7 @@ class CheckpointFolder:
         there = self.steps()
         while (step := self._newest_sound()) is not None:
             try:
-                if (found := restore(self._directory / str(step), like, layouts)) is not None:
-                    return found
+                return restore(self._directory / str(step), like, layouts)
             except Damaged as damage:
                 self._set_aside(step, str(damage))
         if there:

@@ -26,7 +26,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -142,8 +142,6 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
 
 
 PARAMETERS = {"params", "ema_params"}
-TRIES = 20  # Limit for a run that removes checkpoints faster than they can be read.
-T = TypeVar("T")
 
 
 def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
@@ -152,35 +150,7 @@ def read_newest(directory: Path, fields: Sequence[str]) -> dict[str, PyTree]:
     Raises:
       FileSystemError: If there is no such checkpoint, or it cannot be read.
     """
-
-    def find() -> Path:
-        return directory / str(newest_sound(directory))
-
-    return read_standing(find, lambda folder: read_values(folder, fields))
-
-
-def read_standing(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
-    """Reads a checkpoint of a run that may still be training, and may remove the checkpoint.
-
-    Args:
-      find: Function that finds a checkpoint.
-      read: Function that reads it.
-
-    Returns:
-      The result of `read`. If the checkpoint is removed, the next one that `find` returns is read.
-
-    Raises:
-      FileSystemError: If there is none, or it cannot be read.
-    """
-    tries_left = TRIES
-    while True:
-        folder = find()
-        try:
-            return read(folder)
-        except FileSystemError:
-            if tries_left == 0 or folder.exists():
-                raise
-        tries_left -= 1
+    return read_values(directory / str(newest_sound(directory)), fields)
 
 
 def read_values(folder: Path, fields: Sequence[str]) -> dict[str, PyTree]:

@@ -20,13 +20,7 @@ from jax.sharding import NamedSharding
 from jax.stages import Wrapped
 
 from jddp.checkpoint.folders import first_line
-from jddp.checkpoint.reader import (
-    Layouts,
-    find_altered,
-    layouts_in,
-    read_described,
-    read_object,
-)
+from jddp.checkpoint.reader import Layouts, find_altered, layouts_in, read_described, read_object
 from jddp.engine.mesh import in_a_row, mesh_of, replicated, sharded
 from jddp.engine.state import Layout, PerReplica, Replicated, TrainState, by_path, merged
 from jddp.ground.errors import ConfigError, FileSystemError
@@ -54,8 +48,8 @@ class Damaged(Exception):
     """An array is not the one that was saved; the text names it."""
 
 
-def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Restored | None:
-    """Reads a checkpoint; None if it was removed meanwhile.
+def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Restored:
+    """Reads a checkpoint.
 
     Args:
       folder: Folder of the checkpoint, whose name is its step.
@@ -88,13 +82,9 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
         # Arrays without elements are in no file: orbax refuses them.
         empty = {n: x for n, x in target.items() if not x.size}
         arrays |= {n: jnp.zeros_like(x, device=x.sharding) for n, x in empty.items()}
-    except ConfigError:
+    except (ConfigError, FileSystemError):
         raise
     except Exception as error:  # Orbax raises anything for foreign files.
-        if jax.process_count() == 1 and not folder.exists():
-            return None  # A run that trains there has removed it, and named a newer one.
-        if isinstance(error, FileSystemError):
-            raise
         raise FileSystemError(
             f"{folder.parent} cannot be read at step {folder.name}: {first_line(error)}"
         ) from error

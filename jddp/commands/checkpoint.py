@@ -3,7 +3,6 @@
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from jddp.checkpoint.storage import local_copy
 from jddp.config.cli import Parser
@@ -80,23 +79,15 @@ def _export(arguments: argparse.Namespace) -> None:
     file, names = arguments.file, arguments.names
     directory = folders.directory_of(arguments.run)
 
-    def find() -> Path:
-        step = reader.newest_sound(directory) if arguments.step is None else arguments.step
-        if fault := reader.find_fault(directory / str(step)):
-            raise FileSystemError(
-                f"{directory / str(step)} cannot be read as step {step}: {fault}."
-            )
-        return directory / str(step)
-
-    def write(folder: Path) -> str:
-        if not file.suffix:
-            tool("export-folder", "a folder of the Hub")(folder, file, names)
-        elif names:
-            tool("names")(folder, file, names)
-        else:
-            export(folder, file)
-        return folder.name
-
-    step = reader.read_standing(find, write)
+    step = reader.newest_sound(directory) if arguments.step is None else arguments.step
+    folder = directory / str(step)
+    if fault := reader.find_fault(folder):
+        raise FileSystemError(f"{folder} cannot be read as step {step}: {fault}.")
+    if not file.suffix:
+        tool("export-folder", "a folder of the Hub")(folder, file, names)
+    elif names:
+        tool("names")(folder, file, names)
+    else:
+        export(folder, file)
     sizes = [x.stat().st_size for x in ([file] if file.is_file() else file.iterdir())]
     show(f"step {step} is in {file}, {sum(sizes) / 2**20:.2g} MiB")

@@ -9,6 +9,8 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -25,10 +27,10 @@ from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint import folders
+from jddp.checkpoint import folders, reader
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import find_damage, seal
-from jddp.checkpoint.reader import read_newest
+from jddp.checkpoint.reader import keep_quiet, read_newest
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.engine.state import CommState, TrainState, by_path
 from jddp.ground.errors import ConfigError, FileSystemError, UsageError
@@ -504,6 +506,29 @@ def test_what_a_process_that_died_was_writing_or_removing_is_no_checkpoint(saved
     assert names_in(saved) == {"2", "4", "notes", "02", "030", "007.new"}
     assert checkpoints.restore(like=state).step == 4
     assert checkpoint_command(["list", str(saved)]) == 0
+
+
+def test_the_next_checkpoint_is_read_where_a_run_removes_the_newest_as_it_is_checked(
+    saved, state, monkeypatch, caplog
+):
+    read = reader.read_object
+
+    def late(path):
+        if path.parent.name == "4":  # The run has named a newer one.
+            write_sealed(path.parent.rename(saved / "6"), "run.json", '{"step": 6}')
+        return read(path)
+
+    monkeypatch.setattr(reader, "read_object", late)
+    equal(read_newest(saved, ["params"]), {"params": state.params})
+    assert names_in(saved) == {"2", "6"}
+    assert not [x for x in caplog.records if x.name == "jddp"]
+
+
+def test_what_a_library_reports_to_a_loop_that_it_has_closed_is_not_printed(capfd):
+    keep_quiet()
+    late = types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed"))
+    sys.unraisablehook(late)  # else a warning, and here an error
+    assert capfd.readouterr().err == ""
 
 
 def test_values_can_be_read_without_the_program_that_wrote_them(saved, state, tmp_path):

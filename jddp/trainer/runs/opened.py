@@ -38,13 +38,7 @@ from jddp.engine.evaluation import with_average
 from jddp.engine.initial_state import Misfit, fit_weights
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import TrainState, Values
-from jddp.ground.errors import (
-    ConfigError,
-    Error,
-    FileSystemError,
-    UsageError,
-    check_choice,
-)
+from jddp.ground.errors import ConfigError, Error, FileSystemError, UsageError, check_choice
 from jddp.ground.names import resolve_target
 from jddp.ground.typing import Batch, JsonObject, LossFn
 from jddp.trainer.job.build import join, test_batches
@@ -269,13 +263,9 @@ def open_run(
         batch_norm="broadcast",  # Statistics are not updated here; they are the same everywhere.
         precision=Precision(compute_dtype=config.ddp.precision.compute_dtype) if config else None,
     )
-
-    def read(folder: Path) -> tuple[Saved, TrainState]:
-        saved = Saved(folder, reader.read_object(folder / "run.json"))
-        return saved, _state_of(ddp, saved)
-
-    # A run that is training may remove a checkpoint while it is read.
-    saved, state = reader.read_standing(lambda: _find(run_dir, checkpoint), read)
+    folder = _find(run_dir, checkpoint)
+    saved = Saved(folder, reader.read_object(folder / "run.json"))
+    state = _state_of(ddp, saved)
     run = Run(
         ddp,
         state,
