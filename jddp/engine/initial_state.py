@@ -34,15 +34,7 @@ from jddp.engine.mesh import (
     with_shardings,
 )
 from jddp.engine.planned import Planned
-from jddp.engine.state import (
-    CommState,
-    Inputs,
-    Layout,
-    Replicated,
-    TrainState,
-    by_path,
-    stack_rows,
-)
+from jddp.engine.state import CommState, Inputs, Layout, Replicated, TrainState, by_path, stack_rows
 from jddp.engine.step import Step
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.ground.typing import ModelState, Params, PyTree, Shaped, Tree

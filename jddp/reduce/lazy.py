@@ -26,14 +26,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Primitive,
-    Var,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.typing import ArrayLike
 
 from jddp.ground.jaxprs import carried

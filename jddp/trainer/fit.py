@@ -22,12 +22,7 @@ from jax.typing import ArrayLike
 from jddp.config.permissions import folder_or_url
 from jddp.data import Epochs, TrainBatches, eval_batches
 from jddp.data.batches import Share
-from jddp.distributed.coordination import (
-    agree,
-    from_first,
-    refuse_unjoined,
-    take_sigterm_back,
-)
+from jddp.distributed.coordination import agree, from_first, refuse_unjoined, take_sigterm_back
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import refuse_padding

@@ -33,14 +33,7 @@ from types import ModuleType
 import numpy as np
 
 from jddp.data.examples import ArrayExamples, Examples
-from jddp.data.source import (
-    DataSet,
-    DataSource,
-    image_spec,
-    make_data_set,
-    parts_of,
-    source_of,
-)
+from jddp.data.source import DataSet, DataSource, image_spec, make_data_set, parts_of, source_of
 from jddp.data.transforms import FlipAndShift, Transformed, normalize
 from jddp.ground.errors import ConfigError, DataError, Error
 

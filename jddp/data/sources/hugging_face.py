@@ -37,12 +37,7 @@ from jddp.data.source import (
     source_of_streams,
     spec_of,
 )
-from jddp.data.sources.arrays import (
-    check_per_channel,
-    files_of,
-    import_extra,
-    refusing_damage,
-)
+from jddp.data.sources.arrays import check_per_channel, files_of, import_extra, refusing_damage
 from jddp.data.sources.images import MEAN, STD, TEST_MARGIN, decode_image
 from jddp.data.transforms import CropAndFlip, Transformed, normalize
 from jddp.ground.errors import ConfigError, DataError, printable
