@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 import threading
 
 import datasets
@@ -51,17 +50,6 @@ class Counting:
         self.i = int(state) if self.kind is bytes else state["next"]
 
 
-class Workers(Counting):
-    """An iterator whose state has whole numbers as keys, and tuples."""
-
-    def get_state(self):
-        return {0: (self.i,), "random": random.Random(self.i).getstate()}
-
-    def set_state(self, state):
-        (self.i,) = state[0]
-        random.setstate(state["random"])  # which takes tuples alone
-
-
 class InPlace(Counting):
     """An iterator whose position is one nested dict, which it changes in place and hands out."""
 
@@ -98,7 +86,6 @@ class Loader:
 
 
 MAKERS = {
-    "workers": Workers,
     "states": Counting,
     "bytes": lambda: Counting(bytes),
     "in place": InPlace,

@@ -79,6 +79,16 @@ class Recorder(jddp.Callback):
     def __init__(self):
         self.calls, self.metrics, self.states = [], [], {}
 
+    def on_begin(self, run):
+        self.calls.append(("begin", run.step))
+
+    def on_epoch(self, run, number):
+        self.calls.append(("epoch", number))
+
+    def on_exception(self, run, error):
+        self.calls.append(("exception", str(error)))
+        raise ValueError("as well")
+
     def on_step(self, run, metrics):
         self.calls.append(("step", metrics["step"]))
         self.metrics.append(metrics)
@@ -454,7 +464,7 @@ def test_options_that_cannot_be_are_refused_before_a_step_is_taken(plain, tmp_pa
         given["callbacks"] = [*given["callbacks"], recorder]
         with pytest.raises(ConfigError, match=message):
             fit(plain, batches(), **given)
-    assert recorder.calls == []
+    assert recorder.metrics == []
     for part, given, message in PARTS:
         with pytest.raises(ConfigError, match=message):
             part(**given)
@@ -465,8 +475,13 @@ def test_a_mistake_in_evaluation_shows_before_the_first_step(tmp_path):
         assert train, "no evaluation"
         return loss_fn(model, batch, train)
 
+    def timed(model, batch, train):
+        losses, metrics = loss_fn(model, batch, train)
+        return losses, metrics if train else {**metrics, "step_seconds": losses}
+
     recorder = Recorder()
     for loss, evaluation, error, message in (
+        (timed, EVALUATION, ConfigError, "'step_seconds' is jddp's own"),
         (only_trains, EVALUATION, AssertionError, "no evaluation"),
         (loss_fn, [{"x": np.zeros((2, 16), np.float32)}], ConfigError, "'y'"),
         (scalar_loss, [make_batch(5)], UsageError, "'loss' is a scalar.* 5 rows do not fill 6"),
@@ -474,7 +489,7 @@ def test_a_mistake_in_evaluation_shows_before_the_first_step(tmp_path):
     ):
         with pytest.raises(error, match=message):
             fit(wrapped(loss=loss), batches(), tmp_path, evaluate=evaluation, callbacks=[recorder])
-    assert recorder.calls == []
+    assert recorder.metrics == []
 
 
 class Changing(jddp.Callback):
@@ -554,8 +569,8 @@ def test_callbacks_are_called_for_every_step_and_in_order(plain, tmp_path):
     plan = {"num_steps": 5, "eval_every_steps": 2, "save_every_steps": 4, "log_every_steps": 50}
     run = fit(plain, batches(), tmp_path, callbacks=[recorder], **plan)
     calls = [f"{what} {step}" for what, step in recorder.calls]
-    want = "step 1, step 2, eval 2, step 3, step 4, save 4, eval 4, step 5, save 5, eval 5, end 5"
-    assert ", ".join(calls) == want
+    want = "begin 0, step 1, step 2, eval 2, step 3, step 4, save 4, eval 4, step 5, save 5, eval 5"
+    assert ", ".join(calls) == f"{want}, end 5"
     assert "loss" in repr(run)
     assert str(tmp_path) in repr(run)
 
@@ -603,21 +618,6 @@ def test_early_stopping_and_the_best_follow_the_direction_of_a_metric(plain, met
     run.evaluations.append({"step": 9, metric: [0.5, 1.0]})
     with pytest.raises(ConfigError, match="is an array"):
         stopping.on_eval(run, run.eval_metrics)
-
-
-@pytest.mark.parametrize("name", ["step", "step_seconds"])
-def test_an_evaluation_with_a_metric_of_a_reserved_name_is_refused_before_the_first_step(
-    tmp_path, name
-):
-
-    def eval_fn(model, batch, train):
-        losses, metrics = loss_fn(model, batch, train)
-        return losses, {**metrics, name: losses}
-
-    recorder, ddp = Recorder(), wrapped(eval_fn=eval_fn)
-    with pytest.raises(ConfigError, match=f"Metric name '{name}' is jddp's own"):
-        fit(ddp, batches(), tmp_path, callbacks=[recorder])
-    assert recorder.calls == []
 
 
 def test_every_field_of_a_record_but_the_metrics_has_a_reserved_name(tmp_path):
@@ -773,31 +773,11 @@ def test_a_best_checkpoint_that_is_asked_for_later_is_one_that_can_be_kept(
     assert [x for x in again.checkpoints if "best" in x] == [f"best/{step}" for step in kept]
 
 
-class Hooks(jddp.Callback):
-    """Notes the hooks around steps, with their steps."""
-
-    def __init__(self):
-        self.calls = []
-
-    def on_begin(self, run):
-        self.calls.append(("begin", run.step))
-
-    def on_step(self, run, metrics):
-        self.calls.append(("step", metrics["step"]))
-
-    def on_epoch(self, run, number):
-        self.calls.append(("epoch", number))
-
-    def on_exception(self, run, error):
-        self.calls.append(("exception", str(error)))
-        raise ValueError("as well")
-
-
 def test_callbacks_hear_of_the_beginning_the_end_of_each_epoch_and_a_failure(
     plain, tmp_path, caplog
 ):
     """Of twenty examples, eight a step, epochs end inside of steps 3 and 8, and with step 5."""
-    first, second = Hooks(), Hooks()
+    first, second = Recorder(), Recorder()
     options = {"run_dir": tmp_path, "num_steps": 8}
     with pytest.raises(Broken):
         jddp.fit(plain, endless(), callbacks=[first, At(4, break_off)], **options)
@@ -814,9 +794,9 @@ def test_callbacks_hear_of_the_beginning_the_end_of_each_epoch_and_a_failure(
 
 
 def test_batches_without_epochs_end_none_and_padded_rows_count_for_none(plain):
-    hooks, padded = Hooks(), Hooks()
+    hooks, padded = Recorder(), Recorder()
     jddp.fit(plain, batches(), num_steps=2, callbacks=[hooks])
-    assert hooks.calls == [("begin", 0), ("step", 1), ("step", 2)]
+    assert hooks.calls == [("begin", 0), ("step", 1), ("step", 2), ("end", 2)]
     options = {"global_batch_size": 12, "num_epochs": 2, "callbacks": [padded]}
     jddp.fit(plain, make_batch(20), **options)
     assert [call for call in padded.calls if call[0] == "epoch"] == [("epoch", 1), ("epoch", 2)]
