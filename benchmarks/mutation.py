@@ -43,11 +43,11 @@ HEART = {  # The tests of each file; the tests that notice most come first.
     "jddp/reduce/backward.py": ["overlap", "transforms"],
     "jddp/reduce/hooks.py": [
         *("hooks", "ddp_hooks", "loss_scale", "reduce"),
-        *("reduction", "strategies", "logical_replicas"),
+        *("strategies", "logical_replicas"),
     ],
     "jddp/reduce/plan.py": ["reduce", "hooks"],
     "jddp/reduce/reducer.py": [
-        *("reduction", "reduce", "overlap", "hooks", "ddp_hooks", "ddp_unused", "strategies"),
+        *("reduce", "overlap", "hooks", "ddp_hooks", "ddp_unused", "strategies"),
     ],
     "jddp/reduce/shards.py": ["reduce", "strategies"],
 }
@@ -60,7 +60,7 @@ TESTS = HEART | {
     "jddp/engine/data_parallel.py": ["data_parallel", "constants", "explain", "run", "trainer"],
     "jddp/engine/guard.py": ["loss_scale", "numerics", "local_steps", "strategies"],
     "jddp/engine/initial_state.py": ["data_parallel", "weights", "parameters"],
-    "jddp/workbench/logical_replicas.py": ["logical_replicas", "reduction"],
+    "jddp/workbench/logical_replicas.py": ["logical_replicas"],
     "jddp/engine/mesh.py": ["mesh", "data_parallel", "axis_name"],
     "jddp/engine/optimizer.py": ["optimizers_of_optax", "ddp_unused", "separable"],
     "jddp/engine/state.py": ["replica", "local_steps", "strategies", "run", "checkpoint"],

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P, lax
-from two_replicas import reduction_of
 
 from jddp.engine.mesh import over_replicas
 from jddp.engine.strategy import FSDP
+from jddp.reduce.hooks import choose_packing
+from jddp.reduce.reducer import Reducer
 
 NUM, SIZE = 2, 4
 
@@ -199,7 +200,7 @@ def of_one_device(loss, params, rows):
 
 def fully_sharded(loss, params, rows):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:NUM]), ("data",))
-    placement = FSDP().placement(reduction_of(), mesh)
+    placement = FSDP().placement(Reducer("data", (64,), *choose_packing("leaf", None), None), mesh)
     layouts = jax.tree.map(lambda x: placement.layout(x.shape), params)
     specs = jax.tree.map(lambda x: x.spec("data"), layouts)
 

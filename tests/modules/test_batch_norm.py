@@ -195,6 +195,24 @@ class CopiedNorm(DeafNorm):
     axis = property(lambda self: self.axis_name)
 
 
+class GhostNorm(nn.Module):
+    """Normalizes four rows at a time, as ghost batch norms of model libraries do."""
+
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, use_running_average):
+        kept = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1])
+        if use_running_average:
+            return x - kept.value[None]
+        groups = x.reshape(-1, 4, x.shape[-1])
+        mean = groups.mean(1, keepdims=True)
+        if not self.is_initializing():
+            mean = mean if self.axis_name is None else jax.lax.pmean(mean, self.axis_name)
+            kept.value = 0.9 * kept.value + 0.1 * mean.mean((0, 1))
+        return (groups - mean).reshape(x.shape)
+
+
 class NnxForeignNorm(nnx.Module):
     def __init__(self):
         self.mean, self.var = nnx.BatchStat(jnp.zeros(3)), nnx.BatchStat(jnp.ones(3))
@@ -246,6 +264,16 @@ def test_a_library_s_own_copy_of_the_class_is_synchronised_too(model):
     grouped = wrapped(model, batch_norm=jddp.SyncBatchNorm(group_size=2))
     with pytest.raises(jddp.ConfigError, match="knows no groups of replicas"):
         grouped.init(0, batch)
+
+
+def test_a_norm_of_groups_of_rows_is_found_by_verify_and_exact_with_local_statistics():
+    model, ends = Foreign(GhostNorm), []
+    assert not jddp.verify(model, optax.sgd(0.1), squares, rows(), mesh=4).passed
+    for replicas in (1, 4):
+        ddp = wrapped(model, mesh=replicas, batch_norm="local")
+        state, metrics = ddp.step(ddp.init(0, rows()), rows())
+        ends.append(jax.device_get((state.params, metrics)))
+    close(*ends, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("model", swept([Foreign(), Foreign(DeafNorm), NnxForeign()], every=3))
@@ -342,22 +370,29 @@ def test_a_model_is_converted_for_a_step_of_one_s_own(model):
     assert type(converted).__name__ == type(model).__name__
 
 
+BROADCAST = {  # The number of replicas, the first valid row, and the rows whose statistics count.
+    "of the first replica": (4, 0, [slice(0, 4)]),
+    "of the first with valid rows": (4, 9, [slice(9, 12)]),
+    "in both micro-batches": (4, 9, [slice(9, 10), slice(10, 12)]),
+    "of another in each micro-batch": (2, 4, [slice(8, 12), slice(4, 8)]),
+}
+
+
 @in_both
-@pytest.mark.parametrize("parts, begin", [(1, 0), (1, 9), (2, 9)])
+@pytest.mark.parametrize("mesh, begin, own", BROADCAST.values(), ids=BROADCAST)
 def test_broadcast_hands_on_the_statistics_of_the_first_replica_with_a_valid_row(
-    kind, parts, begin
+    kind, mesh, begin, own
 ):
     """Of an empty batch Flax's layer makes NaN, which would stay in them for good."""
-    options = {"batch_norm": "broadcast", "mesh": 4, "accumulate_steps": parts}
-    ddp = wrapped(kind(use_mask=True), **options)
-    batch = rows()
-    batch["mask"] = np.arange(16) >= begin  # of 9, replica 2 has three of its rows, of both parts
+    options = {"batch_norm": "broadcast", "mesh": mesh, "accumulate_steps": len(own)}
+    ddp, batch = wrapped(kind(use_mask=True), **options), rows()
+    batch["mask"] = np.arange(16) >= begin
     state = ddp.init(0, batch)
     mean, var = statistics(state)
     state, metrics = ddp.step(state, batch)
     assert np.isfinite(metrics["loss"])
-    for part in np.split(np.arange(4) + begin // 4 * 4, parts):
-        x = batch["x"][part][batch["mask"][part]]
+    for part in own:
+        x = batch["x"][part]
         mean, var = (mean + x.mean(0)) / 2, (var + x.var(0)) / 2
     close(statistics(state), [mean, var], rtol=1e-4, atol=0)
     assert_same_on_all_devices(state)
@@ -440,21 +475,6 @@ def test_parameters_without_the_statistics_of_their_layers_are_refused(batch_nor
     for given in ({"params": variables}, {"params": variables["params"], "batch": batch}):
         state, _ = ddp.step(ddp.init(**given), batch)
         assert ddp.evaluate(state, [batch])["examples"] == 16
-
-
-@in_both
-def test_broadcast_chooses_the_replica_with_a_valid_row_anew_for_each_micro_batch(kind):
-    ddp = wrapped(kind(use_mask=True), batch_norm="broadcast", mesh=2, accumulate_steps=2)
-    batch = rows()
-    # Of the first micro-batch replica 0 has no valid row, of the second it has.
-    batch["mask"] = np.arange(16) >= 4
-    state = ddp.init(0, batch)
-    mean, var = statistics(state)
-    state, _ = ddp.step(state, batch)
-    for own in (slice(8, 12), slice(4, 8)):
-        x = batch["x"][own]
-        mean, var = (mean + x.mean(0)) / 2, (var + x.var(0)) / 2
-    close(statistics(state), [mean, var], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("overlap", swept([True, False], every=2))

@@ -15,7 +15,7 @@ from states import equal
 import jddp
 from jddp.ground.errors import ConfigError
 from jddp.reduce.backward import Finished
-from jddp.reduce.hooks import MANY, choose_packing, exchange_mean, scatter_mean
+from jddp.reduce.hooks import MANY, choose_packing
 from jddp.reduce.plan import BucketPlan, GatheredUnit, plan_buckets
 from jddp.reduce.reducer import (
     BUCKET_MB,
@@ -30,13 +30,13 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 def reduction(
-    platform="cpu", *, layout="auto", comm_hook=None, wire_dtype=None, bucket_mb=BUCKET_MB
+    platform="cpu", *, layout="auto", comm_hook=None, bucket_mb=BUCKET_MB, is_sharded=False
 ):
     """From a user's options; only these matter to a test."""
     chosen, _ = choose_layout(layout, False, lambda: platform)
     sizes = bucket_sizes(bucket_mb)
-    dtype = wire_dtype and jnp.dtype(wire_dtype)
-    return Reducer("data", sizes, *choose_packing(chosen, comm_hook), dtype)
+    packed = choose_packing(chosen, comm_hook, platform, is_sharded=is_sharded)
+    return Reducer("data", sizes, *packed, None)
 
 
 def shape(size, dtype="float32"):
@@ -150,7 +150,9 @@ def averaged(mesh, tree, *, bucket_bytes, **options):
 
     def replica(local):
         local = jax.tree.map(lambda x: x[0], local)
-        return reduce(Finished(local), (), plan=reduce.plan(local))[0]
+        plan = reduce.plan(local)
+        mean, _ = reduce(Finished(local), (), plan)
+        return reduce.gather(mean, local, plan) if options.get("is_sharded") else mean
 
     mapped = jax.shard_map(replica, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
     return jax.jit(mapped)(tree)
@@ -158,9 +160,12 @@ def averaged(mesh, tree, *, bucket_bytes, **options):
 
 @pytest.mark.parametrize("layout", ["leaf", "flat"])
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 2**20])
-def test_buckets_average_exactly_like_single_leaves(mesh, bucket_bytes, layout):
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_buckets_average_exactly_like_single_leaves(mesh, bucket_bytes, layout, is_sharded):
+    """And so do shards of the mean that are gathered."""
     tree = whole_numbers(mesh.size)
-    got = averaged(mesh, tree, bucket_bytes=bucket_bytes, layout=layout)
+    options = {"layout": layout, "is_sharded": is_sharded}
+    got = averaged(mesh, tree, bucket_bytes=bucket_bytes, **options)
     equal(got, {name: x.mean(0).astype(x.dtype) for name, x in tree.items()})
 
 
@@ -303,12 +308,3 @@ def test_a_plan_says_what_is_known_of_its_order_and_its_hook():
     assert plan.notes == ("order: as the backward pass finishes them", "layout flat")
     hook = jddp.CommHook(init=lambda plan: (), reduce=jax.jit)
     assert (reduction(comm_hook=hook).hook_name, reduction().hook_name) == ("jit", "")
-
-
-@pytest.mark.parametrize("average", [scatter_mean, exchange_mean])
-def test_a_replica_gets_its_row_of_the_mean(average):
-    rows = np.arange(48.0, dtype=np.float32).reshape(4, 4, 3)  # of each replica one for each
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
-    specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
-    mapped = jax.shard_map(lambda x: average(x[0], "data")[None], mesh=mesh, **specs)
-    np.testing.assert_array_equal(jax.jit(mapped)(rows), rows.mean(0))
