@@ -69,8 +69,7 @@ def test_two_processes_read_what_one_does_and_resume_where_the_loop_stands(in_wo
     np.testing.assert_array_equal(two.batch(8)["x"], one.batch(8)["x"])
     readers, state = set(), None
     for number, (want, got) in enumerate(zip(one, two, strict=True)):
-        np.testing.assert_array_equal(got["x"], want["x"])
-        np.testing.assert_array_equal(got["mask"], want["mask"])
+        equal((got["x"], got["mask"]), (want["x"], want["mask"]))
         readers |= set(got["pid"])
         assert two.get_state() == one.get_state()
         state = one.get_state() if number == 6 else state
@@ -80,10 +79,7 @@ def test_two_processes_read_what_one_does_and_resume_where_the_loop_stands(in_wo
     rest = [batch["x"].tolist() for batch in two]
     assert rest == [batch["x"].tolist() for batch in one]
     assert len(rest) == 4
-    full = in_workers(num_epochs=1)
-    full.set_state({"position": 38})  # as behind a partial batch
-    assert next(full)["mask"].tolist() == [1, 1, 0, 0]
-    two.set_state({"position": 38})
+    two.set_state({"position": 38})  # as behind a partial batch
     assert [batch.keys() for batch in two] == [{"x", "pid"}]  # 42 - 38 fill a batch
 
 

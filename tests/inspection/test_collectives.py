@@ -73,11 +73,11 @@ def test_evaluation_sends_one_small_vector_and_making_the_state_nothing():
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("jit(step)/shard_map/transpose(jvp(loss))/model/Dense_0/dot_general", True),
-        ("jit(step)/shard_map/loss/model/Dense_0/dot_general", True),  # as newer JAX names it
-        ("jit(step)/shard_map/jvp(jit(run_and_settle))/loss/model/Dense_0/dot_general", False),
-        ("jit(step)/shard_map/optimizer_update/mul", False),
+        ("transpose(jvp(loss))/model/Dense_0/dot_general", True),
+        ("loss/model/Dense_0/dot_general", True),  # as newer JAX names it
+        ("jvp(jit(run_and_settle))/loss/model/Dense_0/dot_general", False),
+        ("optimizer_update/mul", False),
     ],
 )
 def test_operations_of_the_backward_pass_are_known_by_their_names(name, expected):
-    assert is_backward(name) == expected
+    assert is_backward(f"jit(step)/shard_map/{name}") == expected

