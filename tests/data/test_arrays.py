@@ -3,7 +3,6 @@
 import pickle
 
 import grain
-import make_fashion_mnist as script
 import numpy as np
 import pytest
 from data_files import rows_of
@@ -12,7 +11,6 @@ from states import equal
 from jddp.data import ArrayExamples, RowExamples, eval_batches, make_data_set, make_source
 from jddp.data.examples import column_of
 from jddp.data.source import rows_for_testing, spec_of
-from jddp.data.sources import arrays
 from jddp.data.sources.arrays import image_examples, map_npy, read_npz
 from jddp.ground.errors import ConfigError, DataError
 
@@ -224,18 +222,3 @@ def test_sources_know_their_shapes_without_reading():
 def test_wrong_arguments_are_refused_before_anything_is_read(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         make_source(name, **arguments)
-
-
-def test_script_keeps_as_many_of_each_class_and_the_whole_test_set(tmp_path, monkeypatch):
-    (made := tmp_path / "made").mkdir()
-    for names, per_class in ((script.TRAIN, 5), (script.TEST, 2)):  # like the original files
-        labels = np.arange(10 * per_class) % 10
-        pixels = np.random.default_rng(per_class).integers(0, 256, (len(labels), 28, 28))
-        for name, array in zip(names, (pixels, labels), strict=True):
-            (tmp_path / f"{name}.gz").write_bytes(script.pack(array))
-    monkeypatch.setattr(script, "NUM_PER_CLASS", 3)
-    script.main(tmp_path, made)
-    monkeypatch.setattr(arrays, "FOLDER", made)
-    part = make_source("fashion_mnist").load()
-    assert part.description == "Fashion-MNIST embedded: 30 train / 20 test examples"
-    assert np.bincount(rows_of(part.train)["label"]).tolist() == [3] * 10

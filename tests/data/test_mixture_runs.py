@@ -62,10 +62,8 @@ def test_the_first_lines_have_the_shares(folder):
     [
         ({"shuffle": False}, "'mixture' and 'shuffle' cannot be combined"),
         ({"dir": "x"}, "'mixture' and 'dir' cannot be combined"),
-        ({"sample_weights": "x.npy"}, "'mixture' and 'sample_weights' cannot"),
         ({"mixture": [{"dir": "x", "weight": 1}] * 2}, "a folder twice"),
         ({"mixture": [{"dir": "x", "weight": 0}]}, "greater than 0"),
-        ({"mixture": [{"dir": "x"}]}, "data.mixture.0.weight is missing"),
     ],
 )
 def test_mistakes_in_a_mixture_are_one_line(folder, data, said):

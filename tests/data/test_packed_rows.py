@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,16 +13,13 @@ import jddp
 from jddp.data.sources.tokens import PackedExamples
 from jddp.ground.errors import ConfigError
 from jddp.zoo.losses import next_token
-from jddp.zoo.models.transformer import GPT, positions_in
+from jddp.zoo.models.transformer import GPT
 
 pytestmark = pytest.mark.usefixtures("started_devices")
 
 make = functools.partial(GPT, vocab_size=32, num_layers=2, num_heads=2, width=16, max_length=12)
-FORMS = {
-    "plain": {},
-    "scan": {"scan_layers": True},
-    "remat": {"remat": True, "embedding_gradient": "one_hot"},
-}
+FORMS = {"plain": {}, "scan": {"scan_layers": True}}
+FORMS["remat"] = {"remat": True, "embedding_gradient": "one_hot"}
 DOCUMENTS = [5, 3, 4]
 
 
@@ -70,11 +66,6 @@ def test_padding_and_other_documents_change_no_bit_of_a_document():
         rows = [row_of(first, *rest) for rest in ((second, third), others)]
         one, other = (apply(tokens, segments=segments)[0, :5] for tokens, segments in rows)
         np.testing.assert_array_equal(one, other)
-
-
-def test_positions_restart_in_each_document():
-    segments = jnp.array([[1, 1, 1, 2, 3, 3, 0, 0], [1] * 8])
-    assert positions_in(segments).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [*range(8)]]
 
 
 def packed_batch():

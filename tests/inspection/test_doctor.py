@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from runs import environment, free_port
+from runs import environment, of_job
 
 from jddp.commands.doctor import main
 from jddp.distributed import gpus
 from jddp.distributed.failure_file import VARIABLE, describe_failure, write_failure
 from jddp.distributed.gpus import Missing
-from jddp.distributed.identity import VARIABLES
 from jddp.engine.mesh import make_mesh
 from jddp.inspection import doctor
 from jddp.inspection.doctor import Finding
@@ -59,18 +58,12 @@ def test_mixed_devices_and_a_plugin_without_a_gpu_are_reported_and_chosen_cpus_a
     assert (found.level, "4 x H100 and 1 x T400" in found.what) == ("warn", True)
 
 
-PLUGIN = """
-def initialize():
-    raise RuntimeError("Unable to load CUDA. Is it installed?")
-"""
-
-
 @pytest.fixture
 def with_plugin(tmp_path):
     """Variables of a process in which JAX's plugin for CUDA is installed, and finds no GPU."""
     package = tmp_path / "packages" / "jax_plugins" / "xla_cuda12"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(PLUGIN)
+    (package / "__init__.py").write_text("def initialize():\n    raise RuntimeError('No CUDA.')\n")
     about = tmp_path / "packages" / "jax_cuda12_plugin-0.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Name: jax-cuda12-plugin\nVersion: 0.0\n")
@@ -81,10 +74,8 @@ def with_plugin(tmp_path):
 
 
 def run(words, folder, variables, **others):
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, cwd=folder, env=variables | others, capture_output=True, text=True
-    )
+    options = {"cwd": folder, "env": variables | others, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *words], **options)
 
 
 @pytest.mark.processes
@@ -117,13 +108,10 @@ PLAIN = ["-m", "jddp", "doctor"]
 
 def end_together(words, variables):
     """The exit codes, errors and outputs of the two processes of a job."""
-    port = free_port()
-    numbers = [(f"127.0.0.1:{port}", "2", str(process)) for process in range(2)]
-    joined = [dict(zip(VARIABLES, x, strict=True)) for x in numbers]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [
         subprocess.Popen([sys.executable, *word], env=own | other, **pipes)
-        for word, own, other in zip(words, joined, variables, strict=True)
+        for word, own, other in zip(words, of_job(), variables, strict=True)
     ]
     texts, errors = zip(*(x.communicate(timeout=120) for x in running), strict=True)
     return [process.returncode for process in running], errors, texts
@@ -134,11 +122,6 @@ def test_a_host_without_a_gpu_ends_all_before_the_devices_start(with_plugin):
     codes, errors, _ = end_together([["-c", WITH_GPU], PLAIN], [with_plugin] * 2)
     assert codes == [78, 78], errors
     assert all("a GPU is absent there and present here" in error for error in errors)
-    platforms = [with_plugin | {"JAX_PLATFORMS": name} for name in ("cpu", "cuda")]
-    codes, errors, _ = end_together([PLAIN] * 2, platforms)
-    assert set(codes) <= {69, 81}, errors
-    assert codes[1] == 69
-    assert "JAX finds no device for JAX_PLATFORMS=cuda" in errors[1]
 
 
 def test_another_version_and_a_directory_not_all_see_are_reported(tmp_path):
@@ -157,10 +140,7 @@ def test_a_host_or_else_a_link_that_stands_out_is_reported():
         ({(0, 1): 0.5}, []),
         ({(0, 1): 1e-4, (1, 2): 1e-3, (2, 0): 1e-4}, []),  # that is noise
         ({(0, 1): 1e-3, (1, 2): 4e-2, (2, 0): 4e-2}, ["process 2 on h2 takes 40.00 ms"]),
-        (
-            {(0, 1): 1e-3, (1, 2): 4e-2, (2, 3): 1e-3, (3, 0): 1e-3},
-            ["the link from process 1 on h1 to process 2 on h2 takes 40.00 ms"],
-        ),
+        ({(0, 1): 1e-3, (1, 2): 4e-2, (2, 3): 1e-3, (3, 0): 1e-3}, ["the link from process 1 on"]),
     ):
         found = list(doctor.compare_links(times, NAMES, 1024))
         assert levels(found) == (["warn"] * len(text) or ["ok"])

@@ -105,9 +105,7 @@ def test_where_the_start_is_too_much_no_smaller_step_is_suggested():
     assert [*memory.cuts(4)] == [2, 4]
     large = dataclasses.replace(memory, start=int(memory.limit) + 1)
     assert not large.fits
-    assert [*large.cuts(4)] == []
     assert not [*ways_out(wrapped(loss_fn), specs(make_batch(8)), large)]
-    assert re.search(r"\n  start \(init\) +[\d,.]+\n", repr(large))
 
 
 class Device:

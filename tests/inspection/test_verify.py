@@ -31,7 +31,6 @@ def test_models_pass_with_and_without_random_numbers(name, dropout_rate):
     report = verified(MODELS[name](dropout_rate=dropout_rate), batch=make_batch(masked=True))
     assert report.passed, report
     assert report.is_side_by_side == (dropout_rate > 0)
-    assert max(map(len, str(report).splitlines())) <= 80
 
 
 def test_options_pass_and_coarse_numbers_are_allowed_their_roundings():
@@ -53,14 +52,10 @@ def noise(x):
 
 backward_only = jax.custom_vjp(lambda x: x)
 backward_only.defvjp(lambda x: (x, None), lambda _, g: (noise(g),))
-DRAWING = {
-    "plain": (lambda x: x, False),
-    "noise": (noise, True),
-    "backward_only": (backward_only, True),
-}
+DRAWING = (lambda x: x, False), (noise, True), (backward_only, True)
 
 
-@pytest.mark.parametrize("function, draws", DRAWING.values(), ids=DRAWING)
+@pytest.mark.parametrize("function, draws", DRAWING)
 def test_a_step_draws_if_its_loss_does_forward_or_backward(function, draws):
     def loss(model, batch, train):
         return jax.jit(function)(loss_fn(model, batch, train)[0])
