@@ -5,7 +5,6 @@ run = job.run()
 """
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -189,16 +188,12 @@ class Job:
         Raises:
           UsageError: If there is no second device.
         """
-        optimizer, peak = optimizer_of(self.config, self.num_steps or 1, at_peak=True)
+        optimizer, _ = optimizer_of(self.config, self.num_steps or 1, at_peak=True)
         with contextlib.closing(self.train_batches()) as batches:
             batch = batches.peek() if isinstance(batches, Source) else batches.batch(0)
         parts, mesh = self.parts, self.ddp.mesh
         options = {"seed": self.config.seed, "mesh": mesh, **parts.ddp_options}
-        report = verify(parts.model, optimizer, parts.loss_fn, batch, **options)
-        if peak is None or self.learning_rate is None or np.isclose(peak(0), self.learning_rate(0)):
-            return report
-        note = f"The update uses the peak learning rate of the schedule, {peak(0):.3g}."
-        return dataclasses.replace(report, findings=(note, *report.findings))
+        return verify(parts.model, optimizer, parts.loss_fn, batch, **options)
 
     def train_batches(self) -> TrainBatches | Source:
         """This process's training batches, from the first; of a stream, from where it is."""
@@ -210,13 +205,21 @@ class Job:
     def plain_batches(self) -> TrainBatches:
         """The batches, read by this process itself."""
         assert isinstance(self.data, DataSet), "build(config) has data unless needs_data=False"
-        own, listed = self.config.data.transforms, listed_transforms(self.config)
+        config = self.config.data
+        own, listed = config.transforms, listed_transforms(self.config)
+        order: ExampleOrder
+        if self.data.order is not None:
+            order = self.data.order(self.config.seed)
+        else:
+            path = config.sample_weights
+            weights = None if path is None else load_weights(absolute(path, folder=self.folder))
+            order = Order(len(self.data.train), self.config.seed, config.shuffle, weights)
         return TrainBatches(
             self.data.train,
-            global_batch_size=self.config.data.global_batch_size,
-            order=order_of(self.config, self.data, self.folder),
+            global_batch_size=config.global_batch_size,
+            order=order,
             num_epochs=self.config.train.num_epochs,
-            drop_remainder=self.config.data.drop_remainder,
+            drop_remainder=config.drop_remainder,
             transforms=self.parts.source.augment if own is None else listed,
             on_device=True,
             multiple_of=self.ddp.steps.rows.num_micro_batches,
@@ -237,15 +240,6 @@ class Job:
                 "device_kind": self.ddp.mesh.devices.flat[0].device_kind,
             },
         }
-
-
-def order_of(config: Config, data: DataSet, folder: Path | None) -> ExampleOrder:
-    """The order of the examples of a run."""
-    if data.order is not None:
-        return data.order(config.seed)
-    path = config.data.sample_weights
-    weights = None if path is None else load_weights(absolute(path, folder=folder))
-    return Order(len(data.train), config.seed, config.data.shuffle, weights)
 
 
 def test_batches(config: Config, data: DataSet | Streams) -> Batches:

@@ -237,8 +237,8 @@ def by_kind(record: Record) -> Iterator[tuple[str, str, Any]]:
         elif isinstance(value, np.ndarray) and value.dtype == np.uint8:
             by_channel = value[..., None] if value.ndim == 2 else value
             yield "images", chart, by_channel[None] if by_channel.ndim == 3 else by_channel
-        elif isinstance(value, np.ndarray):
-            yield "numbers", chart, value[np.isfinite(value)]
+        elif isinstance(value, np.ndarray) and (finite := value[np.isfinite(value)]).size:
+            yield "numbers", chart, finite
 
 
 class TensorBoard:
@@ -277,18 +277,12 @@ class TensorBoard:
             elif kind == "images":
                 self._writer.add_images(chart, value, step, dataformats="NHWC")
             else:
-                self._add_histogram(chart, value, step)
+                self._writer.add_histogram(chart, value, step)
         self._writer.flush()  # A page shows the values now, and they survive a kill.
 
     def close(self) -> None:
         """Closes the event file."""
         self._writer.close()
-
-    def _add_histogram(self, chart: str, numbers: np.ndarray, step: int) -> None:
-        try:
-            self._writer.add_histogram(chart, numbers, step)
-        except ValueError as error:  # No value is finite, or all are beyond 1e20.
-            self._writer.add_text(chart, f"no histogram: {error}", step)
 
 
 def _as_typed(lines: Iterable[str]) -> str:
