@@ -171,44 +171,39 @@ RECORD |= {"learning_rate": 1.6e-3, "examples_per_second": 10812.0, "step_second
 EVALUATED = {"step": 1170, "split": "eval", "loss": 0.361, "examples": 10_000.0}
 
 
-def test_a_train_line_says_all_and_fits():
-    line = "step 400/1170  loss 0.2384  accuracy 0.9123  lr 0.0016  10.8k ex/s  ETA 0:15"
-    assert train_line(RECORD, Course(1170)) == line
-    many = RECORD | {f"a_metric_with_a_long_name_{i}": 0.5 for i in range(9)}
-    assert len(train_line(many, Course(1170))) <= 80
-    assert train_line(many, Course(1170)).endswith("ETA 0:15")
-    # Beside a bar there is less room: the learning rate goes first, and the speed before a metric.
-    assert train_line(RECORD, Course(1170), columns=69) == line.replace("lr 0.0016  ", "")
-    clipped = train_line(RECORD | {"grad_norm": 1.2345}, Course(1170), columns=70)
-    assert clipped == "step 400/1170  loss 0.2384  accuracy 0.9123  grad_norm 1.234  ETA 0:15"
-    assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, Course(500_000))
-    assert train_line({"step": 1, "loss": float("nan")}, Course(9)) == "step 1/9  loss nan"
-
-
-def test_a_train_line_has_the_wait_for_data_if_it_is_noticeable():
-    waits = RECORD | {"step_seconds": 0.02, "data_wait_seconds": 0.0025}
-    line = train_line(waits, Course(1170))
-    assert "data wait 12 %" in line
-    assert "lr" not in line  # the wait matters more
-    seldom = waits | {"data_wait_seconds": 0.0009}
-    assert "wait" not in train_line(seldom, Course(1170), columns=100)
-
-
-def test_a_train_line_has_tokens_and_mfu_or_else_flops_if_there_is_room():
-    rates = {"tokens_per_second": 1.2e6, "model_flops_per_second": 3.2e15, "mfu": 0.41234}
-    line = "step 400/1170  loss 0.2384  accuracy 0.9123  1.2M tokens/s  MFU 41.2 %  ETA 0:15"
-    assert train_line(RECORD | rates, Course(1170)) == line  # the learning rate is known beforehand
-    assert train_line(RECORD | rates, Course(1170), columns=69) == line.replace("MFU 41.2 %  ", "")
-    del rates["mfu"]
-    short = {name: x for name, x in (RECORD | rates).items() if name != "accuracy"}
-    line = "step 400/1170  loss 0.2384  lr 0.0016  1.2M tokens/s  3.2 PFLOP/s  ETA 0:15"
-    assert train_line(short, Course(1170)) == line
-    del short["tokens_per_second"]
-    short["model_flops_per_second"] = 8.9e9
-    line = "step 400/1170  loss 0.2384  lr 0.0016  10.8k images/s  8.9 GFLOP/s  ETA 0:15"
-    assert train_line(short, Course(1170, unit="images")) == line
+HEAD, END = "step 400/1170  loss 0.2384", "ETA 0:15"
+WAITS = {"step_seconds": 0.02, "data_wait_seconds": 0.0025}
+RATES = {"tokens_per_second": 1.2e6, "model_flops_per_second": 3.2e15}
+MFU = RATES | {"mfu": 0.41234}
+MANY = {f"a_metric_with_a_long_name_{i}": 0.5 for i in range(9)}
+SLOW = {"model_flops_per_second": 8.9e9}
+# What a record has, the width of the line, and its middle.
+LINES = [
+    ({}, 80, "accuracy 0.9123  lr 0.0016  10.8k ex/s"),
+    ({}, 69, "accuracy 0.9123  10.8k ex/s"),  # the learning rate goes first
+    ({"grad_norm": 1.2345}, 70, "accuracy 0.9123  grad_norm 1.234"),  # then the speed
+    (MANY, 80, "accuracy 0.9123"),
+    (WAITS, 80, "accuracy 0.9123  data wait 12 %"),
+    (WAITS | {"data_wait_seconds": 0.0009}, 100, "accuracy 0.9123  lr 0.0016  10.8k ex/s"),
+    (MFU, 80, "accuracy 0.9123  1.2M tokens/s  MFU 41.2 %"),
+    (MFU, 69, "accuracy 0.9123  1.2M tokens/s"),
+    (RATES, 100, "accuracy 0.9123  lr 0.0016  1.2M tokens/s  3.2 PFLOP/s"),
+    (SLOW, 90, "accuracy 0.9123  lr 0.0016  10.8k ex/s  8.9 GFLOP/s"),
     # On a device whose peak is unknown, FLOP/s mean less than the learning rate.
-    assert "FLOP" not in train_line(short, Course(1170, unit="images"), columns=69)
+    (SLOW, 80, "accuracy 0.9123  lr 0.0016  10.8k ex/s"),
+]
+
+
+@pytest.mark.parametrize("given, columns, middle", LINES)
+def test_a_train_line_has_what_matters_most_and_fits(given, columns, middle):
+    line = train_line(RECORD | given, Course(1170), columns)
+    assert line == f"{HEAD}  {middle}  {END}"
+
+
+def test_a_train_line_has_hours_its_unit_and_no_field_that_is_unknown():
+    assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, Course(500_000))
+    assert "10.8k images/s" in train_line(RECORD, Course(1170, unit="images"), 90)
+    assert train_line({"step": 1, "loss": float("nan")}, Course(9)) == "step 1/9  loss nan"
 
 
 def report(records=(RECORD,), is_writer=True):

@@ -5,7 +5,6 @@ import re
 import shutil
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from runs import write_sealed
@@ -15,8 +14,6 @@ import jddp
 from jddp.commands.checkpoint import main as checkpoint
 from jddp.commands.doctor import main as doctor
 from jddp.commands.runs import evaluate_command as evaluate
-from jddp.data.sources import make_source
-from jddp.distributed.command import run_command
 from jddp.ground import errors
 
 EVIL, SHOWN = "\x1b[2J\x9b\u202e", r"\x1b[2J\x9b\u202e"
@@ -84,17 +81,4 @@ def test_commands_print_names_of_a_run_as_escapes(tmp_path, printed):
     printed()
     shutil.rmtree(run_dir / "checkpoints")
     assert doctor([str(run_dir)]) == 0
-    printed()
-
-
-def test_an_image_that_does_not_decode_is_named_with_escapes(tmp_path, printed):
-    for part in ("train", "test"):
-        (tmp_path / part / EVIL).mkdir(parents=True)
-        (tmp_path / part / EVIL / f"{EVIL}.png").write_bytes(b"no image")
-
-    def read():
-        images = make_source("image_folder", directory=str(tmp_path), kwargs={"image_size": 8})
-        images.load().train.take(np.arange(1))
-
-    assert run_command(read) == 65
     printed()
