@@ -9,7 +9,6 @@ import gc
 import os
 import signal
 import sys
-from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,15 +30,6 @@ import pytest
 
 NUM_DEVICES = 8
 
-# Tests that a run leaves out unless they are asked for, and the command that runs them.
-COMMANDS = {
-    "long": "scripts/test -m long",
-    "slow": 'scripts/test -m "slow and not long" --dist loadgroup',
-    "processes": 'scripts/test -m "processes and not slow and not long" --dist loadgroup',
-    "aot": "scripts/overlap",
-    "gpu": "JAX_PLATFORMS=cuda scripts/test -m gpu -n 0",
-}
-LEFT_OUT = pytest.StashKey[Counter]()
 
 # Tests send signals, which `nohup` and a shell's `&` leave ignored for whatever they start.
 for number in (signal.SIGHUP, signal.SIGQUIT):
@@ -99,7 +89,6 @@ def compile_cache(config):
 
 
 def pytest_configure(config):
-    config.stash[LEFT_OUT] = Counter()
     if config.pluginmanager.hasplugin("cacheprovider"):
         jax.config.update("jax_compilation_cache_dir", str(compile_cache(config)))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -113,30 +102,6 @@ def pytest_collection_modifyitems(items):
     if marked and jax.default_backend() != "gpu":
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="there is no GPU"))
-
-
-def pytest_deselected(items):
-    for item in items:
-        marker = next(filter(item.get_closest_marker, COMMANDS), None)
-        item.config.stash[LEFT_OUT][marker] += 1
-
-
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # one of several processes, of which each collects
-        session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    node.config.stash[LEFT_OUT] |= Counter(getattr(node, "workeroutput", {}).get("left_out"))
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if config.option.keyword:  # What -k leaves out was left out on purpose.
-        return
-    for marker, command in COMMANDS.items():
-        if count := config.stash[LEFT_OUT][marker]:
-            terminalreporter.line(f"left out: {count} tests marked {marker}: {command}")
 
 
 def refuse_skip(report):
