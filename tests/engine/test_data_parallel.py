@@ -66,22 +66,6 @@ def test_keys_are_those_of_a_step_a_replica_and_a_stream():
     np.testing.assert_allclose(metrics["loss"], drawn.mean(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
-def test_every_device_holds_as_many_bytes(model):
-    ddp, batch = wrapped(model, optax.adam(1e-3)), make_batch(32)
-
-    def check(leaves):
-        per_device = dict.fromkeys(ddp.mesh.devices.flat, 0)
-        for shard in (shard for x in jax.tree.leaves(leaves) for shard in x.addressable_shards):
-            per_device[shard.device] += shard.data.nbytes
-        assert max(per_device.values()) <= 1.01 * min(per_device.values())
-
-    state = ddp.init(0, batch)
-    check(state)
-    state, metrics = ddp.step(state, ddp.shard_batch(batch))
-    check((state, metrics, ddp.shard_batch(batch)))
-
-
 def test_a_user_s_values_outlive_a_donated_step_and_a_donated_state_is_refused():
     module, batch = NnxConvNet(nnx.Rngs(0), dropout_rate=0.5), make_batch()
     module.eval()

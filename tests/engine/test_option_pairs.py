@@ -3,11 +3,11 @@
 import inspect
 import itertools
 
-import jax
+import optax
 import pytest
 from judge import joined
 from sweeps import swept
-from test_random_options import MIB, Case, Net, halves, hold
+from test_random_options import MIB, Case, Net, halves, hold, make_loss
 
 import jddp
 from jddp.engine.strategy import REFUSED
@@ -103,9 +103,18 @@ def test_a_pair_of_options_equals_one_device_or_is_refused(pair):
         assert f"{' and '.join(names)} cannot be combined" in refusal
 
 
-def test_the_pairs_are_of_options_that_there_are():
-    assert set().union(*VALUES.values()) <= set(DEFAULTS)
-    within_one = {"reduction.layout='leaf'", "reduction.wire_dtype='float16'"}
-    within_one |= {"batch_norm='local' or 'broadcast'"}
-    assert {name for pair in REFUSED for name in pair} <= {*VALUES, *within_one, "local steps"}
-    assert jax.device_count() >= DEFAULTS["mesh"]
+NAMED = VALUES | {
+    "reduction.overlap=True": {"reduction": jddp.Reduction(overlap=True)},
+    "reduction.layout='leaf'": {"reduction": jddp.Reduction(layout="leaf")},
+    "reduction.wire_dtype='float16'": {"reduction": "float16"},
+    "batch_norm='local' or 'broadcast'": VALUES["local statistics"],
+    "local steps": VALUES["local steps from the first"],
+}
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids="-".join)
+def test_a_pair_of_the_table_is_refused_when_it_is_given(pair):
+    model = Net("batch", attention=False, counts=False, unused=False)
+    options = joined(*map(NAMED.get, pair))
+    with pytest.raises(jddp.ConfigError, match=f"{' and '.join(pair)} cannot be combined: "):
+        jddp.DataParallel(model, optax.sgd(0.1), make_loss("tokens"), **options, mesh=4)
