@@ -15,7 +15,6 @@ import textwrap
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 
 from jddp.config.versions import versions
 from jddp.data.source import Streams
@@ -56,7 +55,6 @@ def opening(job: Job, name: str, detected: str, *, columns: int) -> str:
         "devices": f"{mesh.size} x {device.device_kind}" if is_named else "",
         "batch": _batch(job),
         "steps": _steps(job),
-        "lr": _rates(job),
         "sends": job.ddp.steps.planned(job.batch_spec).plan.headline if mesh.size > 1 else "",
         "run dir": str(config.run.dir),
         "": f"metrics.jsonl, logs, {PAGE}, checkpoints {when_saved}",
@@ -132,19 +130,6 @@ def _steps(job: Job) -> str:
         return f"{num_steps:,} of a stream"
     epochs = num_steps * size / len(job.data.train)
     return f"{num_steps:,} = {epochs:.4g} epochs of {len(job.data.train):,} examples"
-
-
-def _rates(job: Job) -> str:
-    """The learning rate at the first step, after each quarter but the third, and at the end."""
-    schedule, num_steps = job.learning_rate, job.num_steps
-    if schedule is None or num_steps is None:
-        return ""
-    steps = dict.fromkeys(max(1, round(share * num_steps)) for share in (0, 0.25, 0.5, 1))
-    rates = {step: f"{float(np.asarray(schedule(step - 1))):.2g}" for step in steps}
-    if len(set(rates.values())) == 1:
-        return f"{rates[1]} at all steps"
-    others = [unbroken(f"{rate} at {step:,}") for step, rate in rates.items() if step > 1]
-    return ", ".join([unbroken(f"{rates[1]} at step 1"), *others])
 
 
 def preview(job: Job) -> str:

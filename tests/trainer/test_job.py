@@ -339,7 +339,6 @@ def test_a_summary_and_a_preview_say_what_a_run_would_be_and_write_nothing(mine)
     for part in (
         "batch    8 = 2 devices x 2 micro-batches x 2 examples",
         "steps    3 = 1.2 epochs of 20 examples",
-        "lr       ",
         "sends    1 bucket, ",
         "run dir  ",
     ):
