@@ -39,6 +39,7 @@ from jddp.ground.typing import ModelState, Params, Path, PyTree, Shaped
 from jddp.modules.base import FlaxModel
 from jddp.reduce import hooks
 from jddp.reduce.backward import Finished
+from jddp.reduce.exchange import exchange_on
 from jddp.reduce.lazy import Lazy
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer, bucket_sizes, choose_layout
@@ -181,8 +182,8 @@ class FSDP(Strategy):
         if groups.size == 1:
             logging.getLogger("jddp").warning("strategy='fsdp' on one device is 'ddp'.")
             return Placement()
-        average = hooks.average_of_shards(platform(mesh), groups)
-        gather = Gather(reducer.axis, average, groups, reducer.wire_dtype)
+        exchange = exchange_on(platform(mesh), groups)
+        gather = Gather(reducer.axis, exchange, groups, reducer.wire_dtype)
         return FullySharded(Lazy(gather, reducer.bucket_bytes, keeps=not self.regather))
 
 
@@ -410,7 +411,8 @@ def choose_reducer(
     packed = strategy.packed(layout, reduction.hook, mesh)
     wire_dtype = None if reduction.wire_dtype is None else jnp.dtype(reduction.wire_dtype)
     sizes, seen = bucket_sizes(reduction.bucket_mb), unscaled if is_scaled else None
-    reducer = Reducer(axis_of(mesh), sizes, *packed, wire_dtype, seen)
+    exchange = exchange_on(platform(mesh))
+    reducer = Reducer(axis_of(mesh), sizes, *packed, wire_dtype, seen, exchange=exchange)
     if isinstance(strategy, FSDP) and (size := strategy.groups(mesh.size).size) > 1:
         reducer = dataclasses.replace(
             reducer, is_divided=lambda shape: divided_dim(shape, size) is not None

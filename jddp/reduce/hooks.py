@@ -26,7 +26,6 @@ logical replicas is `jddp.workbench.logical_replicas.RowsOfSums`.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -38,10 +37,10 @@ import numpy as np
 from jax import lax
 
 from jddp.ground.errors import ConfigError, check_choice
-from jddp.ground.numbers import add_in_pairs
 from jddp.ground.typing import HookState, PyTree, Tree
+from jddp.reduce.exchange import exchange_on
 from jddp.reduce.plan import Bucket, BucketPlan
-from jddp.reduce.shards import Groups, Shape, own_shard, pack, shard_shape
+from jddp.reduce.shards import Shape, own_shard, pack, shard_shape
 
 
 @runtime_checkable
@@ -347,7 +346,7 @@ def choose_packing(
         form.
     """
     if hook is None and is_sharded:
-        return ShardedLeaves(layout), narrow(mean_hook(average_of_shards(platform))), ""
+        return ShardedLeaves(layout), narrow(mean_hook(exchange_on(platform).mean)), ""
     if hook is None:
         max_packed = math.inf if on_network or platform != "cpu" else MANY
         return Packing(layout, max_packed), narrow(mean_hook()), ""
@@ -359,17 +358,6 @@ def choose_packing(
     # A custom hook promises the mean of whole leaves. Each replica takes its shard of that mean.
     name = getattr(hook.reduce, "__name__", repr(hook.reduce))
     return Packing(layout), _checked(narrow(hook), name), name
-
-
-def average_of_shards(platform: str, groups: Groups | None = None) -> TakeMean:
-    """Returns the function that takes each replica's row of a mean, on this hardware.
-
-    Args:
-      platform: The hardware.
-      groups: Groups of replicas; each group takes a mean of its own. None for one group.
-    """
-    take = exchange_mean if platform == "cpu" else scatter_mean
-    return take if groups is None else functools.partial(take, groups=groups.members)
 
 
 def _checked(hook: CommHook, name: str) -> CommHook:
@@ -391,34 +379,3 @@ def _form(tree: PyTree) -> str:
     leaves, treedef = jax.tree.flatten(tree)
     arrays = [f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else str(x) for x in leaves]
     return f"{treedef} of {', '.join(arrays)}"
-
-
-def scatter_mean(tree: Tree, axis: str, groups: list[list[int]] | None = None) -> Tree:
-    """This replica's row of the mean over replicas, for each array of (replicas, shard).
-
-    With `groups` it is the mean over the replicas of its group.
-    """
-
-    def mean(x: jax.Array) -> jax.Array:
-        return lax.psum_scatter(x, axis, axis_index_groups=groups) / len(x)
-
-    return jax.tree.map(mean, tree)
-
-
-def exchange_mean(tree: Tree, axis: str, groups: list[list[int]] | None = None) -> Tree:
-    """Takes the same mean by sending each row to its replica, and adds in float32 at least.
-
-    As many bytes are sent. Between processes XLA:CPU's reduce-scatter fails where one waits 30
-    seconds for another (https://github.com/jax-ml/jax/issues/40831); an all-to-all waits.
-    """
-
-    def mean(x: jax.Array) -> jax.Array:
-        rows = lax.all_to_all(
-            x, axis, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups
-        )
-        # In half precision a small gradient would vanish next to a large partial sum. The wire
-        # carries the wire dtype in any case.
-        total = add_in_pairs(rows.astype(jnp.promote_types(x.dtype, jnp.float32)))
-        return (total / len(x)).astype(x.dtype)
-
-    return jax.tree.map(mean, tree)

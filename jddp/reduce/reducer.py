@@ -30,13 +30,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.typing import DTypeLike
 
 from jddp.ground.errors import ConfigError, check_choice
 from jddp.ground.typing import MEBIBYTE, Grads, HookState, Params, PyTree
 from jddp.reduce import hooks
 from jddp.reduce.backward import Finished, Gradients
+from jddp.reduce.exchange import VECTORS, Exchange
 from jddp.reduce.hooks import BucketLayout, CommHook, GradBucket, Packing, Units, choose_packing
 from jddp.reduce.plan import BucketPlan, plan_buckets
 from jddp.reduce.shards import Shape, unpack
@@ -57,6 +57,7 @@ class Reducer:
         for the hook itself.
       is_divided: Function of a leaf's shape: whether the leaf is in no bucket, since it has been
         averaged already; None if all leaves are sent.
+      exchange: How shards are gathered.
     """
 
     axis: str
@@ -67,6 +68,7 @@ class Reducer:
     wire_dtype: np.dtype | None
     seen: Callable[[CommHook, Units], CommHook] | None = None
     is_divided: Callable[[Shape], bool] | None = None
+    exchange: Exchange = VECTORS
 
     def plan(self, tree: PyTree, ready: Sequence[int | None] | None = None) -> BucketPlan:
         """Plans buckets for gradients like `tree`, in the order in which they are finished.
@@ -157,7 +159,7 @@ class Reducer:
         for members in (*sent, *([i] for i in sorted({*range(len(leaves))}.difference(*sent)))):
             with jax.named_scope("parameters"):
                 row = jnp.concatenate([leaves[i].ravel() for i in members])
-                rows = lax.all_gather(row, self.axis)
+                rows = self.exchange.gather(row, self.axis)
             arrays = unpack(rows, [shapes[i] for i in members])
             for i, array in zip(members, arrays, strict=True):
                 leaves[i] = array

@@ -35,7 +35,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jddp.ground.jaxprs import carried
 from jddp.ground.typing import PyTree, Shaped, Tree
-from jddp.reduce.hooks import TakeMean, mean_over
+from jddp.reduce.exchange import Exchange
+from jddp.reduce.hooks import mean_over
 from jddp.reduce.plan import Bucket, GatheredUnit, plan_buckets
 from jddp.reduce.shards import Groups, Shape
 
@@ -219,14 +220,13 @@ class Gather:
 
     Attributes:
       axis: Name of the mapped axis.
-      average: Function that takes the mean of rows, (replicas of a group, part); a replica gets its
-        own row.
+      exchange: How the replicas of a group exchange rows.
       groups: Groups of replicas that divide parameters.
       wire_dtype: Dtype to which wider gradients are cast on the wire, or None.
     """
 
     axis: str
-    average: TakeMean
+    exchange: Exchange
     groups: Groups
     wire_dtype: np.dtype | None = None
 
@@ -245,8 +245,7 @@ class Gather:
 
         def gather(*parts: jax.Array) -> tuple[jax.Array, ...]:
             with jax.named_scope(f"{UNIT}parameters"):
-                row, members = _joined(parts).astype(dtype), self.groups.members
-                rows = lax.all_gather(row, self.axis, axis_index_groups=members)
+                rows = self.exchange.gather(_joined(parts).astype(dtype), self.axis)
                 wholes = map(_merged, _cut(rows, shapes), dims)
                 # The program casts them again at once, and XLA drops both casts. So gradients come
                 # back in the parameters' own dtype, and are averaged in it.
@@ -289,7 +288,7 @@ class Gather:
             rows = jnp.concatenate([x.reshape(num, -1) for x in divided], axis=1)
             narrow = self.wire_dtype is not None and self.wire_dtype.itemsize < dtype.itemsize
             rows = rows.astype(self.wire_dtype) if narrow else rows
-            row = mean_over(self.axis, rows, self.average).astype(dtype)
+            row = mean_over(self.axis, rows, self.exchange.mean).astype(dtype)
         return [x[0] for x in _cut(row.reshape(1, -1), shapes)]
 
 

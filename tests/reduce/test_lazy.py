@@ -11,7 +11,7 @@ import pytest
 from jax import P, lax
 
 from jddp.ground.jaxprs import equations
-from jddp.reduce.hooks import average_of_shards, exchange_mean, scatter_mean
+from jddp.reduce.exchange import VECTORS, AllToAll, exchange_on
 from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, Origin, forget
 from jddp.reduce.shards import Groups, divided_dim
 from jddp.reduce.units import Gather, Part
@@ -112,10 +112,10 @@ def on_replicas(function, in_specs, out_specs):
     )
 
 
-def gradients(program, w, x, *, keeps=False, average=scatter_mean):
+def gradients(program, w, x, *, keeps=False, exchange=VECTORS):
     """The jitted function that returns the mean gradient of `program`, part by part."""
     dim = divided_dim(w.shape[w.ndim - 2 :], NUM) + w.ndim - 2
-    lazy = Lazy(Gather("data", average, Groups(NUM)), (2**20,), keeps)
+    lazy = Lazy(Gather("data", exchange, Groups(NUM)), (2**20,), keeps)
 
     def replica(part, x):
         traced = jax.make_jaxpr(program)(jax.ShapeDtypeStruct(w.shape, w.dtype), x)
@@ -151,7 +151,7 @@ def test_gradients_are_the_parts_of_the_mean(program, keeps):
 @pytest.mark.parametrize("program", SCANS)
 def test_parameters_that_a_scan_slices_are_gathered_in_its_body(program):
     w, x = numbers(LAYERS, WIDTH, WIDTH), numbers(2 * NUM, WIDTH, seed=1)
-    beside_one_device(program, w, x, average=exchange_mean)
+    beside_one_device(program, w, x, exchange=AllToAll())
     traced = jax.make_jaxpr(gradients(program, w, x))(w, x)
     found = [e for e in equations(traced.jaxpr) if e.primitive.name == "all_gather"]
     whole = {(LAYERS, WIDTH, WIDTH), (LAYERS * WIDTH * WIDTH,)}
@@ -240,7 +240,7 @@ def test_nothing_made_of_parameters_alone_is_kept_for_the_backward_pass(program)
     w, x = numbers(LAYERS, WIDTH, WIDTH), numbers(2, WIDTH, seed=1)
     w = w if program in SCANS else w[0]
     dim = w.ndim - 2
-    lazy = Lazy(Gather("data", scatter_mean, Groups(NUM)), (2**20,), keeps=False)
+    lazy = Lazy(Gather("data", VECTORS, Groups(NUM)), (2**20,), keeps=False)
     kept = []
 
     def replica(part, x):
@@ -259,10 +259,10 @@ def test_nothing_made_of_parameters_alone_is_kept_for_the_backward_pass(program)
     assert not [shape for shape in kept if shape[-2:] == (WIDTH, WIDTH)]
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_means_of_groups_that_are_averaged_are_the_mean_of_all_replicas(platform):
     groups = Groups(size=2, num=2)
-    gather = Gather("data", average_of_shards(platform, groups), groups)
+    gather = Gather("data", exchange_on(platform, groups), groups)
     grads = np.random.default_rng(0).integers(-9, 9, (NUM, WIDTH, 3)).astype(np.float32)
 
     def replica(part, grad):
@@ -284,7 +284,7 @@ def test_a_unit_is_one_gather_and_its_gradients_one_reduce_scatter():
         return functools.reduce(lambda x, w: jnp.tanh(x @ w), [*w], x).sum()
 
     for unit_bytes, units in (((2**20,), 1), ((WIDTH * WIDTH * 4,), LAYERS)):
-        lazy = Lazy(Gather("data", scatter_mean, Groups(NUM)), unit_bytes, keeps=True)
+        lazy = Lazy(Gather("data", VECTORS, Groups(NUM)), unit_bytes, keeps=True)
 
         def replica(parts, x, lazy=lazy):
             traced = jax.make_jaxpr(lambda *w: layers(w[:-1], w[-1]))(*w, x)

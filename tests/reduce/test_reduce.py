@@ -15,6 +15,7 @@ from states import equal
 import jddp
 from jddp.ground.errors import ConfigError
 from jddp.reduce.backward import Finished
+from jddp.reduce.exchange import exchange_on
 from jddp.reduce.hooks import MANY, choose_packing
 from jddp.reduce.plan import BucketPlan, GatheredUnit, plan_buckets
 from jddp.reduce.reducer import (
@@ -308,3 +309,18 @@ def test_a_plan_says_what_is_known_of_its_order_and_its_hook():
     assert plan.notes == ("order: as the backward pass finishes them", "layout flat")
     hook = jddp.CommHook(init=lambda plan: (), reduce=jax.jit)
     assert (reduction(comm_hook=hook).hook_name, reduction().hook_name) == ("jit", "")
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cpu", "tpu"])
+def test_a_replica_gets_its_row_of_the_mean_and_the_parts_of_all(platform):
+    rows = np.arange(48.0, dtype=np.float32).reshape(4, 4, 3)  # of each replica one for each
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
+
+    def replica(x):
+        mean = exchange_on(platform).mean(x[0], "data")
+        return mean[None], exchange_on(platform).gather(mean, "data")[None]
+
+    means, gathered = jax.jit(jax.shard_map(replica, mesh=mesh, **specs))(rows)
+    np.testing.assert_array_equal(means, rows.mean(0))
+    np.testing.assert_array_equal(gathered, [rows.mean(0)] * 4)
