@@ -52,10 +52,12 @@ def share_gpus() -> None:
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of GPUs that need not be there: their kind, topology and links."""
+    """Adds the arguments of devices that need not be there: their kind, topology and links."""
     add = parser.add_argument
-    add("--target", metavar="GPU", help="model the step on these GPUs: h100, h200 or a100")
-    add("--topology", metavar="HOSTSxGPUS", help="of the target (default: 1x8)")
+    target = "model the step on h100, h200 or a100; or compile it for TPUs: v4, v5e, v5p or v6e"
+    add("--target", metavar="DEVICE", help=target)
+    shape = "HOSTSxGPUS of the target (default: 1x8), or the chips of TPUs, such as 2x4"
+    add("--topology", metavar="SHAPE", help=shape)
     link = "assume another link of the target: nvlink=300GB/s,2us, nic=25GB/s,14us"
     add("--link", action="append", default=[], metavar="NAME=BANDWIDTH,LATENCY", help=link)
 

@@ -38,7 +38,7 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
 from jddp.engine.guard import Average, Clip, Guard, limited
-from jddp.engine.mesh import input_specs, over_replicas, platform, shardings
+from jddp.engine.mesh import input_specs, over_replicas, shardings
 from jddp.engine.micro_batches import (
     WHOLE,
     Local,
@@ -455,7 +455,7 @@ def make_step(
     # Old and new state share memory: without donation a step needs parameters and optimizer state
     # twice.
     donated = (0,) if donate else ()
-    return spec.replicas.jit(mapped, compiler_options(spec.reducer, platform(mesh)), donated)
+    return spec.replicas.jit(mapped, compiler_options(spec.reducer, mesh.devices.flat[0]), donated)
 
 
 def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState) -> Wrapped:
@@ -468,4 +468,4 @@ def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState
 
     in_specs = (shardings(layouts, mesh), input_specs(mesh))
     mapped = over_replicas(gradients, mesh, in_specs, P())
-    return spec.replicas.jit(mapped, compiler_options(spec.reducer, platform(mesh)))
+    return spec.replicas.jit(mapped, compiler_options(spec.reducer, mesh.devices.flat[0]))

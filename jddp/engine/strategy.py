@@ -407,7 +407,7 @@ def choose_reducer(
     # program, which holds steps with and without a mean, would hold the backward pass twice.
     sends = (mesh.size > 1 and strategy.sends_buckets) or reduction.overlap is True
     overlap = reduction.overlap if sends else False
-    layout, overlaps = choose_layout(reduction.layout, overlap, lambda: platform(mesh))
+    layout, overlaps = choose_layout(reduction.layout, overlap, lambda: mesh.devices.flat[0])
     packed = strategy.packed(layout, reduction.hook, mesh)
     wire_dtype = None if reduction.wire_dtype is None else jnp.dtype(reduction.wire_dtype)
     sizes, seen = bucket_sizes(reduction.bucket_mb), unscaled if is_scaled else None

@@ -179,13 +179,14 @@ def explain(
 
     With `target`, the step is compiled for GPUs that need not be there, with the rows of the batch
     divided over them, and its time, memory and communication are modelled. It needs the extra
-    `aot`.
+    `aot`. For TPUs, with the extra `tpu`, only memory and collectives are known.
 
     Args:
       ddp: A `jddp.DataParallel`.
       batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-      target: A GPU: "h100", "h200" or "a100"; None for the devices of `ddp`.
-      topology: Hosts of the target and GPUs of each, "HOSTSxGPUS".
+      target: A GPU: "h100", "h200" or "a100"; TPUs: "v4", "v5e", "v5p" or "v6e"; None for the
+        devices of `ddp`.
+      topology: Hosts of the target and GPUs of each, "HOSTSxGPUS"; of TPUs the chips, "2x4".
       links: Links that replace the assumed ones, "NAME=BANDWIDTH,LATENCY", such as
         "nvlink=300GB/s,2us" or "nic=25GB/s,14us".
       scaling: Whether to model the step on 1, 8, 32 and 128 hosts too, with as many rows on each.

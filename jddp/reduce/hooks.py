@@ -251,7 +251,10 @@ BucketLayout = Literal["leaf", "flat"]
 SMALL_BYTES = 64 * 1024  # Smaller leaves are packed: a copy costs less than a round of the network.
 MANY = 64  # Limit of the leaves of a bucket that are packed where there is no network.
 NOTES = {
-    "leaf": ("layout leaf", "XLA fuses the buckets: all of them on CPUs, up to their size on GPUs"),
+    "leaf": (
+        "layout leaf",
+        "XLA fuses the buckets: up to their size on GPUs, elsewhere all of them",
+    ),
     "flat": ("layout flat",),
 }
 

@@ -174,6 +174,8 @@ class Reducer:
 
 
 GPUS = ("gpu", "cuda", "rocm")
+# TPUs v5p, v6e and 7x, which reduce arrays in sparse cores while the other cores compute.
+SPARSE_CORES = ("TPU v5", "TPU v6 lite", "TPU7x")
 # A small first bucket is complete early, so that the network is busy from nearly the beginning of
 # the backward pass. PyTorch DDP's first bucket is 1 MiB for that reason.
 BUCKET_MB = (1, 25)
@@ -221,7 +223,7 @@ def average_gradients(
       axis: Name of the mapped axis.
       bucket_mb: Largest size of a bucket, in MiB; or sizes of the first, the second, ...: the last
         one repeats.
-      layout: "leaf", "flat", or "auto": flat on GPUs, leaf elsewhere.
+      layout: "leaf", "flat", or "auto": flat on GPUs and TPUs with sparse cores, leaf elsewhere.
       wire_dtype: Dtype to which wider gradients are cast on the wire: "bfloat16" or "float16".
       comm_hook: A `CommHook` that reduces a bucket, in place of the mean. Each replica has its own
         hook state.
@@ -230,7 +232,7 @@ def average_gradients(
       ConfigError: If an option breaks its rule; in `update`, if gradients are already the same on
         all replicas.
     """
-    chosen, _ = choose_layout(layout, False, jax.default_backend)
+    chosen, _ = choose_layout(layout, False, lambda: jax.devices()[0])
     name = wire_dtype if isinstance(wire_dtype, str | None) else jnp.dtype(wire_dtype).name
     check_choice("wire_dtype", name, ("bfloat16", "float16", None))
     dtype = None if name is None else jnp.dtype(name)
@@ -257,45 +259,53 @@ def average_gradients(
 
 
 def choose_layout(
-    layout: str, overlap: bool | str, platform: Callable[[], str]
+    layout: str, overlap: bool | str, device: Callable[[], jax.Device]
 ) -> tuple[BucketLayout, bool]:
     """Resolves "auto"; returns a layout, and whether buckets are sent inside the backward pass.
 
     Args:
       layout: "leaf", "flat" or "auto".
       overlap: True, False or "auto".
-      platform: Function that returns the hardware.
+      device: Function that returns one of the devices.
 
     Raises:
       ConfigError: If the layout is unknown.
     """
     check_choice("layout", layout, ("auto", *get_args(BucketLayout)))
-    # `platform` is called only where the answer matters: it starts JAX's backend.
-    on_gpu = "auto" in (layout, overlap) and platform() in GPUS
+    # `device` is called only where the answer matters: it starts JAX's backend.
+    can_overlap = "auto" in (layout, overlap) and _computes_while_it_sends(device())
     if overlap == "auto":
-        overlap = on_gpu and layout != "leaf"
+        overlap = can_overlap and layout != "leaf"
     if layout == "auto":
-        layout = "flat" if on_gpu or overlap else "leaf"
+        layout = "flat" if can_overlap or overlap else "leaf"
     return cast(BucketLayout, layout), bool(overlap)
 
 
-def compiler_options(reducer: Reducer, platform: str) -> dict[str, bool | int | str]:
+def _computes_while_it_sends(device: jax.Device) -> bool:
+    return device.platform in GPUS or device.device_kind in SPARSE_CORES
+
+
+def compiler_options(reducer: Reducer, device: jax.Device) -> dict[str, bool | int | str]:
     """Returns options for `jax.jit` that make XLA leave the buckets as they are.
 
     On GPUs the combiner merges all-reduces up to 30 MiB: its threshold becomes 0 for flat buckets
     and the bucket size for single leaves. On CPUs one pass merges all of them: it is switched off
     for flat buckets, and left on to fuse single leaves; and a finer analysis avoids copies of
-    donated parameters. A flag that the user has set in `XLA_FLAGS` wins.
+    donated parameters. On TPUs with sparse cores these reduce flat buckets; on others all-reduces
+    are synchronous, and XLA merges the buckets into one. A flag that the user has set in
+    `XLA_FLAGS` or `LIBTPU_INIT_ARGS` wins.
     """
     packing = reducer.packing
     is_flat = packing.layout == "flat"
     options: dict[str, bool | int | str] = {}
-    if platform == "cpu":
+    if device.platform == "cpu":
         options["xla_cpu_copy_insertion_use_region_analysis"] = True
         # Merged buckets would all wait for the last bucket.
         if is_flat:
             options["xla_disable_hlo_passes"] = "cpu-all-reduce-combiner"
-    elif platform in GPUS:
+    elif device.device_kind in SPARSE_CORES and is_flat:
+        options["xla_tpu_enable_sparse_core_collective_offload_all_reduce"] = True
+    elif device.platform in GPUS:
         # The last size repeats: all buckets except the first few have it.
         threshold = 0 if is_flat else reducer.bucket_bytes[-1]
         # ZeRO-1 sends shards of gradients and gathers parameters. XLA has other thresholds for
@@ -312,5 +322,5 @@ def compiler_options(reducer: Reducer, platform: str) -> dict[str, bool | int | 
 def unless_set(options: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
     """Returns options of a compiled function, except flags that the user has set."""
     # An option would replace the flag with its name.
-    set_by_user = os.environ.get("XLA_FLAGS", "")
+    set_by_user = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
     return {name: value for name, value in options.items() if name not in set_by_user}

@@ -14,7 +14,7 @@ assumed; the model in `schedule` is as good as they are, so vary them before you
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -225,6 +225,11 @@ class Target:
         """Number and name of the GPUs, such as "8 x NVIDIA H100 80GB HBM3"."""
         return f"{self.fabric.num_devices} x {self.gpu.name}"
 
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return self.fabric.num_hosts
+
     def mesh(self) -> Mesh:
         """The described devices.
 
@@ -236,6 +241,17 @@ class Target:
             num_hosts=self.fabric.num_hosts,
             devices_per_host=self.fabric.devices_per_host,
         )
+
+
+class Described(Protocol):
+    """Devices that a step is compiled for: a `Target`, or a slice of TPUs."""
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+
+    def mesh(self) -> Mesh:
+        """The described devices."""
 
 
 def _gpu(name: str) -> Gpu:
@@ -276,7 +292,7 @@ class CompiledFor(NamedTuple):
         return read_program(self.compiled.as_text() or "")
 
 
-def compile_for(target: Target, steps: CompiledSteps, rows: Batch) -> CompiledFor:
+def compile_for(target: Described, steps: CompiledSteps, rows: Batch) -> CompiledFor:
     """Compiles a step for other devices than its own.
 
     Args:
@@ -307,7 +323,7 @@ def num_rows(batch: Batch) -> int:
     return first.shape[0]
 
 
-def rows_of_host(target: Target, steps: CompiledSteps, batch: Batch) -> Batch:
+def rows_of_host(target: Described, steps: CompiledSteps, batch: Batch) -> Batch:
     """Divides a global batch over the hosts of a target.
 
     Args:
@@ -321,7 +337,7 @@ def rows_of_host(target: Target, steps: CompiledSteps, batch: Batch) -> Batch:
     Raises:
       ConfigError: If the rows do not divide over the hosts.
     """
-    rows, num_hosts = count_processes(steps.mesh) * num_rows(batch), target.fabric.num_hosts
+    rows, num_hosts = count_processes(steps.mesh) * num_rows(batch), target.num_hosts
     if rows % num_hosts:
         raise ConfigError(
             f"A batch of {rows} rows does not divide over {num_hosts} hosts. "

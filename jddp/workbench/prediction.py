@@ -26,6 +26,7 @@ from jddp.inspection.hlo import HloProgram
 from jddp.inspection.memory import Memory, assigned_memory
 from jddp.reduce.plan import BucketPlan
 from jddp.workbench.described import CompiledFor, Target, compile_for, num_rows, rows_of_host
+from jddp.workbench.described_tpus import StepOnTpus, TpuSlice, described, step_on_tpus
 from jddp.workbench.links import START_SECONDS, Choice, Fabric
 from jddp.workbench.schedule import Timeline, Transfer, walk
 from jddp.workbench.trace import MODELLED, StepTimes, in_ms
@@ -443,14 +444,16 @@ def model_step(
     links: Sequence[str],
     *,
     scaling: bool,
-) -> tuple[CompiledFor, Prediction]:
-    """Compiles and models a step for described GPUs; for arguments and errors see `jddp.explain`.
+) -> tuple[CompiledFor, Prediction | StepOnTpus]:
+    """Compiles and models a step for described devices; arguments and errors: `jddp.explain`.
 
     Returns:
       The step as it was compiled, and as it is modelled.
     """
-    target = Target.named(gpu, topology, links)
+    target = described(gpu, topology, links)
     own = compile_for(target, steps, rows_of_host(target, steps, batch))
+    if isinstance(target, TpuSlice):
+        return own, step_on_tpus(target, own)
     prediction = predict(target, own)
     if scaling:
         rows = weak_scaling(target, steps, own)

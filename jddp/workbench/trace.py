@@ -33,7 +33,7 @@ from jddp.ground.typing import JsonObject, Shown
 from jddp.inspection.explain import Explanation, explain
 from jddp.trainer.job.build import build
 from jddp.trainer.loop import DATA, STEP
-from jddp.workbench.described import Target
+from jddp.workbench.described_tpus import described
 
 MODELLED, MEASURED = "modelled", "measured"
 _COLUMN = 21
@@ -324,7 +324,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
 def _modelled(arguments: argparse.Namespace) -> Explanation:
     config, _ = load_config(_configs(arguments), arguments.overrides)
     gpu, topology, links = arguments.target, arguments.topology or "1x8", arguments.link
-    job = build(config, needs_data=False, mesh=Target.named(gpu, topology, links).mesh())
+    job = build(config, needs_data=False, mesh=described(gpu, topology, links).mesh())
     options = {"topology": topology, "links": links, "scaling": arguments.scaling}
     return explain(job.ddp, job.batch_spec, target=gpu, **options)
 
