@@ -19,6 +19,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 import jddp.data
+from jddp.__main__ import SHARED
 from jddp.config.files import flatten
 from jddp.config.keys import is_at, keys_of
 from jddp.distributed.launcher import DETERMINISTIC
@@ -212,7 +213,8 @@ def test_commands_options_keys_and_files_of_shell_lines_are_there(path):
         for part in re.split(r"&&|\|\|?|;|\bsrun\b|\$\(", line):
             for command in re.split(r"(?:python3?|--| ) ?-m (?=jddp)|\bjddp (?=[a-z])", part)[1:]:
                 name, *words = re.sub(r"'| \S+\.py .*", " ", command).split()
-                paths = (home / f"{name.removeprefix('jddp.')}.py" for home in homes)
+                name = name.removeprefix("jddp.")
+                paths = (home / f"{SHARED.get(name, name)}.py" for home in homes)
                 code = next((path for path in paths if path.exists()), None)
                 known = code.read_text() + shared if code is not None else ""
                 if "jddp.commands.training" in known:

@@ -30,11 +30,15 @@ MIB = 2**20
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
+def device_on(platform, kind=""):
+    return SimpleNamespace(platform=platform, device_kind=kind)
+
+
 def reduction(
     platform="cpu", *, layout="auto", comm_hook=None, bucket_mb=BUCKET_MB, is_sharded=False
 ):
     """From a user's options; only these matter to a test."""
-    chosen, _ = choose_layout(layout, False, lambda: platform)
+    chosen, _ = choose_layout(layout, False, lambda: device_on(platform))
     sizes = bucket_sizes(bucket_mb)
     packed = choose_packing(chosen, comm_hook, platform, is_sharded=is_sharded)
     return Reducer("data", sizes, *packed, None)
@@ -231,9 +235,9 @@ def test_auto_is_flat_and_overlapped_on_gpus_and_leaf_and_not_elsewhere():
         ("cpu", "auto", True, ("flat", True)),
         ("cpu", "flat", "auto", ("flat", False)),
     ):
-        assert choose_layout(layout, overlap, lambda platform=platform: platform) == chosen
+        assert choose_layout(layout, overlap, lambda platform=platform: device_on(platform)) == chosen
     with pytest.raises(ConfigError, match="layout 'round' is unknown. Choose one of 'auto'"):
-        choose_layout("round", False, lambda: "cpu")
+        choose_layout("round", False, lambda: device_on("cpu"))
 
 
 def test_sizes_of_buckets_and_options_out_of_their_range_are_refused():
@@ -261,12 +265,14 @@ def test_only_flat_buckets_are_kept_from_being_merged_and_a_threshold_of_the_use
     flat, leaf = reduction(layout="flat"), reduction(layout="leaf", bucket_mb=2)
     several = reduction(layout="leaf", bucket_mb=[1, 2, 3])  # of which the last repeats
     for reduce, threshold in ((flat, 0), (leaf, 2 * MIB), (several, 3 * MIB)):
-        assert compiler_options(reduce, "gpu") == {name: threshold}
-    assert compiler_options(flat, "tpu") == {}
+        assert compiler_options(reduce, device_on("gpu")) == {name: threshold}
+    assert compiler_options(flat, device_on("tpu", "TPU v4")) == {}
+    offloaded = compiler_options(flat, device_on("tpu", "TPU v6 lite"))
+    assert offloaded == {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": True}
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=7")
-    assert compiler_options(flat, "gpu") == {}
-    assert compiler_options(flat, "cpu").pop("xla_disable_hlo_passes") == "cpu-all-reduce-combiner"
-    assert compiler_options(leaf, "cpu") == {"xla_cpu_copy_insertion_use_region_analysis": True}
+    assert compiler_options(flat, device_on("gpu")) == {}
+    assert compiler_options(flat, device_on("cpu")).pop("xla_disable_hlo_passes") == "cpu-all-reduce-combiner"
+    assert compiler_options(leaf, device_on("cpu")) == {"xla_cpu_copy_insertion_use_region_analysis": True}
 
 
 SIX = {"a": shape(2**18), "b": shape(300_000_000), "z": shape(3, "float16")}
