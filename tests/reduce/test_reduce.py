@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -235,7 +236,9 @@ def test_auto_is_flat_and_overlapped_on_gpus_and_leaf_and_not_elsewhere():
         ("cpu", "auto", True, ("flat", True)),
         ("cpu", "flat", "auto", ("flat", False)),
     ):
-        assert choose_layout(layout, overlap, lambda platform=platform: device_on(platform)) == chosen
+        assert (
+            choose_layout(layout, overlap, lambda platform=platform: device_on(platform)) == chosen
+        )
     with pytest.raises(ConfigError, match="layout 'round' is unknown. Choose one of 'auto'"):
         choose_layout("round", False, lambda: device_on("cpu"))
 
@@ -271,8 +274,13 @@ def test_only_flat_buckets_are_kept_from_being_merged_and_a_threshold_of_the_use
     assert offloaded == {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": True}
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=7")
     assert compiler_options(flat, device_on("gpu")) == {}
-    assert compiler_options(flat, device_on("cpu")).pop("xla_disable_hlo_passes") == "cpu-all-reduce-combiner"
-    assert compiler_options(leaf, device_on("cpu")) == {"xla_cpu_copy_insertion_use_region_analysis": True}
+    assert (
+        compiler_options(flat, device_on("cpu")).pop("xla_disable_hlo_passes")
+        == "cpu-all-reduce-combiner"
+    )
+    assert compiler_options(leaf, device_on("cpu")) == {
+        "xla_cpu_copy_insertion_use_region_analysis": True
+    }
 
 
 SIX = {"a": shape(2**18), "b": shape(300_000_000), "z": shape(3, "float16")}
