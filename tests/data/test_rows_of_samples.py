@@ -264,24 +264,23 @@ PHOTO = np.arange(24 * 20 * 3, dtype=np.uint8).reshape(24, 20, 3)
 JPEG = file_of(PHOTO, "JPEG")
 
 
-def photos(numbers, num_classes=2):
-    """Images and classes, as samples of WebDataset."""
+def photos(numbers):
+    """Images of two classes, as samples of WebDataset."""
     members = {}
     for number in numbers:
-        label = number % num_classes
-        name = f"class{label}/{number:03}"
+        name = f"class{number % 2}/{number:03}"
         members[f"{name}.jpg"] = file_of(np.roll(PHOTO, number, axis=0), "JPEG")
-        members[f"{name}.cls"] = str(label).encode()
+        members[f"{name}.cls"] = b"%d" % (number % 2)
     return members
 
 
 @pytest.fixture
 def shards(tmp_path):
     """Three shards of ten images."""
-    (tmp_path / "tars").mkdir()
-    for name, numbers in (("train-0", range(10)), ("train-1", range(10, 20)), ("test", range(10))):
-        write_tar(tmp_path / "tars" / f"{name}.tar", photos(numbers))
-    return tmp_path / "tars"
+    (folder := tmp_path / "tars").mkdir()
+    for name, first in (("train-0", 0), ("train-1", 10), ("test", 0)):
+        write_tar(folder / f"{name}.tar", photos(range(first, first + 10)))
+    return folder
 
 
 def tars(folder, **kwargs):

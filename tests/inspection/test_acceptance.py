@@ -82,12 +82,12 @@ def test_overlap_is_judged_by_both_settings():
 @pytest.mark.slow
 def test_devices_that_equal_one_pass_and_others_fail(monkeypatch):
     two = jax.devices()[:2]
-    monkeypatch.setattr(equal, "cnn", lambda _: cnn(TWO))
-    monkeypatch.setattr(equal, "_verified", lambda job: verified(job))
 
     def verified(job):
         return equal.verify(job.model, equal.adam(), job.loss, job.batch, mesh=two)
 
+    monkeypatch.setattr(equal, "cnn", lambda _: cnn(TWO))
+    monkeypatch.setattr(equal, "_verified", verified)
     result = equal.parity(TWO)
     assert (result.level, result.what) == ("ok", "a step equals one device and the CPU")
 
@@ -111,8 +111,7 @@ def test_a_part_that_dies_or_hangs_is_bad_with_the_end_of_its_output(monkeypatch
     part = started(monkeypatch, dies, seconds=60)
     assert (part.result.level, part.result.what) == ("bad", "ended with exit code 7")
     assert "last words" in part.result.details
-    hangs = "import subprocess, sys; c = 'import time; time.sleep(600)'\n"
-    hangs += "child = subprocess.Popen([sys.executable, '-c', c])\n"
+    hangs = "import subprocess; child = subprocess.Popen(['sleep', '600'])\n"
     hangs += "print('child', child.pid, flush=True); child.wait()"
     part = started(monkeypatch, hangs, seconds=2)
     assert (part.result.level, part.result.what) == ("bad", "exceeded 2 s")

@@ -29,8 +29,6 @@ def in_branches_of_loops(function):
 @pytest.mark.parametrize("constants", [(), (X, 2.0)])
 @pytest.mark.parametrize("slices", [(), (jnp.ones((1, 3)), jnp.ones(1))])
 def test_the_carry_of_a_scan_is_behind_constants_and_before_slices(constants, slices):
-    """Also where a slice, or a constant, looks like the carry."""
-
     def function(constants, carry, slices):
         def body(carry, x):
             added = sum((jnp.sum(v) for v in constants), 0.0)
