@@ -340,8 +340,6 @@ def run_to_the_end(loop: Loop) -> None:
     """Takes steps until all are done, a callback stops the run, or a signal interrupts it."""
     run, reporter = loop.run, loop.reporter
     begun_at, num_steps = run.step, loop.num_steps
-    if run.step > num_steps:
-        reporter.note(f"num_steps={num_steps}: the run is at step {run.step} already")
     if loop.is_over and loop.is_evaluated:
         how = "finished" if run.stopped is None else f"stopped ({run.stopped})"
         reporter.note(f"{how} at step {run.step}; nothing to do")

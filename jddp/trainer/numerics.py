@@ -220,16 +220,14 @@ class Numerics:
         skipped = Skips(int(num_skipped), in_a_row, scale if was_skipped else None)
         progress = replace(progress, losses=losses, skipped=skipped)
         if spike is not None:
-            note = self._note(spike) if spike.is_first else ""
-            return progress, note, {"spike": spike.num_mads}
+            note = (
+                f"step {spike.step}: the loss jumps to {spike.loss:.4g}, {spike.num_mads:.0f} MADs "
+                f"above the median of the losses before, {spike.median:.4g}"
+            )
+            note += "" if left_out is None else "; its update is left out"
+            return progress, note if spike.is_first else "", {"spike": spike.num_mads}
         is_first = in_a_row == 1 and not is_scaled
         return progress, f"step {sent.step} is skipped: its {NOT_FINITE}" if is_first else "", {}
-
-    def _note(self, spike: Spike) -> str:
-        action = "; its update is left out" if self.checks.on_spike == "skip" else ""
-        above = f"{spike.num_mads:.0f} MADs above the median of the losses before"
-        jump = f"step {spike.step}: the loss jumps to {spike.loss:.4g}"
-        return f"{jump}, {above}, {spike.median:.4g}{action}"
 
     def _describe(self, sent: Sent, state: TrainState, loss: float, why: str, in_a_row: int) -> str:
         found = f"The loss is {loss} at step {sent.step}"

@@ -71,8 +71,7 @@ class Watching(Callback):
 
     def conclusion(self, run: Run) -> str:
         """A line about the best evaluation of a run that has ended."""
-        reason = "the states are not kept" if run.lost else "no evaluation returned a number"
-        return self.best_so_far(run) or f"best {self.metric}: none, because {reason}"
+        return self.best_so_far(run) or f"best {self.metric}: none"
 
     def _goodness(self, metrics: Record) -> float:
         """The value, signed so that larger is better; minus infinity if it is not a number."""

@@ -443,7 +443,7 @@ def test_a_longer_run_is_as_if_it_had_been_as_long_from_the_start(mine, capsys):
     assert read_yaml(Path("run/config.yaml"))["train"]["num_steps"] == 7
     assert_same(run.state, train(of_steps(7, "whole")).state)
     assert train(of_steps(3)).step == 7
-    assert "num_steps=3: the run is at step 7 already" in printed(capsys)
+    assert "finished at step 7; nothing to do" in printed(capsys)
 
 
 @pytest.mark.slow
