@@ -1,6 +1,6 @@
 """Linen and NNX modules in one functional form: parameters, other state, and a run of the loss.
 
-    model = functional(module)
+    model = functional(module, batch_norm, sync, state, frozen, compute_dtype)
     params, model_state = model.init(loss_fn, key, batch)
     outputs, model_state = model.train(loss_fn, params, model_state, batch, key)
 
@@ -16,31 +16,29 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
-from jax.typing import DTypeLike
 
-from jddp.ground.errors import ConfigError, check_choice
+from jddp.ground.errors import ConfigError
 from jddp.modules.base import FlaxModel, Frozen
 from jddp.modules.batch_norm import Sync
 from jddp.modules.linen import LinenModel, synced_linen
 from jddp.modules.nnx import NnxModel, sync_nnx
 
-MODES = ("sync", "broadcast", "local")
 REDUCTIONS = ("mean", "sum", "first")
 OWN = "per_replica"
 
 
 def functional(
     model: Any,
-    batch_norm: str = "sync",
-    sync: Sync | None = None,
-    state: Mapping[str, str] | None = None,
-    frozen: Frozen = (),
-    compute_dtype: DTypeLike | None = None,
+    batch_norm: str,
+    sync: Sync,
+    state: Mapping[str, str] | None,
+    frozen: Frozen,
+    compute_dtype: str | None,
 ) -> FlaxModel:
     """Returns the functional form of a Linen or NNX module; `FlaxModel` describes the options.
 
     Raises:
-      ConfigError: If `model` is neither, or `batch_norm` or a rule of `state` is unknown.
+      ConfigError: If `model` is neither, or a rule of `state` is unknown.
     """
     rules = dict(state or {})
     for kind, rule in rules.items():
@@ -49,7 +47,6 @@ def functional(
                 f"state={{{kind!r}: {rule!r}}}: replicas agree by one of {list(REDUCTIONS)}, or "
                 f"each keeps its own: {OWN!r}. Choose one of these."
             )
-    check_choice("batch_norm", batch_norm, MODES)
     form: FlaxModel
     if isinstance(model, nn.Module):
         form = LinenModel(model)
@@ -57,11 +54,9 @@ def functional(
         form = NnxModel(model)
     else:
         raise _no_module(model)
-    sync = dataclasses.replace(
-        sync or Sync("data"), rules=tuple((kind, x) for kind, x in rules.items() if x != OWN)
-    )
+    declared = tuple((kind, rule) for kind, rule in rules.items() if rule != OWN)
     form.batch_norm = batch_norm
-    form.sync = sync
+    form.sync = dataclasses.replace(sync, rules=declared)
     form.per_replica = tuple(kind for kind, rule in rules.items() if rule == OWN)
     form.compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
     form.frozen = [frozen] if isinstance(frozen, str) else frozen
