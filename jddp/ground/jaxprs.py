@@ -19,10 +19,8 @@ DRAWING = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "t
 LOOPS = {"scan", "while"}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 _Found = TypeVar("_Found")
-# The labels of results, and whether something was found in the equations that make them.
-Followed = tuple[list[int], bool]
 # Function from an equation and its inputs' labels to its results' labels; None if it cannot tell.
-Rule = Callable[[JaxprEqn, list[int]], Followed | None]
+Rule = Callable[[JaxprEqn, list[int]], list[int] | None]
 EXACT = ((lax.Precision.HIGHEST,) * 2, lax.DotAlgorithmPreset.F32_F32_F32)
 
 
@@ -116,7 +114,7 @@ def dtype_of(v: Var | Literal) -> np.dtype:
     return np.dtype(getattr(v.aval, "dtype", bool))
 
 
-def follow(jaxpr: Jaxpr, given: Sequence[int], rule: Rule) -> Followed:
+def follow(jaxpr: Jaxpr, given: Sequence[int], rule: Rule) -> list[int]:
     """Follows labels from the inputs of a program to its results.
 
     A result has the largest label of the inputs that reach it, and a constant has 0. Branches,
@@ -129,55 +127,48 @@ def follow(jaxpr: Jaxpr, given: Sequence[int], rule: Rule) -> Followed:
       rule: Rule for some of the equations, also inside the programs of others.
 
     Returns:
-      A label for each result, and whether the rule has found something; the last pass of a loop
-      counts.
+      A label for each result.
     """
     labels = dict(zip(jaxpr.invars, given, strict=True))
-    found = False
 
     def label_of(v: Var | Literal) -> int:
         return 0 if isinstance(v, Literal) else labels.get(v, 0)
 
     for eqn in jaxpr.eqns:
         inputs = [*map(label_of, eqn.invars)]
-        results, finds = rule(eqn, inputs) or _follow_inside(eqn, inputs, rule)
-        found = found or finds
+        results = rule(eqn, inputs) or _follow_inside(eqn, inputs, rule)
         labels |= zip(eqn.outvars, results, strict=True)
-    return [*map(label_of, jaxpr.outvars)], found
+    return [*map(label_of, jaxpr.outvars)]
 
 
-def _follow_inside(eqn: JaxprEqn, given: list[int], rule: Rule) -> Followed:
+def _follow_inside(eqn: JaxprEqn, given: list[int], rule: Rule) -> list[int]:
     params = eqn.params
     match eqn.primitive.name:
         case "cond":
             branches = [follow(branch.jaxpr, given[1:], rule) for branch in params["branches"]]
-            results = zip(*(labels for labels, _ in branches), strict=True)
-            found = any(finds for _, finds in branches)
-            return [max(given[0], *labels) for labels in results], found
+            return [max(given[0], *labels) for labels in zip(*branches, strict=True)]
         case "scan":
             first, last = carried(eqn)
-            return follow_loop(
-                given[first:last],
-                lambda carry: follow(
-                    params["jaxpr"].jaxpr, [*given[:first], *carry, *given[last:]], rule
-                ),
-            )
+
+            def step(carry: list[int]) -> tuple[list[int], None]:
+                own = [*given[:first], *carry, *given[last:]]
+                return follow(params["jaxpr"].jaxpr, own, rule), None
+
+            return follow_loop(given[first:last], step)[0]
         case "while":
             first = params["cond_nconsts"]
             last = first + params["body_nconsts"]
 
-            def body(carry: list[int]) -> Followed:
+            def body(carry: list[int]) -> tuple[list[int], None]:
                 # The values that decide when the loop ends reach every value that it carries.
-                (ends,), _ = follow(params["cond_jaxpr"].jaxpr, [*given[:first], *carry], rule)
-                after, found = follow(
-                    params["body_jaxpr"].jaxpr, [*given[first:last], *carry], rule
-                )
-                return [max(ends, label) for label in after], found
+                (ends,) = follow(params["cond_jaxpr"].jaxpr, [*given[:first], *carry], rule)
+                after = follow(params["body_jaxpr"].jaxpr, [*given[first:last], *carry], rule)
+                return [max(ends, label) for label in after], None
 
-            return follow_loop(given[last:], body)
+            return follow_loop(given[last:], body)[0]
     if inner := called(eqn):
         return follow(inner, given, rule)
-    return [max(given, default=0)] * len(eqn.outvars), False
+    return [max(given, default=0)] * len(eqn.outvars)
 
 
 def follow_loop(

@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn
 from jaxtyping import Array, Float
 
 from jddp.ground.errors import ConfigError
-from jddp.ground.jaxprs import Followed, axes_of, follow
+from jddp.ground.jaxprs import axes_of, follow
 from jddp.ground.typing import Batch, LossFn, ModelState, Params, Path, PyTree, Shaped, Tree
 from jddp.modules.base import STATISTICS, FlaxModel, name_arguments
 from jddp.modules.batch_norm import Sync
@@ -56,17 +56,17 @@ def find_varying(
         return like_results(eval_jaxpr(traced.jaxpr, traced.consts, *leaves))
 
     equalize = functools.partial(_equalize, axis=axis)
-    found, _ = follow(traced.jaxpr, jax.tree.leaves(tuple(labels)), equalize)
+    found = follow(traced.jaxpr, jax.tree.leaves(tuple(labels)), equalize)
     return evaluate, like_results(found)
 
 
-def _equalize(eqn: JaxprEqn, given: list[int], axis: str) -> Followed | None:
+def _equalize(eqn: JaxprEqn, given: list[int], axis: str) -> list[int] | None:
     if axis not in axes_of(eqn):
         return None
     label = VARYING
     if eqn.primitive.name in EQUALISING:
         label = EQUAL if eqn.params.get("axis_index_groups") is None else GROUPED
-    return [label] * len(eqn.outvars), False
+    return [label] * len(eqn.outvars)
 
 
 # The loss of a replica, summed over its valid entries; all sums, and the new state.
