@@ -24,7 +24,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 LOWEST = re.search(r'"jax>=([\d.]+)', (ROOT / "pyproject.toml").read_text())[1]
 JAX = (LOWEST, "0.10.2", "0.11.2", "newest")
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "numpy")  # columns of the table
-TOOLS = ("pytest>=9.1,<9.2", "pytest-xdist>=3.8", "hypothesis>=6.170")
+TOOLS = ("pytest>=9.1,<9.2", "pytest-xdist>=3.8", "griffelib>=2.4", "hypothesis>=6.170")
 TOOLS += ("pillow>=12", "datasets>=4")
 NAMES = "import jddp; [getattr(jddp, name) for name in jddp.__all__]"
 # Programs, and the text of annotations, differ between versions of JAX and pydantic.

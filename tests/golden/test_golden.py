@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from runs import ROOT, environment
 
-from golden import orders, programs, resumed
+from golden import changes, orders, programs, resumed
 
 STORED = Path(__file__).parent / "stored"
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
@@ -61,19 +61,6 @@ def surface():
     return json.loads(subprocess.check_output(command, env=environment(), text=True))
 
 
-def changed(old, new):
-    """What was added, removed or has changed between two surfaces, each by its name."""
-    found = set()
-    for kind in old:
-        one, other = old[kind], new[kind]
-        names = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
-        if kind == "commands":  # by their options, where the command itself is in both
-            both = names & one.keys() & other.keys()
-            names = names - both | {x for name in both for x in {*one[name]} ^ {*other[name]}}
-        found |= names
-    return found
-
-
 def declared(names):
     """Those of the names that the changelog has for the version that is not released yet."""
     section = re.search(r"^## .*\(not released yet\)\n(.*?)(?=^## \d|\Z)", CHANGELOG, re.M | re.S)[
@@ -83,8 +70,17 @@ def declared(names):
 
 
 def test_a_change_of_the_public_surface_is_in_the_changelog():
-    names = changed(stored("surface"), surface())
-    assert not names - declared(names)
+    found, want = surface(), stored("surface")
+    names = changes.changed(want, found)
+    assert not names - declared(names), changes.broken(want["names"], found["names"])
+
+
+def test_griffe_reports_what_a_renamed_argument_breaks():
+    names = stored("surface")["names"]
+    renamed = {**names, "fit": names["fit"].replace("num_steps:", "steps:")}
+    assert changes.changed({"names": names}, {"names": renamed}) == {"fit"}
+    shown = changes.broken(names, renamed)
+    assert [line for line in shown if "fit(num_steps)" in line and "removed" in line], shown
 
 
 def is_of_two(name):
