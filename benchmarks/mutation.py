@@ -36,18 +36,18 @@ STEP = ["data_parallel", "against_one_device", "parameters", "ddp_unused"]
 HEART = {  # The tests of each file; the tests that notice most come first.
     "jddp/engine/micro_batches.py": [
         *STEP,
-        *("overlap", "hooks", "ddp_hooks", "loss_scale", "state_reduction", "replica"),
+        *("overlap", "hooks", "loss_scale", "state_reduction", "replica"),
     ],
     "jddp/engine/step.py": [*STEP, "constants", "verify", "option_pairs", "logical_replicas"],
     "jddp/modules/metrics.py": ["metrics", "data_parallel", "mean", "overlap", "logical_replicas"],
     "jddp/reduce/backward.py": ["overlap", "transforms"],
     "jddp/reduce/hooks.py": [
-        *("hooks", "ddp_hooks", "loss_scale", "reduce"),
+        *("hooks", "loss_scale", "reduce"),
         *("strategies", "logical_replicas"),
     ],
     "jddp/reduce/plan.py": ["reduce", "hooks"],
     "jddp/reduce/reducer.py": [
-        *("reduce", "overlap", "hooks", "ddp_hooks", "ddp_unused", "strategies"),
+        *("reduce", "overlap", "hooks", "ddp_unused", "strategies"),
     ],
     "jddp/reduce/shards.py": ["reduce", "strategies"],
 }

@@ -1,19 +1,29 @@
+"""Names that users type: suggestions, objects and arguments, directions of metrics, synonyms."""
+
 import functools
+import inspect
 import sys
 
 import pytest
 from flax import linen as nn
 from flax import nnx
 
+import jddp
+from jddp.config.files import load_config
+from jddp.config.keys import keys_of
+from jddp.config.schema import Config
 from jddp.ground.errors import ConfigError
 from jddp.ground.names import (
     accepted_names,
     check_arguments,
+    choose_mode,
     did_you_mean,
+    direction_of,
     find_attribute,
     name_of_callable,
     resolve_target,
 )
+from jddp.ground.names.synonyms import OPTIONS
 
 MEANT = {"adamv": "adam", "AdamW": "adamw", "cosine": "cosine_decay_schedule"}
 MEANT |= {"zzz": None, "": None}
@@ -81,3 +91,63 @@ def test_arguments_are_known_and_held_against_the_signature_without_a_call():
         check_arguments(NnxNet, {"widht": 1}, key="k", filled=["rngs"])
     with pytest.raises(ConfigError, match=r"k\.c is missing: function needs the argument 'c'"):
         check_arguments(function, {"a": 1}, key="k")
+
+
+RISING = """
+    accuracy val_accuracy top5_accuracy test/accuracy accuracy@5 acc1 balanced_accuracy Accuracy
+    macro_f1 F1 auc roc_auc AUROC precision recall@10 recall5 bleu BLEU4 mean_iou r2 R2 val/r2
+    episode_reward
+"""
+FALLING = """
+    loss val_loss error top1_error accuracy_error perplexity ppl mse RMSE mean_squared_error
+    iou_loss nll wer bits_per_byte
+"""
+UNKNOWN = """
+    score entropy step_time accuracy_std std_accuracy num_errors loss_scale loss_ratio fpr_at_tpr95
+    neg_mean_squared_error neg_log_loss minus_loss negative_log_likelihood delta_loss var_loss
+    error_reduction accuracy_drop lossless relapse mapping loss_class_3 f2 5 "" @
+"""
+
+
+@pytest.mark.parametrize(
+    "names, direction", [(RISING, "max"), (FALLING, "min"), (UNKNOWN, None)], ids=str
+)
+def test_a_direction_is_known_by_the_last_word_of_a_name(names, direction):
+    found = {name: direction_of(name) for name in names.split()}
+    assert found == dict.fromkeys(found, direction)
+
+
+def test_the_mode_is_as_given_or_that_of_the_name_or_asked_for():
+    assert choose_mode("accuracy", "auto", key="mode") == "max"
+    assert choose_mode("accuracy", "min", key="mode") == "min"
+    for metric, mode in (("score", "auto"), ("accuracy", "most")):
+        with pytest.raises(ConfigError, match="best_mode"):
+            choose_mode(metric, mode, key="best_mode")
+
+
+def test_every_option_that_is_suggested_exists():
+    paths = [path[:length] for path in keys_of(Config) for length in range(1, len(path) + 1)]
+    known = {".".join(path) for path in paths}
+    takes = {"": jddp.DataParallel, "fit": jddp.fit}
+    for option in OPTIONS:
+        assert option.key in known | {""}
+        owner, _, name = option.argument.rpartition(".")
+        if owner == "jddp":
+            assert hasattr(jddp, name)
+        elif name:
+            assert name in inspect.signature(takes[owner]).parameters
+    names = [name for option in OPTIONS for name in option.names]
+    assert len(names) == len(set(names))
+
+
+def test_a_key_of_another_trainer_is_given_the_key_that_is_meant():
+    for name, meant in (
+        ("train.precision", "ddp.precision"),
+        ("optimizer.gradient_clip_val", "ddp.max_grad_norm"),
+        ("train.output_dir", "run.dir"),
+        ("optimizer.lr", "learning_rate"),
+        ("train.max_step", "num_steps"),
+        ("bf16", "ddp.precision"),
+    ):
+        with pytest.raises(ConfigError, match=f"'{name}'. Did you mean '{meant}'"):
+            load_config([], [f"{name}=1"])
