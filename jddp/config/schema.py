@@ -278,14 +278,6 @@ class Config(Section):
         except ValidationError as error:
             raise ConfigMistakes(describe_mistakes(error, type(self))) from None
 
-    @model_validator(mode="after")
-    def _keys_agree(self) -> "Config":
-        if self.train.eval_params == "ema" and self.ddp.ema_decay is None:
-            raise ConfigError(
-                "train.eval_params=ema needs ddp.ema_decay, e.g. ddp.ema_decay=0.999."
-            )
-        return self
-
 
 def default_of(key: str, otherwise: object) -> object:
     """Returns the default of a key, such as "ddp.ema_decay"; something else for an unknown key."""

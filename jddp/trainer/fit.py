@@ -287,7 +287,7 @@ def _train(
     with explained(watchdog):
         state = state(batch) if callable(state) else jax.tree.map(jax.numpy.copy, state)
         if options.evaluation.params == "ema" and state.ema_params is None:
-            raise ConfigError("eval_params='ema' needs DataParallel(..., ema_decay=...).")
+            raise ConfigError("eval_params='ema' needs ema_decay= (ddp.ema_decay), as 0.999.")
         loop = Loop(ddp, source, state, options, files, watchdog)
         try:
             try:

@@ -72,7 +72,6 @@ RULES = {
     "model.kwargs=[1]": "valid dictionary, not [1]",
     "data.name=null": "data: give either 'name' or 'target'.",
     "train.num_epochs=3": "train: give either 'num_steps' or 'num_epochs'.",
-    "train.eval_params=ema": "needs ddp.ema_decay",
     "train={eval_every_steps: 2, eval_every_epochs: 1}": "train: 'eval_every_steps'",
     "checkpoint={every_steps: 2, every_epochs: 1}": "checkpoint: 'every_steps'",
     "checkpoint.best_metric=score": "keep_best",

@@ -145,6 +145,7 @@ MISTAKES = [
     (["data.kwargs.num_broken_rows=1"], 65, "array 'y' holds NaN or infinity"),
     (["optimizer.learning_rate=1e30", "run.dir=runs/nan"], 80, "The loss is "),
     (["loss.name=cross_entropy", "run.dir=runs/loss"], 2, "the batch holds x, y: 'label' is"),
+    (["train.eval_params=ema", "run.dir=runs/ema"], 2, "needs ema_decay= (ddp.ema_decay)"),
 ]
 
 
