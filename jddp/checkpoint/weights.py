@@ -3,15 +3,14 @@
     tree = read_weights(Path("weights.safetensors"))
     export(folder, Path("weights.safetensors"), ["params", "model_state"])
 
-It reads safetensors, state dicts of PyTorch, a folder of the Hugging Face Hub, the checkpoints of a
-run, and any other folder that orbax has written. It reads numbers and names, and runs no code. It
-writes safetensors, with the step and the run data as a JSON text in their metadata.
+It reads safetensors, state dicts of PyTorch, a folder of the Hugging Face Hub and the checkpoints
+of a run. It reads numbers and names, and runs no code. It writes safetensors, with the step and the
+run data as a JSON text in their metadata.
 
 A folder of the Hugging Face Hub holds model.safetensors; or, of a large model, several such files,
 and an index: {"weight_map": {"wte.weight": "model-00001-of-00002.safetensors", ...}}.
 """
 
-import contextlib
 import importlib
 import json
 from collections.abc import Mapping, Sequence
@@ -20,13 +19,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import safetensors.numpy
-from etils import epath
 from flax.traverse_util import unflatten_dict
 
 from jddp.checkpoint.folders import directory_of, first_line
-from jddp.checkpoint.reader import keep_quiet, read_newest, read_object, read_values
+from jddp.checkpoint.reader import read_newest, read_object, read_values
 from jddp.config.permissions import expand
 from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, file_errors
@@ -62,11 +59,12 @@ def read_weights(named: str | Path) -> PyTree:
         return read_newest(directory_of(path), ["params", "model_state"])
     if not (path.is_dir() or path.suffix in SUFFIXES):
         raise ConfigError(
-            f"{path}: unknown format. Weights are read from {', '.join(SUFFIXES)}, a run "
-            "directory, a folder of the Hugging Face Hub, or one that orbax has written."
+            f"{path}: unknown format. Weights are read from {', '.join(SUFFIXES)}, a run directory "
+            "or a folder of the Hugging Face Hub."
         )
     try:
-        return _read_foreign(path)
+        arrays = read_file(path) if path.is_file() else _read_hub_folder(path)
+        return unflatten_dict(arrays, sep="/" if any("/" in name for name in arrays) else ".")
     except ConfigError:
         raise
     except OSError as error:
@@ -77,29 +75,11 @@ def read_weights(named: str | Path) -> PyTree:
 
 def is_run_folder(path: Path) -> bool:
     """Whether a path can only be a run directory, or a folder of checkpoints."""
-    is_other = _is_hub_folder(path) or (path / "_METADATA").exists()
-    return path.is_dir() and not is_other
+    return path.is_dir() and not _is_hub_folder(path)
 
 
 def _is_hub_folder(folder: Path) -> bool:
     return (folder / INDEX).exists() or any(folder.glob("model*.safetensors"))
-
-
-def _read_foreign(path: Path) -> PyTree:
-    if not (path.is_file() or _is_hub_folder(path)):
-        return _read_orbax(path)
-    arrays = read_file(path) if path.is_file() else _read_hub_folder(path)
-    separator = "/" if any("/" in name for name in arrays) else "."
-    return unflatten_dict(arrays, sep=separator)
-
-
-def _read_orbax(path: Path) -> PyTree:
-    keep_quiet()
-    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-        folder = epath.Path(path.absolute())
-        names = handler.metadata(folder).tree
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), names)
-        return handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
 
 
 def read_file(file: Path) -> HostArrays:

@@ -245,8 +245,8 @@ class DataParallel(Shown):
           batch: Example rows of this process, for their shapes (Linen).
           params: Values to start from: Linen variables or their "params", or an NNX state, which
             are copied; or a path to read them from: a .safetensors or .pt file, a run
-            directory, a folder of the Hugging Face Hub or one that orbax has written. Floating
-            values of files take the model's dtypes.
+            directory or a folder of the Hugging Face Hub. Floating values of files take the
+            model's dtypes.
           partial: Whether `params` may have other paths or shapes than the model, which then keeps
             its own values there; `loaded` reports each of them.
           constants: Constants of the loss, as in `step`.

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 from flax import linen as nn
@@ -100,15 +99,6 @@ def test_a_run_and_what_is_exported_of_it_are_taken(tmp_path, kind):
         equal(begun.model_state.get("rest"), run.state.model_state.get("rest"))
     begun, _ = fresh.step(begun, make_batch())
     assert int(begun.step) == 1
-
-
-def test_a_folder_of_orbax_is_taken_with_its_statistics(tmp_path):
-    ddp, state = trained(ConvNet)
-    checkpointer = ocp.StandardCheckpointer()
-    checkpointer.save(tmp_path / "saved", ddp.model(state))
-    checkpointer.close()
-    begun = ddp.init(7, make_batch(), params=tmp_path / "saved")
-    equal((begun.params, begun.model_state), (state.params, state.model_state))
 
 
 def test_a_file_that_holds_no_weights_is_one_line(tmp_path):
