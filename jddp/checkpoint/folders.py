@@ -149,29 +149,22 @@ def remove(directory: Path, steps: Iterable[int] = ()) -> str:
     """Removes checkpoints, each atomically, and the remains of earlier removals.
 
     Returns:
-      The reason of the first failure; empty if everything was removed.
+      The reason why something is left; empty if everything was removed.
     """
-    reasons = list[str]()
-
-    def attempt(change: Callable[..., object], *paths: Path) -> None:
-        try:
-            change(*paths)
-        except OSError as error:
-            reasons.append(first_line(error))
-
     for step in steps:
-        attempt(os.rename, directory / str(step), _free(directory / f"{step}.old"))
+        os.rename(directory / str(step), _free(directory / f"{step}.old"))
     sync(directory)
     for path, _ in _unfinished(directory, "old"):
-        attempt(shutil.rmtree, path)
-    return next(iter(reasons), "")
+        shutil.rmtree(path, ignore_errors=True)
+    left = [path.name for path, _ in _unfinished(directory, "old")]
+    return f"the file system keeps {', '.join(left)}" if left else ""
 
 
 def remove_unfinished(directory: Path) -> str:
     """Removes the unfinished folders of an ended process, after completing its last replacement.
 
     Returns:
-      The reason of the first failure; empty if everything was removed.
+      The reason why something is left; empty if everything was removed.
     """
     for _, step in _unfinished(directory, "old"):
         new = directory / f"{step}.new"
