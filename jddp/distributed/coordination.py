@@ -35,19 +35,10 @@ from jax._src import distributed, xla_bridge
 from jaxlib import _jax
 
 from jddp.distributed.exits import in_shell
+from jddp.distributed.identity import NUMBERS
 from jddp.ground.errors import UsageError, refuse_differences
 from jddp.ground.typing import PyTree
 
-# Variables with the number of processes and of this process. Schedulers, from the third pair on, do
-# not count where a user types.
-_NUMBERS = (
-    ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
-    ("WORLD_SIZE", "RANK"),
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("PMI_SIZE", "PMI_RANK"),
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    ("JAX_NUM_PROCESSES", "JOB_COMPLETION_INDEX"),
-)
 BUSY_SECONDS = 120.0  # Limit for processes that have joined a job, and may still be busy.
 
 _uses: collections.Counter[str] = collections.Counter()
@@ -67,12 +58,13 @@ def process_index() -> int:
 def explain_unjoined(environ: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
     """The mistake of a process that has not joined the job its launcher has started, and a way out.
 
-    Numbers that are incomplete or contradict each other describe no job.
+    Numbers that are incomplete or contradict each other describe no job. Schedulers, from the third
+    pair on, do not count where a user types.
 
     Returns:
       None if there is no such job, or this process has joined it.
     """
-    for name, rank in _NUMBERS[:2] if in_shell(environ) else _NUMBERS:
+    for name, rank in NUMBERS[:2] if in_shell(environ) else NUMBERS:
         count, number = environ.get(name, ""), environ.get(rank, "")
         is_job = count.isdecimal() and number.isdecimal() and int(number) < int(count) > 1
         if is_job and jax.process_count() == 1:

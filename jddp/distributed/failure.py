@@ -30,16 +30,9 @@ from types import TracebackType
 from typing import NoReturn
 
 from jddp.distributed import coordination as service
+from jddp.distributed import failure_file
 from jddp.distributed.coordination import is_waiting_for
 from jddp.distributed.exits import exit_now, is_at_prompt, process, show_cursor
-from jddp.distributed.failure_file import (
-    IS_LOST,
-    VARIABLE,
-    describe_failure,
-    headline,
-    read_failure,
-    write_failure,
-)
 from jddp.distributed.identity import LAUNCHED
 from jddp.ground.errors import Error, ExitCode, report
 from jddp.ground.typing import JsonObject
@@ -106,7 +99,7 @@ def keep_uncaught(number: int) -> None:
         if process.end_job is not None and service.is_connected():
             end_job(getattr(error, "exit_code", code), error)
         if not _is_consequence(error):
-            write_failure(describe_failure(number, code, error))
+            failure_file.write_failure(failure_file.describe_failure(number, code, error))
 
     if not (is_at_prompt() or getattr(show, "__module__", "") == __name__):
         sys.excepthook = fail
@@ -144,9 +137,9 @@ def end_job(code: int, error: BaseException) -> NoReturn:
         if first is not None:
             _follow(first)
         code = ExitCode.ANOTHER_FAILED if is_consequence else code
-        failure = describe_failure(service.process_index(), code, error)
+        failure = failure_file.describe_failure(service.process_index(), code, error)
         if is_consequence:
-            report(headline(failure))
+            report(failure_file.headline(failure))
         service.try_publish(_KEY, json.dumps(failure))  # The first report wins.
         _exit(code, _first_failure(_MOMENT) or failure)
 
@@ -155,7 +148,7 @@ def _is_consequence(error: BaseException) -> bool:
     if isinstance(error, Error):  # An error of jddp names its own reason, such as missing storage.
         return False
     text = "".join(traceback.format_exception_only(error))
-    return IS_LOST.search(text) is not None
+    return failure_file.IS_LOST.search(text) is not None
 
 
 def end_process(failure: JsonObject, message: str) -> NoReturn:
@@ -174,8 +167,8 @@ class Listener:
         """Follows the first failure once there is one; returns whether the job is over."""
         if not service.is_connected():
             return True
-        file = os.environ.get(VARIABLE, "") if os.environ.get(LAUNCHED) else ""
-        found = read_failure(Path(file))
+        file = os.environ.get(failure_file.VARIABLE, "") if os.environ.get(LAUNCHED) else ""
+        found = failure_file.read_failure(Path(file))
         if found and found["exit_code"] != ExitCode.HANG:  # A hang is known to all processes.
             service.try_publish(_KEY, json.dumps(found))
         first = _first_failure(0.5)
@@ -200,7 +193,7 @@ def blame_who_left() -> bool:
         return False
     number, text = next(iter(left.items()))
     known: JsonObject = {"host": host_of(number), "step": None, "phase": None}
-    ended = describe_failure(number, json.loads(text), **known)
+    ended = failure_file.describe_failure(number, json.loads(text), **known)
     service.try_publish(_KEY, json.dumps(ended))
     return True
 
@@ -219,13 +212,13 @@ def _first_failure(seconds: float) -> JsonObject | None:
 def _follow(first: JsonObject) -> NoReturn:
     """Exits because another process has failed, or was stopped before its run began."""
     code = first["exit_code"]
-    report(headline(first))
+    report(failure_file.headline(first))
     _exit(code if code == ExitCode.PREEMPTED else ExitCode.ANOTHER_FAILED, first)
 
 
 def _exit(code: int, first: JsonObject) -> NoReturn:
     """Exits past every `finally` and barrier: they would wait for the other processes."""
-    write_failure(first)
+    failure_file.write_failure(first)
     show_cursor()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -211,6 +211,8 @@ _OMPI = "OMPI_COMM_WORLD_"
 OPEN_MPI = Names(_OMPI + "SIZE", _OMPI + "RANK", _OMPI + "LOCAL_SIZE", _OMPI + "LOCAL_RANK")
 MPICH = Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
+# Variables with the number of processes and of this process; schedulers from the third pair on.
+NUMBERS = ((COUNT, ID), *(x[:2] for x in (TORCHRUN, OPEN_MPI, MPICH, SLURM)), (COUNT, _POD))
 
 
 def resolve_identity(

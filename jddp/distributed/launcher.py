@@ -20,13 +20,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from jddp.distributed.failure_file import (
-    ABORT,
-    describe_failure,
-    headline,
-    read_failure,
-    write_failure,
-)
+from jddp.distributed import failure_file as failures
 from jddp.distributed.group import CONSOLE, POLL_SECONDS, Group, Launch, Place
 from jddp.distributed.identity import JOB, LOOPBACK
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
@@ -85,33 +79,34 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     if not failed and not lost:
         return None
     by_themselves = [worker for worker in failed if worker.returncode not in CONSEQUENCES]
-    data = read_failure(group.failure_file)
+    data = failures.read_failure(group.failure_file)
     if data is None and lost and not by_themselves:
         text = f"node {lost[0]} was lost."
         reason = {"type": "jddp.launch", "message": text}
-        data = describe_failure(None, ExitCode.ANOTHER_FAILED, host=None, exception=reason)
+        data = failures.describe_failure(None, ExitCode.ANOTHER_FAILED, host=None, exception=reason)
         with suppress(OSError), group.failure_file.open("x") as file:
             json.dump(data, file)  # Processes may wait for that machine.
         return Failure(data, text)
     if data is None:  # The process has written no failure.
         worker = [*by_themselves, *failed][0]
-        data = describe_failure(worker.number, worker.returncode)
+        data = failures.describe_failure(worker.number, worker.returncode)
         aborted = worker.returncode == -signal.SIGABRT
-        if aborted and (silent := ABORT.search(worker.stderr_end())):
+        if aborted and (silent := failures.ABORT.search(worker.stderr_end())):
             data["exit_code"] = ExitCode.ANOTHER_FAILED
             data["exception"] = {"type": "JAX", "message": " ".join(silent[0].split())}
-        write_failure(data, group.failure_file)
-        data = read_failure(group.failure_file) or data  # Another may have been faster.
+        failures.write_failure(data, group.failure_file)
+        data = failures.read_failure(group.failure_file) or data  # Another may have been faster.
     number = data["process"]
     if data["exit_code"] is None:  # A process has left its job: its end shows the code.
         group.wait(_END_SECONDS, lambda: all(worker.number != number for worker in group.running))
         for worker in group.ended:
             if worker.number == number:
-                data["exit_code"] = describe_failure(number, worker.returncode)["exit_code"]
+                known = failures.describe_failure(number, worker.returncode)
+                data["exit_code"] = known["exit_code"]
                 with suppress(OSError):
                     group.failure_file.write_text(json.dumps(data, indent=2) + "\n")
     named = [worker for worker in group.failed() if worker.number == number]
-    text = f"{headline(data)} (after {seconds:.1f} s)."
+    text = f"{failures.headline(data)} (after {seconds:.1f} s)."
     if named:
         text += f" Its whole output is in {named[0].log}."
     said = next((worker.stderr_end() for worker in (*named, *failed)), "")
@@ -126,8 +121,8 @@ def kill_overdue(group: Group, number: int) -> Failure:
     first = group.running[0].number
     group.close()
     reason = {"type": "jddp.launch", "message": text}
-    data = describe_failure(first, 128 + number, exception=reason)
-    write_failure(data, group.failure_file)
+    data = failures.describe_failure(first, 128 + number, exception=reason)
+    failures.write_failure(data, group.failure_file)
     return Failure(data, text)
 
 
@@ -183,7 +178,7 @@ class Nodes:
         end = self._end
         lost = self._end.lost() if self._end is not None else []
         if isinstance(end, RendezvousServer) and end.failure and not failure_file.exists():
-            write_failure(end.failure, failure_file)
+            failures.write_failure(end.failure, failure_file)
         return lost
 
     def send_failure(self, failure: JsonObject) -> None:
@@ -228,7 +223,7 @@ def supervise(run: Callable[[Signals], Failure | None]) -> int:
         return ExitCode.INTERRUPTED
     if failure is None:
         return ExitCode.DONE
-    write_failure(failure.data)  # The program that has started this launcher may read it.
+    failures.write_failure(failure.data)  # The program that has started this launcher may read it.
     return failure.code
 
 
