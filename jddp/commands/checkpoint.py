@@ -63,9 +63,8 @@ def _verify(arguments: argparse.Namespace) -> None:
     num_damaged = 0
     for step in folders.finished(directory):
         damage = reader.find_any_damage(directory / str(step))
-        if (directory / str(step)).exists():  # a run may have removed it meanwhile
-            num_damaged += damage is not None
-            show(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
+        num_damaged += damage is not None
+        show(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
     if num_damaged:
         raise FileSystemError(
             f"{directory}: {num_damaged} damaged checkpoints. A run renames them to *.damaged."

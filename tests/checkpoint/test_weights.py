@@ -19,7 +19,7 @@ from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.checkpoint.weights import read_file, read_weights
+from jddp.checkpoint.weights import read_weights
 from jddp.commands.checkpoint import main as checkpoint_main
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, UsageError
 
@@ -68,22 +68,6 @@ def test_safetensors_of_anybody_s_are_taken_by_their_names_and_cast_to_what_the_
         assert {x.dtype.name for x in jax.tree.leaves(begun.params)} == {"float32"}
     kept = ddp.init(0, make_batch(), params=jax.tree.map(jnp.float16, host(state.params)))
     assert {x.dtype.name for x in jax.tree.leaves(kept.params)} == {"float16"}
-
-
-DTYPES = [np.bool_, np.uint8, np.int16, np.uint64, np.float16, jnp.bfloat16, np.float64]
-
-
-def test_arrays_of_each_dtype_are_read_from_safetensors(tmp_path):
-    rng, file = np.random.default_rng(0), tmp_path / "weights.safetensors"
-    given = {f"a/{i}": rng.integers(0, 2, (3, i + 1)).astype(x) for i, x in enumerate(DTYPES)}
-    given |= {"scalar": np.array(5, np.float32), "empty": np.zeros((0, 4), np.int32)}
-    given["none"] = np.zeros(3, np.uint8)  # which shifts what follows to odd places
-    safetensors.numpy.save_file(given, file)
-    found = read_file(file)
-    assert found.keys() == given.keys()
-    for name, x in found.items():
-        assert x.dtype == given[name].dtype
-        np.testing.assert_array_equal(x, given[name])
 
 
 @pytest.mark.parametrize("kind", swept([ConvNet, NnxConvNet], every=2))
@@ -194,16 +178,16 @@ def test_a_folder_of_the_hub_is_read_whole_or_in_shards(shards):
     equal(read_weights(shards), TREE)
 
 
-def of_index(folder, change):
-    (folder / INDEX).write_text(change((folder / INDEX).read_text()))
+def outside(folder):
+    text = (folder / INDEX).read_text()
+    (folder / INDEX).write_text(text.replace(SECOND, "../x"))
 
 
 FAULTS = {
     "no index": (lambda x: (x / INDEX).unlink(), f"{INDEX}, which lists its files, is missing"),
     "a shard is lost": (lambda x: (x / SECOND).unlink(), f"{INDEX} lists {SECOND}, which is not"),
-    "an empty index": (lambda x: of_index(x, lambda _: "{}"), "weight_map"),
-    "another file": (lambda x: of_index(x, lambda y: y.replace(SECOND, FIRST)), "b.weight"),
-    "outside": (lambda x: of_index(x, lambda y: y.replace(SECOND, "../x")), "lists ../x, which"),
+    "an empty index": (lambda x: (x / INDEX).write_text("{}"), "weight_map"),
+    "outside": (outside, "lists ../x, which"),
 }
 
 

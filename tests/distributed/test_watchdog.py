@@ -2,10 +2,6 @@
 
 import logging
 import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 from runs import wait_until
@@ -38,44 +34,6 @@ def test_a_step_may_take_thirty_times_the_longest_and_two_minutes():
     assert Limits().of("step", 10.0) == 300
     assert Limits(step_seconds=5).of("step", 10.0) == 5
     assert Limits().of("save", 10.0) == 3600
-
-
-@pytest.fixture
-def silent():
-    """A process that does nothing, and what watches it, with its standard input."""
-    watch = [sys.executable, apart.__file__, "silence"]
-    sleeps = [sys.executable, "-c", "import time; print(flush=True); time.sleep(100)"]
-    with (
-        subprocess.Popen(sleeps, stdout=subprocess.PIPE) as process,
-        subprocess.Popen([*watch, str(process.pid)], stdin=subprocess.PIPE, bufsize=0) as watches,
-    ):
-        process.stdout.read(1)
-        yield process, watches
-        process.kill()
-
-
-@pytest.mark.processes
-def test_a_process_that_is_silent_is_ended_but_not_while_it_is_stopped(silent):
-    process, watches = silent
-    process.send_signal(signal.SIGSTOP)
-    watches.stdin.write(b"1\n")
-    time.sleep(3)  # in which a running process is ended
-    assert process.poll() is None
-    process.send_signal(signal.SIGCONT)
-    assert process.wait(timeout=60) == -signal.SIGQUIT
-    assert watches.wait(timeout=60) == 0
-
-
-@pytest.mark.processes
-def test_what_watches_a_process_ends_with_its_input_and_with_the_process(silent):
-    process, watches = silent
-    watches.stdin.close()
-    assert watches.wait(timeout=60) == 0
-    assert process.poll() is None
-    gone = subprocess.run(
-        [sys.executable, apart.__file__, "silence", "0"], input=b"1\n", timeout=60
-    )
-    assert gone.returncode == 0
 
 
 def test_only_a_process_that_hangs_is_reported_with_stacks_and_a_user_s_not_ended(tmp_path, caplog):
