@@ -25,7 +25,6 @@ _DEFAULTS = {START: "300", HEARTBEAT: "100"}
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 VIRTUAL_DEVICES = 8
 _IS_ON, _FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
-_LATE_SECONDS = 2.0  # Limit for a file system to show a file of another host.
 _PLATFORMS = "jax_platforms"  # JAX_PLATFORMS, unless a program has set this option.
 
 
@@ -94,14 +93,8 @@ def use_if_shared() -> None:
                 file = written.enter_context(NamedTemporaryFile(dir=place, prefix=".jddp-"))
                 mark = Path(file.name).name
         mark = from_first("cache/mark", mark, timeout_seconds=BUSY_SECONDS)
-        until = time.monotonic() + _LATE_SECONDS
-
-        def sees() -> bool:
-            return place == mark or (bool(mark and place) and Path(place, mark).exists())
-
-        while not sees() and time.monotonic() < until:
-            time.sleep(0.05)
-        seen = gather("cache/seen", str(sees()), timeout_seconds=BUSY_SECONDS)
+        sees = place == mark or (bool(mark and place) and Path(place, mark).exists())
+        seen = gather("cache/seen", str(sees), timeout_seconds=BUSY_SECONDS)
     if (blind := seen.count("False")) == 0:
         return
     jax.config.update(_IS_ON, False)

@@ -8,7 +8,7 @@ import jax
 import pytest
 from runs import run_job
 
-from jddp.distributed import coordination, join
+from jddp.distributed import coordination
 from jddp.distributed.join import use_if_shared
 
 
@@ -16,7 +16,6 @@ from jddp.distributed.join import use_if_shared
 def here(tmp_path, monkeypatch):
     """The cache of this process, which was on before and is again afterwards."""
     folder, before = tmp_path / "cache", jax.config.jax_enable_compilation_cache
-    monkeypatch.setattr(join, "_LATE_SECONDS", 0.0)
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     yield folder
