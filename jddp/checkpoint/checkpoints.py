@@ -41,10 +41,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jddp.checkpoint import folders
+from jddp.checkpoint import folders, reader
 from jddp.checkpoint.folders import SUMS, seal
-from jddp.checkpoint.reader import Layouts, describe_arrays, find_newest, in_file, keep_quiet
-from jddp.checkpoint.restore import Damaged, Restored, layouts_of, restore
+from jddp.checkpoint.reader import Damaged, Layouts, Restored, in_file
 from jddp.checkpoint.storage import Storage
 from jddp.distributed.coordination import computing, from_first, gather
 from jddp.engine.digest import Found, digests, find_divergence
@@ -96,7 +95,7 @@ class CheckpointFolder:
         storage: Storage | None = None,
         is_written: bool = True,
     ) -> None:
-        keep_quiet()
+        reader.keep_quiet()
         self._directory = Path(directory).absolute()
         self._storage = storage or Storage(self._directory.parent)
         self._surplus: folders.Surplus = functools.partial(
@@ -156,7 +155,7 @@ class CheckpointFolder:
         arrays: DeviceArrays = by_path(state)
         text = json.dumps({**beside, "step": step}, default=_number_or_text) + "\n"
         shapes = jax.tree.map(_shape, arrays)
-        snapshot = Snapshot(step, shapes, digests(arrays), layouts_of(state, layouts), text)
+        snapshot = Snapshot(step, shapes, digests(arrays), reader.layouts_of(state, layouts), text)
         reason, parts = "", list[Any]()
         if self._is_apart:
             arrays = _replicated(arrays)
@@ -231,7 +230,7 @@ class CheckpointFolder:
     def _commit(self, saved: Snapshot) -> None:
         folder = self._folder(saved.step)
         self._handler.finalize(epath.Path(folder / "state"))
-        described = describe_arrays(saved.shapes, saved.digests, saved.layouts)
+        described = reader.describe_arrays(saved.shapes, saved.digests, saved.layouts)
         (folder / "arrays.json").write_text(json.dumps(described, indent=1, default=in_file) + "\n")
         (folder / "run.json").write_text(saved.beside)
         seal(folder)
@@ -290,7 +289,7 @@ class CheckpointFolder:
         there = self.steps()
         while (step := self._newest_sound()) is not None:
             try:
-                return restore(self._directory / str(step), like, layouts)
+                return reader.restore(self._directory / str(step), like, layouts)
             except Damaged as damage:
                 self._set_aside(step, str(damage))
         if there:
@@ -305,7 +304,7 @@ class CheckpointFolder:
         """The newest step with undamaged files; damaged checkpoints are renamed."""
         found = None
         if jax.process_index() == 0:
-            found = find_newest(self._directory, self._set_aside)
+            found = reader.find_newest(self._directory, self._set_aside)
         shared = from_first("newest", json.dumps(found), timeout_seconds=SECONDS)
         step: int | None = json.loads(shared)
         if step is not None:

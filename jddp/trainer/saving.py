@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jddp.checkpoint.checkpoints import SECONDS, CheckpointFolder
 from jddp.checkpoint.folders import finished
-from jddp.checkpoint.restore import Restored
+from jddp.checkpoint.reader import Restored
 from jddp.config.permissions import absolute
 from jddp.distributed.coordination import from_first
 from jddp.engine.compiled import Trainable
