@@ -200,7 +200,7 @@ class CheckpointFolder:
             try:
                 part.result()
             except (OSError, ValueError, RuntimeError) as error:
-                reason = reason or folders.first_line(error)
+                reason = reason or _why(error)
         step, name = saved.step, self._directory.name
         if (divergence := find_divergence(saved.digests, saved.shapes)) is not None:
             raise ReplicaMismatchError(f"Step {step} is not saved: {divergence}.")
@@ -211,10 +211,8 @@ class CheckpointFolder:
                 if not reason:
                     self._commit(saved)
                     self._remove_surplus(step)
-            except (OSError, ValueError, FileSystemError) as error:
-                reason = f"process 0: {folders.first_line(error)}"
-            except RuntimeError as error:  # Saving needs threads, and a process that ends has none.
-                reason = f"process 0 has ended, call wait() before: {folders.first_line(error)}"
+            except (OSError, ValueError, RuntimeError, FileSystemError) as error:
+                reason = f"process 0: {_why(error)}"
         if self._is_apart or (reason and jax.process_index() == 0):
             shutil.rmtree(self._folder(step), ignore_errors=True)
         reason = from_first(f"saved/{name}/{step}", reason, timeout_seconds=SECONDS)
@@ -319,6 +317,13 @@ class CheckpointFolder:
         log.error(
             "The checkpoint of step %d is damaged: %s. It is kept as %s.", step, damage, aside
         )
+
+
+def _why(error: Exception) -> str:
+    """The reason of an error; saving needs threads, and a process that ends starts none."""
+    reason = folders.first_line(error)
+    is_cut_off = isinstance(error, RuntimeError)
+    return f"call wait() before a process ends: {reason}" if is_cut_off else reason
 
 
 def wait_until_seen(path: Path, text: str = "") -> None:
