@@ -3,14 +3,11 @@
     is_fit = examine(directory, num_devices=8)     # called by every process; prints the findings
 
 They find causes of failures that are hard to diagnose in a job of many processes: host names that
-resolve to loopback, unused GPUs, container limits, unshared directories, wrong sums, slow
-hosts and slow links.
+resolve to loopback, unused GPUs, container limits, unshared directories, wrong sums.
 """
 
 import contextlib
-import functools
 import ipaddress
-import itertools
 import json
 import os
 import secrets
@@ -21,12 +18,11 @@ import textwrap
 import time
 import timeit
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
 from jax.sharding import Mesh
@@ -49,9 +45,6 @@ VISIBLE_SECONDS = 15.0
 SIZES = tuple(4 * 2**k for k in range(10, 25, 2))  # 4 KiB to 64 MiB
 ROUNDS = 7
 SLOW_SECONDS = 0.5  # After a slower size no larger one is measured.
-LINK_SIZES = (2**10, 2**20)
-SLOW_RATIO = 3.0  # A slow link takes this many times as long as the others.
-LATE_SECONDS = 2e-3  # A slow link also takes this much longer.
 
 
 class Finding(NamedTuple):
@@ -103,7 +96,7 @@ def examine(directory: Path, *, num_devices: int) -> bool:
     shared = check_job(directory)
     mesh = make_mesh(jax.devices())  # Devices may be of different kinds.
     table, right = measure_all_reduce(mesh)
-    shared += [*right, *check_links(mesh)]
+    shared += right
     if process_index() == 0:
         _print(of_processes, shared, table)
     levels = {finding.level for finding in (*findings, *shared)}
@@ -223,6 +216,14 @@ def measure_all_reduce(
     own = [i for i, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
     ranks = np.array(own, np.float32)[:, None]
     run = jax.jit(over_replicas(lambda x: lax.psum(x[0], AXIS), mesh, P(AXIS), P()))
+
+    def median_seconds(rows: jax.Array | np.ndarray) -> float:
+        # The first run may compile.
+        _, *seconds = timeit.repeat(
+            lambda: jax.block_until_ready(run(rows)), repeat=ROUNDS, number=1
+        )
+        return statistics.median(seconds)
+
     table = list[Exchange]()
     wrong = list[int]()
     for size in sizes:
@@ -230,7 +231,7 @@ def measure_all_reduce(
         summed = np.asarray(run(rows).addressable_data(0))
         if (summed != total).any():
             wrong.append(size)
-        seconds = _median_seconds(functools.partial(run, rows))
+        seconds = median_seconds(rows)
         moved = 2 * (mesh.size - 1) / mesh.size * size
         table.append(Exchange(size, seconds, moved / seconds))
         if float(from_process_zero(np.float64(seconds))) > SLOW_SECONDS:
@@ -240,77 +241,6 @@ def measure_all_reduce(
         fix = "Exclude devices one by one (CUDA_VISIBLE_DEVICES, --nodelist) to find a faulty one."
         return table, [Finding(BAD, what, fix)]
     return table, [Finding(OK, f"sums over {mesh.size} devices are right, in {len(table)} sizes")]
-
-
-def check_links(mesh: Mesh) -> Iterator[Finding]:
-    """Names the host, or else the link, that takes much longer than the others.
-
-    Every process calls it. Small and larger arrays go back and forth on a ring of hosts (of
-    processes, if there is one host), between the first devices of both ends.
-    """
-    devices = reversed(list(enumerate(mesh.devices.flat)))
-    places = {device.process_index: place for place, device in devices}  # first device of a process
-    hosts = gather("doctor/hosts", socket.gethostname(), timeout_seconds=SECONDS)
-    names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
-    members = sorted({hosts[i]: i for i in sorted(places, reverse=True)}.values())
-    if len(members) == 1:
-        members = sorted(places)
-    ring = list(itertools.pairwise(members))
-    if len(members) > 2:
-        ring.append((members[-1], members[0]))
-    for size in LINK_SIZES if ring else ():
-        mine = [_seconds_between(mesh, places[a], places[b], size) for a, b in ring]
-        shared = gather("doctor/links", json.dumps(mine), timeout_seconds=SECONDS)
-        times = {link: json.loads(shared[link[0]])[i] for i, link in enumerate(ring)}
-        yield from compare_links(times, names, size)
-
-
-def _seconds_between(mesh: Mesh, here: int, there: int, size: int) -> float:
-    """Round trip of an array of `size` bytes, measured by the processes of both devices."""
-
-    def replica() -> jax.Array:
-        sent = jnp.ones(size // 4) * lax.axis_index(AXIS)
-        arrived = lax.ppermute(sent, AXIS, [(here, there), (there, here)])
-        return lax.ppermute(arrived, AXIS, [(here, there), (there, here)])
-
-    run = jax.jit(over_replicas(replica, mesh, (), P(AXIS)))
-    jax.block_until_ready(run())
-    return _median_seconds(run)
-
-
-def compare_links(
-    times: Mapping[tuple[int, int], float], names: Sequence[str], size: int
-) -> Iterator[Finding]:
-    """Names the slow hosts and links.
-
-    A host is slow if both of its links are slow, and its neighbours have a fast link.
-
-    Args:
-      times: Seconds of a round trip, by the processes at both ends.
-      names: Names of all processes, by number.
-      size: Bytes that were sent.
-    """
-    ends = sorted({end for link in times for end in link})
-    nearest = {end: min(t for link, t in times.items() if end in link) for end in ends}
-    usual = statistics.median(nearest.values())
-    limit = max(SLOW_RATIO * usual, usual + LATE_SECONDS)
-    slow = [end for end in ends if nearest[end] > limit]
-    links = [link for link, t in times.items() if t > limit and not set(link) & set(slow)]
-    found = {names[end]: nearest[end] for end in slow}
-    found |= {f"the link from {names[a]} to {names[b]}": times[a, b] for a, b in links}
-    for name, seconds in found.items():
-        what = f"{name} takes {1e3 * seconds:.2f} ms for {size >> 10} KiB there and back, others "
-        what += f"take {1e3 * usual:.2f} ms: every step waits for it."
-        yield Finding(WARN, what, "Check its link, or exclude the host.")
-    if not found:
-        slowest = max(times.values())
-        yield Finding(OK, f"{size >> 10} KiB there and back: {1e3 * slowest:.2f} ms at most")
-
-
-def _median_seconds(run: Callable[[], object]) -> float:
-    """The median time of a computation, without the first run, which may compile."""
-    _, *seconds = timeit.repeat(lambda: jax.block_until_ready(run()), repeat=ROUNDS, number=1)
-    return statistics.median(seconds)
 
 
 def check_host() -> Iterator[Finding]:

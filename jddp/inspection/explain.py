@@ -113,16 +113,12 @@ class Explanation(Shown):
             "",
             str(self.plan),
             "",
-            self._compiled_for,
+            f"compiled for {self.num_devices} {self.platform} devices, jax {jax.__version__}",
             f"{'number':>6} {'MiB':>9}  {'dtype':<6} {'collective':<18} {'async':<5}  for",
         ]
         form = "{:>6} {:>9}  {:<6} {:<18} {:<5}  {}"
         lines += [form.format(*row) for row in self._rows]
         return "\n".join([*lines, "", *self._sentences()])
-
-    @property
-    def _compiled_for(self) -> str:
-        return f"compiled for {self.num_devices} {self.platform} devices, jax {jax.__version__}"
 
     @property
     def _rows(self) -> list[tuple[str, ...]]:

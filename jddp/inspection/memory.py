@@ -155,14 +155,17 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
 
 def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
     """The most memory that one of the devices has given out so far; None without statistics."""
-    known = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    return max((x for x in known if x), default=None)
+    return max(_known(devices, "peak_bytes_in_use"), default=None)
 
 
 def limit_bytes(devices: Sequence[jax.Device]) -> int | None:
     """The memory that each of the devices can give out at most; None without statistics."""
-    known = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    return min((x for x in known if x), default=None)
+    return min(_known(devices, "bytes_limit"), default=None)
+
+
+def _known(devices: Sequence[jax.Device], name: str) -> list[int]:
+    known = [(device.memory_stats() or {}).get(name) for device in devices]
+    return [x for x in known if x]
 
 
 def _in_mib(size: float) -> str:
@@ -188,7 +191,7 @@ def _bytes_per_device(tree: PyTree) -> int:
 
 
 def _device_limit(devices: list[jax.Device]) -> float:
-    known = (devices[0].memory_stats() or {}).get("bytes_limit")
+    known = limit_bytes(devices[:1])
     if known is None and devices[0].platform == "cpu":
         # Virtual devices share the memory of their host.
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)

@@ -132,21 +132,6 @@ def test_another_version_and_a_directory_not_all_see_are_reported(tmp_path):
     assert (found.level, "process 1, 3 does not see" in found.what) == ("bad", True)
 
 
-NAMES = [f"process {i} on h{i}" for i in range(4)]
-
-
-def test_a_host_or_else_a_link_that_stands_out_is_reported():
-    for times, text in (
-        ({(0, 1): 0.5}, []),
-        ({(0, 1): 1e-4, (1, 2): 1e-3, (2, 0): 1e-4}, []),  # that is noise
-        ({(0, 1): 1e-3, (1, 2): 4e-2, (2, 0): 4e-2}, ["process 2 on h2 takes 40.00 ms"]),
-        ({(0, 1): 1e-3, (1, 2): 4e-2, (2, 3): 1e-3, (3, 0): 1e-3}, ["the link from process 1 on"]),
-    ):
-        found = list(doctor.compare_links(times, NAMES, 1024))
-        assert levels(found) == (["warn"] * len(text) or ["ok"])
-        assert all(words in finding.what for words, finding in zip(text, found, strict=False))
-
-
 def test_sums_over_the_devices_are_right_and_timed_and_a_wrong_one_is_reported(monkeypatch):
     table, (found,) = doctor.measure_all_reduce(make_mesh(4), sizes=(64, 4096))
     assert found.level == "ok"
@@ -180,9 +165,8 @@ def test_processes_are_examined_together(tmp_path):
     words = [*PLAIN, "--dir", str(tmp_path), "--num-devices", "2"]
     codes, errors, (text, _) = end_together([words] * 2, [environment()] * 2)
     assert codes == [0, 0], errors
-    words = ("2 processes are connected", "all see", "1: same as process 0")
-    for each in (*words, "1 KiB there and back: ", "1024 KiB there and back: "):
-        assert each in text
+    for words in ("2 processes are connected", "all see", "1: same as process 0"):
+        assert words in text
     assert list(tmp_path.iterdir()) == []
 
 
