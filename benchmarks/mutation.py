@@ -36,11 +36,11 @@ STEP = ["data_parallel", "against_one_device", "parameters", "ddp_unused"]
 HEART = {  # The tests of each file; the tests that notice most come first.
     "jddp/engine/micro_batches.py": [
         *STEP,
-        *("overlap", "hooks", "loss_scale", "state_reduction", "replica"),
+        *("overlap", "hooks", "loss_scale", "replica"),
     ],
-    "jddp/engine/step.py": [*STEP, "constants", "verify", "option_pairs", "logical_replicas"],
+    "jddp/engine/step.py": [*STEP, "inputs", "verify", "option_pairs", "logical_replicas"],
     "jddp/modules/metrics.py": ["metrics", "data_parallel", "mean", "overlap", "logical_replicas"],
-    "jddp/reduce/backward.py": ["overlap", "transforms"],
+    "jddp/reduce/backward.py": ["overlap", "ddp_cases"],
     "jddp/reduce/hooks.py": [
         *("hooks", "loss_scale", "reduce"),
         *("strategies", "logical_replicas"),
@@ -53,16 +53,16 @@ HEART = {  # The tests of each file; the tests that notice most come first.
 }
 TESTS = HEART | {
     "jddp/engine/compiled.py": [
-        *("data_parallel", "explain", "constants", "hooks", "local_steps", "memory"),
+        *("data_parallel", "explain", "inputs", "hooks", "local_steps", "memory"),
     ],
     "jddp/engine/digest.py": ["digest", "replica"],
-    "jddp/engine/evaluation.py": ["data_parallel", "mean", "constants", "replica"],
-    "jddp/engine/data_parallel.py": ["data_parallel", "constants", "explain", "run", "trainer"],
+    "jddp/engine/evaluation.py": ["data_parallel", "mean", "inputs", "replica"],
+    "jddp/engine/data_parallel.py": ["data_parallel", "inputs", "explain", "run", "trainer"],
     "jddp/engine/guard.py": ["loss_scale", "numerics", "local_steps", "strategies"],
     "jddp/engine/initial_state.py": ["data_parallel", "weights", "parameters"],
     "jddp/workbench/logical_replicas.py": ["logical_replicas"],
     "jddp/engine/mesh.py": ["mesh", "data_parallel", "axis_name"],
-    "jddp/engine/optimizer.py": ["optimizers_of_optax", "ddp_unused", "separable"],
+    "jddp/engine/optimizer.py": ["optimizers_of_optax", "ddp_unused"],
     "jddp/engine/state.py": ["replica", "local_steps", "strategies", "run", "checkpoint"],
     "jddp/engine/strategy.py": ["strategies", "local_steps", "option_pairs"],
 }

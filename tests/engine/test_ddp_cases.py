@@ -1,6 +1,8 @@
-"""PyTorch DDP's cases of equality (NUM), buckets (BKT) and accumulation (ACC): see README.md."""
+"""Cases of PyTorch's DDP, as README.md lists them, and models that transform themselves."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,209 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from judge import Net, beside_one_device, in_both_places, joined, make_rows, sent, start, wrapped
+from flax import nnx
+from judge import (
+    REPLICAS,
+    ROWS,
+    WIDTH,
+    Either,
+    Net,
+    beside_one_device,
+    in_both_places,
+    joined,
+    make_rows,
+    sent,
+    squares,
+    start,
+    wrapped,
+)
 from states import assert_same
-from test_transforms import by_rows, by_shares
 from tiny import Of
 
 import jddp
+
+KERNEL = nn.initializers.normal()
+
+# The place that takes a transformed backward pass apart; the others run it as it is.
+judged = functools.partial(beside_one_device, places=["flat-ready"])
+
+
+class Layer(nn.Module):
+    with_unused: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if self.with_unused:
+            nn.Dense(3, name="unused")(x)
+        return nn.tanh(nn.Dense(WIDTH, name="dense")(x))
+
+
+class Remat(nn.Module):
+    times: int = 1
+    with_unused: bool = False
+    policy: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.remat(Layer, policy=self.policy)(self.with_unused)
+        for _ in range(self.times):
+            x = layer(x)
+        return x.sum(-1)
+
+
+class RematNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.unused = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+        self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x):
+        layer = nnx.remat(lambda layer, x: nnx.tanh(layer(x)))
+        return self.last(layer(self.first, layer(self.first, x)))[:, 0]
+
+
+def shared(m, x):
+    w = m.param("w", KERNEL, (WIDTH, WIDTH))
+    once = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    twice = jax.checkpoint(lambda x, w: jnp.tanh(once(x, w) @ w.T))
+    return (twice(once(x, w), w) @ w).sum(-1)
+
+
+AXES = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+
+
+def scanned(layer):
+    layers = nn.scan(lambda layer, x, _: (layer(x), None), length=3, **AXES)
+    return Of(lambda m, x: layers(layer(with_unused=True, name="layers"), x, None)[0].sum(-1))
+
+
+def loops(m, x):
+    stack = m.param("stack", KERNEL, (3, WIDTH, WIDTH))
+    shared = m.param("shared", KERNEL, (WIDTH, WIDTH))
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w + x @ shared), None), x, stack)
+    return jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ shared), x).sum(-1)
+
+
+doubled, tripled = jax.custom_vjp(jnp.sin), jax.custom_jvp(jnp.cos)
+doubled.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (2 * g * jnp.cos(x),))
+tripled.defjvp(lambda x, t: (jnp.cos(x[0]), -3 * jnp.sin(x[0]) * t[0]))
+OFTEN = {
+    "remat": Remat(policy=jax.checkpoint_policies.dots_saveable),
+    "remat twice with unused": Remat(times=2, with_unused=True),
+    "remat in remat with unused": Of(lambda m, x: nn.remat(Remat)(times=2, with_unused=True)(x)),
+    "remat with a shared weight": Of(shared),
+    "remat in NNX with unused": RematNnx(nnx.Rngs(0)),
+    "scan with unused": scanned(Layer),
+    "custom derivatives": Of(lambda m, x: tripled(doubled(Layer()(x))).sum(-1)),
+}
+LONG = {
+    "scan of remat with unused": scanned(nn.remat(Layer, prevent_cse=False)),
+    "lax loops": Of(loops),
+    "nn.jit": Of(lambda m, x: nn.jit(Net)()(nn.jit(Layer)()(jax.jit(jnp.sin)(x)))),
+    "nn.vmap": Of(lambda m, x: nn.vmap(Net, in_axes=None, axis_size=3, **AXES)()(x).mean(0)),
+}
+
+
+@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(x, marks=pytest.mark.long) for x in LONG)])
+def test_transformed_models_equal_one_device(name):
+    ddp, _ = judged((OFTEN | LONG)[name])
+    num_unused = 2 * ("with unused" in name)
+    assert [path.split("/")[-2] for path in ddp.plan.unused] == ["unused"] * num_unused
+
+
+def two_forwards(model, batch):
+    """UNU-12, and a GAN's: the same parameters twice in one loss."""
+    real, fake = model(batch["x"]), model(batch["x"][:, ::-1])
+    return jnp.logaddexp(0, -real) + jnp.logaddexp(0, fake)
+
+
+def two_losses(model, batch):
+    """NUM-8: two losses of one forward."""
+    y = model(batch["x"])
+    return (y - batch["y"]) ** 2 + jnp.abs(y)
+
+
+def gradient_penalty(model, batch):
+    """NUM-9: the gradient of a gradient."""
+    slopes = jax.grad(lambda x: model(x).sum())(batch["x"])
+    return squares(model, batch) + (slopes**2).sum(-1)
+
+
+def jitted(model, batch):
+    return jax.jit(lambda got, want: (got - want) ** 2)(model(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize("loss", [two_forwards, two_losses, gradient_penalty, jitted])
+def test_losses_equal_one_device(loss):
+    judged(Net(), loss)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Output:
+    first: Any
+    second: Any
+
+
+def test_of_nested_outputs_one_may_be_in_the_loss_and_the_other_not():
+    """UNU-13: the branch of the other is unused, whatever holds it."""
+
+    branches = Of(lambda m, x: {"both": Output([Net(name="a")(x)], (Net(name="b")(x),))})
+
+    def loss(model, batch):
+        (first,) = model(batch["x"])["both"].first
+        return (first - batch["y"]) ** 2
+
+    ddp, _ = judged(branches, loss)
+    assert {path.split("/")[0] for path in ddp.plan.unused} == {"b"}
+    assert {p.split("/")[0] for b in ddp.plan.buckets for p in b.paths} == {"a"}
+
+
+def test_inputs_may_be_nested_and_of_different_lengths():
+    """NUM-12: sequences with their lengths, in a tuple in a dict."""
+
+    def sequences(m, batch):
+        (tokens, lengths), extra = batch["text"], batch["more"]["x"]
+        x = nn.RNN(nn.SimpleCell(WIDTH))(nn.Embed(5, WIDTH)(tokens), seq_lengths=lengths)
+        x = jnp.take_along_axis(x, lengths[:, None, None] - 1, 1)[:, 0]
+        return (x + extra).sum(-1)
+
+    def batch(seed):
+        rng, rows = np.random.default_rng(seed), make_rows(seed=seed)
+        text = rng.integers(5, size=(16, 6), dtype=np.int32), rng.integers(1, 7, 16, dtype=np.int32)
+        return {"text": text, "more": {"x": rows["x"]}, "y": rows["y"]}
+
+    judged(Of(sequences), lambda m, b: (m(b) - b["y"]) ** 2, batches=[batch(0), batch(1)])
+
+
+def by_rows(model, batch):
+    """Each row chooses its branch."""
+    return (jnp.where(batch["x"][:, 0] > 0, model.a(batch["x"]), model.b(batch["x"])) - 1) ** 2
+
+
+def by_shares(model, batch, *, shares=1):
+    """The first row of each share chooses for all of its rows."""
+    if model.is_initializing():
+        return by_rows(model, batch)
+    branches = lambda model, x: model.a(x), lambda model, x: model.b(x)
+    parts = [nn.cond(x[0, 0] > 0, *branches, model, x) for x in jnp.split(batch["x"], shares)]
+    return (jnp.concatenate(parts) - 1) ** 2
+
+
+def one_sided(users):
+    """Rows that make the first `users` of the replicas take branch `a`, and the others `b`."""
+    batch = make_rows()
+    takes_a = np.arange(ROWS) // (ROWS // REPLICAS) < users
+    batch["x"][:, 0] = np.where(takes_a, 1, -1) * np.abs(batch["x"][:, 0])
+    return batch
+
+
+@pytest.mark.parametrize("loss", [by_rows, by_shares])
+def test_a_branch_that_some_replicas_take_gets_the_mean_over_all(loss):
+    """UNU-1, UNU-2: none, one, all but one and all; nobody has to know what the others use."""
+    alone = by_rows if loss is by_rows else functools.partial(by_shares, shares=REPLICAS)
+    batches = [one_sided(users) for users in (0, 1, REPLICAS - 1, REPLICAS)]
+    ddp, _ = judged(Either(), loss, alone=alone, batches=batches)
+    assert ddp.plan.unused == ()
 
 
 @in_both_places

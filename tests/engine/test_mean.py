@@ -11,6 +11,7 @@ from flax import linen as nn
 from states import close
 from sweeps import swept
 from test_option_pairs import hold_options
+from tiny import Of
 
 import jddp
 from jddp.data import ArrayExamples, TrainBatches
@@ -19,13 +20,7 @@ from jddp.ground.errors import ConfigError, UsageError
 VOCAB, LENGTH = 11, 6
 
 
-class Tagger(nn.Module):
-    dtype: jnp.dtype = jnp.float32
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCAB, 8, dtype=self.dtype, param_dtype=self.dtype)(tokens)
-        return nn.Dense(VOCAB, dtype=self.dtype, param_dtype=self.dtype)(nn.tanh(x))
+TAGGER = Of(lambda m, tokens: nn.Dense(VOCAB)(nn.tanh(nn.Embed(VOCAB, 8)(tokens))))
 
 
 def token_losses(model, batch):
@@ -38,7 +33,7 @@ def weights_of(batch):
 
 
 def wrapped(loss, **options):
-    return jddp.DataParallel(Tagger(), optax.sgd(0.5), loss, **options)
+    return jddp.DataParallel(TAGGER, optax.sgd(0.5), loss, **options)
 
 
 def as_scalars(model, batch, train):
@@ -72,13 +67,9 @@ def make_batch(rows=32, seed=0):
     return {"inputs": tokens[0], "targets": targets, "scale": scale}
 
 
-def global_mean(model, params, batch):
+def global_mean(params, batch):
     """One device with the whole batch, in plain JAX."""
-
-    def mean(params):
-        return local_mean(lambda x: model.apply({"params": params}, x), batch, True)
-
-    return jax.value_and_grad(mean)(params)
+    return local_mean(lambda x: TAGGER.apply({"params": params}, x), batch, True)
 
 
 ROUNDING = 1e-5  # float32 sums in another order
@@ -114,7 +105,7 @@ def test_a_metric_may_be_a_mean_of_its_own_count():
     batch = make_batch()
     ddp = wrapped(loss)
     state = ddp.init(0, batch)
-    guesses = np.asarray(Tagger().apply(ddp.model(state), batch["inputs"]).argmax(-1))
+    guesses = np.asarray(TAGGER.apply(ddp.model(state), batch["inputs"]).argmax(-1))
     weights = weights_of(batch)
     want = ((guesses == batch["targets"]) * weights).sum() / weights.sum()
     want = {"scalars": want, "arrays": want, "per row": weights.sum() / (weights > 0).sum()}
@@ -142,7 +133,7 @@ def test_evaluation_is_exact_over_partial_and_empty_batches(loss, rows, ends, op
     """Of scalars it is exact over full batches, and refused over a partial one."""
     ddp, rows = wrapped(loss, **options), make_batch(rows)
     state = ddp.init(0, make_batch(16))
-    want, _ = global_mean(Tagger(), ddp.model(state)["params"], rows)
+    want = global_mean(ddp.model(state)["params"], rows)
     got = ddp.evaluate(state, cut(rows, *ends))
     assert got["examples"] == len(rows["inputs"])
     np.testing.assert_allclose(got["loss"], want, rtol=ROUNDING)
@@ -173,7 +164,7 @@ def test_a_mask_leaves_out_what_it_forbids_and_weighs_nothing_twice():
     ddp = wrapped(loss)
     state = ddp.init(0, batch)
     grads, metrics = ddp.gradients(state, batch)
-    want, _ = global_mean(Tagger(), ddp.model(state)["params"], batch)
+    want = global_mean(ddp.model(state)["params"], batch)
     np.testing.assert_allclose(metrics["loss"], want, rtol=ROUNDING)
     assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
 

@@ -1,4 +1,4 @@
-"""Every optimizer with each strategy that divides its state: one device's numbers, or refused."""
+"""Every optimizer with each strategy that divides its state; what its equations say; groups."""
 
 import contextlib
 import runpy
@@ -7,16 +7,23 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import judge
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax.traverse_util import unflatten_dict
 from judge import Net, assert_close, hold, host, make_rows, squares, start, wrapped
+from states import close
 from sweeps import swept
 from tiny import Of
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
+from jddp.config.files import load_config
+from jddp.engine.optimizer import is_elementwise, is_same, mixes_elements
 from jddp.ground.errors import ConfigError
+from jddp.reduce.shards import AlongDim, Flat, Groups
+from jddp.trainer.job.parts import optimizer_of
 from jddp.zoo.optimizers import (
     ParameterGroup,
     by_group,
@@ -221,3 +228,144 @@ def test_a_checkpoint_resumes_with_any_strategy_on_any_number_of_devices(tmp_pat
         like = start(other, make_rows(24))
         with pytest.raises(ConfigError, match="optimizer"):
             CheckpointFolder(tmp_path, keep=1).restore(like, other.steps.layouts(like))
+
+
+ARRAY, ITS_PART = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((6, 4), (12, 1)))
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def mixes(function):
+    return not is_elementwise(function, ARRAY, ARRAY, SCALAR)
+
+
+def depends_on_shapes(function):
+    return not is_same(function, (ARRAY, ARRAY, SCALAR), (ITS_PART, ITS_PART, SCALAR))
+
+
+ELEMENTWISE = {
+    "arithmetic": lambda x, y, s: (x * s + y / (jnp.sqrt(y**2) + 1e-8), s + 1),
+    "a choice by each element": lambda x, y, s: jnp.where(x > y, x, s),
+    "a choice by a number": lambda x, y, s: jax.lax.cond(s > 0, lambda: x + y, lambda: x),
+    "a jitted part": lambda x, y, s: jax.jit(jnp.tanh)(x) + jax.jit(lambda z: z * s)(y),
+    "arrays of one number": lambda x, y, s: jnp.full(x.shape, s) + jnp.zeros_like(y),
+    "a derivative of its own": lambda x, y, s: jax.nn.relu(x) + jax.checkpoint(jnp.tanh)(y),
+}
+MIXING = {
+    "reduce_sum": lambda x, y, s: x / jnp.sqrt((x**2).sum()),
+    "dot_general": lambda x, y, s: x @ jnp.ones((4, 4)),
+    "cumsum": lambda x, y, s: jnp.cumsum(x, axis=0),
+    "rev": lambda x, y, s: x[::-1] + y,
+    "iota": lambda x, y, s: x + jax.lax.iota(x.dtype, 24).reshape(x.shape),
+    "constant": lambda x, y, s: x * np.ones((6, 4), np.float32),
+    "in a branch": lambda x, y, s: jax.lax.cond(s > 0, lambda: x, lambda: (y.T + 0).T),
+}
+SHAPED = {
+    "a number": lambda x, y, s: x * x.shape[0],
+    "the length of a loop": lambda x, y, s: (
+        x + jax.lax.fori_loop(0, x.shape[0], lambda i, s: s * 2, s)
+    ),
+    "another array": lambda x, y, s: x + (x if x.shape[1] > 1 else y),
+}
+
+
+def test_what_mixes_elements_and_what_depends_on_shapes_is_known():
+    for name, function in (ELEMENTWISE | MIXING | SHAPED).items():
+        assert mixes(function) == (name in MIXING), name
+        assert name in MIXING or depends_on_shapes(function) == (name in SHAPED), name
+
+
+def test_arrays_of_equal_and_of_other_shapes_do_not_confuse_it():
+    """Parts may have one shape where the arrays have two."""
+    whole, part = (
+        [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+        for shapes in (((4, 6), (6, 4), (25,)), ((12, 1), (12, 1), (13,)))
+    )
+    assert is_same(optax.adamw(1e-3).init, [whole], [part])
+
+
+def shapes_of(**shapes):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("division", [Flat("data", 2), AlongDim("data", Groups(2))])
+def test_an_optimizer_needs_whole_arrays_unless_it_updates_each_element_by_itself(division):
+    shapes = shapes_of(a=(4, 6), b=(6, 4), c=(5,), d=())
+    in_parts = {
+        "adamw": optax.adamw(0.1),
+        "lion": optax.lion(0.1),
+        "schedule_free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
+        "clip": optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+    }
+    whole = {
+        "muon": optax.contrib.muon(0.1),
+        "lamb": optax.lamb(0.1),
+        "lars": optax.lars(0.1),
+        "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
+        "clip_by_global_norm": optax.clip_by_global_norm(1.0),
+        "a mask by size": optax.adamw(
+            0.1, mask=lambda params: jax.tree.map(lambda x: x.size > 20, params)
+        ),
+        "shapes written down": optax.stateless(
+            lambda grads, params: {**grads, "a": grads["a"].reshape(2, 12).reshape(4, 6)}
+        ),
+    }
+    assert [name for name, tx in in_parts.items() if mixes_elements(tx, shapes, division)] == []
+    assert [name for name, tx in whole.items() if not mixes_elements(tx, shapes, division)] == []
+
+
+def test_the_first_group_that_matches_has_the_parameter():
+    rates = [("one", ["a"], 1.0), ("two", ["a|b"], 2.0)]
+    groups = {name: ParameterGroup(patterns, optax.sgd(rate)) for name, patterns, rate in rates}
+    tx, params = by_group(groups, optax.sgd(3.0)), dict.fromkeys("abc", 1.0)
+    assert tx.update(params, tx.init(params))[0] == {"a": -1, "b": -2, "c": -3}
+
+
+GROUPS = {
+    "optimizer.kwargs.weight_decay": 0.1,
+    "optimizer.groups.stem.patterns": ["Conv_0/.*"],
+    "optimizer.groups.stem.name": "sgd",
+    "optimizer.groups.stem.kwargs.momentum": 0.9,
+    "optimizer.groups.last.patterns": ["Dense_0/.*"],
+    "optimizer.groups.last.learning_rate": 0.02,
+    "ddp.frozen": ["Dense_0/bias"],
+}
+
+
+def test_the_groups_of_a_config_have_their_rates_and_arguments():
+    groups = {key: x for key, x in GROUPS.items() if "kwargs.weight" not in key}
+    groups |= {"optimizer.schedule.name": "constant_schedule", "optimizer.warmup_steps": 0}
+    groups |= {"optimizer.name": "sgd", "optimizer.learning_rate": 1}
+    config, _ = load_config(["fashion_mnist_cnn"], groups)
+    params = {name: np.float32(1) for name in ("Conv_0/w", "Conv_1/w", "Dense_0/w", "other/w")}
+    params = unflatten_dict(params, sep="/")
+    tx, followed = optimizer_of(config, num_steps=10)
+    updates, opt_state = tx.update(params, tx.init(params), params)
+    rates = {name: -float(x["w"]) for name, x in updates.items()}
+    assert rates == pytest.approx({"Conv_0": 1, "Conv_1": 1, "Dense_0": 0.02, "other": 1})
+    updates, _ = tx.update(params, opt_state, params)
+    close(updates["Conv_0"]["w"], -1.9, rtol=1e-6)  # momentum is of this group alone
+    close(updates["Conv_1"]["w"], -1, rtol=1e-6)
+    assert followed(0) == 1.0
+
+
+BAD = [
+    ({"groups.a.patterns": []}, "optimizer.groups.a: give 'patterns'"),
+    ({"groups.a.paterns": ["x"]}, "groups.a.paterns'.* Did you mean 'patterns'?"),
+    ({"groups.rest.patterns": ["x"]}, "groups.rest is all that no group matches"),
+    ({"groups.a.patterns": ["x"], "groups.a.name": "adm"}, "groups.a.name: optax has no 'adm'"),
+    ({"name": "sgd", "kwargs.weight_decay": 0.1}, "optimizer.kwargs.weight_decay: sgd takes no"),
+]
+
+
+@pytest.mark.parametrize("keys, message", BAD)
+def test_groups_that_cannot_be_are_refused_in_one_line(keys, message):
+    with pytest.raises(jddp.ConfigError, match=message) as caught:
+        optimizer_of(load_config([], {f"optimizer.{key}": x for key, x in keys.items()})[0])
+    assert "\n" not in str(caught.value)
+
+
+def test_patterns_that_match_nothing_are_refused():
+    optimizer = by_group({"head": ParameterGroup(["lost/.*"], optax.sgd(0.1))}, optax.sgd(0.1))
+    ddp = wrapped(Net(), optimizer=optimizer, accumulate_steps=2)
+    with pytest.raises(jddp.ConfigError, match=r"groups.head.patterns: 'lost/.*' matches no"):
+        ddp.steps.abstract_state(make_rows())

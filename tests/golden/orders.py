@@ -1,15 +1,13 @@
 """The rows of training batches: by source, and by the number of processes that read them."""
 
 import hashlib
-import io
 import json
-import tarfile
 from unittest import mock
 
 import datasets
 import jax
 import numpy as np
-from PIL import Image
+from data_files import file_of, write_images, write_tar
 
 from jddp.data import (
     ArrayExamples,
@@ -74,27 +72,22 @@ def list_of_x(batches):
 
 
 def _image_folder(folder):
-    rng = np.random.default_rng(4)
-    for part, num in (("train", 12), ("test", 5)):
-        for name in "ab":
-            (folder / part / name).mkdir(parents=True)
-            for i in range(num):
-                pixels = rng.integers(0, 256, (9, 11, 3), np.uint8)
-                Image.fromarray(pixels).save(folder / part / name / f"{i}.png")
+    rng, parts = np.random.default_rng(4), {"train": 12, "test": 5}
+    names = (
+        f"{part}/{name}/{i}.png" for part in parts for name in "ab" for i in range(parts[part])
+    )
+    write_images(folder, {x: file_of(rng.integers(0, 256, (9, 11, 3), np.uint8)) for x in names})
     return {"image_size": 8}
 
 
 def _webdataset(folder):
     rng = np.random.default_rng(5)
     for part, num in (("train", 12), ("test", 5)):
-        with tarfile.open(folder / f"{part}-000.tar", "w") as tar:
-            for i in range(num):
-                png = io.BytesIO()
-                Image.fromarray(rng.integers(0, 256, (9, 11, 3), np.uint8)).save(png, "png")
-                for end, content in ((".png", png.getvalue()), (".cls", str(i % 3).encode())):
-                    member = tarfile.TarInfo(f"{i:04}{end}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+        members = {}
+        for i in range(num):
+            members[f"{i:04}.png"] = file_of(rng.integers(0, 256, (9, 11, 3), np.uint8))
+            members[f"{i:04}.cls"] = str(i % 3).encode()
+        write_tar(folder / f"{part}-000.tar", members)
     return {"image_size": 8}
 
 
