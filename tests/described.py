@@ -29,14 +29,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """A step, compiled for described GPUs.
-
-    Attributes:
-      plan: The buckets that it was asked to send.
-      program: What the compiler made of it.
-      argument_bytes: Memory of its arguments on each GPU.
-      temporary_bytes: Memory that it needs on each GPU beside its arguments and results.
-    """
+    """A step, compiled for described GPUs."""
 
     plan: BucketPlan
     program: HloProgram

@@ -117,12 +117,7 @@ def beside_one_device(model, loss=squares, *, places=PLACES, begin=start, batche
 
 
 def hold(model, loss, batches, *, begin=start, alone=None, rtol=1e-5, what="", **options):
-    """Steps many devices and one through `batches`, each time from the same state.
-
-    `alone` is the loss on one device, if it is another one; its judge of a model with random
-    numbers has the replicas side by side. 1e-5 of the largest entry: float32 sums of 16 rows in
-    another order.
-    """
+    """Steps many devices and one, whose loss may be `alone`, each time from the same state."""
     ddp = wrapped(model, loss, **options)
     state = begin(ddp, batches[0])
     tx, strategy = ddp.steps.spec.optimizer.tx, options.pop("strategy", "ddp")

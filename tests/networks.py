@@ -1,12 +1,4 @@
-"""How long an all-reduce takes between H100s, from measurements that others have published.
-
-    network = make_network(num_hosts=2, devices_per_host=4)
-    network.seconds(25 * 2**20)                        # of an all-reduce of 25 MiB
-
-`jddp.workbench.links` predicts the same from figures of links, for any number of hosts,
-and is held against this. The gates of workbench/test_overlap_on_gpus.py and the tables of
-benchmarks/overlap.py and sharded.py take these times.
-"""
+"""How long collectives take between H100s, from measurements that others have published."""
 
 import bisect
 import math
@@ -19,15 +11,7 @@ from jddp.workbench.links import ALL_REDUCE, SHARES
 
 @dataclass(frozen=True)
 class Network:
-    """How long an all-reduce takes that has the network to itself.
-
-    Attributes:
-      name: What it connects.
-      times: Payload bytes, ascending, and seconds. Between two of them time follows a power
-        of the bytes; below the first it stays, above the last bandwidth does.
-      devices_per_host: Number of GPUs of each host; None if it is not known.
-      slowness: Factor of all times.
-    """
+    """Times of an all-reduce by payload: a power of the bytes between two of them."""
 
     name: str
     times: tuple[tuple[int, float], ...]
@@ -75,16 +59,7 @@ _BETWEEN = {2: 18.5, 4: 27.2, 8: 36.2, 16: 39.9, 32: 41.3}
 
 
 def make_network(*, num_hosts: int = 1, devices_per_host: int = 8) -> Network:
-    """Returns the network between H100s: NVLink within a host, 400 Gb/s for each GPU between hosts.
-
-    Over several hosts an all-reduce is taken to go in two parts, one after the other: within each
-    host at the rate of one host, and between hosts, where each GPU reduces its share with its
-    peers through its own adapter. NCCL overlaps the two, so that this is slower than it should be.
-
-    Args:
-      num_hosts: Hosts.
-      devices_per_host: GPUs of each; there are two devices or more.
-    """
+    """NVLink within a host; between hosts 400 Gb/s for each GPU, one part after the other."""
     name = f"{num_hosts} x {devices_per_host} GPUs"
     within = _ring(name, _WITHIN_SECONDS, _WITHIN, num_members=devices_per_host)
     if num_hosts == 1:

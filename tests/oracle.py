@@ -1,8 +1,4 @@
-"""One device with the whole batch: what everything parallel is judged against.
-
-Written with Flax and optax alone, except under dropout, whose masks differ per replica by design:
-there the N shares run under `vmap(axis_name="data")` on one device, with the N keys.
-"""
+"""One device with the whole batch; under dropout, the replicas side by side with their keys."""
 
 import functools
 import inspect

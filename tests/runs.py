@@ -67,10 +67,7 @@ def run_module(module, folder, variables, seconds, *arguments):
 
 
 def run_all(command, variables, seconds):
-    """Runs a command once with each set of variables; returns pairs of the texts of both streams.
-
-    Each process has to end with 0.
-    """
+    """Runs a command once with each set of variables; returns the texts of both streams."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
         subprocess.Popen(command, env=environment(**each), **streams) for each in variables

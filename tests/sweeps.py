@@ -4,12 +4,7 @@ import pytest
 
 
 def swept(cases, every):
-    """Cases for `pytest.mark.parametrize`, of which only every so many are no long tests.
-
-    Args:
-      cases: Cases by name, or in a row. A tuple has a value for each argument of the test.
-      every: 1 for all cases, 2 for each second one, the first included.
-    """
+    """Cases by name or in a row, of which all but every so many are long tests."""
     named = cases.items() if isinstance(cases, dict) else ((None, case) for case in cases)
     return [
         pytest.param(

@@ -1,8 +1,4 @@
-"""N devices equal one device on the whole batch: strategies, models, worlds and options.
-
-All values of any two settings stand once together in one of the cases. Wider sets of options, of
-one model, are in test_random_options.py, and every pair of them in test_option_pairs.py.
-"""
+"""N devices equal one device on the whole batch: strategies, models, worlds and options."""
 
 import itertools
 

@@ -268,10 +268,7 @@ def test_what_travels_depends_neither_on_k_nor_on_the_rows(place):
 
 @in_both_places
 def test_memory_does_not_grow_with_k(place):
-    """As many rows in each part. The batch is an argument, and not counted.
-
-    What each part may add is its key, and the sum and the count of its losses: sixteen bytes.
-    """
+    """What a part may add is its key, and the sum and count of its losses: sixteen bytes."""
 
     wide = Of(lambda m, x: nn.Dense(1)(nn.tanh(nn.Dense(64)(nn.tanh(nn.Dense(64)(x)))))[:, 0])
 

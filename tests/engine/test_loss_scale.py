@@ -1,4 +1,4 @@
-"""The loss scale: float16 gradients that would be lost are kept, and nothing else changes."""
+"""Float16 with a loss scale, by which nothing else changes; and double precision."""
 
 import dataclasses
 import json
@@ -224,3 +224,52 @@ def test_a_step_doubles_it_after_two_thousand_good_ones():
         state, metrics = ddp.step(state, make_batch())
         found.append((float(metrics["loss_scale"]), *scale_of(state)))
     assert found == [(2.0**8, 2.0**8, 1999), (2.0**8, 2.0**9, 0), (2.0**9, 2.0**9, 1)]
+
+
+RANDOM = np.random.default_rng(0)
+BATCH = {"x": RANDOM.normal(size=(24, 3)), "y": RANDOM.normal(size=24)}
+MODEL = nn.Dense(1, param_dtype=jnp.float64)
+
+
+def errors(model, x, y):
+    return jnp.square(model(x)[:, 0] - y)
+
+
+def loss_in_double(model, batch):
+    losses = errors(model, batch["x"], batch["y"])
+    mean, large = jddp.Mean(losses, jnp.ones_like(losses)), jnp.full(losses.shape, 2**40)
+    metrics = {"mean": mean, "hit": losses > 0.5, "large": jddp.Metric(large, lambda x, _: x)}
+    return losses, metrics
+
+
+IN_DOUBLE = {
+    "ZeRO-1": {"strategy": "zero1"},
+    "overlap": {"reduction": jddp.Reduction(layout="flat", overlap=True), "accumulate_steps": 2},
+    "logical replicas": {"strategy": jddp.LogicalReplicas(4)},
+    "a loss scale": {"precision": jddp.Precision(loss_scale="dynamic")},
+}
+
+
+@pytest.mark.parametrize("options", swept(IN_DOUBLE, every=3))
+def test_a_step_in_double_precision_is_one_on_one_device(options):
+    def loss(params):
+        return errors(
+            nn.Dense(1, param_dtype=float).bind({"params": params}), *BATCH.values()
+        ).mean()
+
+    with jax.enable_x64(True):
+        ddp = jddp.DataParallel(MODEL, optax.sgd(0.1), loss_in_double, mesh=2, **options)
+        state = ddp.init(0, BATCH)
+        params = ddp.model(state)["params"]
+        want, grads = jax.value_and_grad(loss)(params)
+        params = jax.tree.map(lambda x, grad: x - 0.1 * grad, params, grads)
+        evaluated = ddp.evaluate(state, [BATCH])
+        state, metrics = ddp.step(state, BATCH)
+        named = {name: metrics[name].dtype.name for name in ("loss", "mean", "hit")}
+        assert named == dict.fromkeys(named, "float64")
+        # A few roundings of 2^-53 each.
+        for got in (metrics["loss"], metrics["mean"], evaluated["loss"]):
+            np.testing.assert_allclose(float(got), float(want), rtol=1e-14)
+        for got, expected in zip(*map(jax.tree.leaves, (state.params, params)), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-14)
+        assert evaluated["large"] == 24 * 2**40

@@ -1,8 +1,4 @@
-"""Steps on GPUs, compiled and not run: gathers in the loops of `fsdp`, sums of logical replicas.
-
-No GPU is needed; `scripts/overlap` runs this with JAX's plugin for CUDA. A program is XLA's, and so
-belongs to one version of JAX: the pinned one.
-"""
+"""Steps compiled for GPUs that are not there, by XLA of the pinned JAX; see `scripts/overlap`."""
 
 import re
 from collections import Counter

@@ -1,7 +1,4 @@
-"""Awkward parameters, and frozen ones: right, or refused with a reason.
-
-One device with the whole batch is the judge.
-"""
+"""Awkward parameters, and frozen ones: right, or refused with a reason."""
 
 import jax
 import jax.numpy as jnp

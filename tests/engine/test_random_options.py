@@ -1,11 +1,4 @@
-"""Random sets of options: each equals one device that knows nothing of replicas, or is refused.
-
-The judge is a loop in NumPy over the pieces that a step is made of: the rows of replicas that share
-batch statistics, micro-batch by micro-batch, each run by Flax alone.
-
-    scripts/test -m slow tests/engine/test_random_options.py     60 sets
-    scripts/test -m long tests/engine/test_random_options.py     600 others
-"""
+"""Random sets of options: each equals a loop in NumPy over pieces that Flax runs, or is refused."""
 
 import dataclasses
 import functools
@@ -296,10 +289,7 @@ class Replica:
 
 
 class Moves:
-    """Statistics of the global batch: each part moves them from where the step begins.
-
-    The step moves them by the mean of these moves.
-    """
+    """Statistics of the global batch: each part moves them from where the step begins."""
 
     def __init__(self, case, replicas):
         is_moved = case.model.norm == "batch" and case.chosen["batch_norm"] == "sync"

@@ -236,10 +236,7 @@ def test_given_parameters_are_whole_on_no_device(tmp_path, monkeypatch):
     assert not collectives(read_program(compiled.as_text()))
 
 
-GROUPS = jddp.FSDP(group_size=2)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", GROUPS], ids=["ddp", "fsdp", "groups"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", TWO], ids=["ddp", "fsdp", "groups"])
 def test_a_debugging_callback_is_called_once_for_each_replica(strategy):
     seen = []
 

@@ -1,7 +1,4 @@
-"""Objects that are not what a call takes are refused where they are given, with the way out.
-
-Objects that a user changes after having given them change nothing that was taken from them.
-"""
+"""Objects that are not what a call takes are refused where they are given, with the way out."""
 
 import re
 

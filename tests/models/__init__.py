@@ -1,11 +1,4 @@
-"""Models as others write them: none knows of replicas, and each must train on many.
-
-    example = GALLERY["vae"]
-    ddp = jddp.DataParallel(example.model(), optimizer, example.loss_fn)
-    state = ddp.init(seed=0, batch=example.make_batch(16, seed=0))
-
-A file is a model, its loss and rows to learn from, and imports nothing of jddp.
-"""
+"""Models as others write them: none knows of replicas, and each must train on many."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,14 +9,7 @@ from models import moe, scanned_transformer, tied_autoencoder, vae
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A model, and what it is trained with.
-
-    Attributes:
-      model: Makes it; always the same.
-      loss_fn: Of the model, a batch and whether this is training.
-      make_batch: `make_batch(rows, seed)`, on the host.
-      api: "Linen" or "NNX".
-    """
+    """A model, made anew by `model`, with its loss, `make_batch(rows, seed)`, and Linen or NNX."""
 
     model: Callable[[], Any]
     loss_fn: Callable[..., Any]

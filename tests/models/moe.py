@@ -1,7 +1,4 @@
-"""A mixture of experts for each token, with a loss that keeps the experts equally busy. NNX.
-
-The balance is taken within each sequence, so that it does not depend on which sequences meet.
-"""
+"""A mixture of experts for each token, with a loss that keeps the experts equally busy. NNX."""
 
 import dataclasses
 

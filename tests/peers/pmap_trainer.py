@@ -1,9 +1,4 @@
-"""Data parallelism by hand with `jax.pmap`, in the style of Flax's ImageNet example.
-
-The batch arrives as (devices, b, ...), state is stacked over devices, and the model's own batch
-norm names the axis, `nn.BatchNorm(..., axis_name="batch")`, so that its statistics are the same
-on every device.
-"""
+"""Data parallelism by hand with `jax.pmap`, as Flax's ImageNet example has it; state is stacked."""
 
 from typing import Any, NamedTuple
 

@@ -1,8 +1,4 @@
-"""Models in PyTorch as torchvision and Hugging Face publish them: their names and arithmetic.
-
-Written by hand, as both libraries are too large for the tests; their own models give the same
-(docs/fine_tuning.md).
-"""
+"""Models by hand with the names and arithmetic of torchvision and Hugging Face."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,4 @@
-"""The networks of `jddp.zoo.models` in PyTorch, with parameters as Flax names and lays them out.
-
-Layers are called as Flax calls them, so that a parameter is found by its path.
-"""
+"""The networks of `jddp.zoo.models` in PyTorch, with parameters as Flax names and lays them out."""
 
 from collections import OrderedDict
 from itertools import pairwise
