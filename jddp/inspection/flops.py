@@ -31,16 +31,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jddp.engine.planned import Traced
-from jddp.ground.jaxprs import (
-    aval_shape,
-    called,
-    carried,
-    dtype_of,
-    equations,
-    follow_loop,
-    jaxprs_in_params,
-    may_round,
-)
+from jddp.ground import jaxprs
 
 TF32 = "tf32"  # float32 products, whose factors hardware may round to 11 bits
 KINDS = ("bfloat16", "float16", TF32, "float32")
@@ -142,7 +133,7 @@ def uncounted(traced: Traced) -> set[str]:
 
     A `while` is one: its length is not known, so that it counts as one iteration.
     """
-    found = [*equations(traced.forward.jaxpr), *equations(traced.backward)]
+    found = [*jaxprs.equations(traced.forward.jaxpr), *jaxprs.equations(traced.backward)]
     names = {eqn.primitive.name for eqn in found} & _UNCOUNTED
     loops = (eqn.params["body_jaxpr"].jaxpr for eqn in found if eqn.primitive.name == "while")
     return names | {"while" for body in loops if count_inside(body)}
@@ -174,9 +165,9 @@ def _count_equation(eqn: JaxprEqn, given: list[int]) -> _Counted:
         return given, Flops()
     if name in _CONTROL:
         return _CONTROL[name](eqn, given)
-    if inner := called(eqn):
+    if inner := jaxprs.called(eqn):
         return _count_labelled(inner, given)
-    return results, sum(map(count_inside, jaxprs_in_params(eqn.params)), Flops())
+    return results, sum(map(count_inside, jaxprs.jaxprs_in_params(eqn.params)), Flops())
 
 
 def _branches(eqn: JaxprEqn, given: list[int]) -> _Counted:
@@ -187,9 +178,9 @@ def _branches(eqn: JaxprEqn, given: list[int]) -> _Counted:
 
 
 def _scan(eqn: JaxprEqn, given: list[int]) -> _Counted:
-    first, last = carried(eqn)
+    first, last = jaxprs.carried(eqn)
     body = eqn.params["jaxpr"].jaxpr
-    results, found = follow_loop(
+    results, found = jaxprs.follow_loop(
         given[first:last],
         lambda carry: _count_labelled(body, [*given[:first], *carry, *given[last:]]),
     )
@@ -200,27 +191,27 @@ def _while(eqn: JaxprEqn, given: list[int]) -> _Counted:
     first = eqn.params["cond_nconsts"]
     last = first + eqn.params["body_nconsts"]
     body = eqn.params["body_jaxpr"].jaxpr
-    return follow_loop(
+    return jaxprs.follow_loop(
         given[last:], lambda carry: _count_labelled(body, [*given[first:last], *carry])
     )
 
 
 def _product(eqn: JaxprEqn, number: int) -> Flops:
     """FLOPs from the number of multiplications; integer operations count zero."""
-    dtype = jnp.promote_types(*map(dtype_of, eqn.invars[:2]))
+    dtype = jnp.promote_types(*map(jaxprs.dtype_of, eqn.invars[:2]))
     if not jnp.issubdtype(dtype, jnp.inexact):
         return Flops()
-    return Flops({TF32 if may_round(eqn) else dtype.name: 2 * number})
+    return Flops({TF32 if jaxprs.may_round(eqn) else dtype.name: 2 * number})
 
 
 def _dot(eqn: JaxprEqn) -> int:
     (summed, _), _ = eqn.params["dimension_numbers"]
-    factor = aval_shape(eqn.invars[0])
-    return math.prod(aval_shape(eqn.outvars[0])) * math.prod(factor[dim] for dim in summed)
+    factor = jaxprs.aval_shape(eqn.invars[0])
+    return math.prod(jaxprs.aval_shape(eqn.outvars[0])) * math.prod(factor[dim] for dim in summed)
 
 
 def _convolution(eqn: JaxprEqn) -> int:
-    shapes = map(aval_shape, (*eqn.invars, *eqn.outvars))
+    shapes = map(jaxprs.aval_shape, (*eqn.invars, *eqn.outvars))
     dims = zip(shapes, eqn.params["dimension_numbers"], strict=True)
     inputs, kernel, outputs = ([shape[dim] for dim in spec] for shape, spec in dims)
     positions = math.prod(map(min, inputs[2:], outputs[2:]))
@@ -230,7 +221,7 @@ def _convolution(eqn: JaxprEqn) -> int:
 def _attention(eqn: JaxprEqn) -> int:
     """Multiplications of cuDNN's kernel: scores and sums of values, or two gradients of both."""
     num_products = 4 if "_bwd_" in eqn.primitive.name else 2
-    query, key = map(aval_shape, eqn.invars[:2])
+    query, key = map(jaxprs.aval_shape, eqn.invars[:2])
     # Arrays are (b, t, heads, ...), or else (b, heads, t, ...).
     return num_products * math.prod(query) * key[2 if eqn.params["layout"] else 1]
 

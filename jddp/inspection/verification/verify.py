@@ -29,14 +29,7 @@ from jddp.ground.errors import UsageError
 from jddp.ground.jaxprs import coarse_products, dtypes
 from jddp.ground.typing import Batch, Grads, LossFn, Metrics, ModelState, Params, PyTree
 from jddp.inspection.verification import findings
-from jddp.inspection.verification.findings import (
-    Comparison,
-    Verification,
-    compare,
-    compare_moves,
-    exact,
-    not_finite_in_both,
-)
+from jddp.inspection.verification.findings import Comparison, Verification
 from jddp.modules.metrics import weights_in
 from jddp.modules.rows import as_arrays, count_rows, split_rows
 
@@ -234,9 +227,9 @@ def _is_coarse(ddp: DataParallel, batch: Batch) -> bool:
 
 def _not_finite(got: _Taken, want: _Taken) -> list[str]:
     """Names of metrics, and of the first gradient, that are not finite on both."""
-    grads = not_finite_in_both(got.gradients, want.gradients)
+    grads = findings.not_finite_in_both(got.gradients, want.gradients)
     return [
-        *not_finite_in_both(got.metrics, want.metrics),
+        *findings.not_finite_in_both(got.metrics, want.metrics),
         *(f"the gradient of {path}" for path in grads[:1]),
     ]
 
@@ -282,7 +275,7 @@ def _combined(
     def gradient(is_taken: np.ndarray) -> tuple[list[np.ndarray], float]:
         grads, metrics = one.gradients(state, jax.tree.map(lambda x: x[is_taken], batch))
         count = float(is_taken.sum() if is_scalar else metrics["count"])
-        return [exact(x) for x in jax.tree.leaves(jax.device_get(grads))], count
+        return [findings.exact(x) for x in jax.tree.leaves(jax.device_get(grads))], count
 
     whole, _ = gradient(share >= 0)
     for i in range(num_shares):
@@ -291,7 +284,7 @@ def _combined(
         nearest = _dot(apart, away) / (_dot(apart, apart) or 1.0)
         weights = count / (count + other), nearest
         means = [jax.tree.map(lambda y, d, w=w: y + w * d, rest, apart) for w in weights]
-        fits = [compare("", mean, whole, allowed=allowed).passed for mean in means]
+        fits = [findings.compare("", mean, whole, allowed=allowed).passed for mean in means]
         if not fits[0]:
             is_empty = np.isnan(nearest) and np.isfinite(_dot(whole, whole))  # 0 / 0 in a share
             return "weights" if fits[1] or is_empty else "neither"
@@ -325,8 +318,8 @@ def _compare(
     before = jax.device_get(state.params)
     moved = got.state.params, want.state.params
     return (
-        compare("loss and metrics", means(got), means(want), allowed=allowed, floor=1e-6),
-        compare("gradients", got.gradients, want.gradients, allowed=allowed),
-        compare("other state", shared(got), shared(want), allowed=allowed),
-        compare_moves("update", before, *moved, want.gradients, noise=allowed),
+        findings.compare("loss and metrics", means(got), means(want), allowed=allowed, floor=1e-6),
+        findings.compare("gradients", got.gradients, want.gradients, allowed=allowed),
+        findings.compare("other state", shared(got), shared(want), allowed=allowed),
+        findings.compare_moves("update", before, *moved, want.gradients, noise=allowed),
     )
