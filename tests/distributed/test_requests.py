@@ -1,11 +1,9 @@
-"""What any process asks for, all do at the same call; what all ask for at one, at the next."""
+"""What any process asks for, all do at the same call."""
 
 import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-
-import pytest
 
 from jddp.distributed import coordination, requests
 from jddp.distributed.requests import Request, Requests
@@ -98,25 +96,6 @@ def test_what_one_process_asks_all_do_at_one_call_whatever_their_pace(monkeypatc
             expected += [f"{number} at {call}"] * (draws.random() < 0.3)
             draws.random()
         assert [what for what in asked if what.startswith(f"{number} at")] == expected
-
-
-@pytest.mark.parametrize("slow", range(NUM_PROCESSES))
-def test_what_all_ask_at_one_place_they_do_once_at_their_next_call(monkeypatch, slow):
-    def of_process(number, asking):
-        done = []
-        for call in range(NUM_CALLS):
-            time.sleep(0.002 * (number == slow))
-            if call % 8 == 3:
-                asking.ask(Request("stop"))
-                asking.ask(Request("save", "best"))
-            done.append(asking.due())
-        return done
-
-    want = [
-        [Request("stop"), Request("save", "best")] if call % 8 == 3 else []
-        for call in range(NUM_CALLS)
-    ]
-    assert run(monkeypatch, of_process) == [want] * NUM_PROCESSES
 
 
 def test_what_is_asked_after_the_last_step_is_done_at_the_end(monkeypatch):
