@@ -32,7 +32,7 @@ from jaxtyping import Array
 from jddp.engine.micro_batches import Scale, View
 from jddp.engine.state import KeepsOwn, TrainState, Values, is_float, own_layouts, widened
 from jddp.ground.errors import ConfigError
-from jddp.ground.typing import Grads, HookState, Metrics, ModelState, PyTree
+from jddp.ground.typing import Grads, HookState, Metrics, PyTree
 from jddp.modules.base import is_frozen
 from jddp.modules.metrics import mean_tree
 from jddp.reduce.hooks import CommHook, GradBucket, Units
@@ -283,11 +283,7 @@ class Average:
 
 def _averaged(state: TrainState) -> Values:
     """The averaged values: parameters, and floating values of other state; None for the rest."""
-    return widened(state.params), first_average(state.model_state)
-
-
-def first_average(model_state: ModelState) -> ModelState:
-    """The average of other state after one value of it."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: widened(x) if is_float(x) and not is_frozen(path) else None, model_state
+    return widened(state.params), jax.tree_util.tree_map_with_path(
+        lambda path, x: widened(x) if is_float(x) and not is_frozen(path) else None,
+        state.model_state,
     )
