@@ -6,8 +6,9 @@
 
 A collective has several forms in a program, and all are found: a plain instruction; a pair `-start`
 and `-done`, which may still be marked to run in one piece; such a pair around a fusion that
-contains the collective; a part of an ordinary fusion; any of these in a loop or a branch. Its
-purpose follows from the name scopes of the traced step.
+contains the collective; a part of an ordinary fusion; on TPUs a chain of fusions, each of which
+computes while the same exchange continues; any of these in a loop or a branch. Its purpose follows
+from the name scopes of the traced step.
 """
 
 import re
@@ -20,13 +21,14 @@ from jddp.modules.base import LOSS
 from jddp.reduce.units import BETWEEN, UNIT
 
 _COLLECTIVE = re.compile(r"all-(gather|reduce)|(\w+-)?all-to-all|reduce-scatter|collective-\w+")
+_CHAIN = re.compile(r'chain_id="\w+"')
 
 
 class Collective(NamedTuple):
     """One exchange between devices.
 
     Attributes:
-      name: Name of the instruction.
+      name: Name of the instruction, or of the chain of instructions.
       op_name: Operation of the traced step from which it comes, such as
         "jit(step)/shard_map/bucket_0/psum"; if the compiler has merged several, one of them.
       op: Name of the collective: "all-reduce", "all-gather", "reduce-scatter", ...
@@ -55,7 +57,10 @@ class Collective(NamedTuple):
 
 def collectives(program: HloProgram) -> tuple[Collective, ...]:
     """Returns every exchange between devices, in the order of the program."""
-    return tuple(collectives_of(program, program.entry, *program.entry.instructions))
+    found: dict[str | int, Collective] = {}
+    for x in collectives_of(program, program.entry, *program.entry.instructions):
+        found.setdefault(x.name if _CHAIN.match(x.name) else len(found), x)
+    return tuple(found.values())
 
 
 def collectives_of(
@@ -66,21 +71,26 @@ def collectives_of(
         kind = instruction.op.removesuffix("-start")
         if _COLLECTIVE.fullmatch(kind):
             payload = _payload(computation, instruction)
+            chain = _CHAIN.search(instruction.attributes)
             yield Collective(
-                name=instruction.name,
+                name=chain[0] if chain else instruction.name,
                 op_name=instruction.op_name,
                 op=kind,
                 dtypes=tuple(dict.fromkeys(shape.dtype for shape in payload)),
                 num_elements=sum(shape.size for shape in payload),
                 bytes=sum(shape.bytes for shape in payload),
-                is_async=_is_async(instruction),
+                is_async=_is_async(instruction) or chain is not None,
                 devices=instruction.devices,
                 pairs=instruction.pairs,
             )
         elif not instruction.op.endswith(("-done", "-update")):
-            for inner in map(program.computations.__getitem__, instruction.runs):
+            for name in instruction.runs:
+                inner = program.computations[name]
+                # A reduce-scatter of a TPU is an all-reduce of which each device keeps its part.
+                is_scatter = name.startswith("all-reduce-scatter")
                 for found in collectives_of(program, inner, *inner.instructions):
                     yield found._replace(  # Inherits from the instruction that runs it.
+                        op="reduce-scatter" if is_scatter else found.op,
                         is_async=found.is_async or _is_async(instruction),
                         is_in_loop=found.is_in_loop or instruction.op == "while",
                         num_runs=_times(instruction, found.num_runs),

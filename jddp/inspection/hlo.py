@@ -210,7 +210,7 @@ def _read_operands(text: str) -> tuple[str, ...]:
 
 
 def _read_runs(op: str, attributes: str) -> tuple[str, ...]:
-    found = _TO_APPLY.findall(attributes) if op == "call" else []
+    found = _TO_APPLY.findall(attributes) if op in ("call", "call-start") else []
     for names in _RUNS.findall(attributes):
         found += [name.strip().lstrip("%") for name in names.strip("{}").split(",")]
     return tuple(found)
