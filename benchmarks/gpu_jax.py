@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import optax
+from flax import linen as nn
 from gpu_crew import Facts, Turn, one_line, serve
 from gpu_jobs import JOBS, SMOKE_JOBS, Job
 from jax.sharding import Mesh, NamedSharding
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jddp
 from jddp.zoo.models import MODELS
+from jddp.zoo.tiles import tiled_cross_entropy
 
 Started = tuple[Callable[..., Any], Any, Any]  # A step, its first state, its batch.
 WARM_UP_STEPS = 5
@@ -38,9 +40,13 @@ def make_optimizer(job: Job) -> optax.GradientTransformation:
     return optax.adamw(1e-4, b2=0.95, weight_decay=0.1)
 
 
-def loss_fn(model: Any, batch: Any, train: bool) -> jax.Array:
-    logits = model(batch["inputs"], train)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+def loss_fn(model: Any, batch: Any, train: bool) -> Any:
+    """Losses of images, or the mean over tokens, which are scored in tiles."""
+    if batch["targets"].ndim == 1:
+        logits = model(batch["inputs"], train)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    head = partial(tiled_cross_entropy, labels=batch["targets"], train=train)
+    return model(batch["inputs"], train, loss_head=head)[0]
 
 
 def make_ddp(
@@ -76,11 +82,10 @@ def make_step_by_hand(job: Job) -> Callable[..., Any]:
 
         def mean_loss(params: Any) -> Any:
             variables = {"params": params, **model_state}
-            logits, after = model.apply(
-                variables, batch["inputs"], train=True, mutable=list(model_state)
-            )
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-            return losses.mean(), after
+            run = nn.apply(partial(loss_fn, train=True), model, mutable=list(model_state))
+            losses, after = run(variables, batch)
+            is_mean = isinstance(losses, jddp.Mean)
+            return losses.total / losses.count.sum() if is_mean else losses.mean(), after
 
         (loss, model_state), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)

@@ -101,7 +101,7 @@ TINY_RESNET = {"stage_sizes": (1, 1), "width": 2, "num_classes": 5}
 SMOKE_JOBS = {
     "resnet50": Job("resnet50", TINY_RESNET, 8, image_size=32, sgd=True),
     "vit_b16": Job("vit", TINY | {"patch_size": 4, "num_classes": 5}, 8, image_size=8),
-    "gpt2_124m": Job("gpt", TINY | {"max_length": 8, "vocab_size": 11}, 8),
+    "gpt2_124m": Job("gpt", TINY | {"max_length": 8, "vocab_size": 16}, 8),
 }
 
 

@@ -368,12 +368,15 @@ def call_model(
     train: bool,
     mask: jax.Array | None = None,
     segments: jax.Array | None = None,
+    loss_head: Callable[[jax.Array, jax.Array], Any] | None = None,
 ) -> Any:
     """The model's outputs, in training or evaluation mode.
 
     The mode is passed as `train`, `training`, `is_training` or `deterministic`, if `__call__` has
     such an argument. The mask of valid rows is passed as `mask`, for batch norms, if it has that
-    argument. The documents of a packed row are passed as `segments`.
+    argument. The documents of a packed row are passed as `segments`. A model with an argument
+    `loss_head` is to return what this function makes of its hidden states and its table of output
+    embeddings.
 
     Raises:
       ConfigError: If there are segments, and the model has no argument for them.
@@ -385,7 +388,8 @@ def call_model(
             "Choose model.name=gpt, or data.kwargs.documents=cross."
         )
     options: dict[str, object] = {name: train == value for name, value in _MODES.items()}
-    options |= {name: x for name, x in (("mask", mask), ("segments", segments)) if x is not None}
+    given = {"mask": mask, "segments": segments, "loss_head": loss_head}
+    options |= {name: x for name, x in given.items() if x is not None}
     return model(inputs, **{name: x for name, x in options.items() if name in parameters})
 
 

@@ -59,6 +59,12 @@ class Mean:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class MaskedMean(Mean):
+    """A `Mean` whose total is a scalar that the loss has computed with `batch["mask"]`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Metric:
     """A metric of the evaluation that is no mean, but can be computed from sums.
 
@@ -156,7 +162,7 @@ def _sum_mean(name: str, mean: Mean, mask: Array | None, num_rows: int) -> Sum:
 
     both = mean.total, mean.count
     total, count = map(add_up, both)
-    is_maskable = all(jnp.ndim(x) > 0 for x in both)
+    is_maskable = isinstance(mean, MaskedMean) or all(jnp.ndim(x) > 0 for x in both)
     num_entries = max(num_rows, *map(jnp.size, both))
     return Sum(total, count, is_maskable=is_maskable, num_entries=num_entries)
 

@@ -9,6 +9,7 @@ the step does, over all replicas.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from jddp.ground.errors import ConfigError
 from jddp.ground.typing import LossFn
 from jddp.modules.base import ArrayBatch, Model, call_model
 from jddp.modules.metrics import Mean, Metric
+from jddp.zoo.tiles import TILE_SIZE, cross_entropies, tiled_cross_entropy
 
 
 def cross_entropy(
@@ -89,8 +91,15 @@ def _cross_entropy(
 
 
 def next_token(
-    model: Model, batch: ArrayBatch, train: bool, *, bytes_per_token: float | None = None
-) -> tuple[Float[Array, "b t"], dict[str, Array | Metric]]:
+    model: Model,
+    batch: ArrayBatch,
+    train: bool,
+    *,
+    bytes_per_token: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    tile_size: int = TILE_SIZE,
+) -> tuple[Float[Array, "b t"] | Mean, dict[str, Array | Metric]]:
     """The cross entropy of each token, given the tokens before it, and "accuracy".
 
     An evaluation also has "perplexity", `exp(nats / count)`, and where the bytes are known
@@ -99,17 +108,23 @@ def next_token(
     from these sums, and are no means over batches. Tokenizers can be compared by bits per byte.
 
     Args:
-      model: Causal model that returns logits `(b, t, vocab)` for tokens `(b, t)`.
+      model: Causal model that returns logits `(b, t, vocab)` for tokens `(b, t)`; or, if its
+        `__call__` has an argument `loss_head`, `loss_head(hidden, table)`. Then all logits are
+        never in memory (`jddp.zoo.tiles`).
       batch: Rows of "tokens" `(b, t + 1)`; "mask" `(b, t)`, if some are not predicted; and
         "segments" `(b, t)`, if documents are packed.
       train: Whether this is training.
       bytes_per_token: Mean number of bytes of text that a token stands for. The data of a job fill
         in the mean over their test split. So bits per byte are exact for an evaluation of the
         whole split; for a part of it they use the same mean.
+      label_smoothing: Fraction of the target that is spread over the vocabulary, in training.
+      z_loss: Weight of the square of the log of the softmax's denominator, in training; 1e-4 is
+        usual.
+      tile_size: Number of tokens whose logits are in memory at a time, with a `loss_head`.
 
     Returns:
-      Losses in nats, and metrics, of each of the `t` predictions. The loss of a token that is not
-      in the vocabulary is NaN.
+      Losses in nats, and metrics, of each of the `t` predictions; in training with a `loss_head`
+      the sum of the losses. The loss of a token that is not in the vocabulary is NaN.
 
     References:
       Gao et al., "The Pile", 2020, section 3.1: bits per byte. https://arxiv.org/abs/2101.00027
@@ -117,14 +132,21 @@ def next_token(
     (tokens,) = _fields(batch, "next_token", "tokens")
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
-    logits = call_model(model, inputs, train, segments=batch.get("segments"))
-    # A masked sum takes the logit of the target: the gradient of an index is a scatter. On GPUs a
-    # scatter is deterministic only as a serial loop.
-    is_target = jax.nn.one_hot(targets.astype(jnp.int32), logits.shape[-1], dtype=bool)
-    target_logits = jnp.where(is_target, logits, 0).sum(-1)
-    known = jnp.where(is_target.any(-1), target_logits, jnp.nan)
-    losses = jax.nn.logsumexp(logits, axis=-1) - known
-    metrics = {"accuracy": logits.argmax(-1) == targets, "perplexity": Metric(losses, _perplexity)}
+    head = functools.partial(
+        tiled_cross_entropy,
+        labels=targets,
+        mask=batch.get("mask"),
+        train=train,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        tile_size=tile_size,
+    )
+    found = call_model(model, inputs, train, segments=batch.get("segments"), loss_head=head)
+    if "loss_head" not in inspect.signature(model).parameters:
+        options = (label_smoothing, z_loss) if train else ()
+        found = cross_entropies(found, targets, *options)
+    losses, is_hit = found
+    metrics = {"accuracy": is_hit, "perplexity": Metric(losses, _perplexity)}
     if bytes_per_token is not None:
         metrics["bits_per_byte"] = Metric(losses, _bits_per_byte(bytes_per_token))
     return losses, metrics

@@ -210,7 +210,8 @@ class GPT(Transformer):
         tokens: Int[Array, "b t"],
         train: bool = False,
         segments: Int[Array, "b t"] | None = None,
-    ) -> Float[Array, "b t vocab"]:
+        loss_head: Callable[[Array, Array], Any] | None = None,
+    ) -> Any:
         """The logits of the token that follows each position, in float32.
 
         Args:
@@ -218,6 +219,8 @@ class GPT(Transformer):
           train: Whether this is training.
           segments: Number of each token's document in its row, where rows are packed. Each document
             has the same logits as alone in a row. None for one document in each row.
+          loss_head: Function of the hidden states `(b, t, width)` and the table `(vocab, width)`;
+            its result is returned in place of logits.
         """
         t = tokens.shape[1]
         if t > self.max_length:
@@ -241,6 +244,8 @@ class GPT(Transformer):
         inits = {"kernel_init": init}
         inits["output_init"] = nn.initializers.normal(0.02 / (2 * self.num_layers) ** 0.5)
         x = self.apply_blocks(x, train=train, is_causal=True, segments=segments, **inits)
+        if loss_head is not None:
+            return loss_head(x, table)
         return jnp.dot(x, table.T.astype(x.dtype)).astype("float32")
 
 
