@@ -5,7 +5,6 @@ import signal
 import socket
 import time
 
-import numpy as np
 import pytest
 from sweeps import swept
 
@@ -155,8 +154,6 @@ def test_a_nan_in_the_rows_of_one_process_is_found_by_all(folder):
     report = json.loads((evidence / "report.json").read_text())
     assert (report["skipped_in_a_row"], report["metrics"]["skipped"]) == (4, 4)
     assert report["inputs_not_finite"] == [report["examples"][4]]  # the first of its four rows
-    rows = [dict(np.load(evidence / f"process_{process}.npz")) for process in range(2)]
-    assert [int(np.isnan(x["x"]).any(1).sum()) for x in rows] == [0, 1]
     for _, said in job.outputs:
         assert f"The loss is nan at step {report['step']}, the last of 4 in a row" in said
     assert not job.saved()
