@@ -37,6 +37,7 @@ _CONTAINER = (
 _NAME = "xla_backend_extra_options"
 FLAG = f"--{_NAME}=-nvptx-allow-ftz-atomics"
 _FIRST_SLOW, _LAST_SLOW = (0, 10, 2), (0, 11, 0)
+OF_TPUS = "Is libtpu installed (jddp[tpu]), and does another program use the TPUs?"
 _SECONDS = 60  # Limit for nvidia-smi.
 
 
@@ -59,6 +60,11 @@ class Missing(NamedTuple):
 def num_nvidia() -> int:
     """Number of NVIDIA GPUs of this host or container."""
     return len([*ROOT.glob("dev/nvidia[0-9]*")])
+
+
+def has_tpu(environ: Mapping[str, str]) -> bool:
+    """Whether there is a TPU here, or GKE gives this process one."""
+    return "TPU_WORKER_ID" in environ or bool([*ROOT.glob("dev/accel[0-9]*")])
 
 
 def driver_version() -> int | None:

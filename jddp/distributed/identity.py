@@ -212,6 +212,9 @@ OPEN_MPI = Names(_OMPI + "SIZE", _OMPI + "RANK", _OMPI + "LOCAL_SIZE", _OMPI + "
 MPICH = Names("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 SLURM = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
 # Variables with the number of processes and of this process; schedulers from the third pair on.
+TPUS = Names("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID")
+_SLICES = {"MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"}
+TPU_PORT = 8482  # JAX's own for slices, whose hosts have their own addresses.
 NUMBERS = ((COUNT, ID), *(x[:2] for x in (TORCHRUN, OPEN_MPI, MPICH, SLURM)), (COUNT, _POD))
 
 
@@ -221,8 +224,8 @@ def resolve_identity(
     """Finds the number of this process, and its job, from the environment.
 
     The first launcher that has set its variables decides: jddp's own, JAX's variables, torchrun,
-    Open MPI, MPICH, a step of Slurm, an Indexed Job of Kubernetes. If none has, this process is
-    alone.
+    Open MPI, MPICH, a step of Slurm, an Indexed Job of Kubernetes, a slice of TPUs. If none has,
+    this process is alone.
 
     Args:
       environ: The environment.
@@ -322,7 +325,24 @@ def kubernetes(environ: Environ) -> Identity | None:
     return identify(environ, Names(COUNT, _POD), address, "an Indexed Job")
 
 
-SCHEDULERS: tuple[Resolver, ...] = (open_mpi, mpich, slurm, kubernetes)
+def cloud_tpu(environ: Environ) -> Identity | None:
+    """A host of a slice of TPUs on GKE; the hosts of several slices are numbered one after another.
+
+    A slice of one host, whose only name is often "localhost", is a job of one process.
+    """
+    hosts, worker = (environ.get(name, "") for name in TPUS[:2])
+    num, here = (environ.get(name) or value for name, value in _SLICES.items())
+    names = hosts.split(",")
+    if not hosts or (len(names) == 1 and num == "1"):
+        return None
+    if all(map(is_number, (num, here, worker))):
+        number = int(here) * len(names) + int(worker)
+        environ = {**environ, TPUS[0]: str(int(num) * len(names)), TPUS[1]: str(number)}
+    first = environ.get("MEGASCALE_COORDINATOR_ADDRESS") or names[0]
+    return identify(environ, TPUS, lambda: f"{first.split(':')[0]}:{TPU_PORT}", "a slice of TPUs")
+
+
+SCHEDULERS: tuple[Resolver, ...] = (open_mpi, mpich, slurm, kubernetes, cloud_tpu)
 
 
 def first_host(nodes: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from jddp.distributed.failure_file import VARIABLE as FAILURE_FILE
-from jddp.distributed.gpus import Missing, may_use_gpus, why_missing
+from jddp.distributed.gpus import OF_TPUS, Missing, has_tpu, may_use_gpus, why_missing
 from jddp.distributed.identity import JOB, Identity, is_number, shown
 from jddp.distributed.rendezvous import Member, RendezvousClient, RendezvousServer, connect_to
 from jddp.ground.errors import ConfigError, DeviceError, report
@@ -141,7 +141,8 @@ def require_devices() -> Missing | None:
       The missing part, if JAX computes on CPUs although a driver or a plugin suggests a GPU.
 
     Raises:
-      DeviceError: If JAX finds no device of the platform that it is to use.
+      DeviceError: If JAX finds no device of the platform that it is to use, or no TPU where there
+        is one.
     """
     import jax
 
@@ -150,13 +151,19 @@ def require_devices() -> Missing | None:
         found = jax.local_devices()
     except (RuntimeError, AssertionError) as error:
         reason = next(iter(str(error).splitlines()), "no reason given")
+        of_gpus = "Does nvidia-smi show it here, and is jax[cuda12] installed?"
         missing = (may_use_gpus(wanted) and why_missing()) or (
-            "Does nvidia-smi show it here, and is jax[cuda12] installed?"
+            OF_TPUS if "tpu" in (wanted or "") else of_gpus
         )
         raise DeviceError(
             f"JAX finds no device for JAX_PLATFORMS={wanted or '(not set)'}: "
             f"{reason.rstrip('.?')}. {missing} JAX_PLATFORMS=cpu computes without one."
         ) from error
+    if found[0].platform == "cpu" and not wanted and has_tpu(os.environ):
+        raise DeviceError(
+            f"This host has TPUs, but JAX computes on CPUs. {OF_TPUS} JAX_PLATFORMS=cpu computes "
+            "without them."
+        )
     is_meant = found[0].platform != "cpu" or not may_use_gpus(wanted)
     return None if is_meant else why_missing()
 

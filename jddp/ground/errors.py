@@ -10,6 +10,7 @@ import enum
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 
@@ -187,6 +188,18 @@ _UNPRINTABLE = re.compile(r"[^\t -~\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\
 def printable(text: str) -> str:
     """The text in one line, with characters that are not to be printed as escapes of Python."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def warn_deprecated(name: str, *, since: str, instead: str) -> None:
+    """Warns where a caller uses a public name that will go (docs/stability.md has the terms).
+
+    Args:
+      name: The function, argument, key or option, as its users write it.
+      since: The version of jddp that deprecated it, such as "0.2".
+      instead: The name to use in its place.
+    """
+    text = f"{name} is deprecated since jddp {since} and will be removed: use {instead}."
+    warnings.warn(text, FutureWarning, stacklevel=3)
 
 
 def printable_lines(text: str) -> str:

@@ -88,6 +88,18 @@ def test_cpus_are_reported_where_a_gpu_was_to_be_expected_and_cpus_were_not_chos
     assert join.require_devices() is None
 
 
+def test_cpus_are_refused_where_a_tpu_was_to_be_expected(host, monkeypatch):
+    host(plugins=[])
+    monkeypatch.setenv("TPU_WORKER_ID", "0")
+    assert join.require_devices() is None  # JAX_PLATFORMS=cpu
+    jax.config.update("jax_platforms", None)
+    try:
+        with pytest.raises(DeviceError, match=r"jddp\[tpu\]"):
+            join.require_devices()
+    finally:
+        jax.config.update("jax_platforms", "cpu")
+
+
 @pytest.mark.parametrize(
     "jaxlib, environ, num_gpus, flags",
     [

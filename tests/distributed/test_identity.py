@@ -1,6 +1,9 @@
 """What each scheduler's environment makes of a process, and what of it is refused."""
 
+import os
 import socket
+import subprocess
+from pathlib import Path
 
 import optax
 import pytest
@@ -45,6 +48,11 @@ OPEN_MPI_4 = OPEN_MPI | env(
 OPEN_MPI_5 = OPEN_MPI | env("PMIX_NAMESPACE=prterun-login-1-4242@1")
 MPICH = env("PMI_FD=8 PMI_SIZE=4 PMI_RANK=3 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1")
 INDEXED = env("JOB_COMPLETION_INDEX=3 JAX_NUM_PROCESSES=4")
+TPU_HOSTS = env("TPU_WORKER_HOSTNAMES=t-0,t-1,t-2,t-3 TPU_WORKER_ID=3")
+TWO_SLICES = env(
+    "TPU_WORKER_HOSTNAMES=t-0,t-1 TPU_WORKER_ID=1 MEGASCALE_NUM_SLICES=2 MEGASCALE_SLICE_ID=1 "
+    "MEGASCALE_COORDINATOR_ADDRESS=u-0:8080"
+)
 FIRST = env("OMPI_COMM_WORLD_RANK=0")
 SEVERAL = env("OMPI_COMM_WORLD_LOCAL_SIZE=4")
 ADDRESS = env("JAX_COORDINATOR_ADDRESS=z:9")
@@ -83,6 +91,8 @@ def pod(monkeypatch):
         (STEP | MASTER, f"n2:{port_of('7.0')}", "Slurm"),  # as scripts of torch set for all tasks
         (INDEXED, "job-0.pods.space.svc.cluster.local:8476", "an Indexed Job"),
         (INDEXED | ADDRESS, "z:9", "an Indexed Job"),
+        (TPU_HOSTS, "t-0:8482", "a slice of TPUs"),
+        (TWO_SLICES, "u-0:8482", "a slice of TPUs"),
     ],
 )
 def test_each_source_gives_number_and_coordinator(environ, coordinator, source):
@@ -125,6 +135,7 @@ def test_the_first_source_that_speaks_wins():
         OPEN_MPI_5 | env("OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0"),
         MPICH | env("PMI_SIZE=1 PMI_RANK=0"),
         env("JOB_COMPLETION_INDEX=3"),  # an array of jobs
+        env("TPU_WORKER_HOSTNAMES=localhost TPU_WORKER_ID=0"),
     ],
 )
 def test_one_task_is_alone_whatever_is_around_it(environ):
@@ -308,3 +319,15 @@ def test_the_class_fit_and_the_doctor_refuse_one_process_of_several(monkeypatch,
     assert finding.level == "bad"
     assert finding.what.startswith(refused)
     assert "from jddp import distributed" in finding.fix
+
+
+def test_a_host_of_cloud_tpus_asks_the_metadata_server_for_its_number_and_all_hosts(tmp_path):
+    answers = {"curl": 'case "$*" in *number) echo 1;; *) echo x:0:10.0.0.1,10.0.0.2;; esac'}
+    answers["python"] = 'echo "$TPU_WORKER_ID $TPU_WORKER_HOSTNAMES $*"'
+    for name, line in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    script = Path(__file__).parents[2] / "scripts" / "tpu_vm.sh"
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    printed = subprocess.run([script, "a=1"], env=path, capture_output=True, text=True, check=True)
+    assert printed.stdout == "1 10.0.0.1,10.0.0.2 -m jddp.train a=1\n"

@@ -12,7 +12,7 @@ import jddp
 from jddp.config.files import load_config
 from jddp.config.keys import keys_of
 from jddp.config.schema import Config
-from jddp.ground.errors import ConfigError
+from jddp.ground.errors import ConfigError, warn_deprecated
 from jddp.ground.names import (
     accepted_names,
     check_arguments,
@@ -151,3 +151,12 @@ def test_a_key_of_another_trainer_is_given_the_key_that_is_meant():
     ):
         with pytest.raises(ConfigError, match=f"'{name}'. Did you mean '{meant}'"):
             load_config([], [f"{name}=1"])
+
+
+def test_a_deprecated_name_warns_with_the_name_in_its_place_where_it_is_used():
+    def old():
+        warn_deprecated("jddp.old", since="0.2", instead="jddp.new")
+
+    with pytest.warns(FutureWarning, match=r"jddp\.old .* 0\.2 .* jddp\.new") as caught:
+        old()
+    assert caught[0].filename == __file__
