@@ -81,6 +81,71 @@ PROGRAMS = [called, in_branches, in_a_loop, by_a_custom_rule, normalized, repeat
 PROGRAMS += [constant_of_a_loop, penalized, used_by_none, returned]
 
 
+def by_a_forward_rule(w, x):
+    product = jax.custom_jvp(jnp.matmul)
+    product.defjvp(lambda ins, tangents: jax.jvp(jnp.matmul, ins, tangents))
+    return jnp.sin(product(x, w)).sum()
+
+
+def in_a_switch(w, x):
+    return lax.switch((x[0] > 0).sum() % 2, [jnp.multiply, jnp.add], w, w.T).sum() * x.sum()
+
+
+def power_iteration(w, x):
+    def body(state):
+        u = lax.stop_gradient(w) @ state[1]
+        return state[0] + 1, u / jnp.linalg.norm(u)
+
+    _, u = lax.while_loop(lambda s: s[0] < 3, body, (0, jnp.ones(WIDTH)))
+    return (x @ w @ u).sum() / 9
+
+
+def rounded_in_a_loop(w, x):
+    """Rounded numbers have no gradient."""
+    whole = jnp.floor(4 * w)
+    end = lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] * whole), (0, whole))[1]
+    return (x @ (end * w)).sum() / 99
+
+
+def with_a_ref(w, x):
+    ref = jax.new_ref(w)
+    ref[0] = w[1] * x.sum(0)
+    ref[1] += w[2]
+    return (x @ jax.freeze(ref)).sum()
+
+
+def on_the_host(w, x):
+    fixed = lax.stop_gradient(w)
+    like = jax.ShapeDtypeStruct(w.shape, w.dtype)
+    return (x @ (w * jax.pure_callback(np.square, like, fixed, vmap_method="sequential"))).sum()
+
+
+def of_complex_branches(w, x):
+    wave = lax.complex(w, x.T @ x)
+    chosen = lax.cond(x[0, 0] > -9, jnp.exp, jnp.conj, wave)
+    return jnp.abs(jax.checkpoint(lambda z: jnp.exp(-z) * z)(chosen)).sum()
+
+
+def by_fourier(w, x):
+    return jnp.square(
+        jnp.fft.irfft(jnp.fft.rfft(jnp.tanh(w)) * jnp.fft.rfft(x.T @ x), n=WIDTH)
+    ).sum()
+
+
+def state_space(w, x):
+    """A diagonal state space of complex numbers, by an associative scan."""
+    rates = jnp.broadcast_to(jnp.exp(lax.complex(-jnp.exp(w[0]), w[1])), x.shape)
+
+    def join(a, b):
+        return a[0] * b[0], b[0] * a[1] + b[1]
+
+    return lax.associative_scan(join, (rates, (x @ w).astype(jnp.complex64)))[1].real.sum()
+
+
+OTHERS = [by_a_forward_rule, in_a_switch, power_iteration, rounded_in_a_loop, with_a_ref]
+OTHERS += [on_the_host, of_complex_branches, by_fourier, state_space]
+
+
 def scanned(w, x):
     return lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, w)[0].sum()
 
@@ -142,7 +207,7 @@ def beside_one_device(program, w, x, **options):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [*PROGRAMS, *OTHERS])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_gradients_are_the_parts_of_the_mean(program, keeps):
     beside_one_device(program, numbers(WIDTH, WIDTH), numbers(2 * NUM, WIDTH, seed=1), keeps=keeps)
