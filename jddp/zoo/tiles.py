@@ -162,7 +162,7 @@ def _total(
 def _forward(
     hidden: Array, table: Array, labels: Array, weights: Array, options: _Options
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    losses, is_hit, *gradients = _run(hidden, table, labels, weights, options)
+    losses, is_hit, *gradients = _in_one_call(hidden, table, labels, weights, options)
     return (jnp.where(weights > 0, losses, 0).sum(), is_hit), (gradients[0], gradients[1])
 
 
@@ -174,3 +174,7 @@ def _backward(
 
 
 _total.defvjp(_forward, _backward)
+# `jax.checkpoint`, as FSDP uses it, would take all constants out of the loop, in the shape of the
+# logits, and leaves such a call alone. Nothing differentiates it.
+_in_one_call = jax.custom_vjp(_run, nondiff_argnums=(4,))
+_in_one_call.defvjp(_forward, _backward)

@@ -88,7 +88,8 @@ def test_a_sharded_update_scatters_each_bucket_and_gathers_it_again(model):
 def test_fully_sharded_parameters_travel_hidden_and_take_little_memory():
     step, replicated = compile_gpt2(strategy="fsdp"), compiled("gpt2", "flat, ready")
     times = Counter(x.op for x in collectives(step.program))
-    assert times["all-gather"] == 2 * times["reduce-scatter"] >= 2 * 8  # of up to 25 MiB
+    # Of up to 25 MiB. The table's gradient is there with the loss: it is not gathered again.
+    assert times["all-gather"] == 2 * times["reduce-scatter"] - 1 >= 2 * 8 - 1
     assert step.temporary_bytes <= 1.05 * replicated.temporary_bytes
     found = walk(step.program, GPUS["h100_sxm"], make_network())
     assert found.exposed_share <= 0.03
