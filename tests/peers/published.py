@@ -38,7 +38,7 @@ class ResNet(nn.Module):
     def parts(i):
         return f"conv{i + 1}", f"bn{i + 1}"
 
-    def __init__(self, stage_sizes, width, num_classes, is_bottleneck):
+    def __init__(self, stage_sizes, width, num_classes, is_bottleneck=True):
         super().__init__()
         self._add(self.stem, conv(3, width, 7, 2))
         self.plan, num_inputs = [], width
@@ -108,8 +108,9 @@ class VisionTransformer(nn.Module):
     block, norms, mlp = "encoder.layers.encoder_layer_", ("ln_1", "ln_2"), ("mlp.0", "mlp.3")
     last, head, epsilon = "encoder.ln", "heads.head", 1e-6
 
-    def __init__(self, num_patches, patch_size, num_layers, num_heads, width, num_classes):
+    def __init__(self, patch_size, num_layers, num_heads, width, num_classes):
         super().__init__()
+        num_patches = (32 // patch_size) ** 2
         self.num_heads = num_heads
         tree(self, self.stem, nn.Conv2d(3, width, patch_size, patch_size))
         tree(self, self.token, nn.Parameter(torch.zeros(1, 1, width)))

@@ -5,8 +5,6 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 
-import pytest
-
 from jddp.workbench.charts import (
     HEIGHT,
     MOST_POINTS,
@@ -16,7 +14,6 @@ from jddp.workbench.charts import (
     bar,
     curves,
     series_of,
-    ticks,
 )
 
 
@@ -38,11 +35,7 @@ def test_a_long_curve_is_thinned_to_points_with_the_range_of_their_values():
     assert curve.steps[-1] < 99_999
     curve.finish()
     assert curve.steps[-1] == 99_999
-    assert max(curve.high) == 100
-    assert set(curve.low) == {0}
-    assert min(curve.high) == 6
-    assert curve.last == 99_999 % 7
-    assert curve.steps == sorted(curve.steps)
+    assert (max(curve.high), min(curve.high), {*curve.low}) == (100, 6, {0})
     spike = curve.steps[curve.high.index(100.0)]
     assert 0 <= spike - 54_321 < 100_000 / len(curve.steps) + 2
 
@@ -66,17 +59,7 @@ def test_all_points_are_inside_the_drawing_and_larger_values_are_higher():
     assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for line in lines for x, y in line)
     heights = [y for _, y in lines[0]]
     assert heights[1] < heights[2] < heights[0]
-    assert [x for x, _ in lines[0]][::2] == [x for x, _ in lines[1]]
     assert data[0] == {"name": "a", "steps": [10, 20, 30], "values": [1, 3, 2]}
-
-
-def test_values_over_two_powers_of_ten_are_on_a_logarithmic_axis_unless_one_is_not_positive():
-    powers = [1e-4, 1e-2, 1.0]
-    html = curves([Series("a", [1, 2, 3], powers)], "rate")
-    ((_, low), (_, middle), (_, high)) = places(next(iter(drawn(html)[0].findall("g/path"))))
-    assert low - middle == pytest.approx(middle - high, abs=0.2)
-    assert "logarithmic" in html
-    assert "logarithmic" not in curves([Series("a", [1, 2, 3], [0, *powers[1:]])], "rate")
 
 
 def test_a_curve_without_values_is_not_drawn_and_one_value_or_a_constant_is():
@@ -92,15 +75,3 @@ def test_names_cannot_leave_their_place():
     html = curves([Series(name, [1, 2], [1, 2])], name, name) + bar({name: 1.0}, "s")
     assert html.count("<script") == html.count("</script>") == 1
     assert drawn(html)[1][0]["name"] == name
-
-
-@pytest.mark.parametrize(
-    "low, high, found",
-    [
-        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
-        (1, 30_000, [10_000, 20_000, 30_000]),
-        (-1, 1, [-1, 0, 1]),
-    ],
-)
-def test_ticks_are_round(low, high, found):
-    assert ticks(low, high, 5 if low >= 0 else 2) == pytest.approx(found)

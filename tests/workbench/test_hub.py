@@ -27,18 +27,17 @@ def run_dir(tmp_path_factory):
     for name in ("train", "test"):
         np.save(folder / f"{name}.npy", np.arange(200, dtype=np.uint16) % 16)
     data = {"name": "tokens", "dir": str(folder), "global_batch_size": 8}
-    train(
-        Config(
-            train={"num_steps": 2, "eval_params": "ema"},
-            run={"dir": str(folder / "run")},
-            data=data | {"kwargs": {"sequence_length": 8}},
-            model={"name": "gpt", "kwargs": SIZES},
-            loss={"name": "next_token"},
-            optimizer={"name": "sgd", "learning_rate": 0.5},
-            ddp={"ema_decay": 0.5},
-            mesh={"num_devices": 2},
-        )
+    config = Config(
+        train={"num_steps": 2, "eval_params": "ema"},
+        run={"dir": str(folder / "run")},
+        data=data | {"kwargs": {"sequence_length": 8}},
+        model={"name": "gpt", "kwargs": SIZES},
+        loss={"name": "next_token"},
+        optimizer={"name": "sgd", "learning_rate": 0.5},
+        ddp={"ema_decay": 0.5},
+        mesh={"num_devices": 2},
     )
+    train(config)
     return folder / "run"
 
 
@@ -59,9 +58,8 @@ def test_a_run_leaves_as_a_state_dict_and_as_a_folder_that_transformers_read(
         assert {*opened.keys()} == tensors.keys()
     config = json.loads((folder / "config.json").read_text())
     assert (config["model_type"], config["n_embd"], config["n_layer"]) == ("gpt2", 8, 1)
-    assert sorted(x.name for x in folder.iterdir()) == [
-        *("README.md", "config.json", "model.safetensors")
-    ]
+    names = {"README.md", "config.json", "model.safetensors"}
+    assert {x.name for x in folder.iterdir()} == names
 
 
 def test_a_folder_without_names_has_the_arrays_and_the_model_of_the_run(run_dir, tmp_path):

@@ -44,8 +44,8 @@ def test_a_pruned_trial_ends_at_the_evaluation_that_decided(tmp_path):
 
 def test_a_trial_whose_numbers_go_wrong_fails_and_the_study_continues(tmp_path):
     study = optuna.create_study()
-    study.enqueue_trial({"rate": 1e30})
-    study.enqueue_trial({"rate": 0.1})
+    for rate in (1e30, 0.1):
+        study.enqueue_trial({"rate": rate})
 
     def wide(trial):
         return {"optimizer.learning_rate": trial.suggest_float("rate", 1e-3, 1e30)}
@@ -71,7 +71,7 @@ def test_the_folder_of_a_trial_with_other_values_is_refused(tmp_path):
     assert [x["step"] for x in records(tmp_path / "anew" / "trial-0")][-1] == 4
 
 
-def test_mistakes_are_reported_before_a_step(tmp_path):
+def test_mistakes_are_reported_before_a_step(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="unknown key 'seeed'. Did you mean 'seed'"):
         of_loss(tmp_path, seeed=1)
     study = optuna.create_study(direction="maximize")
@@ -79,13 +79,9 @@ def test_mistakes_are_reported_before_a_step(tmp_path):
         study.optimize(of_loss(tmp_path), n_trials=1)
     with pytest.raises(UsageError, match="The study has 2 directions"):
         optuna.create_study(directions=["minimize"] * 2).optimize(of_loss(tmp_path), n_trials=1)
+    wrong = objective(config(tmp_path), suggest, metric="los")
     with pytest.raises(ConfigError, match=r"objective\(metric=\) watches 'los', .*mean 'loss'"):
-        optuna.create_study().optimize(
-            objective(config(tmp_path), suggest, metric="los"), n_trials=1
-        )
-
-
-def test_each_of_several_processes_is_to_optimize_by_the_of_loss(tmp_path, monkeypatch):
+        optuna.create_study().optimize(wrong, n_trials=1)
     for name, value in zip(VARIABLES, ("127.0.0.1:1", "2", "0"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"call objective.optimize\(study, n_trials=...\) on each"):

@@ -76,30 +76,20 @@ def heads(html):
     return re.findall("<h2>(.*?)</h2>", html)
 
 
-def test_the_newest_text_of_a_callback_is_shown_and_some_earlier_ones_below_it(run):
-    html = draw_run(read_facts(run))
-    steps = [int(x) for x in re.findall(r"<pre>&lt;text (\d+)&gt;</pre>", html)]
-    assert (steps[0], steps) == (100, sorted(steps, reverse=True))
-    assert 5 <= len(steps) <= 9
-    assert "<h3>score</h3>" not in html
-
-
 def test_a_page_has_all_sections_in_order_and_loads_nothing(run):
     html = draw_run(read_facts(run))
     assert heads(html) == [x for x in SECTIONS if x != "Left out"]
-    assert html.index("<h1>too short to tell") < html.index("<h2>")
-    numbers = [
-        "<b>0.85</b>best accuracy, at step 40",
-        "<b>0:56</b>for 40 of 40 steps",
-        "<b>71%</b>",
-    ]
-    for words in (*numbers, "used 3 GiB (75%)"):
+    for words in (
+        "0.85</b>best accuracy",
+        "for 40 of 40 steps",
+        "used 3 GiB (75%)",
+        "39.2 s (69%)",
+    ):
         assert words in html
-    assert "computing and sending 39.2 s (69%)" in html
     assert not re.search(r"https?:|src=|@import|url\(|<link", html)
-    table = html[html.index("Config") : html.index("<details>", html.index("Config"))]
-    assert "<code>train.num_steps</code>" in table
-    assert "<code>train.log_every_steps</code>" not in table
+    texts = [int(x) for x in re.findall(r"<pre>&lt;text (\d+)&gt;</pre>", html)]
+    assert (texts[0], texts) == (100, sorted(texts, reverse=True))
+    assert 5 <= len(texts) <= 9  # the newest of a callback, and some earlier ones
 
 
 def test_starts_and_marks_are_read_from_the_events(run):
@@ -110,28 +100,14 @@ def test_starts_and_marks_are_read_from_the_events(run):
     assert (history.num_steps, history.pause_seconds) == (40, 5.0)
     steps = {kind: [mark.step for mark in marks] for kind, marks in history.events.items()}
     assert steps == {"warning": [20], "resumed": [10], "skipped": [13], "spike": [27]}
-    facts = read_facts(run)
-    assert facts.goodput == pytest.approx(40 / 56.5)
-    html = draw_run(facts)
-    assert "The disk of &quot;node1&quot; is &lt;slow&gt;." in html
+    assert read_facts(run).goodput == pytest.approx(40 / 56.5)
 
 
-def test_arrays_become_a_matrix_scores_of_classes_and_a_curve(run):
+def test_arrays_become_a_matrix_scores_of_classes_and_a_curve_and_texts_are_escaped(run):
     html = draw_run(read_facts(run))
-    assert '<td style="background:hsl(210 65% 50% / 0.68)">90</td>' in html
-    assert "shirt &lt;b&gt;" in html
+    for words in (">90</td>", "shirt &lt;b&gt;", "<b>loss_by_position</b>", "is &lt;slow&gt;"):
+        assert words in html
     assert "shirt <b>" not in html
-    scores = html[html.index("recall") :]
-    assert scores.index("boot") < scores.index("shirt")  # which has no recall: it comes first
-    assert "<b>loss_by_position</b>" in html
-
-
-def test_a_directory_with_nothing_to_read_has_a_page_that_says_so(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    html = draw_run(read_facts(tmp_path))
-    assert "too short to tell" in html
-    assert "metrics.jsonl: there is none" in html
-    assert heads(html) == ["Left out"]
 
 
 def test_lines_that_are_no_records_are_counted_and_half_a_line_at_the_end_is_not(run):
@@ -156,6 +132,11 @@ def test_a_run_that_is_running_says_which_process_runs_it(run):
 ODD = ["null", "NaN", "1e999", "-1e308", "[]", "[1,[2]]", "{}", "true", "9" * 30, "[[1],[null]]"]
 
 
+def test_an_empty_directory_has_a_page_that_says_so(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    assert heads(draw_run(read_facts(tmp_path))) == ["Left out"]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_damaged_or_foreign_run_has_a_page(run, seed):
     rng = random.Random(seed)
@@ -174,21 +155,19 @@ def test_a_damaged_or_foreign_run_has_a_page(run, seed):
 
 def test_the_command_prints_the_verdict_and_writes_the_page(run, tmp_path, capsys):
     assert main([str(run)]) == ExitCode.DONE
-    first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "too short to tell"
-    assert last == f"page: {run / 'report.html'}"
+    assert capsys.readouterr().out.startswith("too short to tell\n")
     assert main([str(run), "--out", str(tmp_path / "page.html")]) == ExitCode.DONE
     assert (tmp_path / "page.html").read_bytes() == (run / "report.html").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "arguments, code, words",
-    [
-        (["nowhere"], ExitCode.USAGE, "nowhere is no run directory: it has none of metrics.jsonl"),
-        (["s3://bucket/run"], ExitCode.USAGE, "is a URL: give --out FILE"),
-        ([".", "--out", "no/such/page.html"], ExitCode.FILE_SYSTEM, "page.html: cannot be written"),
-    ],
-)
+MISTAKES = [
+    (["nowhere"], ExitCode.USAGE, "is no run directory"),
+    (["s3://bucket/run"], ExitCode.USAGE, "--out FILE"),
+    ([".", "--out", "no/such/page.html"], ExitCode.FILE_SYSTEM, "cannot be written"),
+]
+
+
+@pytest.mark.parametrize("arguments, code, words", MISTAKES)
 def test_mistakes_are_one_line(arguments, code, words, run, monkeypatch, capsys):
     monkeypatch.chdir(run)
     assert main(arguments) == code

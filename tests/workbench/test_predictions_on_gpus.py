@@ -40,16 +40,16 @@ def test_a_step_is_compiled_for_other_devices_than_its_own(topology):
     assert found.prediction.memory.parameters == 4 * (3 * 3 * 4 + 2 * 4 + 5 * 4)
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"strategy": "zero1"}, "gradients and parameters"),
-        ({"strategy": "fsdp"}, "gradients and parameters"),
-        ({"reduction": "bfloat16"}, "Modelled: 16-bit gradients"),
-        ({"accumulate_steps": 4}, "32-bit gradients"),
-        ({"strategy": jddp.LocalSteps(3)}, "synchronizes replicas every 3 steps"),
-    ],
-)
+FORMS = [
+    ({"strategy": "zero1"}, "gradients and parameters"),
+    ({"strategy": "fsdp"}, "gradients and parameters"),
+    ({"reduction": "bfloat16"}, "Modelled: 16-bit gradients"),
+    ({"accumulate_steps": 4}, "32-bit gradients"),
+    ({"strategy": jddp.LocalSteps(3)}, "synchronizes replicas every 3 steps"),
+]
+
+
+@pytest.mark.parametrize("options, words", FORMS)
 def test_each_form_of_a_step_is_modelled_as_it_is_configured(options, words):
     found = explained("1x4", MLP(), **options)
     assert words in found.prediction.verdict
@@ -76,9 +76,8 @@ def test_a_step_is_scaled_by_the_program_of_eight_hosts_and_slower_networks():
     seconds = [x.step_seconds for x in scaling]
     assert seconds == sorted(seconds)
     assert [x.efficiency for x in scaling] == [seconds[0] / x for x in seconds]
-    wide = jddp.DataParallel(
-        MLP(), optax.adam(1e-3), loss_fn, mesh=4, strategy=jddp.FSDP(group_size=4)
-    )
+    wide = jddp.FSDP(group_size=4)
+    wide = jddp.DataParallel(MLP(), optax.adam(1e-3), loss_fn, mesh=4, strategy=wide)
     words = r"needs the step for 2 x NVIDIA H100 80GB HBM3 too\. .*group_size=4 does not divide 2"
     with pytest.raises(ConfigError, match=words):
         jddp.explain(wide, make_batch(), target="h100", topology="2x2", scaling=True)

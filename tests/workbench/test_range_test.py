@@ -14,25 +14,13 @@ from jddp.workbench.range_test import FIRST, LAST, NUM_STEPS, RangeTest, find_ra
 RATES = tuple(np.geomspace(FIRST, LAST, NUM_STEPS).tolist())
 
 
-def test_a_tenth_of_the_rate_with_the_lowest_loss_is_suggested():
+def test_a_single_low_loss_is_noise_and_a_tenth_of_the_rate_of_the_lowest_is_suggested():
     losses = [2.3 - 1.5 * math.exp(-(math.log10(rate / 0.1) ** 2)) for rate in RATES]
     found = RangeTest(RATES, tuple(losses))
     assert math.isclose(found.suggestion, 0.01, rel_tol=0.2)
-    assert 0.01 < RATES[found.steepest] < 0.1
-    assert found.verdict.startswith(
-        "suggestion: optimizer.learning_rate=0.0095, a tenth of the rate"
-    )
-
-
-def test_a_single_low_loss_is_noise():
+    assert max(map(len, str(found).splitlines()[:-1])) <= 80
     losses = [2.3] * 30 + [1.9] + [2.3 - 0.02 * i for i in range(60)] + [5.0] * 9
     assert RangeTest(RATES, tuple(losses)).lowest > 85
-
-
-def test_a_loss_that_does_not_fall_suggests_no_rate():
-    found = RangeTest(RATES[:50], tuple(2.3 + 1e-3 * (i % 2) for i in range(50)))
-    assert found.suggestion is None
-    assert str(found).endswith("the loss has not fallen")
 
 
 @pytest.mark.parametrize("above", [-100.0, 0.0, 2.3, 1000.0])
@@ -42,16 +30,7 @@ def test_a_fall_is_judged_by_the_noise_of_the_losses_wherever_they_lie(above):
     for row in above + noise:
         assert RangeTest(RATES, tuple(row + falling)).suggestion is not None
         assert RangeTest(RATES, tuple(row)).suggestion is None
-
-
-def test_the_picture_has_the_loss_over_the_rate_in_a_terminal():
-    losses = [2.0] * 40 + [2.0 - 0.02 * i for i in range(50)] + [1000.0] * 10
-    lines = str(RangeTest(RATES, tuple(losses))).splitlines()
-    assert max(map(len, lines[:-1])) <= 80
-    assert lines[0].startswith("       2 ****")
-    assert lines[0].endswith("*")  # what is higher than the loss at the beginning
-    assert lines[11].startswith("    1.0")
-    assert lines[12].split() == ["1e-07", "10"]
+        assert str(RangeTest(RATES, tuple(row))).endswith("the loss has not fallen")
 
 
 def test_the_rates_rise_from_the_first_to_the_last_and_groups_keep_their_ratio(tmp_path):

@@ -1,6 +1,5 @@
 """A run leaves its page, however it ends, and never fails because of it."""
 
-import jax
 import optax
 import pytest
 from tiny import MLP, loss_fn, make_batch
@@ -56,10 +55,3 @@ def test_a_page_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch, caplog):
     assert fit(tmp_path).step == 12
     assert "report is not written: LookupError('no such thing')" in caplog.messages
     assert not (tmp_path / "report.html").exists()
-
-
-def test_process_0_alone_writes_and_a_run_without_a_directory_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.chdir(tmp_path)
-    assert fit(None).step == 12
-    assert not list(tmp_path.iterdir())

@@ -16,6 +16,7 @@ from jddp.zoo.losses import next_token
 from jddp.zoo.models import GPT
 
 LENGTH = 8
+SIZES = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}
 
 
 class Counts(nn.Module):
@@ -34,9 +35,15 @@ def run_of(model, loss=next_token):
     return jddp.fit(ddp, [{"tokens": np.zeros((1, LENGTH + 1), np.int32)}], num_steps=1)
 
 
+def trained_run(folder, num_steps=1, **job):
+    job |= {"train": {"num_steps": num_steps}, "mesh": {"num_devices": 1}}
+    train(Config(**job, run={"dir": str(folder)}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def gpt():
-    return run_of(GPT(vocab_size=16, num_layers=1, num_heads=2, width=16, max_length=LENGTH))
+    return run_of(GPT(vocab_size=16, **SIZES))
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +51,14 @@ def trained(tmp_path_factory):
     """A run on bytes of text, in the folder of its run directory."""
     folder = tmp_path_factory.mktemp("text")
     write_tokens(["abab" * 40 + str(i) for i in range(20)], folder / "tokens", tokenizer=BYTES)
-    sizes = {"num_layers": 1, "num_heads": 2, "width": 16, "max_length": LENGTH}
-    train(
-        Config(
-            data={
-                "name": "tokens",
-                "dir": str(folder / "tokens"),
-                "global_batch_size": 8,
-                "kwargs": {"sequence_length": LENGTH},
-            },
-            model={"name": "gpt", "kwargs": sizes},
-            loss={"name": "next_token"},
-            optimizer={"name": "adam", "learning_rate": 0.02},
-            train={"num_steps": 120},
-            mesh={"num_devices": 1},
-            run={"dir": str(folder / "run")},
-        )
-    )
-    return folder / "run"
+    data = {"name": "tokens", "dir": str(folder / "tokens"), "global_batch_size": 8}
+    job = {
+        "data": data | {"kwargs": {"sequence_length": LENGTH}},
+        "model": {"name": "gpt", "kwargs": SIZES},
+        "loss": {"name": "next_token"},
+        "optimizer": {"name": "adam", "learning_rate": 0.02},
+    }
+    return trained_run(folder / "run", num_steps=120, **job)
 
 
 @pytest.mark.slow
@@ -94,10 +91,9 @@ def test_a_command_continues_a_text(trained, capsys):
     command = ["predict", str(trained), "--temperature", "0", "--num-tokens", "9", "--prompt"]
     assert main([*command, "aba"]) == 0
     assert capsys.readouterr().out == "aba" + "bababa" + "bab\n"
-    opened = jddp.open_run(trained, mesh=1)
-    assert continue_text(opened, "b", num_tokens=3, seed=1) != continue_text(
-        opened, "b", num_tokens=3, temperature=100.0, seed=1
-    )
+    opened, options = jddp.open_run(trained, mesh=1), {"num_tokens": 3, "seed": 1}
+    hot = continue_text(opened, "b", temperature=100.0, **options)
+    assert continue_text(opened, "b", **options) != hot
 
 
 REFUSED = {
@@ -117,36 +113,22 @@ def test_what_cannot_be_continued_is_refused(gpt, tokens, given, error, reported
 
 @pytest.mark.slow
 def test_models_and_runs_of_no_text_are_refused(trained, tmp_path, capsys):
+    flat = run_of(Counts(num_dims=2), lambda model, batch: model(batch["tokens"]).sum(-1))
     with pytest.raises(ConfigError, match=r"logits of shape \(1, 8\), not \(b, t, vocab\)"):
-        sample(
-            run_of(Counts(num_dims=2), lambda model, batch: model(batch["tokens"]).sum(-1)),
-            [0],
-            1,
-            length=LENGTH,
-        )
-    for arguments, code, reported in (
-        (["--prompt", "a", "--out", "b.csv"], 2, "--prompt prints a text"),
-        (["--data", "a.npz"], 2, "--data needs --out"),
-        (
-            ["--prompt", "a", "--tokenizer", str(tmp_path / "no.json")],
-            2,
-            "not a Hugging Face tokenizer file",
-        ),
+        sample(flat, [0], 1, length=LENGTH)
+    for arguments, reported in (
+        ("--prompt a --out b.csv", "--prompt prints a text"),
+        ("--data a.npz", "--data needs --out"),
+        (f"--prompt a --tokenizer {tmp_path}/no.json", "not a Hugging Face tokenizer file"),
     ):
-        assert main(["predict", str(trained), *arguments]) == code
+        assert main(["predict", str(trained), *arguments.split()]) == 2
         assert reported in capsys.readouterr().err
     (trained.parent / "tokens" / "tokens.json").unlink()  # of what tokenizer, nobody knows then
     with pytest.raises(ConfigError, match="are not bytes. Give --tokenizer FILE"):
         continue_text(jddp.open_run(trained), "a")
-    other = Config(
-        data={"name": "npz", "dir": str(tmp_path), "global_batch_size": 2},
-        model={"name": "mlp"},
-        train={"num_steps": 1},
-        mesh={"num_devices": 1},
-        run={"dir": str(tmp_path / "run")},
-    )
     for part in ("train", "test"):
         np.savez(tmp_path / part, image=np.ones((4, 2, 2, 1), np.float32), label=np.arange(4))
-    train(other)
+    data = {"name": "npz", "dir": str(tmp_path), "global_batch_size": 2}
+    trained_run(tmp_path / "run", data=data, model={"name": "mlp"})
     with pytest.raises(UsageError, match="was not trained on tokens that jddp can read"):
         continue_text(jddp.open_run(tmp_path / "run"), "a")

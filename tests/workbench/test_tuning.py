@@ -35,22 +35,17 @@ def test_each_key_is_varied_from_the_best_so_far_and_the_best_is_a_config(tmp_pa
     found = tune(small(), scored, "modelled", note=noted.append)
     assert noted == list(found.candidates)
     assert len(found.candidates) == 1 + len(BUCKETS) + 2 + 2
-    assert found.best.keys == {
-        "ddp.reduction.bucket_mb": [1.0, 50.0],
-        "ddp.reduction.layout": "flat",
-    }
-    assert found.verdict == (
-        "bucket_mb=[1.0,50.0] layout=flat is 1.429 times as fast as the config."
-    )
+    best = {"ddp.reduction.bucket_mb": [1.0, 50.0], "ddp.reduction.layout": "flat"}
+    assert found.best.keys == best
+    assert "layout=flat is 1.429 times as fast as the config" in found.verdict
     (tmp_path / "best.yaml").write_text(found.fragment)
     config, _ = load_config(["fashion_mnist_cnn", str(tmp_path / "best.yaml")])
     assert config.ddp.reduction.bucket_mb == [1.0, 50.0]
-    lines = str(found).splitlines()
-    assert lines[4] == "      7.00   25.0%   40.0  bucket_mb=[1.0,50.0] layout=flat"
-    assert any(x.startswith("refused: ") and x.endswith(": overlap is refused.") for x in lines)
-    told = json.loads(json.dumps(found.as_json()))
-    assert told["candidates"][0]["seconds"] == 0.010
-    assert told["best"]["ddp.reduction.layout"] == "flat"
+    assert "7.00   25.0%   40.0  bucket_mb=[1.0,50.0] layout=flat" in str(found)
+    assert "overlap is refused." in str(found)
+    assert json.loads(json.dumps(found.as_json()))["best"] == best
+    strategy = tune(small(strategy={"name": "fsdp"}), scored, "").candidates
+    assert "ddp.strategy.regather" in {key for x in strategy for key in x.keys}
     found = tune(small(), scored, "modelled", seconds=-1.0)
     assert [x.keys for x in found.candidates] == [{}]
     assert "not tried, for want of time: 11 or more" in str(found)
@@ -59,31 +54,20 @@ def test_each_key_is_varied_from_the_best_so_far_and_the_best_is_a_config(tmp_pa
 def test_a_config_that_cannot_be_bettered_stays_and_one_that_does_not_fit_is_named():
     same = tune(small(), lambda config: Score(0.01, GB, math.inf), "measured")
     assert same.verdict == "The config is as fast as any candidate."
+    assert (same.fragment, same.as_json()["candidates"][0]["limit"]) == ("", None)
 
     def barely(config):
         return Score(0.01 - 1e-6 * (config.ddp.reduction.bucket_mb == [25.0]), GB, math.inf)
 
     assert not tune(small(), barely, "modelled").best.keys
-    assert same.fragment == ""
-    assert same.as_json()["candidates"][0]["limit"] is None
     large = tune(small(), lambda config: Score(0.01, 81 * GB, 80 * GB), "modelled")
     assert large.verdict.startswith("No candidate fits into the memory of a device")
-    assert "does not fit" in str(large)
 
     def only_leaf(config):
         return Score(0.01, (80 + (config.ddp.reduction.layout != "leaf")) * GB, 80 * GB)
 
     found = tune(small(), only_leaf, "modelled")
     assert found.verdict == "The config does not fit as it is; layout=leaf does."
-
-
-def test_gathers_are_varied_under_fsdp_alone():
-    def keys(config):
-        return {key for x in tune(config, scored, "").candidates for key in x.keys}
-
-    regather = "ddp.strategy.regather"
-    assert regather in keys(small(strategy={"name": "fsdp"}))
-    assert regather not in keys(small())
 
 
 @pytest.mark.parametrize("rows", [8, 100, 12_345])
@@ -108,9 +92,7 @@ def test_a_batch_is_no_larger_than_the_data_and_too_large_a_model_is_refused():
     found = largest_batch(small(), score, multiple_of=8)
     assert found[:1] == (96,)
     assert found.holds_all_data
-    with pytest.raises(
-        ConfigError, match=r"A batch of 8 rows needs 90.0 GB of a device, which has"
-    ):
+    with pytest.raises(ConfigError, match=r"A batch of 8 rows needs 90.0 GB"):
         largest_batch(small(), lambda config: Score(0.01, 90 * GB, 80 * GB), multiple_of=8)
 
 
@@ -147,5 +129,4 @@ def test_the_command_prints_the_best_and_writes_it_where_it_is_asked(tmp_path, c
     assert printed.err.startswith(f"jddp: {AS_IT_IS}: ")
     assert out.read_text() == ""
     assert main([*JOB, "--topology", "1x8"]) == ExitCode.USAGE
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == "jddp: --topology needs --target, such as --target h100."
+    assert "--topology needs --target" in capsys.readouterr().err

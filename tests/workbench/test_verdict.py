@@ -58,33 +58,27 @@ def events_of(*starts):
     return "\n".join(lines) + "\n"
 
 
+def run(evaluate=evaluations, **fields):
+    return train(**fields) + evaluate()
+
+
 RUNS = {
-    "bound by input: 64% of a step waits for data": {
-        "records": train(data_wait_seconds=0.064) + evaluations(),
-    },
-    "diverging: the training loss rises again": {
-        "records": train(loss=lambda step: falling(step) + max(0, (step - 600) / 100)),
-    },
-    "overfitting since step 300": {
-        "records": train(loss=lambda step: falling(step, end=0.02, over=300))
-        + evaluations(loss=rising),
-    },
-    "memory is nearly full: 96% of a device's is taken": {
-        "records": train(peak_memory_bytes=72 * GIB, memory_limit_bytes=75 * GIB) + evaluations(),
-    },
-    "at chance: accuracy 0.21 is no better than guessing among 5 classes": {
-        "records": train(loss=lambda step: 1.61) + evaluations(accuracy=lambda step: 0.21),
-        "manifest": CLASSES,
-    },
-    "12 steps were skipped": {
-        "records": train(skipped=lambda step: float(min(12, step // 50))) + evaluations(),
-    },
-    "healthy: best accuracy 0.836 at step 1,000; still improving": {
-        "records": train() + evaluations(),
-        "log": events_of((0, 1000)),
-        "manifest": CLASSES,
-    },
-    "too short to tell": {"records": train(num_steps=50) + evaluations(100)},
+    "bound by input: 64% of a step waits for data": run(data_wait_seconds=0.064),
+    "diverging: the training loss rises again": train(
+        loss=lambda step: falling(step) + max(0, (step - 600) / 100)
+    ),
+    "overfitting since step 300": run(
+        lambda: evaluations(loss=rising), loss=lambda step: falling(step, end=0.02, over=300)
+    ),
+    "memory is nearly full: 96% of a device's is taken": run(
+        peak_memory_bytes=72 * GIB, memory_limit_bytes=75 * GIB
+    ),
+    "at chance: accuracy 0.21 is no better than guessing among 5 classes": run(
+        lambda: evaluations(accuracy=lambda step: 0.21), loss=lambda step: 1.61
+    ),
+    "12 steps were skipped": run(skipped=lambda step: float(min(12, step // 50))),
+    "healthy: best accuracy 0.836 at step 1,000; still improving": run(),
+    "too short to tell": run(lambda: evaluations(100), num_steps=50),
 }
 
 
@@ -106,7 +100,7 @@ def make(tmp_path):
 
 @pytest.mark.parametrize("sentence", RUNS)
 def test_each_made_up_run_gets_its_verdict_and_nothing_else_is_found(make, sentence):
-    found = judge(read_facts(make(**RUNS[sentence])))
+    found = judge(read_facts(make(RUNS[sentence], manifest=CLASSES)))
     assert [x.sentence for x in found] == [sentence]
     assert found[0].is_good == sentence.startswith("healthy")
     for text in (found[0].evidence, found[0].next_step):
