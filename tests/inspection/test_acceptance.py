@@ -1,26 +1,22 @@
 """The acceptance of GPUs: its parts, its page, and how it survives a part that fails."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
-from acceptance import equal, machine, measured, overlap, repeated, run
-from acceptance.jobs import Workload, cnn
+from acceptance import machine, measured, overlap, repeated, run
 from acceptance.page import verdict
 from acceptance.part import write_result
 from acceptance.parts import PARTS, Task
 from acceptance.published import choose_figure, link_of, topology
 from acceptance.result import SKIP, Machine, Part, PartResult
-from runs import ROOT, environment, wait_until
+from runs import environment, wait_until
 
 from jddp.commands import doctor
 from jddp.commands.doctor import main
 from jddp.workbench.trace import DeviceTime
-from jddp.zoo.losses import cross_entropy
 
 ONE = Machine("gpu", 1, "NVIDIA H200")
 GPUS, TWO = Machine("gpu", 8, "NVIDIA H200"), Machine("cpu", 2, "cpu")
@@ -55,6 +51,8 @@ def test_a_published_figure_is_chosen_by_gpu_and_link():
 
 def test_figures_are_judged_by_their_bounds(monkeypatch):
     row = choose_figure("NVIDIA H200", "NVLink")
+    on = [DeviceTime(1, 0.8, 1e-4, 2e-5), DeviceTime(1, 0.8, 1e-4, 4e-5)]
+    off = [DeviceTime(1, 0.8, 1e-4, 9.5e-5)]
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
     for results, levels in (
         ([measured.judge_bandwidth(x, row) for x in (300, 200)], ["ok", "warn"]),
@@ -63,40 +61,11 @@ def test_figures_are_judged_by_their_bounds(monkeypatch):
         ([measured.judge_memory(100, x) for x in (79, 80, 131)], ["warn", "ok", "warn"]),
         ([measured.judge_memory(2**30, None)], [SKIP]),
         ([repeated.judge_runs(3, 4)], ["ok"]),
+        ([overlap.judge_overlap(on, off), overlap.judge_overlap(off, on)], ["ok", "warn"]),
     ):
         assert [x.level for x in results] == levels, results
     monkeypatch.setenv("XLA_FLAGS", f"--xla_a=1 {repeated.FLAG}")
     assert [repeated.judge_runs(x, 4).level for x in (0, 1)] == ["ok", "bad"]
-
-
-def test_overlap_is_judged_by_both_settings():
-    on = [DeviceTime(1, 0.8, 1e-4, 2e-5), DeviceTime(1, 0.8, 1e-4, 4e-5)]
-    off = [DeviceTime(1, 0.8, 1e-4, 9.5e-5)]
-    result = overlap.judge_overlap(on, off)
-    assert result[:2] == ("ok", "70% of the collectives beside kernels, 5% when off")
-    assert overlap.judge_overlap(off, on).level == "warn"
-    for nothing in ([], [DeviceTime(1, 1, 0, 0)]):
-        assert overlap.judge_overlap(nothing, off).what == "the trace shows no collective"
-
-
-@pytest.mark.slow
-def test_devices_that_equal_one_pass_and_others_fail(monkeypatch):
-    two = jax.devices()[:2]
-
-    def verified(job):
-        return equal.verify(job.model, equal.adam(), job.loss, job.batch, mesh=two)
-
-    monkeypatch.setattr(equal, "cnn", lambda _: cnn(TWO))
-    monkeypatch.setattr(equal, "_verified", verified)
-    result = equal.parity(TWO)
-    assert (result.level, result.what) == ("ok", "a step equals one device and the CPU")
-
-    def own_mean(model, batch, train):  # an error of 1/2 of each gradient
-        losses, metrics = cross_entropy(model, batch, train)
-        return losses.sum() / 16, metrics
-
-    monkeypatch.setattr(equal, "cnn", lambda _: Workload(cnn(TWO).model, own_mean, cnn(TWO).batch))
-    assert equal.parity(TWO).level == "bad"
 
 
 def started(monkeypatch, program, **options):
@@ -135,47 +104,15 @@ def test_a_part_has_its_own_variables_and_its_flags_after_those_of_the_user(monk
     assert part == ("A test", PartResult(SKIP, "not tried: one device"), 0.0)
 
 
-PARENT = """
-import sys
-from pathlib import Path
-from jax._src import xla_bridge
-from acceptance import run
-run.PROGRAM = sys.argv[1]
-code = run.accept(Path("page.md"), platform="gpu", num_devices=8)
-assert not xla_bridge._backends
-sys.exit(code)
-"""
-
-
-@pytest.mark.slow
-def test_what_starts_the_parts_holds_no_device_and_a_bad_part_refuses_the_machine(tmp_path):
-    facts = {"num_devices": 1, "kind": "NVIDIA H200"}
-    line = write_result(PartResult("ok", "it is so", facts=facts))
-    child = f"import sys; 'memory' in sys.argv and sys.exit('lost'); print({line!r})"
-    command = [sys.executable, "-c", PARENT, child]
-    environ = environment(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}")
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == 76, done.stderr
-    text = (tmp_path / "page.md").read_text()
-    for line in (
-        "**Refused: Memory.**\n\n1 x NVIDIA H200, ",
-        "| Parity | ok: it is so | 0 |\n",
-        "| Scaling | skip: not tried: one device | 0 |\n",
-        "```text\nlost\n```\n",
-    ):
-        assert line in text
-
-
 @pytest.mark.slow
 def test_without_a_gpu_one_line_has_the_reason(monkeypatch, tmp_path, capfd):
     file, earlier = tmp_path / "page.md", tmp_path / "earlier.md"
     earlier.write_text("an earlier page")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert main(["--gpu-acceptance", str(file)]) == 69
-    assert "JAX_PLATFORMS=cpu excludes them. --platform cpu" in capfd.readouterr().err
-    assert not file.exists()
-    assert main(["--gpu-acceptance", str(earlier)]) == 69
-    assert earlier.read_text() == "an earlier page"
+    for path in (file, earlier):
+        assert main(["--gpu-acceptance", str(path)]) == 69
+        assert "JAX_PLATFORMS=cpu excludes them. --platform cpu" in capfd.readouterr().err
+    assert (file.exists(), earlier.read_text()) == (False, "an earlier page")
 
 
 def test_the_wheel_has_no_acceptance_and_says_where_it_is(monkeypatch, tmp_path, capfd):

@@ -70,14 +70,8 @@ def test_evaluation_sends_one_small_vector_and_making_the_state_nothing():
     assert collectives(ddp.steps.init.lower(0, example, None, None).compile().as_text()) == []
 
 
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        ("transpose(jvp(loss))/model/Dense_0/dot_general", True),
-        ("loss/model/Dense_0/dot_general", True),  # as newer JAX names it
-        ("jvp(jit(run_and_settle))/loss/model/Dense_0/dot_general", False),
-        ("optimizer_update/mul", False),
-    ],
-)
-def test_operations_of_the_backward_pass_are_known_by_their_names(name, expected):
-    assert is_backward(f"jit(step)/shard_map/{name}") == expected
+def test_operations_of_the_backward_pass_are_known_by_their_names():
+    for name in ("transpose(jvp(loss))/model/dot", "loss/model/dot"):  # the second of newer JAX
+        assert is_backward(f"jit(step)/shard_map/{name}")
+    for name in ("jvp(jit(run_and_settle))/loss/model/dot", "optimizer_update/mul"):
+        assert not is_backward(f"jit(step)/shard_map/{name}")

@@ -89,17 +89,13 @@ def test_what_the_backward_pass_computes_again_is_not_counted(is_scanned):
 
     kept = functools.partial(model, layer)
     again = functools.partial(model, jax.checkpoint(layer))
-    num, num_again = (
-        sum(eqn.primitive.name == "dot_general" for eqn in equations(pullback_of(f, X, W)))
-        for f in (kept, again)
-    )
-    assert num < num_again
+    assert len([*equations(pullback_of(kept, X, W))]) < len([*equations(pullback_of(again, X, W))])
     assert backward(again, X, W) == backward(kept, X, W) == {"tf32": 2 * 6 * 2 * 2 * 3 * 3}
 
 
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(
+    "padding, stride, groups", [("SAME", 1, 1), ("VALID", 2, 1), ("SAME", 2, 4)]
+)
 def test_both_gradients_of_a_convolution_cost_as_much_as_itself(padding, stride, groups):
     def convolve(x, kernel):
         numbers = ("NHWC", "HWIO", "NHWC")
@@ -141,14 +137,11 @@ def planned(job, rows, mesh=1, model=(), **options):
     return ddp.steps, ddp.steps.planned(batch).traced
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"model": {"remat": True}, "mesh": 2, "strategy": "fsdp"},
-        {"mesh": 2, "strategy": jddp.LogicalReplicas(4), "accumulate_steps": 2},
-    ],
-    ids=["fsdp", "logical replicas"],
-)
+LOGICAL = {"mesh": 2, "strategy": jddp.LogicalReplicas(4), "accumulate_steps": 2}
+STRATEGIES = {"fsdp": {"model": {"remat": True}, "mesh": 2, "strategy": "fsdp"}, "logical": LOGICAL}
+
+
+@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
 def test_a_step_has_the_same_model_flops_with_any_strategy(options):
     job = SMOKE_JOBS["gpt2_124m"]
     steps, traced = planned(job, rows=8, **options)

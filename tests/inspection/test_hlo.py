@@ -112,14 +112,11 @@ BYTES = {"pred[3]{0}": 3, "bf16[3,2]{1,0}": 12, "f8e4m3fn[5]{0}": 5, "s4[3]{0}":
 BYTES |= {"f32[<=8]{0}": 32, "token[]": 0}
 
 
-def test_bytes_follow_from_dtype_and_dims():
+def test_bytes_follow_from_dtype_and_dims_and_what_is_no_compiled_program_is_refused():
     for shape, num_bytes in BYTES.items():
         assert last(make_program(f"%r = {shape} custom-call()")).bytes == num_bytes
     with pytest.raises(UsageError, match="'odd'"):
         _ = last(make_program("%r = odd[3]{0} custom-call()")).bytes
-
-
-def test_what_is_no_compiled_program_is_refused():
     for text, message in (
         ("module @jit_step { func.func }", "ENTRY"),
         ("ENTRY %main () -> f32[] {\n  %a = f32[] 3\n}", "no operation"),

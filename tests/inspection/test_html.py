@@ -13,7 +13,7 @@ import jddp
 from jddp.data import ArrayExamples, TrainBatches, WorkerBatches, eval_batches
 from jddp.data.source import make_data_set
 from jddp.ground.typing import Shown
-from jddp.trainer.run import Progress, Run
+from jddp.trainer.run import Run
 
 SHOWN = {"BucketPlan", "DataParallel", "DataSet", "Explanation", "Memory", "Run", "TrainBatches"}
 SHOWN |= {"TrainState", "Verification", "WorkerBatches"}
@@ -43,42 +43,25 @@ def test_everything_that_a_notebook_shows_is_shown_by_one_helper_which_escapes_i
         assert "_repr_html_" not in vars(cls), f"{cls.__name__} has HTML that is not the helper's"
 
 
-def test_memory_is_a_table_of_what_a_device_needs():
-    ddp, batch = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2), make_batch()
-    ddp.init(0, batch)
-    memory = jddp.memory(ddp, batch)
-    assert str(ddp) in text_of(ddp)
-    lines = repr(memory).splitlines()
-    names = [line[:17].strip() for line in lines[1:]]
-    assert names[:3] == ["parameters", "gradients", "optimizer"]
-    assert names[-3:] == ["sum", "start (init)", "the device has"]
-    assert f"{memory.total / 2**20:,.2f}" in lines[-3]
-
-
-def test_batches_show_their_size_and_position():
-    examples = ArrayExamples({"x": np.ones((20, 3), np.float32), "y": np.zeros(20, np.int32)})
-    batches = TrainBatches(examples, global_batch_size=8, seed=0, num_epochs=2)
+def test_what_is_shown_has_its_size_position_and_last_records(tmp_path):
+    arrays = {"x": np.ones((20, 3), np.float32), "y": np.zeros(20, np.int32)}
+    examples, size = ArrayExamples(arrays), {"global_batch_size": 8}
+    batches = TrainBatches(examples, **size, seed=0, num_epochs=2)
     next(batches)
-    endless = TrainBatches(examples, global_batch_size=8, seed=0)
-    to_evaluate = eval_batches(examples, global_batch_size=8)
+    endless = TrainBatches(examples, **size, seed=0)
+    run = Run(None, None, run_dir=tmp_path / ODD)
+    run.interrupted = "SIGINT"
+    run.evaluations.append({"step": 1200, "split": "eval", "loss": 0.41, ODD: 0.9})
+    ddp = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2)
     for shown, text in (
         (batches, "20 examples, 8 a step, at position 8, 4 steps left"),
         (endless, "position 0, endless"),
         (WorkerBatches(endless, num_workers=2), f"WorkerBatches, 2 processes\n{endless}"),
-        (to_evaluate, "20 examples in 3 batches"),
+        (eval_batches(examples, **size), "20 examples in 3 batches"),
+        (make_data_set("mine", arrays, arrays, classes=[ODD]), "x: float32[3]\ny: int32[]"),
+        (run, "interrupted by SIGINT"),
+        (run, f"loss 0.41, {ODD} 0.9"),
+        (ddp, str(ddp)),
+        (jddp.memory(ddp, make_batch()), "the device has"),
     ):
         assert text in text_of(shown)
-
-
-def test_a_run_shows_its_last_records_and_a_data_set_its_arrays(tmp_path):
-    run = Run(None, None, run_dir=tmp_path / ODD)
-    run.interrupted = "SIGINT"
-    metrics = {"step": 1200, "split": "train", "loss": 0.5, "step_seconds": 0.1}
-    run.progress = Progress(1200, metrics=metrics)
-    run.evaluations.append({"step": 1200, "split": "eval", "loss": 0.41, ODD: 0.9})
-    shown = text_of(run)
-    for line in ("interrupted by SIGINT", "train  loss 0.5", f"eval   loss 0.41, {ODD} 0.9"):
-        assert line in shown
-    arrays = {"x": np.ones((20, 3, 2), np.float32), "y": np.zeros(20, np.int32)}
-    data = make_data_set("mine", arrays, arrays, classes=["cat", ODD])
-    assert str(data).splitlines()[1:] == ["x: float32[3, 2]", "y: int32[]"]

@@ -213,12 +213,13 @@ def test_the_worst_leaf_is_named():
 
 
 def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(UsageError, match="there is only one"):
-        verified(ConvNet(), mesh=1)
-    with pytest.raises(UsageError, match="one device cannot have"):
-        verified(ConvNet(), batch_norm=jddp.SyncBatchNorm(group_size=2))
-    with pytest.raises(UsageError, match="LocalSteps"):
-        verified(strategy=jddp.LocalSteps(2))
+    for options, message in (
+        ({"mesh": 1}, "there is only one"),
+        ({"batch_norm": jddp.SyncBatchNorm(group_size=2)}, "one device cannot have"),
+        ({"strategy": jddp.LocalSteps(2)}, "LocalSteps"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            verified(ConvNet(), **options)
 
 
 JOB = ["model.name=mlp", "data.global_batch_size=16", "mesh.num_devices=4"]
@@ -226,19 +227,15 @@ JOB = ["model.name=mlp", "data.global_batch_size=16", "mesh.num_devices=4"]
 
 @pytest.mark.slow
 def test_a_job_is_verified_from_the_command_line(capsys):
-    assert main(JOB) == 0
-    assert "4 devices vs one, 16 examples: equal within rounding" in capsys.readouterr().out
+    warm = ["optimizer.warmup_steps=50", "train.num_steps=5", "optimizer.learning_rate=0.02"]
+    assert main([*JOB, *warm]) == 0
+    shown = capsys.readouterr().out
+    assert "4 devices vs one, 16 examples: equal within rounding" in shown
+    assert re.search(r"^update +\S+ +5.0e-02  \w", shown, re.M)  # at the peak of the schedule
     assert main([*JOB, "model.name=cnn", "ddp.batch_norm=local"]) == 76
     assert "NOT equal" in capsys.readouterr().out
     assert main(["--confi", "x"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_a_job_is_verified_at_the_peak_of_its_schedule(capsys):
-    warm = ["optimizer.warmup_steps=50", "train.num_steps=5", "optimizer.learning_rate=0.02"]
-    assert main([*JOB, *warm]) == 0
-    assert re.search(r"^update +\S+ +5.0e-02  \w", capsys.readouterr().out, re.M)
 
 
 def test_the_report_shows_why_a_row_is_not_compared():
