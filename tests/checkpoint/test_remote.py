@@ -10,7 +10,7 @@ from runs import contents
 
 from jddp.checkpoint import folders
 from jddp.checkpoint.folders import finished, surplus
-from jddp.checkpoint.storage import Remote, local_copy, storage_at
+from jddp.checkpoint.storage import Remote, local_copy
 from jddp.ground.errors import ConfigError, FileSystemError
 from jddp.trainer.reports.run_directory import RunDirectory
 
@@ -179,10 +179,3 @@ def test_names_that_lead_out_of_the_folder_are_left_there(monkeypatch):
 def test_a_url_without_its_packages_is_refused_in_one_line(url):
     with pytest.raises(ConfigError, match=rf"\A{url}: .* or give a folder\.\Z"):
         Remote(url)
-
-
-def test_the_folder_is_named_as_it_was_typed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert str(storage_at("runs/mine").name) == "runs/mine"
-    assert str(storage_at(tmp_path / "runs" / "mine").name) == "runs/mine"
-    assert storage_at(tmp_path.parent / "mine").name == tmp_path.parent / "mine"

@@ -43,7 +43,7 @@ def test_another_choice_in_a_later_source_drops_what_belonged_to_the_first(tmp_p
     assert ddp.precision == PrecisionConfig(compute_dtype="bfloat16")
 
 
-WRONG = {
+IN_A_CONFIG = {
     "ddp.strategy=fsdpp": "ddp.strategy.name must be 'ddp', 'zero1', ",
     "ddp.strategy=local_steps": "local_steps needs 'every'",
     "ddp.strategy.number=8": "'number' belongs to logical_replicas, and the name is ddp",
@@ -56,16 +56,16 @@ WRONG = {
 }
 
 
-WRONG_OBJECTS = [
+WRONG = [(functools.partial(ddp_of, key), message) for key, message in IN_A_CONFIG.items()]
+WRONG += [
     (lambda: PrecisionConfig.chosen("fp8", "precision"), "precision='fp8': compute_d"),
     (lambda: jddp.Reduction(bucket_mb=0), "jddp.Reduction: bucket_mb must be greater"),
     (lambda: jddp.Reduction(overlaps=True), "jddp.Reduction: unknown key 'overlaps'. Did"),
     (lambda: jddp.DataParallel(*[None] * 3, strategy="fsdpp"), "strategy='fsdpp' is"),
 ]
-IN_A_CONFIG = [(functools.partial(ddp_of, key), message) for key, message in WRONG.items()]
 
 
-@pytest.mark.parametrize("make, message", IN_A_CONFIG + WRONG_OBJECTS)
+@pytest.mark.parametrize("make, message", WRONG)
 def test_a_mistake_in_a_config_or_in_python_is_one_line(make, message):
     with pytest.raises(ConfigError) as caught:
         make()
