@@ -119,10 +119,7 @@ def test_libraries_come_in_by_few_doors_and_jax_not_in_what_runs_before_it():
 # Packages whose names are not those of their modules, and those that come with another.
 PACKAGES = {"orbax": "orbax-checkpoint", "PIL": "pillow", "yaml": "pyyaml"}
 PACKAGES |= {"jaxlib": "jax", "jax_plugins": "jax", "fsspec": "s3fs"}
-PACKAGES |= {
-    "IPython": "ipykernel",
-    "absl": "grain",
-}
+PACKAGES |= {"IPython": "ipykernel", "absl": "grain"}
 
 
 def test_every_package_that_is_imported_is_declared():

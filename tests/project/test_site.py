@@ -178,12 +178,8 @@ def test_the_program_and_the_config_of_the_tutorial_run(tmp_path):
 
 @pytest.mark.slow
 def test_the_program_of_the_page_on_sweeps_runs_its_trials(tmp_path):
-    job = {
-        "model": {"name": "mlp"},
-        "data": {"global_batch_size": 1000},
-        "mesh": {"num_devices": 2},
-    }
-    (tmp_path / "a.yaml").write_text(json.dumps(job | {"train": {"num_steps": 4}}))
+    job = {"model": {"name": "mlp"}, "mesh": {"num_devices": 2}, "train": {"num_steps": 4}}
+    (tmp_path / "a.yaml").write_text(json.dumps(job | {"data": {"global_batch_size": 1000}}))
     printed = run_page("sweeps", lambda block: True, tmp_path)
     assert "{'learning_rate': 0." in printed
     (study,) = (tmp_path / "runs" / "a").iterdir()
