@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jddp.ground.jaxprs import axes_of, carried, equations, follow, has_random_bits
+from jddp.ground.jaxprs import axes_of, equations, follow, has_random_bits
 
 KEY, X = jax.random.key(0), jnp.ones(3)
 
@@ -24,22 +24,6 @@ def in_branches_of_loops(function):
         return lax.scan(lambda x, _: (branch(x), None), x, None, length=2)[0]
 
     return jax.jit(jax.checkpoint(lambda x: lax.while_loop(lambda x: x.sum() < 9, loop, x)))
-
-
-@pytest.mark.parametrize("constants", [(), (X, 2.0)])
-@pytest.mark.parametrize("slices", [(), (jnp.ones((1, 3)), jnp.ones(1))])
-def test_the_carry_of_a_scan_is_behind_constants_and_before_slices(constants, slices):
-    def function(constants, carry, slices):
-        def body(carry, x):
-            added = sum((jnp.sum(v) for v in constants), 0.0)
-            return jax.tree.map(lambda c: c + added, carry), (carry[0], x)
-
-        return lax.scan(body, carry, slices, length=1)
-
-    eqns = traced(function, constants, (X, 3.0), slices).eqns
-    (scan,) = (eqn for eqn in eqns if eqn.primitive.name == "scan")
-    first = len(constants)
-    assert carried(scan) == (first, first + 2)
 
 
 DRAWS = {

@@ -1,6 +1,5 @@
 """`jddp.verify`: what it passes, and the mistakes that it finds and names."""
 
-import functools
 import re
 
 import jax
@@ -117,62 +116,22 @@ def test_what_is_not_one_device_is_found_and_named(given, message):
     assert "<- differs" in str(report)
 
 
-def rounded(x):
-    """Has the 11 significant bits of TF32, unless products are to be exact."""
-    is_exact = jax.config.jax_default_matmul_precision == "highest"
-    return x if is_exact else jax.lax.reduce_precision(x, 8, 10)
-
-
-rounded_factor = jax.custom_vjp(rounded)
-rounded_factor.defvjp(lambda x: (rounded(x), None), lambda _, g: (g,))
-rounded_cotangent = jax.custom_vjp(lambda x: x)
-rounded_cotangent.defvjp(lambda x: (x, None), lambda _, g: (rounded(g),))
-
-
-def in_tf32(x, w, dims, precision=None, **_):
-    """A product as GPUs take it: of rounded factors, and for few rows by another kernel."""
-    x, w = rounded_factor(x), rounded_factor(w)
-    product = functools.partial(jax.lax.dot, precision=precision)
-    if len(x) < 64:
-        first, second = (product(x[:, i::2], w[i::2]) for i in range(2))
-        return rounded_cotangent(first + second)
-    return rounded_cotangent(product(x, w))
-
-
-def six_layers_in_tf32(m, x, train):
-    for _ in range(6):
-        x = nn.tanh(nn.Dense(128, dot_general=in_tf32)(x))
-    return nn.Dense(NUM_CLASSES, dot_general=in_tf32)(x)
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr("jddp.inspection.verification.verify.platform", lambda mesh: "gpu")
 
 
-def compared_in_tf32():
-    return verified(Of(six_layers_in_tf32), batch=make_batch(256), optimizer=optax.sgd(0.1))
+def test_products_are_compared_exactly_on_a_gpu_which_is_told_unless_training_does_so_too(gpu):
+    def loss(*given):
+        seen.add(jax.config.jax_default_matmul_precision)
+        return loss_fn(*given)
 
-
-@pytest.mark.slow
-def test_products_are_compared_exactly_on_a_gpu_where_tf32_alone_makes_gradients_differ(gpu):
-    report = compared_in_tf32()
-    assert report.passed, report
-    (finding,) = report.findings
+    seen = set()
+    (finding,) = verified(loss=loss).findings
+    assert "highest" in seen
     assert "Training will use the device's default, TF32" in finding
-    assert max(map(len, finding.splitlines())) <= 80
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jddp.inspection.verification.verify.platform", lambda mesh: "cpu")
-        report = compared_in_tf32()
-    assert [x.what for x in report.comparisons if not x.passed] == ["gradients"]
-
-
-@pytest.mark.slow
-def test_a_precision_that_is_set_is_kept_on_a_gpu(gpu):
     with jax.default_matmul_precision("highest"):
-        report = verified(MLP())
-    assert (report.passed, report.findings) == (True, ())
-    assert {x.allowed for x in report.comparisons} == {1e-4, 0.05}
+        assert verified(loss=loss).findings == ()
 
 
 def test_products_of_a_precision_that_the_model_names_are_allowed_its_roundings(gpu):

@@ -62,14 +62,6 @@ def test_all_points_are_inside_the_drawing_and_larger_values_are_higher():
     assert data[0] == {"name": "a", "steps": [10, 20, 30], "values": [1, 3, 2]}
 
 
-def test_a_curve_without_values_is_not_drawn_and_one_value_or_a_constant_is():
-    assert curves([Series("a", [], [])], "loss") == ""
-    for values in ([2.0], [0.0], [5.0] * 60):
-        one = Series("a", [*range(len(values))], values, is_smoothed=True)
-        svg, _ = drawn(curves([one], "loss"))
-        assert "nan" not in ElementTree.tostring(svg, encoding="unicode")
-
-
 def test_names_cannot_leave_their_place():
     name = '</script><script>alert("&")</script>'
     html = curves([Series(name, [1, 2], [1, 2])], name, name) + bar({name: 1.0}, "s")
