@@ -5,7 +5,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax.numpy as jnp
+
 from jddp.distributed import coordination, requests
+from jddp.distributed.coordination import awaiting, computing, is_waiting_for
 from jddp.distributed.requests import Request, Requests
 
 NUM_PROCESSES, NUM_CALLS = 3, 40
@@ -113,3 +116,13 @@ def test_a_process_alone_does_at_its_next_call_what_it_asks():
         assert asking.due() == []
         asking.ask(Request("stop"))
         assert [asking.due(), asking.due(), asking.last()] == [[Request("stop")], [], []]
+
+
+def test_a_wait_is_seen_while_it_lasts_by_the_processes_that_it_is_for():
+    assert not is_waiting_for({0, 1})
+    with awaiting({1, 2}):
+        assert is_waiting_for({0, 1})
+        assert not is_waiting_for({0, 3})
+    with computing({"x": jnp.ones(3), "name": 1}):  # whose devices are all of this process
+        assert not is_waiting_for({0, 1})
+    assert not is_waiting_for({1})

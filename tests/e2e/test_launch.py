@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from faults.jobs import FEW, assert_alike, result, saved_steps, train_command, variables_of
-from runs import ROOT, compiling_as_here, environment, free_port, wait_until
+from runs import compiling_as_here, environment, free_port, wait_until
 
 import jddp
-from jddp.commands.launch import main
+from jddp.commands.launch import _parser, main, plan_launch
 from jddp.distributed.failure import owned_process
 from jddp.distributed.group import Launch, Place, environments, split_gpus
 from jddp.distributed.identity import resolve_identity
@@ -58,10 +58,6 @@ for what, _, code in (x.partition(":") for x in told):
         failure = {"process": int(me), "host": "here", "exit_code": None, "step": 4}
         Path(os.environ["JDDP_FAILURE_FILE"]).write_text(json.dumps(failure))
         time.sleep(1.5)
-    elif what == "wait":
-        Path(f"waits-{me}").touch()
-        while not Path("go").exists():
-            time.sleep(0.01)
     elif what == "exit":
         sys.exit(int(code))
     elif what == "once" and not Path("done").exists():
@@ -245,6 +241,13 @@ def test_processes_share_the_gpus_of_amd_that_are_listed(monkeypatch):
     assert [own["HIP_VISIBLE_DEVICES"] for own in made] == ["4", "5"]
 
 
+def test_the_spellings_of_torchrun_are_taken():
+    words = "--nproc_per_node 2 --nnodes 2 --master-addr h --master-port 1 --node_rank 1 -m x"
+    launch = plan_launch(_parser().parse_args(words.split()))
+    assert (launch.num_processes, launch.num_nodes, launch.node_rank) == (2, 2, 1)
+    assert launch.coordinator == "h:1"
+
+
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_port_that_is_taken_is_refused(num_nodes):
     with socket.create_server((LOCAL, 0)) as taken:
@@ -311,19 +314,6 @@ def test_a_script_can_be_launched_from_python_and_from_a_notebook(folder, monkey
     said = [f"[{i}] here is {i} of 2 ['exit:7-1']" for i in (0, 1)]
     assert sorted(sys.stdout.getvalue().splitlines()) == said
     assert len(list(folder.glob("logs/*/process_1.log"))) == 1
-
-
-@pytest.mark.processes
-def test_the_spellings_of_torchrun_are_taken(folder):
-    options = ["--nnodes", 2, "--master-addr", LOCAL, "--master-port", free_port()]
-    nodes = (
-        ["--nproc-per-node", 2, *options, "--node-rank", 0, "program.py"],
-        ["--nproc_per_node", 2, *options, "--node_rank", 1, "program.py"],
-    )
-    with Launched(folder, *nodes[0]) as first, Launched(folder, *nodes[1]) as second:
-        assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
-    for node, numbers in ((first, (0, 1)), (second, (2, 3))):
-        assert sorted(node.out.splitlines()) == [f"[{i}] here is {i} of 4 []" for i in numbers]
 
 
 @pytest.mark.processes
@@ -531,62 +521,6 @@ def test_processes_train_as_one_with_as_many_devices(jobs, one):
     assert len(trace.devices) == 4
 
 
-SCRIPT = ROOT / "tests" / "workers" / "script.py"
-MINE, DATA = "RuntimeError: a bug of mine", "DataError: my data are bad"
-ENDS = {  # of the last process of a script: what it does and where; the launcher's code and words
-    "raise loop": (1, MINE),
-    "raise iterator": (1, MINE),
-    "refuse callback": (65, DATA),
-    "exit loop": (3, None),
-    "exit iterator": (3, None),
-    "stop loop": (65, None),
-}
-
-
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory):
-    """Launchers that have ended, each with a script of two processes, a few of them at once."""
-
-    def run(how, folder):
-        with Launched(folder, *TWO, SCRIPT, *how.split(), **compiling_as_here()) as launched:
-            # JAX's shutdown barrier holds processes for 300 s. Here it is 10 s for one that is
-            # waited for, and what it takes to start and compile on a machine that is busy.
-            launched.code = launched.end(150)
-        return launched
-
-    folders = [tmp_path_factory.mktemp("script") for _ in ENDS]  # Threads would race for the first.
-    with ThreadPoolExecutor(3) as threads:
-        return dict(zip(ENDS, threads.map(run, ENDS, folders), strict=True))
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.xdist_group("scripts")
-@pytest.mark.parametrize("how", ENDS)
-def test_a_script_that_ends_in_one_process_ends_its_job_in_seconds_beside_others(scripts, how):
-    (what, where), (code, reported), done = how.split(), ENDS[how], scripts[how]
-    assert done.code == code, done.err
-    failure = done.failure()
-    found = (failure["process"], failure["exit_code"], failure["exception"])
-    if what == "exit":
-        assert found == (1, 3, None)
-        assert f"jddp: {failed(1, 'exit code 3')}" in done.err
-        assert f"jddp: process 1 on {HOST} ended too early, while others wait" in done.log(0)
-    elif what == "stop":
-        assert found == (1, 0, None)
-        assert f"\njddp: process 1 on {HOST} ended too early, with exit code 0" in done.err
-    else:
-        assert found == (1, code, dict(zip(("type", "message"), reported.split(": "), strict=True)))
-        headline = f"jddp: {failed(1, f'exit code {code}: {reported} (after')}"
-        trace = done.err[done.err.index(headline) :].splitlines()[1:]
-        assert "Traceback" in trace[0]
-        assert reported in trace[-1]
-        assert "Check failure stack trace" not in done.err  # no abort of JAX's
-        assert failure["traceback"].endswith(f"{reported}\n")
-        place = (None, None) if where == "loop" else ("step", 4)
-        assert (failure["phase"], failure["step"]) == place
-
-
 WAITS = """
 import os
 import signal
@@ -609,66 +543,41 @@ gather("save", "", timeout_seconds=600)
 
 @pytest.fixture
 def waits(folder, address):
-    """Starts the launcher of one node of some, whose processes wait for each other."""
+    """Starts the launcher of one node of two, whose processes wait for each other."""
     (folder / "waits.py").write_text(WAITS)
 
-    def start(rank=0, *options, num_nodes=1):
-        nodes = node(rank, address, num_nodes) if num_nodes > 1 else []
-        options = (*options, *nodes, "--grace-seconds", 10 * SECONDS, "--logs", f"logs-{rank}")
-        return Launched(folder, *options, "waits.py")
+    def start(rank, *options):
+        options = (*options, *node(rank, address), "--logs", f"logs-{rank}")
+        return Launched(folder, *options, "--grace-seconds", 10 * SECONDS, "waits.py")
 
     return start
-
-
-@pytest.mark.processes
-def test_a_process_that_waits_for_one_that_was_killed_ends_long_before_the_grace(folder, waits):
-    (folder / "kill").touch()
-    with waits(0, "--num-processes", 3) as launched:
-        assert launched.end() == 128 + signal.SIGKILL
-    killed = failed(1, "signal SIGKILL")
-    for text in (launched.err, launched.log(0, "logs-0"), launched.log(2, "logs-0")):
-        assert killed in text
-    assert launched.failure("logs-0")["process"] == 1
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("num_restarts", [0, 1])
 def test_processes_waiting_for_one_killed_on_another_node_end_soon_too(folder, waits, num_restarts):
     (folder / "kill").touch()
-    both = [waits(rank, "--max-restarts", num_restarts, num_nodes=2) for rank in (0, 1)]
+    both = [waits(rank, "--max-restarts", num_restarts) for rank in (0, 1)]
     with both[0] as first, both[1] as second:
         codes = {0: 137, 1: 0}
         assert (first.end(), second.end()) == (codes[num_restarts],) * 2, (first.err, second.err)
     for launched in (first, second):
         assert f"jddp: {failed(1, 'signal SIGKILL')}" in launched.err
+    assert failed(1, "signal SIGKILL") in first.log(0, "logs-0")
+    assert first.failure("logs-0")["process"] == 1
     assert "was lost" not in first.err
 
 
 @pytest.mark.processes
 def test_who_waits_for_a_machine_whose_launcher_was_lost_ends_long_before_the_grace(folder, waits):
     (folder / "hold").touch()
-    with waits(0, num_nodes=2) as first, waits(1, num_nodes=2) as lost:
+    with waits(0) as first, waits(1) as lost:
         first.wait_for("begun-0", "begun-1")
         lost.kill()
         assert first.end() == 81, first.err
     assert "jddp: node 1 was lost." in first.err
     assert "jddp.launch: node 1 was lost" in first.log(0, "logs-0")
     assert first.failure("logs-0")["exception"]["message"] == "node 1 was lost."
-
-
-@pytest.mark.processes
-def test_node_0_hears_of_a_failure_elsewhere_that_its_processes_only_noticed(folder, address):
-    program = ["program.py", "wait-0", "wait-1", "kill-1", "exit:81-0"]
-    both = [Launched(folder, *node(i, address), "--logs", f"logs-{i}", *program) for i in (0, 1)]
-    with both[0] as first, both[1] as second:
-        first.wait_for("waits-0", "waits-1")
-        second.process.send_signal(signal.SIGSTOP)  # as if it were slow
-        (folder / "go").touch()
-        assert_gone(folder)
-        second.process.send_signal(signal.SIGCONT)
-        assert (first.end(), second.end()) == (137, 137), (first.err, second.err)
-    assert f"jddp: {failed(1, 'signal SIGKILL')}" in first.err
-    assert first.failure("logs-0") == second.failure("logs-1")
 
 
 def child_of(pid, process):
@@ -724,6 +633,30 @@ def test_torchrun_starts_a_job(jobs, one):
     assert done.returncode == 0, done.stderr
     assert "job      2 processes, set by torchrun; process 0;" in done.stdout
     assert_alike(result(jobs, "torchrun")[0], one)
+
+
+ENDS = {"raise": (1, 1), "exit": (3, 3), "stop": (65, 0)}  # the codes of launcher and process
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ENDS)
+def test_a_script_that_ends_in_one_process_ends_its_job_in_seconds_beside_others(folder, how):
+    with Launched(folder, *TWO, "-m", "workers.leaves", how, 1, **compiling_as_here()) as done:
+        assert done.end(150) == ENDS[how][0], done.err
+    failure = done.failure()
+    assert (failure["process"], failure["exit_code"]) == (1, ENDS[how][1])
+    if how == "raise":
+        assert failure["exception"] == {"type": "RuntimeError", "message": "a bug of mine"}
+        assert (failure["phase"], failure["step"]) == ("step", 4)
+        trace = done.err[done.err.index(f"jddp: {failed(1, 'exit code 1: RuntimeError')}") :]
+        assert trace.rstrip().endswith("RuntimeError: a bug of mine")
+    else:
+        words = (
+            failed(1, "exit code 3") if how == "exit" else f"process 1 on {HOST} ended too early"
+        )
+        assert f"jddp: {words}" in done.err
+        assert f"jddp: process 1 on {HOST} ended too early, while others wait" in done.log(0)
 
 
 CALL = "RPC: /xla.coordination.CoordinationService/"

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from runs import ROOT, compiling_as_here, environment, of_job, records, run_job, run_module
+from runs import ROOT, environment, of_job, records, run_job, run_module
 from workers.job import train_everything
 from workers.two import AT, BAD, LENGTH, train_through
 
@@ -84,6 +84,29 @@ def test_only_the_first_process_speaks_and_of_nothing_but_the_run(two):
     assert not any(re.search("absl|orbax", text) for texts in two[1] for text in texts)
 
 
+GIVEN = [
+    "num_steps is 30 there and 20 here",
+    "seed is 1 there and 0 here",
+    "evaluate is given there and none here",
+    "batches: seed is 1 there and 0 here",
+    "batches: num_examples is 56 there and 64 here",
+    "batches: number of batches is 2 there and 1 here",
+    "batches= of processes 0 and 1 are the same",
+    "evaluate= of processes 0 and 1 are the same",
+]
+
+
+@pytest.mark.slow
+def test_what_processes_were_given_is_compared_before_the_first_step():
+    devices = {"JAX_NUM_CPU_DEVICES": "1"}
+    for said, _ in run_job([sys.executable, "-m", "workers.given"], devices, devices):
+        refused = [line for line in said.splitlines() if line.startswith("78 ")]
+        assert len(refused) == len(GIVEN), said
+        assert all(words in line for words, line in zip(GIVEN, refused, strict=True)), said
+        assert "a step was taken" not in said
+        assert said.endswith("the end\n")
+
+
 def start(directory):
     command = [sys.executable, ROOT / "examples" / "own_loop.py", directory]
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
@@ -106,24 +129,6 @@ def test_a_loop_that_is_killed_ends_bitwise_identical(tmp_path):
         assert process.returncode == 0
         assert first.startswith("resumed from step 1" if name == "killed" else "step 10:")
     assert end_of(tmp_path / "killed") == end_of(tmp_path / "undisturbed")
-
-
-@pytest.mark.slow
-def test_two_stages_on_two_processes_learn_as_on_two_devices_of_one():
-    script = ROOT / "examples" / "two_stages.py"
-    program = "import jax, runpy; jax.config.update('jax_num_cpu_devices', 2)"
-    program += f"; runpy.run_path({str(script)!r})['train'](1, 20)"
-    compiling = compiling_as_here()
-    alone = subprocess.check_output(
-        [sys.executable, "-c", program], env=environment(**compiling), text=True
-    )
-    want = re.findall("2 devices.* loss (.*)", alone)
-    assert len(want) == 2
-    for printed, _ in run_job([sys.executable, script], compiling, compiling):
-        got = re.findall("2 devices.* loss (.*)", printed)
-        # Printed to three digits. Each device does the same, in another number of threads.
-        np.testing.assert_allclose(np.float64(got), np.float64(want), atol=1.01e-3)
-        assert "than ddp up to batches of 178" in printed
 
 
 def test_after_an_exit_in_a_callback_of_both_all_that_is_kept_ends_with_the_same_step(tmp_path):
@@ -164,11 +169,10 @@ def test_two_folders_that_are_saved_at_one_step_are_each_complete_or_refused(tmp
 def test_what_one_process_asks_all_do_at_one_step_and_what_all_ask_at_that_one(tmp_path):
     run_two("asks", tmp_path)
     first, second = (json.loads((tmp_path / f"process_{x}.json").read_text()) for x in range(2))
-    for name in ("stop 0", "stop 1"):
-        assert first[name]["stopped"] == second[name]["stopped"] == "time limit"
-        assert AT <= first[name]["step"] == second[name]["step"] < LENGTH
-    assert [first[x]["step"] for x in ("save", "thread", "last")] == [LENGTH] * 3
-    for name, folders in (("save", ["kept", "end"]), ("thread", ["button"]), ("last", ["both"])):
+    assert first["stop"]["stopped"] == second["stop"]["stopped"] == "time limit"
+    assert AT <= first["stop"]["step"] == second["stop"]["step"] < LENGTH
+    assert [first[x]["step"] for x in ("save", "last")] == [LENGTH] * 2
+    for name, folders in (("save", ["kept", "end"]), ("last", ["both"])):
         assert first[name]["saved"] == second[name]["saved"]
         assert {x.partition("/")[0] for x in first[name]["checkpoints"]} == {
             "checkpoints",

@@ -33,8 +33,10 @@ def loss_fn(model, batch):
 
 class Callback(jddp.Callback):
     def on_step(self, run, metrics):
-        if IS_ONE and HOW == "exit" and metrics["step"] == 4:
+        if IS_ONE and metrics["step"] == 4:
             leave()
+            if HOW == "raise":
+                raise RuntimeError("a bug of mine")
             sys.exit(3)
 
 
@@ -59,7 +61,7 @@ if HOW == "answer":
         leave()
     else:
         coordination.gather("never", "", timeout_seconds=600)
-elif HOW == "exit":
+elif HOW in ("exit", "raise"):
     options = {"callbacks": [Callback()], "checks": jddp.Checks(same_batches=True)}
     jddp.fit(ddp, itertools.repeat(BATCH), num_steps=10**9, **options)
 elif HOW == "ordinary":

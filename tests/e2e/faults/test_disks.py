@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from faults.jobs import Job, assert_same_run, train_command, variables_of
+from faults.jobs import Job, assert_same_run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 OFTEN = "checkpoint.every_steps=20"
@@ -88,19 +88,6 @@ def test_a_run_directory_that_is_full_is_reported_once_for_each_kind_of_failure(
     logs = ["logs/events.jsonl", "logs/process_0.log"]
     assert sorted(failed) == [*["checkpoints"] * 2, *logs, *["metrics.jsonl"] * 2]
     assert "Traceback" not in said
-
-
-@pytest.mark.parametrize(
-    "redirection",
-    ["| head -n 1", *(pytest.param(x, marks=pytest.mark.long) for x in (">/dev/full", ">&-"))],
-)
-def test_a_run_continues_without_its_standard_output(folder, golden, redirection):
-    command = f'"$@" {redirection}; exit ${{PIPESTATUS[0]}}'
-    command = ["bash", "-c", command, "bash", *train_command("run")]
-    how = {"cwd": folder, "env": variables_of(folder), "capture_output": True, "text": True}
-    done = subprocess.run(command, **how)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert_same_run(Job(folder, num_processes=0), golden())
 
 
 def test_checkpoints_that_somebody_removes_are_made_anew(folder, golden):
