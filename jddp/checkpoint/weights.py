@@ -3,19 +3,14 @@
     tree = read_weights(Path("weights.safetensors"))
     export(folder, Path("weights.safetensors"), ["params", "model_state"])
 
-It reads safetensors, state dicts of PyTorch, a folder of the Hugging Face Hub and the checkpoints
-of a run. It reads numbers and names, and runs no code. It writes safetensors, with the step and the
-run data as a JSON text in their metadata.
-
-A folder of the Hugging Face Hub holds model.safetensors; or, of a large model, several such files,
-and an index: {"weight_map": {"wte.weight": "model-00001-of-00002.safetensors", ...}}.
+It reads safetensors and the checkpoints of a run; other files and folders by the entry point
+"foreign-weights". It reads numbers and names, and runs no code. It writes safetensors, with the
+step and the run data as a JSON text in their metadata.
 """
 
-import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +21,8 @@ from jddp.checkpoint.folders import directory_of, first_line
 from jddp.checkpoint.reader import read_newest, read_object, read_values
 from jddp.config.permissions import expand
 from jddp.engine.state import by_path
-from jddp.ground.errors import ConfigError, DataError, FileSystemError, file_errors
+from jddp.ground.errors import ConfigError, DataError, FileSystemError, UsageError, file_errors
+from jddp.ground.names.plugins import tool
 from jddp.ground.typing import PyTree
 
 HostArrays = dict[str, np.ndarray]
@@ -35,8 +31,6 @@ WRITTEN = ".safetensors"
 SUFFIXES = (WRITTEN, ".pt", ".pth", ".bin")
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Keys under which PyTorch's files of a whole training have the model's state dict.
-_INSIDE = ("state_dict", "model")
 # The fields of a state that a run evaluates.
 EVALUATED = ["params", "ema_params", "model_state", "ema_state"]
 
@@ -63,9 +57,10 @@ def read_weights(named: str | Path) -> PyTree:
             "or a folder of the Hugging Face Hub."
         )
     try:
-        arrays = read_file(path) if path.is_file() else _read_hub_folder(path)
+        read = read_file if path.suffix == WRITTEN else tool("foreign-weights", f"reading {path}")
+        arrays = read(path)
         return unflatten_dict(arrays, sep="/" if any("/" in name for name in arrays) else ".")
-    except ConfigError:
+    except (ConfigError, UsageError):
         raise
     except OSError as error:
         raise FileSystemError(f"{path} cannot be read: {first_line(error)}") from error
@@ -83,42 +78,9 @@ def _is_hub_folder(folder: Path) -> bool:
 
 
 def read_file(file: Path) -> HostArrays:
-    """The arrays in a file, by their names; its suffix is one of `SUFFIXES`."""
-    if file.suffix != WRITTEN:
-        return _read_pytorch(file)
+    """The arrays in a file of safetensors, by their names."""
     with safetensors.safe_open(file, "numpy") as opened:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-
-
-def _read_hub_folder(folder: Path) -> HostArrays:
-    if (folder / WHOLE).exists():
-        return read_file(folder / WHOLE)
-    if not (folder / INDEX).exists():
-        raise ValueError(f"{INDEX}, which lists its files, is missing; fetch the whole folder")
-    places: dict[str, str] = read_object(folder / INDEX)["weight_map"]
-    files = {*places.values()}
-    if absent := [x for x in files if Path(x).name != x or not (folder / x).exists()]:
-        raise ValueError(f"{INDEX} lists {absent[0]}, which is not there; fetch the whole folder")
-    shards = {file: read_file(folder / file) for file in files}
-    return {name: shards[file][name] for name, file in places.items()}
-
-
-def _read_pytorch(file: Path) -> HostArrays:
-    try:
-        torch: Any = importlib.import_module("torch")
-    except ImportError as error:
-        raise ConfigError(
-            f"{file} can only be read by PyTorch, which is not installed: pip install torch. Or "
-            "save the state dict as .safetensors, by safetensors.torch.save_file."
-        ) from error
-    saved = torch.load(file, map_location="cpu", weights_only=True)
-    inside = [saved[key] for key in _INSIDE if isinstance(saved.get(key), Mapping)]
-    found = {k: x for k, x in [*inside, saved][0].items() if isinstance(x, torch.Tensor)}
-    tensors = {name: x.detach() for name, x in found.items()}
-    # NumPy itself has no bfloat16.
-    halves = {k: x.view(torch.int16) for k, x in tensors.items() if x.dtype == torch.bfloat16}
-    arrays = {name: x.numpy() for name, x in (tensors | halves).items()}
-    return {k: x.view("bfloat16") if k in halves else x for k, x in arrays.items()}
 
 
 def export(folder: Path, file: Path, fields: Sequence[str] = EVALUATED) -> None:

@@ -114,18 +114,6 @@ def replace_file(path: Path, content: bytes) -> None:
     SameFolder(path.parent).replace(path.name, [content])
 
 
-def check_writable(path: Path) -> None:
-    """Checks that a file can be written, and leaves it as it is.
-
-    Raises:
-      OSError: If it cannot be written.
-    """
-    is_new = not path.exists()
-    path.open("ab").close()
-    if is_new:
-        path.unlink()
-
-
 def write_all(file: IO[bytes], content: bytes) -> None:
     """Writes to an unbuffered file, which may take a part at a time."""
     rest = memoryview(content)

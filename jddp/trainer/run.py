@@ -32,12 +32,13 @@ from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import check_batches
 from jddp.engine.state import TrainState
 from jddp.ground.errors import ConfigError, UsageError, check_choice
+from jddp.ground.names.plugins import tool
 from jddp.ground.typing import Batches, JsonObject, LossFn, Metrics, PyTree, Record, Settings, Shown
 from jddp.modules.base import outputs
 from jddp.trainer.reports.files import as_json, from_plain, to_plain
-from jddp.trainer.reports.lines import is_metric, plot
+from jddp.trainer.reports.lines import is_metric
 from jddp.trainer.reports.run_directory import OWN_NAMES
-from jddp.trainer.reports.sinks import WORDS, ChosenSink
+from jddp.trainer.reports.sinks import ChosenSink
 
 log = logging.getLogger("jddp")
 
@@ -309,9 +310,9 @@ class Run(Shown):
         """Draws loss and metrics over the steps; returns the matplotlib figure.
 
         Raises:
-          UsageError: If matplotlib is not installed.
+          UsageError: If matplotlib, or `jddp.workbench`, is not installed.
         """
-        return plot(self.history)
+        return tool("plot", "run.plot()")(self.history)
 
     def __repr__(self) -> str:
         """The step, the end, the newest metrics and the directory, one line each."""
@@ -569,7 +570,7 @@ class Options:
             raise ConfigError("resume='must' needs run_dir=, where the run was saved.")
         if self.profile_steps is not None and self.run_dir is None:
             raise ConfigError("train.profile_steps needs run.dir, where the trace is written.")
-        boards = [sink.name for sink in self.sinks if sink.name in WORDS]
+        boards = [sink.name for sink in self.sinks if sink.needs_folder]
         if self.run_dir is None and boards:
             raise ConfigError(f"The sink {boards[0]} needs run_dir= (run.dir), where it writes.")
 

@@ -22,7 +22,6 @@ from jddp.config.cli import (
 )
 from jddp.distributed.command import run_command
 from jddp.ground.errors import ExitCode, file_errors, report, show
-from jddp.ground.files import check_writable
 
 if TYPE_CHECKING:
     from jddp.config.schema import Config
@@ -44,6 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: _tune(parser.parse_intermixed_args(argv)))
 
 
+def _check_writable(path: Path) -> None:
+    """Checks that a file can be written, and leaves it as it is."""
+    is_new = not path.exists()
+    path.open("ab").close()
+    if is_new:
+        path.unlink()
+
+
 def _tune(arguments: argparse.Namespace) -> int:
     from jddp.config.files import load_config
 
@@ -51,7 +58,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     check_target(arguments)
     if arguments.out is not None:  # Now, before it takes minutes.
         with file_errors(f"--out {arguments.out} cannot be written"):
-            check_writable(arguments.out)
+            _check_writable(arguments.out)
     score, how = _scorer(arguments)
     if arguments.batch:
         return _largest(arguments, config, score, how)

@@ -18,7 +18,8 @@ from tiny import MLP, loss_fn, make_batch
 import jddp
 from jddp.ground.errors import ConfigError
 from jddp.trainer.reports import sinks
-from jddp.trainer.reports.sinks import GuardedSink, Start, TensorBoard, choose_sinks
+from jddp.trainer.reports.sinks import GuardedSink, Start, choose_sinks
+from jddp.workbench.sinks import TensorBoard
 
 TESTS = [make_batch(8, seed=9)]
 
@@ -118,7 +119,7 @@ def expected(history, name):
 
 def test_tensorboard_shows_training_beside_evaluation_rates_and_the_config(ddp, tmp_path):
     config = {"model": {"width": 16}, "note": None}
-    board = [lambda start: TensorBoard(start.run_dir, config, start.step)]
+    board = [lambda start: TensorBoard(start._replace(config=config))]
     run = fit(ddp, run_dir=tmp_path, sinks=board)
     found = [*events(tmp_path)]
     values = scalars(found)
@@ -153,7 +154,7 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_takes_again(ddp, tmp_pat
 
 
 def test_metrics_that_are_arrays_are_tables_and_other_arrays_histograms_of_finite_numbers(tmp_path):
-    sink = TensorBoard(tmp_path, {}, 0)
+    sink = TensorBoard(Start(tmp_path, {}, 0))
     recall, confusion = [0.5, float("nan"), 1.0], [[3, 1], [0, 4]]
     sink.log({"step": 2, "split": "eval", "recall": recall, "confusion": confusion})
     arrays = {"nan": np.full(3, np.nan), "empty": np.zeros((0, 2)), "good": np.arange(3.0)}

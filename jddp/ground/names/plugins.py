@@ -5,6 +5,8 @@
     [project.entry-points."jddp.options"]      # `jddp train --sweep`: the function behind it
     sweep = "jddp.workbench.sweep:run_sweep"
     [project.entry-points."jddp.callbacks"]    # `callbacks: [{name: sample_text}]` of a config
+    [project.entry-points."jddp.sinks"]        # `report.sinks=[wandb]`: a class with the attribute
+                                               # `package`, made with a `Start`
     [project.entry-points."jddp.run_ended"]    # called at the end of a run with its directory and
                                                # name; returns files for it, {name: content}
 
@@ -20,7 +22,7 @@ from jddp.ground.errors import UsageError
 
 Function = Callable[..., Any]
 COMMANDS, OPTIONS = "jddp.commands", "jddp.options"
-ADDED_CALLBACKS, RUN_ENDED = "jddp.callbacks", "jddp.run_ended"
+ADDED_CALLBACKS, RUN_ENDED, SINKS = "jddp.callbacks", "jddp.run_ended", "jddp.sinks"
 
 
 def added(group: str) -> Iterator[tuple[str, Function]]:

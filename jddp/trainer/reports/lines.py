@@ -23,7 +23,6 @@ evaluations and saves, but not the compilation.
 
 import contextlib
 import dataclasses
-import io
 import logging
 import math
 import os
@@ -37,7 +36,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from jddp.ground.errors import UsageError, printable, printable_lines
+from jddp.ground.errors import printable, printable_lines
 from jddp.ground.typing import RESERVED, Record
 from jddp.trainer.reports.files import say
 
@@ -386,49 +385,3 @@ def columns_of(stream: TextIO) -> int:
     if not is_watched(stream):
         return COLUMNS
     return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
-
-
-def plot(history: Sequence[Record]) -> Any:
-    """Draws a panel for the loss and one for each metric: a line for training, dots for evaluation.
-
-    Args:
-      history: Records, as in `metrics.jsonl`.
-
-    Returns:
-      A `matplotlib.figure.Figure`, which a notebook shows.
-
-    Raises:
-      UsageError: If matplotlib is not installed, or there is no record.
-    """
-    plotted = [record for record in history if record.get("split") in ("train", "eval")]
-    found = (name for record in plotted for name in record if is_metric(name, record[name]))
-    names = list(dict.fromkeys(("loss", *found)))
-    if not history:
-        raise UsageError("There is nothing to plot: the run has no record yet.")
-    figure = _figure_class()(figsize=(4.5 * len(names), 3.2), layout="constrained")
-    for name, panel in zip(names, figure.subplots(1, len(names), squeeze=False)[0], strict=True):
-        for split, style in (("train", "-"), ("eval", "o--")):
-            shown = [x for x in history if x.get("split") == split and x.get(name) is not None]
-            if shown:
-                panel.plot([x["step"] for x in shown], [x[name] for x in shown], style, label=split)
-        panel.set(xlabel="step", title=name)
-        panel.grid(alpha=0.3)
-        panel.legend()
-    return figure
-
-
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("plot needs matplotlib: pip install 'jddp[notebook]'.") from error
-
-    class Curves(Figure):
-        """A figure that a notebook shows without pyplot."""
-
-        def _repr_png_(self) -> bytes:
-            picture = io.BytesIO()
-            self.savefig(picture, format="png")
-            return picture.getvalue()
-
-    return Curves
