@@ -19,7 +19,7 @@ import jddp
 from jddp.ground.errors import ConfigError
 from jddp.trainer.reports import sinks
 from jddp.trainer.reports.sinks import GuardedSink, Start, choose_sinks
-from jddp.workbench.sinks import TensorBoard
+from jddp.workbench.sinks import TensorBoard, WeightsAndBiases
 
 TESTS = [make_batch(8, seed=9)]
 
@@ -230,7 +230,7 @@ def wandb(monkeypatch):
 
 
 def test_wandb_gets_every_record_and_a_resumed_run_has_the_same_id(ddp, tmp_path, wandb):
-    board = [lambda start: sinks.WeightsAndBiases(start.run_dir, {"seed": 3}, start.step)]
+    board = [lambda start: WeightsAndBiases(start._replace(config={"seed": 3}))]
     plan = {"run_dir": tmp_path / "mine", "sinks": board}
     fit(ddp, 2, **plan)
     run = fit(ddp, 4, callbacks=[Sampling()], **plan)
