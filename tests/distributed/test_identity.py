@@ -73,10 +73,16 @@ def pod(monkeypatch):
     "environ, coordinator, source",
     [
         (LAUNCHED, "a:1", "jddp.launch"),
-        (STEP | env("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1") | JAX, "a:1", "JAX_NUM_PROCESSES"),
+        (STEP | OPEN_MPI_5 | TORCHRUN | LAUNCHED, "a:1", "jddp.launch"),
+        (STEP | OPEN_MPI_5 | TORCHRUN | JAX, "a:1", "JAX_NUM_PROCESSES"),
+        (STEP | OPEN_MPI_5 | TORCHRUN, "b:29500", "torchrun"),
         (JAX, "a:1", "JAX_NUM_PROCESSES"),
         (JAX | V6, "[fe80::1]:65535", "JAX_NUM_PROCESSES"),
         (TORCHRUN, "b:29500", "torchrun"),
+        *(
+            (TORCHRUN | env(f"MASTER_ADDR={x}"), "[::1]:29500", "torchrun")
+            for x in ("::1", "[::1]")
+        ),
         (TORCHRUN | ELASTIC, f"b:{port_of('29500/x/1')}", "torchrun"),
         (OPEN_MPI_4, f"10.0.0.1:{port_of('1531576320')}", "Open MPI"),
         (OPEN_MPI_4 | SEVERAL, f"127.0.0.1:{port_of('1531576320')}", "Open MPI"),
@@ -107,17 +113,6 @@ def test_the_first_process_of_open_mpi_is_where_mpirun_runs_or_where_slurm_says(
         assert resolve(environ | FIRST | ADDRESS).coordinator == "z:9"
 
 
-def test_the_first_source_that_speaks_wins():
-    every = STEP | OPEN_MPI_5 | TORCHRUN | LAUNCHED
-    for environ, source in [
-        (every, "jddp.launch"),
-        (STEP | OPEN_MPI_5 | TORCHRUN | JAX, "JAX_NUM_PROCESSES"),
-        (STEP | OPEN_MPI_5 | TORCHRUN, "torchrun"),
-        (STEP | OPEN_MPI_5, "Open MPI"),
-    ]:
-        assert f"set by {source}" in str(resolve(environ))
-
-
 @pytest.mark.parametrize(
     "environ",
     [
@@ -129,7 +124,6 @@ def test_the_first_source_that_speaks_wins():
         STEP | env("SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0"),
         TORCHRUN | env("WORLD_SIZE=1 RANK=0"),
         env("MASTER_ADDR=b MASTER_PORT=1"),
-        env("WORLD_SIZE=1"),
         env("RANK=0 WORLD_SIZE=1"),  # of containers, which give no address
         env("JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0"),
         OPEN_MPI_5 | env("OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0"),
@@ -154,15 +148,8 @@ def test_a_notebook_and_a_shell_of_srun_ask_no_scheduler_and_tasks_the_shell_sta
     assert resolve_identity(shell).num_processes == 4
 
 
-FIRST_HOSTS = {
-    "n1": "n1",
-    "n1,n2": "n1",
-    "n[1-3]": "n1",
-    "n[9-10],m1": "n9",
-    "gpu-a.b.c": "gpu-a.b.c",
-}
-FIRST_HOSTS |= {"login,n[2,4]": "login", "node-[003-004,12],m1": "node-003"}
-FIRST_HOSTS |= {"a[1-2]b[07-08].c": "a1b07.c"}
+FIRST_HOSTS = {"n1,n2": "n1", "n[9-10],m1": "n9", "gpu-a.b.c": "gpu-a.b.c"}
+FIRST_HOSTS |= {"node-[003-004,12],m1": "node-003", "a[1-2]b[07-08].c": "a1b07.c"}
 
 
 def test_the_first_host_of_a_list_is_found():
@@ -195,12 +182,10 @@ GPUS = env("CUDA_VISIBLE_DEVICES=0,1,2,3")
         (OPEN_MPI_5 | GPUS | {"SLURM_GPUS_ON_NODE": "8"}, (2, 3)),
         (STEP | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, None),
         (STEP | GPUS | {"JAX_PLATFORMS": "cpu"}, None),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_LOCALID": "0"}, None),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}, None),
         (STEP | env("ROCR_VISIBLE_DEVICES=0"), None),  # AMD's
         (STEP | env("ROCR_VISIBLE_DEVICES=0,1,2,3"), (2, 3)),
         (STEP | env("ROCR_VISIBLE_DEVICES=0,1,2,3 HIP_VISIBLE_DEVICES=0,1"), (1,)),
-        (STEP | env("ROCR_VISIBLE_DEVICES=0,1,2,3 SLURM_GPUS_ON_NODE=8"), None),
         (JAX, None),
         (INDEXED, None),
     ],
@@ -213,7 +198,6 @@ def test_processes_of_a_host_share_its_devices(environ, ids):
 
 
 FOUR_SHARE_TWO = env("SLURM_STEP_TASKS_PER_NODE=4(x2)")
-ON_NVIDIA, ON_AMD = env("CUDA_VISIBLE_DEVICES=0,1"), env("ROCR_VISIBLE_DEVICES=0,1")
 GIVES_NOT = "does not give the address of process 0: set JAX_COORDINATOR_ADDRESS"
 MISTAKES = [
     *((JAX | env(f"{name}="), f"set but {name} not") for name in JAX),
@@ -222,24 +206,21 @@ MISTAKES = [
     (JAX | {"JAX_PROCESS_ID": "9" * 5000}, r"JAX_PROCESS_ID='9{57}\.\.\.'"),
     *((JAX | env(f"JAX_NUM_PROCESSES={x}"), f"NUM_PROCESSES='{x}'") for x in ("1.5", 10**9)),
     (JAX | env("JAX_PROCESS_ID=4"), "4 must be below .*4"),
-    (JAX | env("JAX_NUM_PROCESSES=0 JAX_PROCESS_ID=0"), "0 must be below .*0"),
     *(
         (JAX | env(f"JAX_COORDINATOR_ADDRESS={x}"), f"JAX_COORDINATOR_ADDRESS='{x}' must be host:")
         for x in ("node-0", ":1234", "node-0:", "node-0:http", "node-0:70000", "a..b:1")
     ),
     (STEP | env("SLURM_PROCID=4"), "SLURM_PROCID=4 must be below SLURM_STEP_NUM_TASKS=4"),
-    (STEP | env("SLURM_PROCID=x"), "SLURM_PROCID='x'"),
     (STEP | env("SLURM_PROCID="), "SLURM_PROCID not"),
-    (STEP | FOUR_SHARE_TWO | ON_NVIDIA, "PER_NODE=4 .*CUDA_VISIBLE_DEVICES=0,1"),
-    (STEP | FOUR_SHARE_TWO | ON_AMD, "ROCR_VISIBLE_DEVICES=0,1"),
+    (
+        STEP | FOUR_SHARE_TWO | env("CUDA_VISIBLE_DEVICES=0,1"),
+        "PER_NODE=4 .*CUDA_VISIBLE_DEVICES=0,1",
+    ),
     (TORCHRUN | env("RANK=7"), "RANK=7 must be below WORLD_SIZE=4"),
     (TORCHRUN | env("MASTER_PORT=http"), "MASTER_ADDR:MASTER_PORT='b:http' must be host:port"),
-    (TORCHRUN | env("RANK="), "set but RANK not"),
     (env("RANK=1"), "RANK set but MASTER_ADDR, MASTER_PORT, WORLD_SIZE not"),
-    (OPEN_MPI_5 | env("OMPI_COMM_WORLD_RANK="), "OMPI_COMM_WORLD_RANK not"),
     (OPEN_MPI, f"Open MPI {GIVES_NOT}"),
     (MPICH, f"MPICH {GIVES_NOT}"),
-    (MPICH | env("JAX_COORDINATOR_ADDRESS=z"), "JAX_COORDINATOR_ADDRESS='z'"),
     (INDEXED | env("JAX_NUM_PROCESSES=3"), "JOB_COMPLETION_INDEX=3 must be below"),
     (BATCH | env("JAX_NUM_PROCESSES=4"), "JAX_NUM_PROCESSES set but JAX_COORDINATOR_ADDRESS"),
 ]
@@ -260,12 +241,6 @@ def test_a_pod_finds_the_first_by_its_name_or_asks_for_an_address(monkeypatch):
         monkeypatch.setattr(socket, "getfqdn", lambda name=name: name)
         with pytest.raises(ConfigError, match=GIVES_NOT):
             resolve(INDEXED)
-
-
-@pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_address_of_ipv6_is_put_in_brackets(host):
-    master = {"MASTER_ADDR": host, "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
-    assert resolve_identity(master).coordinator == "[::1]:29500"
 
 
 # A process that its launcher started as one of several is not to train by itself.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runs import ROOT, environment, of_job, records, run_job, run_module
 from workers.job import train_everything
-from workers.two import AT, BAD, LENGTH, train_through
+from workers.two import AT, LENGTH
 
 from jddp.checkpoint.folders import finished
 
@@ -129,30 +129,6 @@ def test_a_loop_that_is_killed_ends_bitwise_identical(tmp_path):
         assert process.returncode == 0
         assert first.startswith("resumed from step 1" if name == "killed" else "step 10:")
     assert end_of(tmp_path / "killed") == end_of(tmp_path / "undisturbed")
-
-
-def test_after_an_exit_in_a_callback_of_both_all_that_is_kept_ends_with_the_same_step(tmp_path):
-    run_two("exits", tmp_path)
-    found = [json.loads((tmp_path / f"process_{x}.json").read_text()) for x in range(2)]
-    saved = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert saved == [found[0]["step"]]
-    assert [x["called_for"] for x in found] == [[*range(1, saved[0] + 1)]] * 2
-    assert [x["code"] for x in found] == [3, 3]
-    assert [x["step"] for x in records(tmp_path / "run")] == [*range(1, saved[0] + 1)]
-
-
-@pytest.mark.slow
-def test_two_processes_skip_the_spike_that_the_rows_of_one_make(tmp_path):
-    together, alone = tmp_path / "two", tmp_path / "one"
-    together.mkdir()
-    alone.mkdir()
-    run_two("spikes", together)
-    first, second = (load(together / f"process_{x}.npz") for x in range(2))
-    train_through(alone, 0, 1)
-    assert_close(first, load(alone / "process_0.npz"))
-    assert (first["steps"].tolist(), first["skipped"]) == ([BAD], 1)
-    for name in first:
-        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
 def test_two_folders_that_are_saved_at_one_step_are_each_complete_or_refused(tmp_path):

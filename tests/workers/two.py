@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 import jax
-import numpy as np
 import optax
 from tiny import MLP, loss_fn, make_batch
 
@@ -16,14 +15,13 @@ import jddp
 from jddp import distributed
 from jddp.checkpoint import checkpoints
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.engine.state import by_path
 from jddp.ground.errors import FileSystemError
 
 LENGTH, AT = 40, 4  # steps of a run, and the step at which a callback acts
 
 
-def make_ddp(optimizer=None, **options):
-    return jddp.DataParallel(MLP(), optimizer or optax.sgd(0.1), loss_fn, **options)
+def make_ddp():
+    return jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn)
 
 
 def endless():
@@ -35,15 +33,13 @@ def write(folder, found):
 
 
 class Recorder(jddp.Callback):
-    """Calls a function of the run after a step, in these processes; notes the steps of all."""
+    """Calls a function of the run after a step, in these processes; notes the saves of all."""
 
     def __init__(self, act=id, of=(), at=AT):
         self.act, self.of, self.at = act, of, at
-        self.steps, self.saved, self.spikes, self.acted_at = [], [], [], None
+        self.saved, self.acted_at = [], None
 
     def on_step(self, run, metrics):
-        self.steps.append(metrics["step"])
-        self.spikes += [metrics["step"]] if "spike" in metrics else []
         if metrics["step"] == self.at and jax.process_index() in self.of:
             self.acted_at = run.step
             self.act(run)
@@ -86,44 +82,6 @@ def asks(folder):
     found["watched"]["best"] = best.step
     fit("last", Recorder(stop_and_save, [1], at=LENGTH))
     write(folder, found)
-
-
-# A callback of both exits: for which steps callbacks were called, also behind the one that exits.
-
-
-def exits(folder):
-    callbacks = [Recorder(lambda run: sys.exit(3), [0, 1]), recorder := Recorder()]
-    options = {"num_steps": 20, "run_dir": folder / "run", "log_every_steps": 1}
-    try:
-        jddp.fit(make_ddp(), endless(), callbacks=callbacks, **options)
-    except SystemExit as error:
-        write(folder, {"code": error.code, "step": error.run.step, "called_for": recorder.steps})
-
-
-# The loss jumps in one step: the parameters at the end, and the steps that were reported as spikes.
-
-NUM_STEPS, BAD = 70, 60
-
-
-def train_through(folder, process, num_processes):
-    """Trains as one process of some; the first one's rows are wrong in the bad step."""
-
-    def batches():
-        for step in range(1, NUM_STEPS + 1):
-            batch = make_batch(8, seed=step % 5)
-            own = {name: np.split(x, num_processes)[process] for name, x in batch.items()}
-            yield {**own, "x": 1000 * own["x"]} if step == BAD and process == 0 else own
-
-    ddp, recorder = make_ddp(optimizer=optax.adam(1e-3), mesh=2), Recorder()
-    checks = jddp.Checks(on_spike="skip")
-    run = jddp.fit(ddp, batches(), num_steps=NUM_STEPS, checks=checks, callbacks=[recorder])
-    params = {name: np.asarray(x) for name, x in by_path(run.state.params).items()}
-    about = {"steps": recorder.spikes, "skipped": int(run.state.skipped)}
-    np.savez(folder / f"process_{process}.npz", **about, **params)
-
-
-def spikes(folder):
-    train_through(folder, jax.process_index(), jax.process_count())
 
 
 # One step is saved in two folders at once. Process 1 cannot write into the first one, and votes on

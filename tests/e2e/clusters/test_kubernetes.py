@@ -96,17 +96,6 @@ def test_a_manifest_says_everywhere_how_many_pods_there_are():
         assert {mount["name"] for mount in container["volumeMounts"]} == claims
 
 
-def test_a_trainjob_fits_its_runtime():
-    name = RUNTIME["metadata"]["name"]
-    assert TRAINJOB["spec"]["runtimeRef"] == {"kind": RUNTIME["kind"], "name": name}
-    assert "jax" in RUNTIME["spec"]["mlPolicy"]
-    # What Trainer fills in, and the name that the address of the first pod is made of.
-    (replicated,) = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"]
-    step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    assert replicated["template"]["metadata"]["labels"] == step
-    assert replicated["name"] == container_of(replicated["template"])["name"] == "node"
-
-
 ONE_A_GPU = (
     (ALTERNATIVE, JOBSET, "mine-workers-0", 8476),
     (OTHER_TRAINED, TRAINED, "mine-node-0", 29500),

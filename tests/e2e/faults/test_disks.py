@@ -1,4 +1,4 @@
-"""A disk that is full, or cannot be written for a while, costs checkpoints alone."""
+"""A full disk, or one that cannot be written, costs checkpoints alone; a run has one writer."""
 
 import contextlib
 import os
@@ -96,5 +96,18 @@ def test_checkpoints_that_somebody_removes_are_made_anew(folder, golden):
         (job.run_dir / "checkpoints").rename(folder / "removed")  # at once, inside a save perhaps
         removed_at = job.num_steps()
         job.wait_for_saved(removed_at + 1)
+        assert job.codes() == [0], job.outputs
+    assert_same_run(job, golden())
+
+
+def test_a_second_job_in_the_same_directory_is_refused_and_disturbs_nothing(folder, golden):
+    with Job(folder) as job:
+        job.wait_for_step(20)
+        job.processes[0].send_signal(signal.SIGSTOP)  # or it might be over before the other looks
+        with Job(folder) as second:
+            assert second.codes() == [2], second.outputs
+        assert f"is in use by process {job.processes[0].pid} on " in second.said()
+        assert "Wait until it ends, or choose another run.dir" in second.said()
+        job.processes[0].send_signal(signal.SIGCONT)
         assert job.codes() == [0], job.outputs
     assert_same_run(job, golden())

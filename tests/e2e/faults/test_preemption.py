@@ -59,15 +59,6 @@ def test_a_signal_to_any_process_stops_all_after_the_same_step(folder, golden, w
     assert_same_run(job, golden(num_processes=2))
 
 
-def test_a_signal_while_compiling_stops_at_the_first_step_at_the_latest(folder):
-    with Job(folder) as job:
-        job.wait_for((job.run_dir / "checkpoints").exists)
-        job.processes[0].send_signal(signal.SIGTERM)
-        (code,) = job.codes()
-    assert code == PREEMPTED, job.outputs
-    assert job.saved() in ([], [0], [1])
-
-
 @pytest.mark.parametrize("num_processes", swept([1, 2], every=2))
 def test_a_signal_before_the_first_step_ends_all_in_good_order(folder, num_processes):
     for process in range(num_processes):
