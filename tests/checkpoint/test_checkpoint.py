@@ -503,15 +503,6 @@ def test_the_next_checkpoint_is_read_where_a_run_removes_the_newest_as_it_is_che
     assert not [x for x in caplog.records if x.name == "jddp"]
 
 
-def test_values_can_be_read_without_the_program_that_wrote_them(saved, state, tmp_path):
-    values = read_newest(saved, ["params", "model_state"])
-    equal(values, {"params": state.params, "model_state": state.model_state})
-    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(values))
-    for absent in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(FileSystemError):
-            read_newest(absent, ["params"])
-
-
 @pytest.fixture
 def small_files():
     """No file of this process may become larger than 64 KiB, as if the disk filled up."""

@@ -4,12 +4,11 @@ import contextlib
 import json
 import shutil
 
-import optax
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from runs import write_sealed
-from tiny import MLP, loss_fn, make_batch
+from tiny import make_batch, wrapped
 
 import jddp
 from jddp.config.files import flatten, load_config
@@ -55,26 +54,20 @@ def test_any_overrides_are_a_config_or_a_list_of_mistakes(overrides):
 
 
 @pytest.fixture(scope="module")
-def ddp():
-    return jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=2)
-
-
-@pytest.fixture(scope="module")
-def run(ddp, tmp_path_factory):
+def run_dir(tmp_path_factory):
     """A finished run; nobody changes it."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    return jddp.fit(ddp, [make_batch(8)] * 2, num_steps=2, run_dir=folder)
+    return jddp.fit(wrapped(), [make_batch(8)] * 2, num_steps=2, run_dir=folder).run_dir
 
 
 FORGED = [*({"skipped": x} for x in ([None, 0], None, [1], [0, {}])), {"evaluations": None}]
 
 
 @pytest.mark.parametrize("forged", FORGED, ids=str)
-def test_a_run_whose_data_have_another_form_is_refused(ddp, run, tmp_path, forged):
-    folder = tmp_path / "run"
-    shutil.copytree(run.run_dir, folder)
+def test_a_run_whose_data_have_another_form_is_refused(run_dir, tmp_path, forged):
+    folder = shutil.copytree(run_dir, tmp_path / "run")
     checkpoint = folder / "checkpoints" / "2"
     beside = json.loads((checkpoint / "run.json").read_text())
     write_sealed(checkpoint, "run.json", json.dumps(beside | forged))
     with pytest.raises(FileSystemError, match="a run.json that this version of jddp cannot"):
-        jddp.fit(ddp, [make_batch(8)] * 3, num_steps=3, run_dir=folder)
+        jddp.fit(wrapped(), [make_batch(8)] * 3, num_steps=3, run_dir=folder)

@@ -10,10 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import optax
 import pytest
 from runs import environment
-from tiny import MLP, loss_fn, make_batch
+from tiny import make_batch, wrapped
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
@@ -31,8 +30,7 @@ SECRET = "xyzzy-4711-canary"
 
 
 def train(folder):
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
-    return jddp.fit(ddp, [make_batch(8)] * 3, num_steps=3, run_dir=folder)
+    return jddp.fit(wrapped(), [make_batch(8)] * 3, num_steps=3, run_dir=folder)
 
 
 @pytest.fixture(scope="module")
@@ -155,23 +153,20 @@ def test_a_checkpoint_cannot_be_kept_outside_of_its_run_nor_lead_there(run_dir, 
     assert find_damage(folder / "3") == "../secret is missing, or a link"
 
 
-def test_a_directory_of_somebody_else_is_not_used(run_dir, tmp_path, monkeypatch):
+def test_a_directory_of_somebody_else_is_not_used_and_a_private_one_is_closed(
+    run_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "jddp" / "c").mkdir(parents=True, mode=0o755)
+    folders = [private_cache(name, "the cache") for name in ("a", "c")]
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
     with pytest.raises(FileSystemError, match=r"run\.dir .* belongs to user") as caught:
         train(run_dir)
     assert caught.value.exit_code == 74
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(FileSystemError, match="belongs to user"):
         private_cache("xla", "the cache")
     refuse_foreign(tmp_path / "absent", "run.dir")
-
-
-def test_a_private_directory_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "jddp").mkdir()
-    (tmp_path / "jddp" / "c").mkdir(mode=0o755)
-    folders = [private_cache(name, "the cache") for name in ("a", "c")]
-    assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
 
 
 @pytest.mark.parametrize("fault", ["open", "no directory", "no home"])

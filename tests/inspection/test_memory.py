@@ -1,6 +1,7 @@
 """The memory of a step is known before it runs; where it is too much, smaller steps are found."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from flax import linen as nn
-from tiny import MLP, loss_fn, make_batch
+from tiny import loss_fn, make_batch
 
 import jddp
 from jddp.ground.errors import OutOfMemoryError
@@ -36,8 +38,7 @@ def specs(batch):
     return jax.eval_shape(lambda x: x, batch)
 
 
-def wrapped(loss, mesh=2, **options):
-    return jddp.DataParallel(MLP(), optax.adam(0.1), loss, mesh=mesh, **options)
+wrapped = functools.partial(tiny.wrapped, None, optax.adam(0.1))
 
 
 def test_the_steps_that_would_fit_are_the_largest_that_do():
@@ -62,7 +63,7 @@ def test_a_step_without_memory_ends_with_77_and_another_error_of_xla_stays_what_
         jddp.fit(wrapped(greedy), [make_batch(32)], num_steps=1)
     assert caught.value.exit_code == 77
     with pytest.raises(jax.errors.JaxRuntimeError, match="no space"):
-        jddp.fit(wrapped(failing, 1), [make_batch(4)], num_steps=1)
+        jddp.fit(wrapped(failing, mesh=1), [make_batch(4)], num_steps=1)
     assert jddp.fit(wrapped(loss_fn), [make_batch(32)], num_steps=1).step == 1  # none the worse
 
 

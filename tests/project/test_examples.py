@@ -122,29 +122,6 @@ def test_signs_of_which_nothing_is_lost_learn_from_fewer_bytes():
     assert example["send_signs"]().on_resize == "mean"
 
 
-@pytest.mark.slow
-def test_players_in_worlds_of_their_own_learn_from_all_of_them():
-    worlds, ages = load("reinforce")["main"](num_rounds=75)
-    assert ages[-1] > 2 * ages[0]
-    for x in jax.tree.leaves(worlds):  # none has moved, and none is another's copy
-        assert [shard.data.shape[0] for shard in x.addressable_shards] == [16] * 8
-    assert len(np.unique(worlds["body"], axis=0)) == 16 * 8
-
-
-@pytest.mark.slow
-def test_a_generator_a_student_and_a_network_with_noise_in_its_weights_learn():
-    _, distances = load("gan")["main"](num_steps=200)
-    assert distances[-1] < 0.4 * distances[0]
-    ends = load("teacher_student")["main"](num_steps=60)
-    assert ends["agrees"] > 0.8
-    assert ends["teacher"] > ends["accuracy"] > 0.7
-    plain, noisy = load("perturbed_weights")["main"](num_steps=100)
-    assert plain["spread"] == 0
-    assert 0.08 < noisy["spread"] < 0.1  # the standard deviation of eight, in the mean 0.09
-    assert noisy[0.0] > 0.65
-    assert noisy[0.1] > plain[0.1] + 0.1
-
-
 def rows_of_images(num=16):
     rng = np.random.default_rng(0)
     images = rng.standard_normal((num, 28, 28, 1), dtype=np.float32)

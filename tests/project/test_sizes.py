@@ -10,7 +10,7 @@ from ceilings import Figure
 @pytest.fixture
 def file(tmp_path):
     file = tmp_path / "ceilings.toml"
-    ceilings.write({"lines": 90, "names": 9, "not counted": 1}, file)
+    ceilings.write({"lines": 95, "names": 9, "not counted": 1}, file)
     return file
 
 
@@ -20,22 +20,16 @@ def commit(file):
         subprocess.run(["git", *command], cwd=file.parent, check=True)
 
 
-def test_a_ceiling_falls_with_its_figure_and_a_figure_above_it_fails_and_leaves_it(file, capsys):
-    figures = [Figure("lines", 70, 80, rests=False), Figure("names", 7, 8), Figure("new", 5, 4)]
-    assert ceilings.hold([Figure("names", 10, 8)], lower=True, file=file) == 1
-    assert "TOO MANY" in capsys.readouterr().out
-    assert ceilings.hold(figures, lower=False, file=file) == 0
-    assert ceilings.read(file) == {"lines": 90, "names": 9, "not counted": 1}
-    assert ceilings.hold(figures, lower=True, file=file) == 0
-    assert ceilings.read(file) == {"lines": 70, "names": 8, "new": 5, "not counted": 1}
-
-
 @pytest.mark.parametrize("later", [{"lines": 90, "names": 10}, {"lines": 90}])
 @pytest.mark.parametrize("is_committed", [False, True])
-def test_a_ceiling_that_was_ever_lower_cannot_be_raised_or_dropped(file, later, is_committed):
+def test_a_ceiling_falls_with_its_figure_and_is_never_raised_or_dropped(file, later, is_committed):
     figures = [Figure("lines", 90, 80), Figure("names", 9, 8)]
     commit(file)
+    assert ceilings.hold([Figure("names", 10, 8)], lower=True, file=file) == 1
+    assert ceilings.hold(figures, lower=False, file=file) == 0
+    assert ceilings.read(file) == {"lines": 95, "names": 9, "not counted": 1}
     assert ceilings.hold(figures, lower=True, file=file) == 0
+    assert ceilings.read(file) == {"lines": 90, "names": 9, "not counted": 1}
     ceilings.write(later, file)
     if is_committed:
         commit(file)

@@ -1,8 +1,7 @@
 """A run leaves its page, however it ends, and never fails because of it."""
 
-import optax
 import pytest
-from tiny import MLP, loss_fn, make_batch
+from tiny import make_batch, wrapped
 
 import jddp
 from jddp.workbench import run_page
@@ -18,10 +17,8 @@ class Failing(jddp.Callback):
 
 
 def fit(run_dir, num_steps=12, **options):
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
-    batches = [make_batch(16)] * num_steps
-    options = {"evaluate": [make_batch(16)], "log_every_steps": 1, **options}
-    return jddp.fit(ddp, batches, num_steps=num_steps, run_dir=run_dir, **options)
+    options |= {"evaluate": [make_batch(16)], "log_every_steps": 1, "run_dir": run_dir}
+    return jddp.fit(wrapped(), [make_batch(16)] * num_steps, num_steps=num_steps, **options)
 
 
 def page_of(run_dir):

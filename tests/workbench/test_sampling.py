@@ -99,7 +99,6 @@ def test_a_command_continues_a_text(trained, capsys):
 REFUSED = {
     "nothing to continue": ([], {"num_tokens": 1}, UsageError, "The prompt has 0 tokens"),
     "nothing to add": ([1], {"num_tokens": 0}, UsageError, "num_tokens is 0"),
-    "cold": ([1], {"num_tokens": 1, "temperature": -1.0}, UsageError, "temperature -1"),
     "NaN": ([1], {"num_tokens": 1, "temperature": np.nan}, UsageError, "temperature nan"),
     "vocabulary": ([1], {"num_tokens": 1, "vocab_size": 99}, ConfigError, "has 99 tokens"),
 }

@@ -112,9 +112,6 @@ def test_missing_and_extra_tensors_are_named_in_one_line_and_with_partial_left_t
     tensors["transformer.h.0.attn.bias"] = np.ones((1, 1, 7, 7), bool)  # a causal mask
     want = from_state_dict(model, tensors)
     tensors["score.weight"] = np.ones((2, 8), np.float32)
-    message = r"at score.weight \(not in the model\), by the names of huggingface\. With partial"
-    with pytest.raises(ConfigError, match=message):
-        from_state_dict(model, tensors)
     for name in ("ln_1.bias", "ln_1.weight"):
         del tensors[f"transformer.h.1.{name}"]
     untied = tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}

@@ -4,10 +4,9 @@ import dataclasses
 import json
 
 import jax
-import optax
 import pytest
 from jax.profiler import ProfileData
-from tiny import MLP, loss_fn, make_batch
+from tiny import make_batch, wrapped
 
 import jddp
 from jddp.commands.jobs import explain_command as main
@@ -115,7 +114,7 @@ def test_a_run_records_the_steps_that_its_config_asks_for(tmp_path, capsys):
 
 
 def test_a_trace_that_the_last_step_leaves_open_ends_with_the_run(tmp_path):
-    ddp, batch = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2), make_batch()
+    ddp, batch = wrapped(), make_batch()
     state = ddp.init(0, batch)
     profile = Profile((1, 10), tmp_path)
     for number in (1, 2):
