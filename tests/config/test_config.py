@@ -120,8 +120,6 @@ def test_a_job_of_targets_without_a_file_starts_from_the_schema_and_has_the_targ
     untouched = Config(train={"num_epochs": 1}, run={"dir": "runs/Net"})
     for section in ("train", "optimizer", "ddp", "checkpoint", "mesh", "watchdog"):
         assert getattr(config, section) == getattr(untouched, section)
-    assert config.data.global_batch_size == untouched.data.global_batch_size
-    assert (config.model.kwargs, config.loss.kwargs, config.data.kwargs) == ({}, {}, {})
     for section in ("model", "data", "loss"):  # one of them alone
         config, name = load_config((), [f"{section}.target=mine:Other", "train.num_steps=7"])
         assert (name, config.train.num_steps, config.train.num_epochs) == ("Other", 7, None)

@@ -53,72 +53,6 @@ def test_mixed_devices_and_a_plugin_without_a_gpu_are_reported_and_chosen_cpus_a
     assert (found.level, "4 x H100 and 1 x T400" in found.what) == ("warn", True)
 
 
-@pytest.fixture
-def with_plugin(tmp_path):
-    """Variables of a process in which JAX's plugin for CUDA is installed, and finds no GPU."""
-    package = tmp_path / "packages" / "jax_plugins" / "xla_cuda12"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("def initialize():\n    raise RuntimeError('No CUDA.')\n")
-    about = tmp_path / "packages" / "jax_cuda12_plugin-0.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Name: jax-cuda12-plugin\nVersion: 0.0\n")
-    entry = "[jax_plugins]\nxla_cuda12 = jax_plugins.xla_cuda12\n"
-    (about / "entry_points.txt").write_text(entry)
-    path = os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path / "packages")])
-    return environment(PYTHONPATH=path, JAX_PLATFORMS="")
-
-
-def run(words, folder, variables, **others):
-    options = {"cwd": folder, "env": variables | others, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, *words], **options)
-
-
-@pytest.mark.processes
-def test_a_plugin_without_a_gpu_is_reported_by_the_doctor_and_in_one_line_of_training(
-    with_plugin, tmp_path
-):
-    examined = run(["-m", "jddp", "doctor", "--num-devices", "2"], tmp_path, with_plugin)
-    assert examined.returncode == 69, examined.stderr
-    assert "bad   JAX runs on CPUs. JAX's plugin cuda12 is installed, but no" in examined.stdout
-    training = ["-m", "jddp.train", "--dry-run", "model.name=mlp", "mesh.num_devices=2"]
-    *_, line = run(training, tmp_path, with_plugin).stderr.splitlines()  # JAX logs the exception.
-    assert line.startswith("jddp: JAX runs on CPUs. JAX's plugin cuda12 is installed, but no")
-    assert "jddp:" not in run(training, tmp_path, with_plugin, JAX_PLATFORMS="cpu").stderr
-    refused = run(["-m", "jddp", "doctor"], tmp_path, with_plugin, JAX_PLATFORMS="cuda")
-    assert refused.returncode == 69
-    *_, line = refused.stderr.splitlines()
-    assert line.startswith("jddp: JAX finds no device for JAX_PLATFORMS=cuda")
-    assert "jax 0" in refused.stdout  # what was found before
-
-
-WITH_GPU = """
-import sys
-from jddp.distributed import gpus
-gpus.num_nvidia = lambda: 1
-from jddp.commands.doctor import main
-sys.exit(main(sys.argv[1:]))
-"""
-PLAIN = ["-m", "jddp", "doctor"]
-
-
-def end_together(words, variables):
-    """The exit codes, errors and outputs of the two processes of a job."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = [
-        subprocess.Popen([sys.executable, *word], env=own | other, **pipes)
-        for word, own, other in zip(words, of_job(), variables, strict=True)
-    ]
-    texts, errors = zip(*(x.communicate(timeout=120) for x in running), strict=True)
-    return [process.returncode for process in running], errors, texts
-
-
-@pytest.mark.processes
-def test_a_host_without_a_gpu_ends_all_before_the_devices_start(with_plugin):
-    codes, errors, _ = end_together([["-c", WITH_GPU], PLAIN], [with_plugin] * 2)
-    assert codes == [78, 78], errors
-    assert all("a GPU is absent there and present here" in error for error in errors)
-
-
 def test_another_version_and_a_directory_not_all_see_are_reported(tmp_path):
     (found,) = doctor.compare_versions([{"jax": "0.10.2"}, {"jax": "0.10.2"}, {"jax": "0.11.0"}])
     assert (found.level, "jax is 0.10.2, 0.11.0: process 2" in found.what) == ("bad", True)
@@ -155,9 +89,11 @@ def test_one_process_is_examined(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.processes
 def test_processes_are_examined_together(tmp_path):
-    words = [*PLAIN, "--dir", str(tmp_path), "--num-devices", "2"]
-    codes, errors, (text, _) = end_together([words] * 2, [environment()] * 2)
-    assert codes == [0, 0], errors
+    command = [sys.executable, "-m", "jddp", "doctor", "--dir", tmp_path, "--num-devices", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(command, env=own | environment(), **pipes) for own in of_job()]
+    (text, _), errors = (x.communicate(timeout=120) for x in running)
+    assert [process.returncode for process in running] == [0, 0], errors
     for words in ("2 processes are connected", "all see", "1: same as process 0"):
         assert words in text
     assert list(tmp_path.iterdir()) == []

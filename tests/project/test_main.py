@@ -60,9 +60,8 @@ def test_a_command_is_run_as_its_module_is_and_its_help_fits_a_terminal(name, mo
 
 
 def test_an_error_ends_with_one_of_the_exit_codes_and_each_is_printed_as_its_number():
-    kinds = [
-        x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, errors.Error)
-    ]
-    assert {kind.exit_code for kind in kinds} <= set(errors.ExitCode)
+    kinds = [x for x in vars(errors).values() if isinstance(x, type)]
+    codes = {kind.exit_code for kind in kinds if issubclass(kind, errors.Error)}
+    assert codes <= set(errors.ExitCode)
     for code in errors.ExitCode:
         assert f"{code}" == str(code) == str(int(code))  # in words that the launcher reads again

@@ -37,14 +37,6 @@ def make(tmp_path):
     return make
 
 
-def keep_digest(run, *starts):
-    """Writes the digest of the data at each start of a run."""
-    first, *later = [{"data": {"sha256": digest}} for digest in starts]
-    (run / "manifest.json").write_text(
-        json.dumps(first | ({"later_starts": later} if later else {}))
-    )
-
-
 def of_seeds(make, name, values, **options):
     return [
         make(f"{name}{seed}", [value], seed=seed, rate=RATES[name], **options)
@@ -93,8 +85,9 @@ def test_runs_of_other_lengths_or_data_are_no_seeds_of_one_setting(make, one, ot
 def test_data_are_told_apart_by_their_digest_and_not_by_their_folder(make):
     places = [{"dir": "a"}, {"dir": "moved"}, {"dir": "a"}]
     runs = [make(f"r{i}", [0.9], rate=0.1, seed=i, data=x) for i, x in enumerate(places)]
-    for run, starts in zip(runs, (["one"], ["old", "one"], ["another"]), strict=True):
-        keep_digest(run, *starts)
+    for run, digests in zip(runs, (["one"], ["old", "one"], ["another"]), strict=True):
+        first, *later = [{"data": {"sha256": digest}} for digest in digests]
+        (run / "manifest.json").write_text(json.dumps(first | {"later_starts": later}))
     found = compare(runs)
     assert [len(x.results) for x in found.groups] == [2, 1]
     assert found.as_json()["differing"] == ["data.sha256"]

@@ -118,20 +118,15 @@ def test_a_run_of_some_seconds_has_one_verdict_on_its_loss_and_none_on_its_times
 
 
 def test_what_is_graver_comes_first(make):
-    records = train(
-        data_wait_seconds=0.05,
-        peak_memory_bytes=74 * GIB,
-        memory_limit_bytes=75 * GIB,
-        loss=lambda step: falling(step) if step < 900 else None,
-    )
+    full = {"peak_memory_bytes": 74 * GIB, "memory_limit_bytes": 75 * GIB}
+    records = train(loss=lambda x: falling(x) if x < 900 else None, data_wait_seconds=0.05, **full)
     found = [x.sentence.partition(":")[0] for x in judge(read_facts(make(records)))]
     assert found == ["diverging", "memory is nearly full", "bound by input"]
 
 
 @pytest.mark.parametrize("scale, expected", [(1024.0, "healthy"), (None, "3 steps were skipped")])
 def test_a_loss_scale_may_skip_a_few_steps(make, scale, expected):
-    fields = {} if scale is None else {"loss_scale": scale}
-    records = train(skipped=3.0, **fields)
+    records = train(skipped=3.0, loss_scale=scale)
     assert judge(read_facts(make(records)))[0].sentence == expected
 
 
