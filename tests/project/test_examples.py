@@ -12,7 +12,6 @@ from flax import linen as nn
 from runs import ROOT
 from states import close
 from sweeps import swept
-from tiny import loss_fn, take_steps
 
 import jddp
 from jddp.inspection.collectives import collectives
@@ -87,19 +86,6 @@ def test_the_page_does_what_the_library_does(layout, bucket_bytes):
     close(params, ddp.model(state)["params"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_a_step_of_your_own_ends_as_data_parallel_does_however_it_is_mapped():
-    example = load("bring_your_own_step")
-    initial, ends = example["main"](num_steps=5)
-
-    batches, optimizer = example["make_batches"](5), optax.sgd(0.3, momentum=0.9)
-    ddp = jddp.DataParallel(example["Model"](), optimizer, loss_fn, batch_norm="local")
-    state, _ = take_steps(ddp, batches, ddp.init(0, batches[0], params=initial))
-    for got in ends.values():
-        # The same sums; the compiler may fuse them differently, and five steps carry it on.
-        close(got, ddp.model(state)["params"], rtol=1e-4, atol=1e-5)
-
-
 def test_a_run_goes_back_and_learns_on_behind_a_bad_batch(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     main = load("roll_back")["main"]
@@ -109,17 +95,6 @@ def test_a_run_goes_back_and_learns_on_behind_a_bad_batch(monkeypatch):
     assert jumps[0] in (30, 31)  # the step behind it was under way
     assert int(run.state.step) == 41
     assert run.metrics["loss"] < 1.5 * good.metrics["loss"]
-
-
-@pytest.mark.slow
-def test_signs_of_which_nothing_is_lost_learn_from_fewer_bytes():
-    """And all that was not said yet stays, on other numbers of replicas too, as a mean."""
-    example = load("send_signs")
-    ends = example["main"]()
-    (mean_loss, mean_bytes), (loss, num_bytes) = ends["mean"], ends["signs"]
-    assert loss < 1.5 * mean_loss
-    assert num_bytes < mean_bytes / 3  # of eight replicas, whose signs are gathered
-    assert example["send_signs"]().on_resize == "mean"
 
 
 def rows_of_images(num=16):

@@ -7,6 +7,7 @@ import pytest
 from workers.search import config
 
 from jddp.commands.training import run
+from jddp.config.files import with_overrides
 from jddp.ground.errors import ExitCode, UsageError
 from jddp.trainer.job.parts import optimizer_of
 from jddp.workbench.range_test import FIRST, LAST, NUM_STEPS, RangeTest, find_rate, rising
@@ -35,9 +36,8 @@ def test_a_fall_is_judged_by_the_noise_of_the_losses_wherever_they_lie(above):
 
 def test_the_rates_rise_from_the_first_to_the_last_and_groups_keep_their_ratio(tmp_path):
     groups = {"kernels": {"patterns": ["*kernel"], "learning_rate": 0.2}}
-    changed = config(tmp_path).model_dump()
-    changed["optimizer"] |= {"learning_rate": 0.1, "groups": groups, "warmup_steps": 5}
-    made = rising(config(tmp_path).model_validate(changed))
+    optimizer = {"learning_rate": 0.1, "groups": groups, "warmup_steps": 5}
+    made = rising(with_overrides(config(tmp_path), {"optimizer": optimizer}))
     _, rate = optimizer_of(made, NUM_STEPS)
     assert np.allclose([float(rate(i)) for i in range(NUM_STEPS)], RATES, rtol=1e-4)
     assert math.isclose(made.optimizer.groups["kernels"].learning_rate, 2 * FIRST)
@@ -67,20 +67,17 @@ def test_float16_which_skips_steps_first_suggests_the_rate_of_float32(tmp_path, 
     """Its first loss scales are too large for gradients of a thousand."""
     (tmp_path / "large.py").write_text(LARGE)
     monkeypatch.syspath_prepend(tmp_path)
-    changed = config(tmp_path).model_dump()
-    changed["data"]["target"] = "large:points"
-    exact = find_rate(config(tmp_path).model_validate(changed))
-    changed["ddp"]["precision"] = {"compute_dtype": "float16", "loss_scale": "dynamic"}
-    found = find_rate(config(tmp_path).model_validate(changed))
+    large = with_overrides(config(tmp_path), {"data.target": "large:points"})
+    exact = find_rate(large)
+    found = find_rate(with_overrides(large, {"ddp.precision": "float16"}))
     # Ten skipped steps are a factor of six; other batches and roundings are less than two.
     assert 0.5 < found.suggestion / exact.suggestion < 2
     np.testing.assert_allclose(found.rates[0], FIRST, rtol=1e-4)
 
 
 def test_what_has_no_schedule_to_replace_is_refused(tmp_path, monkeypatch, capsys):
-    own = config(tmp_path).model_dump()
-    own["optimizer"]["kwargs"] = {"learning_rate": 0.1}
+    own = with_overrides(config(tmp_path), {"optimizer.kwargs.learning_rate": 0.1})
     with pytest.raises(UsageError, match="optimizer.kwargs.learning_rate. Remove that key"):
-        find_rate(config(tmp_path).model_validate(own))
+        find_rate(own)
     assert run(["--find-rate", "--sweep", "seed=0,1"]) == ExitCode.USAGE
     assert "exclude each other" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from jddp.commands.training import run
+from jddp.distributed.identity import VARIABLES
 from jddp.ground.errors import ConfigError, ExitCode
 from jddp.workbench.sweep import InTurn, Sweep
 
@@ -47,12 +48,9 @@ def sweep(tmp_path):
 def test_each_point_is_a_run_of_its_own_and_the_runs_are_compared(trained, sweep, tmp_path, capsys):
     assert sweep("seed=0,1", RATES, overrides=["train.num_steps=2"]) == 0
     assert len(trained.commands) == 4
-    assert trained.commands[1] == [
-        "train.num_steps=2",
-        "seed=0",
-        "optimizer.learning_rate=0.003",
-        f"run.dir={tmp_path}/runs/seed=0,learning_rate=0.003",
-    ]
+    keys = ["train.num_steps=2", "seed=0", "optimizer.learning_rate=0.003"]
+    folder = f"{tmp_path}/runs/seed=0,learning_rate=0.003"
+    assert trained.commands[1] == [*keys, f"run.dir={folder}"]
     told = capsys.readouterr()
     assert "jddp: run 2 of 4: seed=0,learning_rate=0.003" in told.err.splitlines()
     assert told.out.startswith("\nseed=0,learning_rate=0.003 and seed=1,learning_rate=0.003 are ")
@@ -93,8 +91,7 @@ def test_one_of_several_processes_starts_no_sweep_and_a_dry_run_lists_the_comman
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["jddp", "train"]] * 2
     assert lines[1].endswith("seed=1 " + lines[1].split()[-1])
-    address = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2"}
-    for name, value in {**address, "JAX_PROCESS_ID": "0"}.items():
+    for name, value in zip(VARIABLES, ("127.0.0.1:1", "2", "0"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("jddp.commands.training.leave_job", lambda code, error: None)
     assert sweep("seed=0,1") == ExitCode.USAGE
