@@ -65,16 +65,6 @@ class Either(nn.Module):
         return self.a(x) + self.b(x)
 
 
-class Plane(nn.Module):
-    """Weights of gradient r on replica r, if its rows are r: their mean is (R - 1) / 2."""
-
-    shape: tuple[int, int] = (2, 2)
-
-    @nn.compact
-    def __call__(self, x):
-        return self.param("w", nn.initializers.zeros, self.shape).sum() * x
-
-
 def make_rows(num=ROWS, *, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(num, WIDTH)).astype(np.float32)

@@ -24,10 +24,8 @@ from judge import (
     make_rows,
     sent,
     squares,
-    start,
     wrapped,
 )
-from states import assert_same
 from tiny import Of
 
 import jddp
@@ -290,26 +288,6 @@ def test_half_precision_gradients_are_summed_in_float32(place):
     state, _ = ddp.step(ddp.init(0, batch), batch)
     assert state.params["w"].dtype == jnp.bfloat16
     assert float(state.params["w"]) == -258 / 3
-
-
-@in_both_places
-def test_a_hook_sees_each_bucket_once_however_many_micro_batches_there_are(place):
-    """ACC-2: and what it multiplies by two and divides by two is what it was."""
-    calls = []
-
-    def reduce(bucket, comm_state, axis):
-        calls.append(bucket.index)
-        doubled = jax.tree.map(lambda x: 2 * x, bucket)
-        return jax.tree.map(lambda x: x / 2, jax.lax.pmean(doubled, axis)), comm_state
-
-    hooks = (None, jddp.CommHook(lambda plan: (), reduce))
-    plain, ddp = (
-        wrapped(Net(), accumulate_steps=4, **joined(place, reduction=jddp.Reduction(hook=x)))
-        for x in hooks
-    )
-    got, want = (x.step(start(x, make_rows()), make_rows())[0].params for x in (ddp, plain))
-    assert_same(got, want)
-    assert calls == list(range(len(ddp.plan)))
 
 
 def test_replicas_may_use_other_layers_in_each_micro_batch():

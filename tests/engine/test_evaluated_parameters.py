@@ -63,20 +63,6 @@ def test_batch_statistics_are_averaged_with_the_parameters(place):
     equal(ddp.model(state)["params"], ddp.model(state, "params")["params"])
 
 
-def test_frozen_parameters_and_state_of_whole_numbers_have_no_average():
-    ddp = averaging(frozen=["Dense_0/bias"])
-    state = ddp.init(0, BATCHES[0])
-    assert jax.tree.structure(state.ema_state) == jax.tree.structure(
-        {"params": {"Dense_0": {"bias": None}}, "batch_stats": state.model_state["batch_stats"]}
-    )
-
-    def counting(m, x, train):
-        m.variable("counts", "calls", jnp.zeros, (), jnp.int32)
-        return nn.Dense(4)(x)
-
-    assert not jax.tree.leaves(averaging(Of(counting)).init(0, BATCHES[0]).ema_state)
-
-
 def test_a_checkpoint_without_averaged_statistics_resumes_from_the_raw_ones(tmp_path):
     """As versions have written it that averaged parameters alone."""
     ddp = averaging(batch_norm="local")

@@ -16,8 +16,6 @@ from tiny import MODELS, Of, loss_fn, make_batch
 
 import jddp
 from jddp.ground.errors import ConfigError
-from jddp.ground.numbers import add_in_pairs
-from jddp.workbench.logical_replicas import sum_in_pairs
 
 SHARDS = 8
 BATCHES = [make_batch(32, seed=i) for i in range(2)]
@@ -188,18 +186,3 @@ def test_what_would_change_bits_is_refused():
     state = ddp.init(0, BATCHES[0])
     with pytest.raises(ConfigError, match="12 rows do not divide over 8 logical replicas"):
         ddp.step(state, make_batch(12))
-
-
-@pytest.mark.parametrize("num", [1, 2, 3, 6, 8, 12])
-def test_however_many_carry_numbers_their_sum_is_the_same_to_the_bit(num):
-    rng = np.random.default_rng(num)
-    values = (rng.normal(size=num) * 10.0 ** rng.integers(-4, 4, num)).astype(np.float32)
-    sums = set()
-    for carriers in (n for n in range(1, num + 1) if num % n == 0):
-        rows = [
-            sum_in_pairs(lambda i, part=part: (part[i], i), len(part))[0]
-            for part in jnp.split(jnp.asarray(values), carriers)
-        ]
-        sums.add(np.asarray(add_in_pairs(jnp.concatenate(rows))).tobytes())
-    assert len(sums) == 1
-    assert num < 12 or sums != {np.cumsum(values)[-1].tobytes()}  # one after the other

@@ -101,35 +101,6 @@ def test_parameters_of_float16_have_a_scale_that_a_hook_does_not_see():
         assert float(ddp.gradients(ddp.init(0, batch), batch)[0]["w"]) == found, (scale, hook)
 
 
-UNCHANGED = {
-    "plain": {},
-    "ready": joined(
-        PLACES["flat-ready"], {"reduction": jddp.Reduction(bucket_mb=1e-4), "accumulate_steps": 2}
-    ),
-    "clipped": {"max_grad_norm": 0.1, "ema_decay": 0.9, "optimizer": optax.adam(1e-2)},
-    "hook": {
-        "reduction": jddp.Reduction(hook=jddp.powersgd(start_step=1, min_compression_rate=0.1))
-    },
-    "narrow": {"reduction": "bfloat16"},
-    "sharded": {"strategy": "zero1", "optimizer": optax.adam(1e-2)},
-}
-
-
-@pytest.mark.parametrize("name", swept([*UNCHANGED], every=3))
-def test_a_float32_model_has_the_same_bits_whatever_the_scale(name):
-    options, ends = {"skip_nonfinite": True, **UNCHANGED[name]}, []
-    for scale in (None, 2.0**24, "dynamic"):
-        ddp = wrapped(MLP(), **options, precision=jddp.Precision(loss_scale=scale))
-        state = ddp.init(0, make_batch(32))
-        for seed in range(3):
-            if scale == "dynamic":
-                state = with_scale(state, 2.0 ** (7 * seed))  # another for each step
-            state, _ = ddp.step(state, make_batch(32, seed=seed))
-        kept = dataclasses.replace(state.comm_state, loss_scale=())
-        ends.append(state.replace(comm_state=kept))
-        assert_same(ends[-1], ends[0])
-
-
 OVERFLOWING = {
     "end": (15, {"ema_decay": 0.9}),
     "ready": (0, joined(PLACES["flat-ready"], {"reduction": "float16"})),

@@ -10,7 +10,6 @@ import pytest
 from flax import linen as nn
 from states import close
 from sweeps import swept
-from test_option_pairs import hold_options
 from tiny import Of
 
 import jddp
@@ -73,23 +72,6 @@ def global_mean(params, batch):
 
 
 ROUNDING = 1e-5  # float32 sums in another order
-
-
-OVERLAP = jddp.Reduction(bucket_mb=1e-4, layout="flat", overlap=True)
-OPTIONS = {
-    "overlap": {"reduction": OVERLAP, "accumulate_steps": 2},
-    "logical replicas": {"strategy": jddp.LogicalReplicas(8), "accumulate_steps": 2},
-    "sharded optimizer": {"precision": jddp.Precision(loss_scale="dynamic"), "strategy": "zero1"},
-    "narrow wire": {"reduction": "float16", "precision": jddp.Precision(loss_scale=64.0)},
-}
-
-
-# Both forms are the same sums; what is beside them differs where entries are counted.
-@pytest.mark.parametrize("form", ["mean", "arrays"])
-@pytest.mark.parametrize("name", swept([*OPTIONS], every=3))
-def test_steps_and_evaluation_are_those_of_the_global_mean(form, name):
-    rtol = None if "wire" in name else ROUNDING
-    hold_options(OPTIONS[name], norm="none", form=form, rtol=rtol)
 
 
 def test_a_metric_may_be_a_mean_of_its_own_count():
@@ -164,9 +146,8 @@ def test_a_mask_leaves_out_what_it_forbids_and_weighs_nothing_twice():
     ddp = wrapped(loss)
     state = ddp.init(0, batch)
     grads, metrics = ddp.gradients(state, batch)
-    want = global_mean(ddp.model(state)["params"], batch)
-    np.testing.assert_allclose(metrics["loss"], want, rtol=ROUNDING)
-    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
+    want = jax.value_and_grad(global_mean)(ddp.model(state)["params"], batch)
+    close((metrics["loss"], grads), want, rtol=ROUNDING)
 
 
 def test_a_mean_of_another_number_of_rows_is_refused():

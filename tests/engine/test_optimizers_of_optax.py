@@ -321,7 +321,10 @@ def test_the_first_group_that_matches_has_the_parameter():
 
 
 GROUPS = {
-    "optimizer.kwargs.weight_decay": 0.1,
+    "optimizer.name": "sgd",
+    "optimizer.learning_rate": 1,
+    "optimizer.schedule.name": "constant_schedule",
+    "optimizer.warmup_steps": 0,
     "optimizer.groups.stem.patterns": ["Conv_0/.*"],
     "optimizer.groups.stem.name": "sgd",
     "optimizer.groups.stem.kwargs.momentum": 0.9,
@@ -332,10 +335,7 @@ GROUPS = {
 
 
 def test_the_groups_of_a_config_have_their_rates_and_arguments():
-    groups = {key: x for key, x in GROUPS.items() if "kwargs.weight" not in key}
-    groups |= {"optimizer.schedule.name": "constant_schedule", "optimizer.warmup_steps": 0}
-    groups |= {"optimizer.name": "sgd", "optimizer.learning_rate": 1}
-    config, _ = load_config(["fashion_mnist_cnn"], groups)
+    config, _ = load_config(["fashion_mnist_cnn"], GROUPS)
     params = {name: np.float32(1) for name in ("Conv_0/w", "Conv_1/w", "Dense_0/w", "other/w")}
     params = unflatten_dict(params, sep="/")
     tx, followed = optimizer_of(config, num_steps=10)

@@ -225,24 +225,12 @@ def test_counts_of_rows_that_are_not_declared_are_refused_by_name(name, mode):
     assert "calls" not in str(e.value)
 
 
-@pytest.mark.parametrize(
-    "name, options",
-    swept(
-        [
-            ("linen", {}),
-            ("linen", {"accumulate_steps": 2, "reduction": jddp.Reduction(overlap=True)}),
-            ("nnx", {"strategy": jddp.LogicalReplicas(8), "mesh": 2, "accumulate_steps": 2}),
-        ],
-        every=2,
-    ),
-    ids=["plain", "overlap", "nnx on logical replicas"],
-)
-def test_a_sum_over_replicas_is_the_count_of_one_device(name, options):
+@in_counters
+def test_a_sum_over_replicas_is_the_count_of_one_device(make, kind):
     """Calls count micro-batches, and are no sum. All options are in test_option_pairs."""
-    make, kind = COUNTERS[name]
+    options = {"strategy": jddp.LogicalReplicas(8), "mesh": 2, "accumulate_steps": 2}
     ddp, state = train(make(), state={kind: "sum"}, **options)
-    parts = {"accumulate_steps": options.get("accumulate_steps", 1)}
-    equal(counted(state), counted(train(make(), mesh=1, **parts)[1]))
+    equal(counted(state), counted(train(make(), mesh=1, accumulate_steps=2)[1]))
     assert find_divergence(digests(state), state) is None
     assert ddp.evaluate(state, [make_batch(32)])["examples"] == 32
 

@@ -24,7 +24,6 @@ from test_batch_norm import (
 from tiny import Of, take_steps
 
 import jddp
-from jddp.engine.digest import digests
 
 KINDS = {
     "linen": lambda axis: Norm(axis_name=axis),
@@ -95,36 +94,6 @@ def named(axis, dropout=0.0, *, make=jddp.DataParallel, **options):
 
 def on_axis(axis):
     return jax.sharding.Mesh(np.array(jax.devices()[:2]), (axis,))
-
-
-OPTIONS = {
-    "mesh": {"mesh": on_axis("batch")},
-    "parts": {
-        "mesh": on_axis("batch"),
-        "accumulate_steps": 2,
-        "reduction": jddp.Reduction(overlap=True),
-    },
-    "sharded": {"mesh": on_axis("batch"), "strategy": "zero1", "max_grad_norm": 0.1},
-    "local": {"mesh": on_axis("batch"), "strategy": jddp.LocalSteps(2), "max_grad_norm": 0.1},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", swept(OPTIONS, every=4))
-def test_an_axis_of_another_name_gives_the_same_bits(options):
-    ends = []
-    plain = {name: x for name, x in options.items() if name != "mesh"}
-    for axis, given in [("batch", options), ("data", plain)]:
-        ddp, batch = named(axis, 0.3, skip_nonfinite=True, **given), rows()
-        assert ddp.mesh.axis_names == (axis,)
-        state, metrics = take_steps(ddp, [batch] * 2)
-        scores = ddp.evaluate(state, [batch])
-        outputs = ddp.predict(state, [batch], lambda model, batch: model(batch["x"], False))
-        keys = jax.random.key_data(jddp.replica_key(state))
-        is_equal = not isinstance(options.get("strategy"), jddp.LocalSteps)
-        found = digests(state) if is_equal else ()
-        ends.append(jax.device_get((state.params, metrics, scores, outputs, keys, found)))
-    equal(*ends)
 
 
 @pytest.mark.parametrize("dropout", swept([0.0, 0.3], every=2))

@@ -116,27 +116,6 @@ def test_local_keeps_each_replica_s_own_and_averages_them_when_they_are_read(kin
     assert ddp.evaluate(state, [batch])["examples"] == 16
 
 
-def scanned(m, x, train):
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.relu(nn.BatchNorm(not train)(nn.Dense(16)(x))), None
-
-    axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
-    return nn.Dense(4)(nn.scan(nn.remat(Layer), length=2, **axes)()(x, None)[0])
-
-
-@pytest.mark.slow
-def test_a_scanned_batch_norm_under_remat_is_the_same_on_eight_devices_as_on_one():
-    ends = []
-    for replicas in (1, 8):
-        ddp = jddp.DataParallel(Of(scanned), optax.sgd(0.5), loss_fn, mesh=replicas)
-        state, _ = take_steps(ddp, [make_batch(seed=seed) for seed in range(2)])
-        ends.append((state.params, state.model_state))
-    # Two steps of sums in another order.
-    close(*ends, rtol=2e-4, atol=2e-5)
-
-
 @in_both
 @pytest.mark.parametrize("num_valid, dtype", [(16, jnp.bfloat16), (5, None)])
 def test_an_unbiased_running_variance_divides_by_one_less(kind, num_valid, dtype):
@@ -195,24 +174,6 @@ class CopiedNorm(DeafNorm):
     axis = property(lambda self: self.axis_name)
 
 
-class GhostNorm(nn.Module):
-    """Normalizes four rows at a time, as ghost batch norms of model libraries do."""
-
-    axis_name: str | None = None
-
-    @nn.compact
-    def __call__(self, x, use_running_average):
-        kept = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1])
-        if use_running_average:
-            return x - kept.value[None]
-        groups = x.reshape(-1, 4, x.shape[-1])
-        mean = groups.mean(1, keepdims=True)
-        if not self.is_initializing():
-            mean = mean if self.axis_name is None else jax.lax.pmean(mean, self.axis_name)
-            kept.value = 0.9 * kept.value + 0.1 * mean.mean((0, 1))
-        return (groups - mean).reshape(x.shape)
-
-
 class NnxForeignNorm(nnx.Module):
     def __init__(self):
         self.mean, self.var = nnx.BatchStat(jnp.zeros(3)), nnx.BatchStat(jnp.ones(3))
@@ -264,16 +225,6 @@ def test_a_library_s_own_copy_of_the_class_is_synchronised_too(model):
     grouped = wrapped(model, batch_norm=jddp.SyncBatchNorm(group_size=2))
     with pytest.raises(jddp.ConfigError, match="knows no groups of replicas"):
         grouped.init(0, batch)
-
-
-def test_a_norm_of_groups_of_rows_is_found_by_verify_and_exact_with_local_statistics():
-    model, ends = Foreign(GhostNorm), []
-    assert not jddp.verify(model, optax.sgd(0.1), squares, rows(), mesh=4).passed
-    for replicas in (1, 4):
-        ddp = wrapped(model, mesh=replicas, batch_norm="local")
-        state, metrics = ddp.step(ddp.init(0, rows()), rows())
-        ends.append(jax.device_get((state.params, metrics)))
-    close(*ends, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("model", swept([Foreign(), Foreign(DeafNorm), NnxForeign()], every=3))
@@ -442,19 +393,6 @@ def test_statistics_that_no_micro_batch_moves_stay_as_they_are():
     state = ddp.init(0, batch, params={"params": jax.device_get(state.params), **kept})
     state, _ = ddp.step(state, batch)
     equal(jax.device_get(state.model_state), kept)
-
-
-@pytest.mark.parametrize("norm, said", [(nn.BatchNorm, 1), (nn.LayerNorm, 0)])
-def test_fit_says_that_batch_norm_sees_micro_batches(norm, said, caplog):
-    def body(m, x, train):
-        options = {"use_running_average": not train} if norm is nn.BatchNorm else {}
-        return nn.Dense(4)(norm(**options)(x))
-
-    ddp = jddp.DataParallel(Of(body), optax.sgd(0.1), loss_fn, mesh=2, accumulate_steps=2)
-    jddp.fit(ddp, [make_batch()] * 2, num_steps=2)
-    found = [x.getMessage() for x in caplog.records if "accumulate_steps=2" in x.getMessage()]
-    assert len(found) == said
-    assert all("statistics of each micro-batch" in x for x in found)
 
 
 @pytest.mark.parametrize("batch_norm", swept(["sync", "local"], every=2))

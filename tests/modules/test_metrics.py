@@ -171,15 +171,18 @@ def test_values_of_a_metric_begin_with_the_dims_of_the_losses_or_have_fewer():
         assert reported([(losses, Metric(right, lambda total, count: total), None)]) == want
 
 
-@pytest.mark.parametrize("values", [jnp.float32(1), {}, {"a": jnp.ones(2), "b": 3.0}])
-def test_a_metric_without_rows_is_refused(values):
-    with pytest.raises(ConfigError, match="'metric' holds a scalar, or nothing"):
-        reported([(jnp.ones(2), Metric(values, lambda total, count: 0.0), None)])
-
-
-@pytest.mark.parametrize("computed", [{"f1": 1.0}, "text", 1j, None])
-def test_a_metric_that_computes_no_number_is_refused_by_its_name(computed):
-    totals = Totals()
-    totals.add(weigh(jnp.ones(2), {"odd": Metric(jnp.ones(2), lambda *_: computed)}, train=False))
-    with pytest.raises(ConfigError, match="Metric 'odd': compute returned .*Return a number or an"):
-        totals.values()
+@pytest.mark.parametrize(
+    "values, computed, message",
+    [
+        (jnp.float32(1), 0.0, "'metric' holds a scalar, or nothing"),
+        ({}, 0.0, "'metric' holds a scalar, or nothing"),
+        ({"a": jnp.ones(2), "b": 3.0}, 0.0, "'metric' holds a scalar, or nothing"),
+        (jnp.ones(2), {"f1": 1.0}, "Metric 'metric': compute returned"),
+        (jnp.ones(2), "text", "Metric 'metric': compute returned"),
+        (jnp.ones(2), 1j, "Metric 'metric': compute returned"),
+        (jnp.ones(2), None, "Metric 'metric': compute returned"),
+    ],
+)
+def test_a_metric_without_rows_or_numbers_is_refused_by_its_name(values, computed, message):
+    with pytest.raises(ConfigError, match=message):
+        reported([(jnp.ones(2), Metric(values, lambda *_: computed), None)])

@@ -8,10 +8,10 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import P, lax
-from judge import PLACES, Net, Plane, host, in_both_places, joined, make_rows, sent, start, wrapped
+from judge import PLACES, Net, host, in_both_places, joined, make_rows, sent, start, wrapped
 from states import close, equal
 from sweeps import swept
-from tiny import MLP, NnxConvNet, loss_fn, make_batch, take_steps
+from tiny import MLP, NnxConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.ground.errors import ConfigError
@@ -119,7 +119,7 @@ def test_a_hook_sees_every_bucket_and_its_memory_is_each_replica_s_own(place):
     options = joined(
         {"reduction": jddp.Reduction(bucket_mb=200 * BYTES, hook=counting(plans, calls))}, place
     )
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, **options)
+    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, accumulate_steps=4, **options)
     batch = make_batch(32)
     state, _ = take_steps(ddp, [batch] * 3)
     num = len(ddp.plan)
@@ -207,31 +207,6 @@ def step(model, *, num_steps=1, **options):
     return ddp, take_steps(ddp, [make_rows()] * num_steps, start(ddp, make_rows()))[0]
 
 
-MEAN = stateless(lax.pmean)
-DIVIDED_BEFORE = stateless(lambda b, axis: lax.psum(scaled(b, 1 / 4), axis))
-HOOKS = {
-    # The same arithmetic: the same bits.
-    "mean": ({"reduction": jddp.Reduction(hook=MEAN)}, 0),
-    "sum, divided before": ({"reduction": jddp.Reduction(hook=DIVIDED_BEFORE)}, 0),
-    # Replicas are four, and eight bits a number: 4 * 2^-8. Eleven bits: 4 * 2^-11.
-    "bfloat16": ({"reduction": "bfloat16"}, 2**-6),
-    "float16": ({"reduction": "float16"}, 2**-9),
-    "bfloat16 around a hook": (
-        {"reduction": jddp.Reduction(wire_dtype="bfloat16", hook=MEAN)},
-        2**-6,
-    ),
-}
-
-
-@in_both_places
-def test_parameters_are_those_without_a_hook(place):
-    want = host(step(Net(), **place)[1].params)
-    for name, (options, rtol) in HOOKS.items():
-        got = host(step(Net(), **joined(options, place))[1].params)
-        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max(), err_msg=name)
-
-
 @in_both_places
 def test_a_hook_that_does_nothing_sends_nothing(place):
     """HK-1, noop: what then travels is the loss; each replica goes its own way."""
@@ -244,6 +219,10 @@ def test_a_hook_that_does_nothing_sends_nothing(place):
     assert not np.array_equal(first.data, second.data)
 
 
+# Weights of gradient r on replica r, whose rows are r: the mean is (R - 1) / 2.
+PLANE = Of(lambda m, x: m.param("w", nn.initializers.zeros, (2, 2)).sum() * x)
+
+
 def ranks(model, batch):
     return model(batch["rank"])
 
@@ -251,15 +230,7 @@ def ranks(model, batch):
 RANKS = {"rank": np.arange(4, dtype=np.float32)}
 
 
-def assert_moves_by(gradient, *, shape=(2, 2), num_steps=100, rtol=0, **options):
-    """Each of the steps moves all weights by the gradient, whose rate is 1."""
-    ddp = wrapped(Plane(shape), ranks, optimizer=optax.sgd(1.0), **options)
-    state = ddp.init(0, RANKS)
-    for i in range(1, num_steps + 1):
-        state, _ = ddp.step(state, RANKS)
-        np.testing.assert_allclose(state.params["w"], np.full(shape, -gradient * i), rtol=rtol)
-
-
+MEAN = stateless(lax.pmean)
 TEN_TIMES_HALF = stateless(lambda b, axis: scaled(scaled(lax.pmean(b, axis), 10), 0.5))
 OF_ITS_OWN = stateless(lambda b, axis: jax.tree.map(lambda x: jnp.full_like(x, 2), b))
 
@@ -271,13 +242,10 @@ OF_ITS_OWN = stateless(lambda b, axis: jax.tree.map(lambda x: jnp.full_like(x, 2
     ids=["mean", "HK-3, ten times and by two", "HK-4, of its own"],
 )
 def test_what_a_hook_returns_is_the_gradient(hook, gradient, place):
-    assert_moves_by(gradient, num_steps=1, **joined(place, reduction=jddp.Reduction(hook=hook)))
-
-
-@in_both_places
-@pytest.mark.parametrize("wire_dtype", [None, "float16"])
-def test_the_mean_is_the_same_in_each_of_a_hundred_steps(place, wire_dtype):
-    assert_moves_by(1.5, **joined(place, reduction=jddp.Reduction(wire_dtype=wire_dtype)))
+    options = joined(place, reduction=jddp.Reduction(hook=hook))
+    ddp = wrapped(PLANE, ranks, optimizer=optax.sgd(1.0), **options)
+    state, _ = ddp.step(ddp.init(0, RANKS), RANKS)
+    np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -gradient))
 
 
 @pytest.mark.parametrize("feedback", [True, False])

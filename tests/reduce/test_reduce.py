@@ -1,7 +1,6 @@
 """Bucket plans, and averages that do not depend on them."""
 
 import dataclasses
-import math
 from types import SimpleNamespace
 
 import jax
@@ -16,9 +15,8 @@ from states import equal
 import jddp
 from jddp.ground.errors import ConfigError
 from jddp.reduce.backward import Finished
-from jddp.reduce.exchange import exchange_on
 from jddp.reduce.hooks import MANY, choose_packing
-from jddp.reduce.plan import BucketPlan, GatheredUnit, plan_buckets
+from jddp.reduce.plan import BucketPlan, plan_buckets
 from jddp.reduce.reducer import (
     BUCKET_MB,
     Reducer,
@@ -175,24 +173,6 @@ def test_buckets_average_exactly_like_single_leaves(mesh, bucket_bytes, layout, 
     equal(got, {name: x.mean(0).astype(x.dtype) for name, x in tree.items()})
 
 
-def test_the_leaf_layout_packs_small_leaves_and_sends_large_ones_as_they_are():
-    """A leaf of 64 KiB is large."""
-    seen = []
-
-    def reduce(bucket, comm_state, axis):
-        seen.extend(x.shape for x in bucket.values)
-        return jax.lax.pmean(bucket, axis), comm_state
-
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    shapes = {"a": (3, 5), "b": (128, 128), "c": (128, 127), "d": (200, 100), "e": ()}
-    tree = {k: np.arange(2.0 * math.prod(x)).reshape(2, *x) for k, x in shapes.items()}
-    tree = jax.tree.map(np.float32, tree)
-    hook = jddp.CommHook(lambda plan: (), reduce)
-    got = averaged(mesh, tree, bucket_bytes=2**20, layout="leaf", comm_hook=hook)
-    assert sorted(seen) == [(128, 128), (200, 100), (15 + 128 * 127 + 1,)]
-    equal(got, jax.tree.map(lambda x: x.mean(0), tree))
-
-
 @pytest.mark.parametrize(
     ("num_leaves", "options", "num_arrays"),
     [
@@ -210,21 +190,6 @@ def test_many_small_leaves_are_sent_alone_within_a_process_of_cpus(num_leaves, o
     members = packing.members(bucket)
     assert len(members) == num_arrays
     assert sorted(i for each in members for i in each) == list(range(num_leaves))
-
-
-def test_averaging_what_is_averaged_changes_nothing(mesh):
-    """NUM-3: replica r holds r; all end with (n - 1) / 2, however often it is averaged."""
-
-    def replica(x):
-        reduce = jddp.average_gradients("data")
-        x, _ = reduce.update({"g": x}, reduce.init(None))
-        again, _ = reduce.update(x, ())
-        return x["g"], again["g"]
-
-    rows = np.arange(mesh.size, dtype=np.float32)
-    mapped = jax.shard_map(replica, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
-    for got in jax.jit(mapped)(rows):
-        np.testing.assert_array_equal(got, [(mesh.size - 1) / 2])
 
 
 def test_auto_is_flat_and_overlapped_on_gpus_and_leaf_and_not_elsewhere():
@@ -303,38 +268,8 @@ def test_a_plan_is_a_table_of_its_buckets():
         "a note",
         "another",
     ]
+    assert "bucket" not in BucketPlan((), group_size=8).headline
     two = {f"{i:03}": shape(200_000 + 50_000 * (i % 2)) for i in range(160)}
     assert [row.split()[0] for row in text(two, range(160))[2:]] == ["0,2..158", "1,3..159"]
     long = {"a_rather_long_name_of_a_layer" * 3: {"kernel": shape(10), "bias": shape(10)}}
     assert max(map(len, text(long, None) + text(two, None))) <= 80
-
-
-def test_a_plan_without_buckets_opens_with_its_units():
-    unit = GatheredUnit(plan_buckets({"w": shape(2**18)}, bucket_bytes=MIB).buckets[0], 4, 2)
-    of_units = BucketPlan((), units=(unit, unit), group_size=8)
-    first, _, row = str(of_units).splitlines()
-    assert first == "2 units, 8.000 MiB of parameters"
-    assert row.split() == ["0,1", "1.000", "1", "float32", "2", "x", "4", "w"]
-    assert "bucket" not in BucketPlan((), group_size=8).headline
-
-
-def test_a_plan_says_what_is_known_of_its_order_and_its_hook():
-    plan = reduction(layout="flat").plan({"w": shape(1)}, [1])
-    assert plan.notes == ("order: as the backward pass finishes them", "layout flat")
-    hook = jddp.CommHook(init=lambda plan: (), reduce=jax.jit)
-    assert (reduction(comm_hook=hook).hook_name, reduction().hook_name) == ("jit", "")
-
-
-@pytest.mark.parametrize("platform", ["gpu", "cpu", "tpu"])
-def test_a_replica_gets_its_row_of_the_mean_and_the_parts_of_all(platform):
-    rows = np.arange(48.0, dtype=np.float32).reshape(4, 4, 3)  # of each replica one for each
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
-    specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
-
-    def replica(x):
-        mean = exchange_on(platform).mean(x[0], "data")
-        return mean[None], exchange_on(platform).gather(mean, "data")[None]
-
-    means, gathered = jax.jit(jax.shard_map(replica, mesh=mesh, **specs))(rows)
-    np.testing.assert_array_equal(means, rows.mean(0))
-    np.testing.assert_array_equal(gathered, [rows.mean(0)] * 4)
