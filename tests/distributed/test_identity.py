@@ -106,13 +106,6 @@ def test_each_source_gives_number_and_coordinator(environ, coordinator, source):
     assert str(resolve(environ)).startswith(start)
 
 
-def test_the_first_process_of_open_mpi_is_where_mpirun_runs_or_where_slurm_says():
-    for environ in (OPEN_MPI_4, OPEN_MPI_5):
-        assert resolve(environ | FIRST).coordinator == resolve(environ).coordinator
-        assert resolve(environ | FIRST | ALLOCATION).coordinator == f"n1:{port_of('7.')}"
-        assert resolve(environ | FIRST | ADDRESS).coordinator == "z:9"
-
-
 @pytest.mark.parametrize(
     "environ",
     [

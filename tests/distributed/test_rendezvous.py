@@ -84,20 +84,6 @@ def rendezvous_of(*processes, address, seconds=60):
         return [future.exception() for future in [start(*process) for process in processes]]
 
 
-def test_processes_connect_in_any_order(address):
-    # JAX listens as soon as they have connected, at the same port: here something else does.
-    def listens():
-        with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as server:
-            for _ in range(3):
-                server.accept()[0].close()
-
-    with ThreadPoolExecutor() as threads:
-        others = [threads.submit(rendezvous_of, (i, 4), address=address) for i in (3, 1, 2)]
-        assert rendezvous_of((0, 4), address=address) == [None]
-        threads.submit(listens).result()
-        assert [other.result() for other in others] == [[None]] * 3
-
-
 def assert_refused(errors, kind, words):
     for error in errors:
         assert isinstance(error, kind)
@@ -272,20 +258,3 @@ def test_a_first_that_was_lost_may_come_back(address, client, gather):
             met = gather(client, 1)
             assert gather(server, 0).result() == met.result() == {0: {}, 1: {}}
         wait_until(lambda: client.lost() == [0])
-
-
-def test_the_first_process_waits_for_its_own_name_to_be_known(address, monkeypatch, gather):
-    look_up, names = socket.getaddrinfo, iter(["unknown", "unknown"])
-
-    def late(host, *arguments, **how):
-        if host == "pod-0" and next(names, None):
-            raise socket.gaierror("not known yet")
-        return look_up("127.0.0.1" if host == "pod-0" else host, *arguments, **how)
-
-    monkeypatch.setattr(socket, "getaddrinfo", late)
-    first = Identity(address.replace("127.0.0.1", "pod-0"), 2, 0)
-    with ThreadPoolExecutor() as threads, closing(RendezvousClient("process", address)) as client:
-        met = threads.submit(rendezvous, first, address, {})
-        gather(client, 1, same={"JDDP_JOB": "not set", HEARTBEAT: "100"}).result()
-        assert met.result() is None
-    assert list(names) == []
