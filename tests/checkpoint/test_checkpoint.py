@@ -32,7 +32,7 @@ from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import find_damage, seal
 from jddp.checkpoint.reader import read_newest
 from jddp.commands.checkpoint import main as checkpoint_command
-from jddp.engine.state import CommState, TrainState, by_path
+from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, FileSystemError, UsageError
 
 NUM_REPLICAS = 4
@@ -94,17 +94,10 @@ def test_every_leaf_comes_back_as_it_was(checkpoints, tmp_path):
         optax.add_noise(0.1, 0.5, 3),
         optax.adafactor(optax.cosine_decay_schedule(0.1, 10), min_dim_size_to_factor=2),
     )
-    state = TrainState(
-        step=jnp.int32(0),
-        params=PARAMS,
-        ema_params=PARAMS,
-        model_state={"count": jnp.uint32(0), "keys": jax.random.split(jax.random.key(1), 3)},
-        opt_state=optimizer.init(PARAMS),
-        comm_state=CommState(),
-        skipped=jnp.int32(0),
-        key=jax.random.key(3),
-    )
-    state = spread(state, jax.NamedSharding(mesh, P()))
+    keys = {"count": jnp.uint32(0), "keys": jax.random.split(jax.random.key(1), 3)}
+    begun = wrapped().init(0, make_batch()).replace(params=PARAMS, ema_params=PARAMS)
+    begun = begun.replace(model_state=keys, opt_state=optimizer.init(PARAMS))
+    state = spread(begun, jax.NamedSharding(mesh, P()))
     rows = jnp.arange(NUM_REPLICAS * 2.0).reshape(NUM_REPLICAS, 2)
     own = jax.device_put(rows, jax.NamedSharding(mesh, P("data")))
     state = state.replace(model_state={**state.model_state, "own": own})

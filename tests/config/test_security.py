@@ -183,7 +183,7 @@ def test_a_cache_that_cannot_be_private_is_not_used(tmp_path, monkeypatch, capsy
         (tmp_path / "jddp" / "xla").mkdir(parents=True)
         (tmp_path / "jddp" / "xla").chmod(0o777)
     elif fault == "no directory":
-        (tmp_path / "jddp").write_text("")
+        (tmp_path / "jddp").touch()
     _turn_on_cache()
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
     (line,) = capsys.readouterr().err.splitlines()

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from acceptance import machine, measured, overlap, repeated, run
+from acceptance import measured, overlap, repeated, run
 from acceptance.page import verdict
 from acceptance.part import write_result
 from acceptance.parts import PARTS, Task
-from acceptance.published import choose_figure, link_of, topology
+from acceptance.published import choose_figure
 from acceptance.result import SKIP, Machine, Part, PartResult
 from runs import environment, wait_until
 
@@ -20,21 +20,6 @@ from jddp.workbench.trace import DeviceTime
 
 ONE = Machine("gpu", 1, "NVIDIA H200")
 GPUS, TWO = Machine("gpu", 8, "NVIDIA H200"), Machine("cpu", 2, "cpu")
-
-
-ONE_GPU = "NVIDIA H100 80GB HBM3, 570.86.15, 81559 MiB, 700.00 W, 1980 MHz, 2619 MHz, "
-ONE_GPU += "Enabled, Disabled, Default, 5, 16"
-TOPOLOGY = "\tGPU0\tGPU1\tNIC0\nGPU0\t X \t{0}\tPIX\nGPU1\t{0}\t X \tSYS\nNIC0\tPIX\tSYS\t X\n"
-
-
-@pytest.mark.parametrize("link, name", [("NV18", "NVLink"), ("SYS", "PCIe")])
-def test_the_machine_is_described_from_what_nvidia_smi_prints(installed, link, name):
-    installed({"--query-gpu": ONE_GPU, "-q": "CUDA Version : 12.8", "topo": TOPOLOGY.format(link)})
-    result = machine.find_devices(Machine("cpu"))
-    assert (result.level, result.facts) == ("ok", {"num_devices": 8, "kind": "cpu"})
-    for text in ("power limit                 700.00 W", "CUDA Version : 12.8", "\tGPU0\tGPU1"):
-        assert text in result.details
-    assert link_of(topology()) == name
 
 
 def test_figures_are_judged_by_their_bounds(monkeypatch):

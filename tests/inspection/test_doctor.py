@@ -119,11 +119,12 @@ def test_the_first_failures_of_a_run_or_of_a_launch_are_printed(tmp_path, monkey
     assert "absent is not a folder" in capsys.readouterr().err
 
 
-def test_the_memory_of_the_smallest_gpu_is_known_where_the_program_answers(installed, monkeypatch):
-    answers = {"--query-gpu": "81559\n40960\n[N/A]\n"}
-    installed(answers)
-    assert gpus.smallest_bytes() == 40960 * 2**20
-    installed(answers, code=9)  # a driver that does not answer
-    assert gpus.smallest_bytes() is None
-    monkeypatch.setenv("PATH", "/nowhere")
+def test_the_memory_of_the_smallest_gpu_is_known_where_the_program_answers(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for script, size in (("printf '81559\\n40960\\n[N/A]\\n'", 40960 * 2**20), ("exit 9", None)):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        assert gpus.smallest_bytes() == size
+    program.unlink()
     assert gpus.smallest_bytes() is None

@@ -13,7 +13,6 @@ from jddp.workbench.charts import (
     Thinned,
     bar,
     curves,
-    series_of,
 )
 
 
@@ -46,9 +45,7 @@ def test_a_short_curve_is_kept_as_it_is_and_values_that_are_not_finite_are_left_
     for step, value in enumerate(values, 1):
         curve.add(step, value)
     assert (curve.steps, curve.values) == ([1, 3, 7], [1, 3, 2.5])
-    assert curve.last == 2.5
     assert (curve.smallest, curve.largest) == ((1, 1), (3, 3))
-    assert series_of("train", curve).low == ()
 
 
 def test_all_points_are_inside_the_drawing_and_larger_values_are_higher():
