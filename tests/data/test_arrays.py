@@ -188,16 +188,6 @@ def test_bad_images_in_an_npy_directory_are_refused(tmp_path, damage, message):
         npy_source(tmp_path, **damage).load()
 
 
-def test_embedded_fashion_mnist_is_balanced_and_normalized():
-    data = make_source("fashion_mnist").load()
-    train, test = rows_of(data.train), rows_of(data.test)
-    for rows, per_class in ((train, 1500), (test, 1000)):
-        assert np.bincount(rows["label"]).tolist() == [per_class] * 10
-    assert abs(train["image"].mean()) < 0.01
-    assert abs(train["image"].std() - 1) < 0.01
-    assert "15,000 train / 10,000 test" in data.description
-
-
 def test_sources_know_their_shapes_without_reading():
     for name in ("fashion_mnist", "python_stdlib"):
         source = make_source(name)

@@ -44,8 +44,3 @@ def test_as_many_parts_end_in_many_epochs_as_in_exact_arithmetic(parts):
 def test_what_is_no_number_of_epochs_is_refused(number):
     with pytest.raises(ConfigError, match="positive"):
         Epochs(number)
-
-
-def test_a_period_reads_as_in_a_sentence():
-    periods = OptimizerSteps(1), OptimizerSteps(1500), Epochs(1), Epochs(0.5)
-    assert [*map(str, periods)] == ["step", "1,500 steps", "epoch", "0.5 epochs"]

@@ -1,6 +1,5 @@
 """PyTorch's data sets and loaders, taken as they are."""
 
-import numpy as np
 import optax
 import pytest
 from states import equal
@@ -8,7 +7,6 @@ from tiny import MLP, make_batch
 from tiny import loss_fn as loss_of
 
 import jddp
-from jddp.data import RowExamples, TrainBatches
 
 pytestmark = pytest.mark.slow  # Needs jddp[peers].
 
@@ -24,16 +22,6 @@ def tensors():
     import torch
 
     return torch.utils.data.TensorDataset(*map(torch.from_numpy, (ROWS["x"], ROWS["y"])))
-
-
-def test_a_data_set_gives_the_rows_that_arrays_give(tensors):
-    def first(examples):
-        return next(TrainBatches(examples, global_batch_size=8, seed=0))
-
-    got = first(RowExamples(tensors, names=("x", "y")))
-    order = first(RowExamples([{"i": i} for i in range(32)]))
-    for name in ("x", "y"):
-        np.testing.assert_array_equal(got[name], ROWS[name][order["i"]])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

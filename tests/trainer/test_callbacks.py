@@ -4,7 +4,7 @@ import pytest
 
 import jddp
 from jddp.commands.training import run
-from jddp.config.files import dump_values, load_config
+from jddp.config.files import load_config
 from jddp.ground.errors import ConfigError
 from jddp.trainer.job.parts import find_callbacks, make_callbacks
 
@@ -33,12 +33,6 @@ def test_callbacks_with_keys_of_their_own_come_first_and_each_run_makes_new_ones
     first, second = make_callbacks(made), make_callbacks(made)
     assert [type(x).__name__ for x in first[-2:]] == ["KeepBest", "KeepBest"]
     assert first[-1] is not second[-1]
-
-
-def test_a_list_of_callbacks_is_written_and_read_again(tmp_path):
-    made = config("[{name: keep_best, kwargs: {metric: accuracy}}]")
-    (tmp_path / "again.yaml").write_text(dump_values(made.model_dump()))
-    assert load_config([str(tmp_path / "again.yaml")])[0].callbacks == made.callbacks
 
 
 WRONG = {

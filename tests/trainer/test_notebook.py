@@ -1,15 +1,12 @@
 """A notebook's kernel, driven as Jupyter drives it; and the notebooks of examples/."""
 
-import json
 import re
 import subprocess
 import sys
 
 import jupytext
-import nbformat
 import pytest
 from jupyter_client.manager import KernelManager
-from nbclient import NotebookClient
 from runs import ROOT, compiling_as_here, environment
 
 NOTEBOOKS = sorted(ROOT.glob("examples/notebooks/*.py"))
@@ -80,21 +77,6 @@ def test_an_interrupt_stops_behind_a_step_and_the_same_call_resumes(kernel):
     assert reply["parent_header"]["msg_id"] == request
     assert reply["content"]["status"] == "ok", reply["content"]
     assert run_cell(client, CHECK).splitlines()[-1] == "SIGINT None 5"
-
-
-@pytest.mark.slow
-def test_progress_is_one_element_that_a_saved_notebook_keeps(tmp_path):
-    cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, "run = fit(60)", "run")]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    place = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=SECONDS, resources=place).execute(env=environment())
-    saved = json.loads(nbformat.writes(notebook))
-    shown = [x for x in saved["cells"][1]["outputs"] if x["output_type"] == "display_data"]
-    assert len(shown) == 1
-    html, text = (shown[0]["data"][kind] for kind in ("text/html", "text/plain"))
-    assert '<progress value="60" max="60">' in "".join(html)
-    assert "".join(text).startswith("step 60/60  loss ")
-    assert "Run at step 60" in "".join(saved["cells"][2]["outputs"][0]["data"]["text/html"])
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

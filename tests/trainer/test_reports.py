@@ -200,12 +200,6 @@ def test_a_train_line_has_what_matters_most_and_fits(given, columns, middle):
     assert line == f"{HEAD}  {middle}  {END}"
 
 
-def test_a_train_line_has_hours_its_unit_and_no_field_that_is_unknown():
-    assert "ETA 2:46:40" in train_line(RECORD | {"step": 0}, Course(500_000))
-    assert "10.8k images/s" in train_line(RECORD, Course(1170, unit="images"), 90)
-    assert train_line({"step": 1, "loss": float("nan")}, Course(9)) == "step 1/9  loss nan"
-
-
 def report(records=(RECORD,), is_writer=True):
     progress = Display(Course(1170), is_writer=is_writer)
     for record in records:

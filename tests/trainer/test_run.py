@@ -1,8 +1,6 @@
 """What a notebook has in its hands: a run's results, the newest state, and what each looks like."""
 
 import _thread
-import dataclasses
-import inspect
 import itertools
 import os
 import re
@@ -24,7 +22,6 @@ import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.data import TrainBatches
 from jddp.ground.errors import ConfigError, FileSystemError, UsageError
-from jddp.trainer.run import Options
 
 
 def fit(num_steps=4, **options):
@@ -237,13 +234,6 @@ def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(tmp_path, mon
         assert "\n" not in str(caught.value)
     assert checkpoint_command(["verify", str(url)]) == 2
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_signature_of_fit_names_every_option_of_a_run():
-    options = inspect.signature(jddp.fit).parameters
-    asked = {field.name for field in dataclasses.fields(Options)} - {"evaluation"} | {"evaluate"}
-    # The command line alone knows these; a program calls `jax.profiler` itself.
-    assert asked - {"config", "facts", "profile_steps"} <= options.keys()
 
 
 def test_arrays_are_trained_on_and_evaluated_as_batches_of_them_and_as_on_one_device():

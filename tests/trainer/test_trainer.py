@@ -669,15 +669,6 @@ def test_a_state_that_is_restored_and_evaluated_is_not_written_again(plain, tmp_
     assert (tmp_path / "checkpoints" / str(NUM_STEPS)).stat().st_ino == before
 
 
-def test_numbers_of_numpy_among_the_settings_are_saved(plain, tmp_path):
-    two, one = np.int64(2), np.int64(1)
-    given = {"save_every_steps": one, "eval_every_steps": one}
-    for num_steps in (two, two + 1):
-        stop = jddp.EarlyStopping(patience=np.int64(9), min_delta=np.float32(0.5))
-        run = fit(plain, batches(), tmp_path, num_steps=num_steps, callbacks=[stop], **given)
-    assert (run.step, run.stopped) == (3, None)
-
-
 def test_callbacks_remember_the_evaluations_before_a_resume_and_the_best_checkpoints_stay(
     forth_and_back, tmp_path, capsys
 ):
@@ -790,12 +781,3 @@ def test_callbacks_hear_of_the_beginning_the_end_of_each_epoch_and_a_failure(
     assert second.calls[0] == ("begin", failed_at)
     both = [call for call in first.calls + second.calls if call[0] in ("step", "epoch")]
     assert both == [*steps[:3], ("epoch", 1), *steps[3:5], ("epoch", 2), *steps[5:], ("epoch", 3)]
-
-
-def test_batches_without_epochs_end_none_and_padded_rows_count_for_none(plain):
-    hooks, padded = Recorder(), Recorder()
-    jddp.fit(plain, batches(), num_steps=2, callbacks=[hooks])
-    assert hooks.calls == [("begin", 0), ("step", 1), ("step", 2), ("end", 2)]
-    options = {"global_batch_size": 12, "num_epochs": 2, "callbacks": [padded]}
-    jddp.fit(plain, make_batch(20), **options)
-    assert [call for call in padded.calls if call[0] == "epoch"] == [("epoch", 1), ("epoch", 2)]
