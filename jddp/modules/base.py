@@ -149,6 +149,7 @@ STATISTICS = {"batch_stats", "BatchStat"}  # Kinds of state, in Linen and in NNX
 OVERWRITTEN = "_overwrite_with_gradient"  # The kind of the scales of fp8 layers.
 
 LOSS = "loss"  # The scope of the equations of a loss.
+TILED = "tiled_cross_entropy"  # Scope of a loss that is computed in tiles.
 
 
 class FlaxModel(abc.ABC):

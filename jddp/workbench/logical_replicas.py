@@ -42,7 +42,7 @@ from jddp.ground.errors import ConfigError
 from jddp.ground.jaxprs import axes_of, equations
 from jddp.ground.numbers import add_in_pairs
 from jddp.ground.typing import Batch, HookState, ModelState, Path, PyTree, Tree
-from jddp.modules.base import FlaxModel
+from jddp.modules.base import TILED, FlaxModel
 from jddp.modules.forward import combine
 from jddp.modules.metrics import Sums, add_sums
 from jddp.modules.rows import check_rows, split_rows
@@ -120,11 +120,20 @@ class FixedReplicas(Replicas):
         return state
 
     def check(self, forward: Jaxpr) -> None:
-        """Refuses a model or loss with a collective: replicas run one after the other.
+        """Refuses a model or loss with a collective, and a loss in tiles.
+
+        Replicas run one after the other; and sums in tiles are rounded by how XLA compiles the
+        loops around them, of which a device with one replica has one less.
 
         Raises:
           ConfigError: If there is one, with its name.
         """
+        if any(TILED in str(eqn.source_info.name_stack) for eqn in equations(forward)):
+            raise ConfigError(
+                f"LogicalReplicas({self.num}): sums of a loss in tiles would depend on the number "
+                "of devices. Compute all logits at once: loss.kwargs.tile_size=null, or "
+                "next_token(..., tile_size=None)."
+            )
         found = (eqn.primitive.name for eqn in equations(forward) if self.axis in axes_of(eqn))
         if name := next(found, None):
             raise ConfigError(

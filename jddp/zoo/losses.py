@@ -98,7 +98,7 @@ def next_token(
     bytes_per_token: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    tile_size: int = TILE_SIZE,
+    tile_size: int | None = TILE_SIZE,
 ) -> tuple[Float[Array, "b t"] | Mean, dict[str, Array | Metric]]:
     """The cross entropy of each token, given the tokens before it, and "accuracy".
 
@@ -120,7 +120,8 @@ def next_token(
       label_smoothing: Fraction of the target that is spread over the vocabulary, in training.
       z_loss: Weight of the square of the log of the softmax's denominator, in training; 1e-4 is
         usual.
-      tile_size: Number of tokens whose logits are in memory at a time, with a `loss_head`.
+      tile_size: Number of tokens whose logits are in memory at a time, with a `loss_head`; None for
+        all, as `jddp.LogicalReplicas` needs.
 
     Returns:
       Losses in nats, and metrics, of each of the `t` predictions; in training with a `loss_head`
@@ -132,19 +133,20 @@ def next_token(
     (tokens,) = _fields(batch, "next_token", "tokens")
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
-    head = functools.partial(
-        tiled_cross_entropy,
-        labels=targets,
-        mask=batch.get("mask"),
-        train=train,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        tile_size=tile_size,
-    )
+    head = None
+    if tile_size is not None and "loss_head" in inspect.signature(model).parameters:
+        head = functools.partial(
+            tiled_cross_entropy,
+            labels=targets,
+            mask=batch.get("mask"),
+            train=train,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            tile_size=tile_size,
+        )
     found = call_model(model, inputs, train, segments=batch.get("segments"), loss_head=head)
-    if "loss_head" not in inspect.signature(model).parameters:
-        options = (label_smoothing, z_loss) if train else ()
-        found = cross_entropies(found, targets, *options)
+    if head is None:
+        found = cross_entropies(found, targets, *((label_smoothing, z_loss) if train else ()))
     losses, is_hit = found
     metrics = {"accuracy": is_hit, "perplexity": Metric(losses, _perplexity)}
     if bytes_per_token is not None:

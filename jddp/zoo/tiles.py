@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from jddp.modules.base import TILED
 from jddp.modules.metrics import MaskedMean, Mean
 
 # With fewer tokens, an H100 spends more time on adding a tile's gradient to the table's gradient
@@ -63,16 +64,27 @@ def tiled_cross_entropy(
       z_loss: Weight of the square of the log of the softmax's denominator, in training.
       tile_size: Number of labels whose logits are in memory at a time.
     """
+    with jax.named_scope(TILED):
+        return _scored(hidden, table, labels, mask, train, (label_smoothing, z_loss, tile_size))
+
+
+def _scored(
+    hidden: Array,
+    table: Array,
+    labels: Array,
+    mask: Array | None,
+    train: bool,
+    options: _Options,
+) -> tuple[Mean | Array, Array]:
     widest = jnp.promote_types(hidden.dtype, table.dtype)
     table = table.astype(jnp.promote_types(widest, jnp.float32))
     if not train:
-        losses, is_hit = _run(hidden, table, labels, None, (0.0, 0.0, tile_size))
+        losses, is_hit = _run(hidden, table, labels, None, (0.0, 0.0, options[2]))
         return losses, is_hit
     weights = jnp.ones(labels.shape, table.dtype)
     if mask is not None:
         dims = tuple(range(mask.ndim, labels.ndim))
         weights *= jnp.expand_dims(mask > 0, dims).astype(table.dtype)
-    options = label_smoothing, z_loss, tile_size
     total, is_hit = _total(hidden, table, labels, weights, options)
     return MaskedMean(total, weights), is_hit
 

@@ -1,5 +1,6 @@
 """A step on logical replicas is bitwise identical on any number of devices."""
 
+import functools
 import re
 
 import jax
@@ -16,6 +17,8 @@ from tiny import MODELS, Of, loss_fn, make_batch
 
 import jddp
 from jddp.ground.errors import ConfigError
+from jddp.zoo.losses import next_token
+from jddp.zoo.models import GPT
 
 SHARDS = 8
 BATCHES = [make_batch(32, seed=i) for i in range(2)]
@@ -186,3 +189,12 @@ def test_what_would_change_bits_is_refused():
     state = ddp.init(0, BATCHES[0])
     with pytest.raises(ConfigError, match="12 rows do not divide over 8 logical replicas"):
         ddp.step(state, make_batch(12))
+
+
+def test_a_loss_in_tiles_is_refused_and_all_logits_at_once_are_not():
+    model = GPT(vocab_size=24, num_layers=1, num_heads=2, width=16, max_length=8)
+    tokens = np.random.default_rng(0).integers(24, size=(16, 9)).astype(np.int32)
+    options = {"model": model, "batches": [{"tokens": tokens}], "evaluated": [{"tokens": tokens}]}
+    with pytest.raises(ConfigError, match="tile_size"):
+        trained(8, loss=next_token, **options)
+    trained(8, loss=functools.partial(next_token, tile_size=None), **options)

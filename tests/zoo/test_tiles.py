@@ -110,6 +110,9 @@ def tiled_loss(model, batch, train):
     return next_token(model, batch, train, tile_size=5)
 
 
+PLACED = {name: x for name, x in STRATEGIES.items() if name != "logical"}  # They refuse tiles.
+
+
 def token_batch(rows=16):
     rng = np.random.default_rng(0)
     mask = rng.random((rows, 8)) < 0.7
@@ -118,7 +121,7 @@ def token_batch(rows=16):
 
 @pytest.mark.parametrize(
     "options",
-    swept({**STRATEGIES, "parts": {"strategy": "zero1", "accumulate_steps": 2}}, every=3),
+    swept({**PLACED, "parts": {"strategy": "zero1", "accumulate_steps": 2}}, every=3),
 )
 def test_a_gpt_with_tiles_trains_on_devices_as_one_device_with_all_logits(options):
     batch = token_batch()
