@@ -132,6 +132,8 @@ def planned(job, rows, mesh=1, model=(), **options):
     if job.image_size:
         image = F32((rows, job.image_size, job.image_size, 3))
         batch, loss = {"image": image, "label": whole((rows,))}, cross_entropy
+    if "strategy" in options and loss is next_token:  # Logical replicas refuse tiles.
+        loss = functools.partial(next_token, tile_size=None)
     network = MODELS[job.model](**job.sizes, **dict(model))
     ddp = jddp.DataParallel(network, optax.sgd(0.1), loss, mesh=mesh, **options)
     return ddp.steps, ddp.steps.planned(batch).traced
