@@ -193,8 +193,8 @@ def test_what_would_change_bits_is_refused():
 
 def test_a_loss_in_tiles_is_refused_and_all_logits_at_once_are_not():
     model = GPT(vocab_size=24, num_layers=1, num_heads=2, width=16, max_length=8)
-    tokens = np.random.default_rng(0).integers(24, size=(16, 9)).astype(np.int32)
-    options = {"model": model, "batches": [{"tokens": tokens}], "evaluated": [{"tokens": tokens}]}
+    batch = {"tokens": np.arange(16 * 9, dtype=np.int32).reshape(16, 9) % 24}
     with pytest.raises(ConfigError, match="tile_size"):
-        trained(8, loss=next_token, **options)
-    trained(8, loss=functools.partial(next_token, tile_size=None), **options)
+        wrapped(8, model=model, loss=next_token).steps.lower(batch)
+    at_once = functools.partial(next_token, tile_size=None)
+    wrapped(8, model=model, loss=at_once).steps.lower(batch)

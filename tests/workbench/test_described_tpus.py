@@ -54,9 +54,7 @@ def test_buckets_are_one_all_reduce_on_v5e_and_overlap_on_v6e():
 )
 def test_every_generation_compiles_every_strategy(target, topology, strategy):
     found = explained(target, topology, strategy=strategy)
-    ops = {x.op for x in large(found)}
-    gathers = {"all-gather"} if strategy != "ddp" else set()
-    assert gathers <= ops
+    assert strategy == "ddp" or "all-gather" in {x.op for x in large(found)}
     assert found.prediction.memory.total > 0
 
 
