@@ -10,7 +10,7 @@
            ends inside a tile, which sends twice as much
 
 Where a slice of TPUs is no ring (4 x 4 chips and more, and each v4), XLA:TPU makes an all-reduce of
-a reduce-scatter in any case; gathers stay gathers (libtpu 0.0.42, `tests/engine/test_on_tpus.py`).
+a reduce-scatter in any case; gathers stay gathers (libtpu 0.0.42, `benchmarks/tpus.py`).
 """
 
 import dataclasses
