@@ -1,7 +1,4 @@
-"""The site of docs/: what is made from the code is all of it, and what is written agrees with it.
-
-`scripts/docs` builds the site, with warnings as errors.
-"""
+"""The site of docs/: what is made from the code is complete, and what is written agrees with it."""
 
 import ast
 import inspect

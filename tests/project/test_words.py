@@ -1,7 +1,4 @@
-"""Pages, help, errors, comments and docstrings use the terms of docs/glossary.md.
-
-A table of CONTRIBUTING.md lists words that are not used, each with the term that is.
-"""
+"""Pages, help, errors, comments and docstrings use the terms of docs/glossary.md."""
 
 import ast
 import io

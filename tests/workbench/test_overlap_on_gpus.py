@@ -1,8 +1,4 @@
-"""What eight H100s communicate is hidden: modelled, from the schedule that XLA makes for them.
-
-No GPU is needed; `scripts/overlap` runs this with JAX's plugin for CUDA. A schedule is XLA's, and
-so belongs to one version of JAX: the pinned one.
-"""
+"""What eight H100s communicate is hidden, in the schedule that the pinned XLA makes for them."""
 
 import functools
 from collections import Counter

@@ -1,7 +1,4 @@
-"""Steps are compiled for described GPUs, and explained with what is modelled of them.
-
-No GPU is needed; `scripts/overlap` runs this with JAX's plugin for CUDA.
-"""
+"""Steps are compiled for described GPUs, and explained with what is modelled of them."""
 
 import json
 import re

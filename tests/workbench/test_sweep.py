@@ -1,11 +1,14 @@
 """A sweep is the product of values; its runs are trained in turn, and a failure is named."""
 
 import json
+import signal
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from runs import wait_until
 
 from jddp.commands.training import run
 from jddp.distributed.identity import VARIABLES
@@ -126,3 +129,17 @@ def test_a_command_has_its_exit_code_and_the_streams_of_this_process(capfd):
         assert turns.run([*python, "print('here'); raise SystemExit(7)"]) == 7
         assert turns.run([*python, "import os; os.kill(os.getpid(), 9)"]) == 137
     assert capfd.readouterr().out == "here\n"
+
+
+def test_a_stop_signal_is_passed_on_and_no_later_command_is_begun(tmp_path):
+    started = tmp_path / "started"
+
+    def stop():
+        wait_until(started.exists)
+        signal.raise_signal(signal.SIGTERM)
+
+    with InTurn() as turns:
+        threading.Thread(target=stop).start()
+        program = f"trap 'kill $!; exit 75' TERM; touch {started}; sleep 30 & wait"
+        assert turns.run(["sh", "-c", program]) == 75
+        assert turns.run(["false"]) == ExitCode.PREEMPTED
