@@ -283,6 +283,14 @@ def open_mpi(environ: Environ) -> Identity | None:
             return f"{LOOPBACK}:{port_of(job)}"
         if first := _first_of_slurm(environ):
             return first
+        # The daemons are numbered, and the launcher has 0. mpirun ends the other processes.
+        daemon = re.match(r"[^;]*\.(\d+);", environ.get("PMIX_SERVER_URI2", ""))
+        if daemon and daemon[1] != "0" and environ[OPEN_MPI.process_id] == "0":
+            here = f"{environ.get('PMIX_HOSTNAME', socket.gethostname())}:{port_of(job)}"
+            raise ConfigError(
+                f"mpirun and process 0 run on different hosts: give mpirun -x {ADDRESS}={here}, so "
+                "that all processes find process 0."
+            )
         launcher = re.search(r"tcp://([\d.]+)", uri) or re.match(r"prte(?:run)?-(.+)-\d+@", space)
         return f"{launcher[1]}:{port_of(job)}" if launcher else None
 

@@ -15,7 +15,7 @@ from acceptance.result import SKIP, Machine, Part, PartResult
 from runs import environment, wait_until
 
 from jddp.commands import doctor
-from jddp.commands.doctor import main
+from jddp.commands.checks import doctor_command as main
 from jddp.workbench.trace import DeviceTime
 
 ONE = Machine("gpu", 1, "NVIDIA H200")

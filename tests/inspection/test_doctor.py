@@ -9,7 +9,7 @@ import jax
 import pytest
 from runs import environment, of_job
 
-from jddp.commands.doctor import main
+from jddp.commands.checks import doctor_command as main
 from jddp.distributed import gpus
 from jddp.distributed.failure_file import VARIABLE, describe_failure, write_failure
 from jddp.distributed.gpus import Missing

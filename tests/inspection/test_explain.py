@@ -10,7 +10,7 @@ from jax import lax
 from tiny import MLP, NUM_CLASSES, ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.commands.jobs import explain_command as main
+from jddp.commands.checks import explain_command as main
 from jddp.ground.errors import ConfigError
 from jddp.workbench.described import Target
 

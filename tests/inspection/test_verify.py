@@ -12,7 +12,7 @@ from sweeps import swept
 from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, Of, loss_fn, make_batch
 
 import jddp
-from jddp.commands.jobs import verify_command as main
+from jddp.commands.checks import verify_command as main
 from jddp.ground.errors import UsageError
 from jddp.inspection.verification.findings import MICRO_BATCHES, Comparison, Verification
 

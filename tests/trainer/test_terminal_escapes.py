@@ -12,7 +12,7 @@ from tiny import MLP, loss_fn, make_batch
 
 import jddp
 from jddp.commands.checkpoint import main as checkpoint
-from jddp.commands.doctor import main as doctor
+from jddp.commands.checks import doctor_command as doctor
 from jddp.commands.runs import evaluate_command as evaluate
 from jddp.ground import errors
 

@@ -8,7 +8,7 @@ import pytest
 from tiny import MLP, ConvNet, loss_fn, make_batch
 
 import jddp
-from jddp.commands.jobs import explain_command as main
+from jddp.commands.checks import explain_command as main
 from jddp.commands.training import run as train
 from jddp.ground.errors import ConfigError
 from jddp.workbench.tune import main as tune

@@ -9,7 +9,7 @@ from jax.profiler import ProfileData
 from tiny import make_batch, wrapped
 
 import jddp
-from jddp.commands.jobs import explain_command as main
+from jddp.commands.checks import explain_command as main
 from jddp.ground.errors import DataError, ExitCode
 from jddp.trainer.loop import Profile
 from jddp.workbench.trace import (

@@ -102,9 +102,6 @@ def assert_trained(job, run, one):
     assert_alike(result(job.cluster.folder, run)[0], one)
 
 
-# Open MPI.
-
-
 @pytest.mark.slow
 def test_processes_of_open_mpi_train_as_one_and_are_saved_at_a_signal_to_mpirun(cluster, golden):
     constant = [*FEW, "optimizer.schedule.name=constant_schedule"]  # however many steps there are
