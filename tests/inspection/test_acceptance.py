@@ -14,7 +14,7 @@ from acceptance.published import choose_figure
 from acceptance.result import SKIP, Machine, Part, PartResult
 from runs import environment, wait_until
 
-from jddp.commands import doctor
+from jddp.commands import checks
 from jddp.commands.checks import doctor_command as main
 from jddp.workbench.trace import DeviceTime
 
@@ -91,7 +91,7 @@ def test_without_a_gpu_one_line_has_the_reason(monkeypatch, tmp_path, capfd):
 
 
 def test_the_wheel_has_no_acceptance_and_says_where_it_is(monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(doctor, "ACCEPTANCE", tmp_path / "gpu_acceptance.py")
+    monkeypatch.setattr(checks, "ACCEPTANCE", tmp_path / "gpu_acceptance.py")
     assert main(["--gpu-acceptance"]) == 2
     assert "--gpu-acceptance is a part of the repository" in capfd.readouterr().err
 
