@@ -8,18 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from flax import linen as nn
 from flax import nnx
 from jax import lax
 from judge import host
 from states import close, equal
 from sweeps import swept
-from tiny import MLP, NUM_CLASSES, Of, loss_fn, make_batch, take_steps
+from tiny import MLP, NUM_CLASSES, Of, make_batch, take_steps
 
 import jddp
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.state import PerReplica, merged
 from jddp.ground.errors import ConfigError
+
+wrapped = functools.partial(tiny.wrapped, mesh=None)
 
 
 def towers(m, x, y):
@@ -47,7 +50,7 @@ def over_all_rows(model, batch):
 
 def test_a_contrastive_loss_over_all_rows_has_the_gradient_of_one_device(mesh):
     batch, model = pairs(), Of(towers)
-    ddp = wrapped(model, over_all_rows, mesh=mesh)
+    ddp = wrapped(model, loss=over_all_rows, mesh=mesh)
     state = ddp.init(0, batch)
 
     def alone(params):
@@ -60,7 +63,7 @@ def test_a_contrastive_loss_over_all_rows_has_the_gradient_of_one_device(mesh):
 
 
 def test_a_replica_s_key_follows_the_rule_of_all_random_numbers(mesh):
-    ddp = wrapped(MLP(), mesh=mesh)
+    ddp = wrapped(mesh=mesh)
     batch = make_batch()
     state, _ = ddp.step(ddp.init(3, batch), batch)
     keys = jddp.replica_key(state, "environment")
@@ -81,13 +84,13 @@ def wander(m, x, train):
     return MLP()(x, train) + x @ own.value
 
 
-Own = type("Own", (nnx.Variable,), {})
+Own, Count = (type(name, (nnx.Variable,), {}) for name in ("Own", "Count"))
 
 
 class NnxWander(nnx.Module):
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(16, 4, rngs=rngs)
-        self.own, self.rngs = Own(jnp.zeros((16, 4))), rngs
+    def __init__(self):
+        self.rngs = nnx.Rngs(0)
+        self.dense, self.own = nnx.Linear(16, 4, rngs=self.rngs), Own(jnp.zeros((16, 4)))
 
     def __call__(self, x, train):
         if train:
@@ -95,12 +98,8 @@ class NnxWander(nnx.Module):
         return self.dense(x) + x @ self.own[...]
 
 
-WANDERERS = {"linen": (lambda: Of(wander), "own"), "nnx": (lambda: NnxWander(nnx.Rngs(0)), "Own")}
+WANDERERS = {"linen": (lambda: Of(wander), "own"), "nnx": (NnxWander, "Own")}
 in_both = pytest.mark.parametrize("make, kind", WANDERERS.values(), ids=WANDERERS)
-
-
-def wrapped(model, loss=loss_fn, **options):
-    return jddp.DataParallel(model, optax.sgd(0.1), loss, **options)
 
 
 def own_of(model_state):
@@ -146,16 +145,12 @@ def test_the_mean_of_whole_numbers_is_rounded_down_and_fits_where_they_do(dtype,
 @pytest.mark.parametrize("make, kind", swept(WANDERERS, every=2))
 def test_a_run_goes_on_with_what_each_replica_had(make, kind, tmp_path):
     def fit(num_steps, run_dir):
-        options = {"num_steps": num_steps, "run_dir": tmp_path / run_dir}
-        return jddp.fit(
-            wrapped(make(), state={kind: "per_replica"}),
-            [make_batch()] * 4,
-            **options,
-        ).state
+        ddp, options = wrapped(make(), state={kind: "per_replica"}), {"num_steps": num_steps}
+        run = jddp.fit(ddp, [make_batch()] * 4, run_dir=tmp_path / run_dir, **options)
+        return host(own_of(run.state.model_state))
 
     fit(2, "twice")
-    got, want = fit(4, "twice"), fit(4, "once")
-    np.testing.assert_array_equal(own_of(got.model_state), own_of(want.model_state))
+    np.testing.assert_array_equal(fit(4, "twice"), fit(4, "once"))
 
 
 @in_both
@@ -183,9 +178,6 @@ def count(m, x, train):
     return MLP()(x, train)
 
 
-Count = type("Count", (nnx.Variable,), {})
-
-
 class NnxCounts(nnx.Module):
     def __init__(self):
         self.dense = nnx.Linear(16, NUM_CLASSES, rngs=nnx.Rngs(0))
@@ -209,7 +201,7 @@ def counted(state):
 
 
 def train(model, num_steps=3, **options):
-    ddp = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, **options)
+    ddp = wrapped(model, **options)
     state, _ = take_steps(ddp, [make_batch(32, seed=seed) for seed in range(num_steps)])
     return ddp, state
 

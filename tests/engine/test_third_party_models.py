@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from flax import linen as nn
 from flax import nnx
 from judge import WIDTH, host, make_rows
@@ -19,9 +20,7 @@ from tiny import MLP, NUM_CLASSES, Of, loss_fn, make_batch, take_steps
 import jddp
 from jddp.ground.errors import ConfigError
 
-
-def wrapped(model, loss=loss_fn, **options):
-    return jddp.DataParallel(model, optax.sgd(0.1), loss, **options)
+wrapped = functools.partial(tiny.wrapped, mesh=None)
 
 
 def passes(model, loss=loss_fn, batch=None, **options):
@@ -189,7 +188,7 @@ def test_a_loss_reads_what_its_model_has_sown(collection):
         (sown,) = model.variables[collection]["square"]
         return losses + 0.1 * sown
 
-    ddp = wrapped(Of(sowing), loss_fn)
+    ddp = wrapped(Of(sowing), loss=loss_fn)
     state, _ = take_steps(ddp, [make_rows()])
     assert state.model_state == {}
     variables = ddp.model(state)
@@ -232,9 +231,8 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return():
         (lambda losses: jax.lax.stop_gradient(losses).mean(), "does not depend on them"),
         (lambda losses: 0.5, "No gradient reaches any parameter.*Return the loss as JAX computes"),
     ):
-        ddp = wrapped(MLP(), lambda m, batch, train, give=give: give(loss_fn(m, batch, train)[0]))
         with pytest.raises(ConfigError, match=message):
-            ddp.init(0, make_batch())
+            wrapped(loss=lambda *given, give=give: give(loss_fn(*given)[0])).init(0, make_batch())
 
 
 def test_metrics_that_come_and_go_are_named():
@@ -242,7 +240,7 @@ def test_metrics_that_come_and_go_are_named():
         losses, metrics = loss_fn(model, batch, train)
         return losses, {"zeros": 0 * losses, **metrics} if "more" in batch else {}
 
-    ddp = wrapped(MLP(), loss)
+    ddp = wrapped(loss=loss)
     state, batches = ddp.init(0, make_batch()), [make_batch(), make_batch() | {"more": np.ones(16)}]
     with pytest.raises(ConfigError, match="'accuracy' is returned for some batches"):
         ddp.evaluate(state, batches)
@@ -270,7 +268,7 @@ def test_a_model_may_keep_a_cache_while_it_is_evaluated():
             x = seen.value
         return nn.Dense(1)(x)[:, 0]
 
-    ddp = wrapped(Of(decoder), squares)
+    ddp = wrapped(Of(decoder), loss=squares)
     state = ddp.init(0, make_rows())
     assert ddp.evaluate(state, [make_rows(), make_rows(5)])["examples"] == 21
 
@@ -279,7 +277,7 @@ def test_a_model_that_trains_where_it_has_keys_for_dropout_is_evaluated_without(
     def body(m, x, train):
         return nn.Dense(1)(nn.Dropout(0.5, deterministic=not m.has_rng("dropout"))(x))[:, 0]
 
-    ddp, batch = wrapped(Of(body), squares), make_rows()
+    ddp, batch = wrapped(Of(body), loss=squares), make_rows()
     state = ddp.init(0, batch)
     want = squares(Of(body).bind(ddp.model(state)), batch, False).mean()
     np.testing.assert_allclose(ddp.evaluate(state, [batch])["loss"], want, rtol=1e-5)

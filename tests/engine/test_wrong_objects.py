@@ -12,7 +12,7 @@ from flax import nnx
 from judge import host
 from states import equal
 from sweeps import swept
-from tiny import MLP, MODELS, Of, loss_fn, make_batch, make_batches
+from tiny import MODELS, Of, loss_fn, make_batch, make_batches, wrapped
 
 import jddp
 from jddp.data import TrainBatches, eval_batches
@@ -20,15 +20,11 @@ from jddp.ground.errors import ConfigError, DataError, UsageError
 from jddp.trainer.run import Callback
 
 
-def wrapped(loss=loss_fn, model=None, **options):
-    return jddp.DataParallel(model or MLP(), optax.adam(0.1), loss, mesh=2, **options)
-
-
 def test_an_optimizer_or_a_strategy_that_is_none_is_refused_with_what_to_give():
     of_nnx = nnx.Optimizer(MODELS["nnx"](), optax.adam(0.1), wrt=nnx.Param)
     for optimizer, kind in ((optax.adam, "function"), (of_nnx, "Optimizer"), ("adam", "str")):
         with pytest.raises(ConfigError, match=rf"optimizer is of type {kind}.*optax.adam\(1e-3\)"):
-            jddp.DataParallel(MLP(), optimizer, loss_fn)
+            wrapped(optimizer=optimizer)
     with pytest.raises(ConfigError, match="strategy=16 is none. Choose 'ddp'"):
         wrapped(strategy=16)
 
@@ -92,7 +88,7 @@ def test_what_is_no_state_of_a_device_or_of_others_is_refused_by_name():
     ddp, batch = wrapped(), make_batch()
     state = ddp.init(0, batch)
     run = jddp.fit(ddp, [batch], num_steps=1, state=state)
-    other = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=4).init(0, batch)
+    other = wrapped(mesh=4).init(0, batch)
     for given, message in (
         (None, "NoneType is none"),
         (state.params, "dict is none"),
@@ -110,7 +106,7 @@ def test_what_is_no_state_of_a_device_or_of_others_is_refused_by_name():
 
 def test_a_state_of_another_optimizer_is_refused_where_the_optimizer_is_used():
     ddp, had_a_state, batch = wrapped(), wrapped(), make_batch()
-    other = jddp.DataParallel(MLP(), optax.sgd(0.1, momentum=0.9), loss_fn, mesh=2)
+    other = wrapped(optimizer=optax.sgd(0.1, momentum=0.9))
     state = other.init(0, batch)
     had_a_state.init(0, batch)
     for call in (x for each in (ddp, had_a_state) for x in (each.step, each.gradients)):
@@ -125,7 +121,7 @@ def test_a_seed_or_a_mesh_that_is_none_is_refused_in_one_line():
             wrapped().init(seed, make_batch())
     for mesh in ("4", True, [], ["cpu:0"], {"data": 4}, 2.0):
         with pytest.raises(ConfigError, match=re.escape(f"mesh={mesh!r} is none")):
-            jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, mesh=mesh)
+            wrapped(mesh=mesh)
 
 
 FP8 = Of(lambda m, x, train: nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x))
@@ -146,7 +142,7 @@ def no_such_key(model, batch, train):
 
 @pytest.mark.parametrize("model", ["mlp", "nnx"])
 def test_a_key_that_the_batch_lacks_is_named_beside_those_that_it_has(model):
-    ddp, batch = wrapped(no_such_key, MODELS[model]()), make_batch()
+    ddp, batch = wrapped(MODELS[model](), loss=no_such_key), make_batch()
     state = ddp.init(0, {"image": batch["x"], "y": batch["y"]})
     reported = r"loss_fn reads batch\['image'\], and the batch holds x, y\."
     calls = [
@@ -169,7 +165,7 @@ def test_another_key_error_of_the_users_code_stays_what_it_is():
         return loss_fn(model, batch, train)[0] * looks_up("b")
 
     with pytest.raises(KeyError, match="b"):
-        wrapped(other_mistake).init(0, make_batch())
+        wrapped(loss=other_mistake).init(0, make_batch())
 
 
 def test_batches_are_made_of_a_dict_of_arrays_and_not_of_arrays_without_names():
@@ -207,7 +203,7 @@ def test_weights_in_the_place_of_a_mask_are_refused(call):
 
 
 def test_on_a_device_every_number_above_zero_counts_once():
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+    ddp = wrapped()
     ends, mask = [], fractional()["mask"]
     for given in (mask, mask > 0, np.ceil(mask).astype(np.int32)):
         batch = fractional() | {"mask": given}

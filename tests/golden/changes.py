@@ -28,28 +28,7 @@ def broken(old, new):
 
 
 def as_module(names):
-    """Names with their signatures as a module without bodies."""
-    tree = {}
-    for name, signature in names.items():
-        place = tree
-        for part in name.split("."):
-            place = place.setdefault(part, {})
-        place[""] = signature
-    code = "\n".join(line for name, inner in tree.items() for line in definition(name, inner))
-    return griffe.visit("jddp", Path("jddp/__init__.py"), code)
-
-
-def definition(name, inner):
-    """The lines of a name: a class where it has members, or begins with a capital letter."""
-    signature = inner.get("", "")
-    members = {member: x for member, x in inner.items() if member}
-    if not members and not name[0].isupper():
-        return [f"def {name}{signature}: ..." if signature else f"{name} = ..."]
-    lines = [f"class {name}:", "    pass"]
-    if signature:
-        lines.append(
-            f"    def __init__{signature.replace('(', '(self, ', 1).split(' -> ')[0]}: ..."
-        )
-    for member, value in members.items():
-        lines += [f"    {line}" for line in definition(member, value)]
-    return lines
+    """Names with their signatures as a module of functions without bodies, and of values."""
+    flat = {name.replace(".", "_"): signature for name, signature in names.items()}
+    lines = (f"def {x}{about}: ..." if about else f"{x} = ..." for x, about in flat.items())
+    return griffe.visit("jddp", Path("jddp/__init__.py"), "\n".join(lines))

@@ -1,5 +1,6 @@
 """`jddp.verify`: what it passes, and the mistakes that it finds and names."""
 
+import functools
 import re
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax import lax
 from sweeps import swept
 from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, Of, loss_fn, make_batch
 
@@ -51,10 +53,35 @@ def noise(x):
 
 backward_only = jax.custom_vjp(lambda x: x)
 backward_only.defvjp(lambda x: (x, None), lambda _, g: (noise(g),))
-DRAWING = (lambda x: x, False), (noise, True), (backward_only, True)
 
 
-@pytest.mark.parametrize("function, draws", DRAWING)
+@jax.checkpoint
+def deep(x):
+    branch = functools.partial(lax.cond, True, noise, jnp.copy)
+    return lax.scan(lambda x, _: (branch(x), None), x, length=2)[0]
+
+
+def random_bits(x):
+    """Draws nothing, whatever it is called: it makes a key of a key."""
+    return x + 0 * jax.random.key_data(jax.random.split(jax.random.key(0))).sum()
+
+
+DRAWING = {
+    "nothing": (lambda x: x, False),
+    "names and keys": (random_bits, False),
+    "forward": (noise, True),
+    "backward": (backward_only, True),
+    "in a branch in a loop": (deep, True),
+    "a primitive of its own": (lambda x: x * jax.random.gamma(jax.random.key(0), x), True),
+    "of the device": (lambda x: x * lax.rng_uniform(0.0, 1.0, x.shape), True),
+    "of a generator": (
+        lambda x: x + 0 * lax.rng_bit_generator(jnp.zeros(4, jnp.uint32), x.shape)[1],
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("function, draws", DRAWING.values(), ids=DRAWING)
 def test_a_step_draws_if_its_loss_does_forward_or_backward(function, draws):
     def loss(model, batch, train):
         return jax.jit(function)(loss_fn(model, batch, train)[0])
