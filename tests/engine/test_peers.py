@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 import states
-from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 from judge import Net, make_rows, squares
 from sweeps import swept
@@ -15,8 +14,6 @@ from tiny import take_steps
 
 import jddp
 from jddp.ground.errors import ConfigError
-from jddp.zoo.models import ResNet, ViT
-from jddp.zoo.models.resnet import BottleneckBlock
 from peers import pmap_trainer, shard_map_trainer
 from peers.convnet import ConvNet
 
@@ -166,37 +163,3 @@ def test_average_gradients_serves_a_shard_map_that_keeps_gradients_apart_or_is_n
     for batch in BATCHES:
         carry = step(*carry, batch)
     close(carry[0], want)
-
-
-SIZES = {"patch_size": 4, "num_layers": 2, "num_heads": 2, "width": 8, "num_classes": 5}
-# Beyond rounding in float32 the two may differ by how batch norms take variances.
-STAGES = {"stage_sizes": (2, 1), "width": 4, "num_classes": 5}
-TORCH_TWINS = {
-    "resnet": (ResNet(block=BottleneckBlock, **STAGES), STAGES, (4, 32, 32, 3)),
-    "vit": (ViT(**SIZES), SIZES | {"image_size": 8}, (4, 8, 8, 3)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TORCH_TWINS)
-def test_networks_in_pytorch_give_what_those_in_flax_do(name):
-    torch = pytest.importorskip("torch")
-    from peers.torch_models import MODELS, from_flax
-
-    model, sizes, shape = TORCH_TWINS[name]
-    images = jax.random.normal(jax.random.key(2), shape)
-    variables = model.init(jax.random.key(0), images)
-    keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(variables["params"])))
-    # Other than they begin: what starts at zero would hide the rest of its block.
-    leaves, structure = jax.tree.flatten(variables["params"])
-    values = [jax.random.normal(k, x.shape) * 0.3 for k, x in zip(keys, leaves, strict=True)]
-    variables["params"] = jax.tree.unflatten(structure, values)
-    want, _ = model.apply(variables, images, train=True, mutable=["batch_stats"])
-    twin = MODELS[name](**sizes)
-    params = flatten_dict(variables["params"], sep="/")
-    state = from_flax({path: np.asarray(x) for path, x in params.items()})
-    missing, unexpected = twin.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert all("running" in key or "num_batches" in key for key in missing)
-    got = twin(torch.tensor(np.asarray(images)).movedim(-1, 1)).detach().numpy()
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

@@ -34,23 +34,28 @@ def conv_net(widths, num_classes):
     return nn.Sequential(layers)
 
 
-class Bottleneck(nn.Module):
-    def __init__(self, num_inputs, width, stride):
+class ResidualBlock(nn.Module):
+    def __init__(self, num_inputs, width, stride, is_bottleneck):
         super().__init__()
-        sizes = [(num_inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1)]
+        sizes = [(num_inputs, width, 3, stride), (width, width, 3, 1)]
+        if is_bottleneck:
+            sizes = [(num_inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1)]
+        self.layers, num_outputs = [], sizes[-1][1]
         for i, size in enumerate(sizes):
-            self.add_module(f"Conv_{i}", convolution(*size))
-            self.add_module(f"BatchNorm_{i}", nn.BatchNorm2d(size[1]))
-        nn.init.zeros_(self.BatchNorm_2.weight)
+            self.layers.append((convolution(*size), nn.BatchNorm2d(size[1])))
+            self.add_module(f"Conv_{i}", self.layers[-1][0])
+            self.add_module(f"BatchNorm_{i}", self.layers[-1][1])
+        nn.init.zeros_(self.layers[-1][1].weight)
         self.projection = None
-        if stride > 1 or num_inputs != 4 * width:
-            self.projection = convolution(num_inputs, 4 * width, 1, stride)
-            self.projection_norm = nn.BatchNorm2d(4 * width)
+        if stride > 1 or num_inputs != num_outputs:
+            self.projection = convolution(num_inputs, num_outputs, 1, stride)
+            self.projection_norm = nn.BatchNorm2d(num_outputs)
 
     def forward(self, x):
-        y = F.relu(self.BatchNorm_0(self.Conv_0(x)))
-        y = F.relu(self.BatchNorm_1(self.Conv_1(y)))
-        y = self.BatchNorm_2(self.Conv_2(y))
+        y, (*inner, (last, last_norm)) = x, self.layers
+        for conv, norm in inner:
+            y = F.relu(norm(conv(y)))
+        y = last_norm(last(y))
         if self.projection is not None:
             x = self.projection_norm(self.projection(x))
         return F.relu(y + x)
@@ -64,19 +69,19 @@ def convolution(num_inputs, num_outputs, size, stride):
 
 
 class ResNet(nn.Module):
-    def __init__(self, stage_sizes=(3, 4, 6, 3), width=64, num_classes=1000):
+    def __init__(self, stage_sizes=(3, 4, 6, 3), width=64, num_classes=1000, is_bottleneck=True):
         super().__init__()
         self.Conv_0 = convolution(3, width, 7, 2)
         self.BatchNorm_0 = nn.BatchNorm2d(width)
         blocks, num_inputs = [], width
         for stage, num_blocks in enumerate(stage_sizes):
             for i in range(num_blocks):
-                stride = 2 if stage > 0 and i == 0 else 1
-                blocks.append(Bottleneck(num_inputs, width * 2**stage, stride))
-                num_inputs = 4 * width * 2**stage
+                stride, inside = 2 if stage > 0 and i == 0 else 1, width * 2**stage
+                blocks.append(ResidualBlock(num_inputs, inside, stride, is_bottleneck))
+                num_inputs = inside * (4 if is_bottleneck else 1)
         self.blocks = blocks
         for i, block in enumerate(blocks):
-            self.add_module(f"BottleneckBlock_{i}", block)
+            self.add_module(f"block_{i}", block)
         self.Dense_0 = nn.Linear(num_inputs, num_classes)
 
     def forward(self, x):
@@ -88,9 +93,10 @@ class ResNet(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, num_heads, width, is_causal=True, epsilon=1e-5):
+    def __init__(self, num_heads, width, is_causal=True, epsilon=1e-5, gelu="tanh"):
         super().__init__()
         self.num_heads, self.is_causal = num_heads, is_causal
+        self.approximate = {"tanh": "tanh", "exact": "none"}[gelu]
         self.norm_1 = nn.LayerNorm(width, epsilon)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.attention_output = nn.Linear(width, width)
@@ -100,7 +106,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attend(self.norm_1(x))
-        hidden = F.gelu(self.mlp_hidden(self.norm_2(x)), approximate="tanh")
+        hidden = F.gelu(self.mlp_hidden(self.norm_2(x)), approximate=self.approximate)
         return x + self.mlp_output(hidden)
 
     def attend(self, x):
@@ -129,22 +135,32 @@ class GPT(nn.Module):
 
 
 class ViT(nn.Module):
-    def __init__(self, patch_size, image_size, num_layers, num_heads, width, num_classes):
+    def __init__(
+        self, patch_size, image_size, num_layers, num_heads, width, num_classes, **options
+    ):
+        """`options`: pooling "mean" or "token", gelu "tanh" or "exact", epsilon."""
         super().__init__()
+        pooling = options.pop("pooling", "mean")
+        options = {"is_causal": False, "epsilon": EPSILON} | options
         self.Conv_0 = nn.Conv2d(3, width, patch_size, patch_size)
-        num_patches = (image_size // patch_size) ** 2
+        self.token = nn.Parameter(torch.zeros(1, 1, width)) if pooling == "token" else None
+        num_patches = (image_size // patch_size) ** 2 + (pooling == "token")
         self.positions = nn.Parameter(0.02 * torch.randn(1, num_patches, width))
-        self.blocks = [Block(num_heads, width, False, EPSILON) for _ in range(num_layers)]
+        self.blocks = [Block(num_heads, width, **options) for _ in range(num_layers)]
         for i, block in enumerate(self.blocks):
             self.add_module(f"block_{i}", block)
-        self.LayerNorm_0 = nn.LayerNorm(width, EPSILON)
+        self.LayerNorm_0 = nn.LayerNorm(width, options["epsilon"])
         self.Dense_0 = nn.Linear(width, num_classes)
 
     def forward(self, x):
-        x = self.Conv_0(x).flatten(2).transpose(1, 2) + self.positions
+        x = self.Conv_0(x).flatten(2).transpose(1, 2)
+        if self.token is not None:
+            x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        x = x + self.positions
         for block in self.blocks:
             x = block(x)
-        return self.Dense_0(self.LayerNorm_0(x).mean(1))
+        x = self.LayerNorm_0(x)
+        return self.Dense_0(x.mean(1) if self.token is None else x[:, 0])
 
 
 MODELS = {"mlp": mlp, "conv_net": conv_net, "gpt": GPT, "resnet": ResNet, "vit": ViT}
