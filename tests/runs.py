@@ -1,7 +1,9 @@
 """What processes of jddp are started with in tests, and what a run leaves in its directory."""
 
+import contextlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import time
 from pathlib import Path
 
 import jax
+import pytest
 
 import jddp
 from jddp.checkpoint import folders
@@ -34,6 +37,13 @@ def compiling_as_here():
     """Variables by which a process compiles as cheaply as the tests, and shares their cache."""
     kept = {"XLA_FLAGS": os.environ["XLA_FLAGS"], "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return kept | {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or ""}
+
+
+def run_python(*arguments, folder=None, **variables):
+    """Runs Python to its end, on CPUs; returns its exit code and what it said."""
+    command = [sys.executable, *map(str, arguments)]
+    options = {"cwd": folder, "env": environment(**variables), "capture_output": True}
+    return subprocess.run(command, text=True, **options)
 
 
 def free_port():
@@ -114,3 +124,34 @@ def write_sealed(folder, name, text):
 def printed(capsys):
     """What was printed since this was last asked, without the ends of lines."""
     return " ".join(capsys.readouterr().out.split())
+
+
+def calling(**hooks):
+    """A callback of these hooks."""
+    callback = jddp.Callback()
+    vars(callback).update(hooks)
+    return callback
+
+
+def at(step, action):
+    """A callback that acts on the run when this step is reported."""
+    return calling(on_step=lambda run, metrics: metrics["step"] == step and action(run))
+
+
+@contextlib.contextmanager
+def refused(error, message):
+    """Expects an error of one line."""
+    with pytest.raises(error, match=message) as caught:
+        yield caught
+    assert "\n" not in str(caught.value)
+
+
+@contextlib.contextmanager
+def files_up_to(num_bytes):
+    """No file of this process may become larger, as under `ulimit -f` or on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

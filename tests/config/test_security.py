@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -11,14 +12,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import environment
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from runs import environment, write_sealed
 from tiny import make_batch, wrapped
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import find_damage
 from jddp.commands.training import _turn_on_cache
-from jddp.config.files import dump_values, load_config, read_yaml
+from jddp.config.files import dump_values, flatten, load_config, read_yaml
 from jddp.config.permissions import private_cache, refuse_foreign
 from jddp.config.schema import Config
 from jddp.distributed.join import bind_address
@@ -117,10 +120,9 @@ def test_a_run_directory_that_names_a_command_runs_none(tmp_path, monkeypatch, s
     assert not (tmp_path / "canary").exists()
 
 
-LAUGHS = "\n".join(
-    ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 20)]
-)
+# Each list holds the one before nine times.
+LAUGHS = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 20)]
+LAUGHS = "\n".join(["a0: &a0 [x]", *LAUGHS])
 NO_CONFIGS = ["model: !!python/object/apply:os.system [touch canary]", LAUGHS, "a: &a [*a]"]
 NO_CONFIGS += ["model: !!python/name:os.system", "[" * 10_000]
 NO_CONFIGS += ["seed: 1\nseed: 2", "\0", "- 3", "train: {a: 1", "3"]
@@ -169,26 +171,24 @@ def test_a_directory_of_somebody_else_is_not_used_and_a_private_one_is_closed(
     refuse_foreign(tmp_path / "absent", "run.dir")
 
 
-@pytest.mark.parametrize("fault", ["open", "no directory", "no home"])
-def test_a_cache_that_cannot_be_private_is_not_used(tmp_path, monkeypatch, capsys, fault):
+def test_a_cache_that_cannot_be_private_is_not_used(tmp_path, monkeypatch, capsys):
     for name in ("HOME", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     for name in ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES"):
         monkeypatch.setenv(f"JAX_PERSISTENT_CACHE_{name}", "0")
-    if fault == "no home":
-        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user id without a passwd entry
-    else:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    if fault == "open":
-        (tmp_path / "jddp" / "xla").mkdir(parents=True)
-        (tmp_path / "jddp" / "xla").chmod(0o777)
-    elif fault == "no directory":
-        (tmp_path / "jddp").touch()
-    _turn_on_cache()
-    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
-    (line,) = capsys.readouterr().err.splitlines()
-    reported = "jddp: '~/.cache' names a home directory that is not known here."
-    assert (reported if fault == "no home" else "Until then the cache is off") in line
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user id without a passwd entry
+    (tmp_path / "a file").mkdir()
+    (tmp_path / "a file" / "jddp").touch()
+    (folder := tmp_path / "open" / "jddp" / "xla").mkdir(parents=True)
+    folder.chmod(0o777)
+    is_off = "Until then the cache is off"
+    for name, reported in ((None, "names a home"), ("a file", is_off), ("open", is_off)):
+        if name:
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+        _turn_on_cache()
+        assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+        (line,) = capsys.readouterr().err.splitlines()
+        assert reported in line
 
 
 def test_process_zero_listens_where_it_is_called_if_that_is_here(monkeypatch):
@@ -201,3 +201,49 @@ def test_process_zero_listens_where_it_is_called_if_that_is_here(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
     assert bind_address("node-0:1234") == "[::]:1234"
     assert bind_address("localhost:1234") == "127.0.1.1:1234"
+
+
+OPTIONS = flatten(Config(train={"num_steps": 1}).model_dump())
+KEYS = sorted({part for key in OPTIONS for part in key.split(".")})
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=5), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+MAPPINGS = st.dictionaries(st.sampled_from([*Config.model_fields, "x"]), VALUES, max_size=5)
+
+
+@settings(FUZZ, max_examples=200)
+@given(MAPPINGS.map(json.dumps) | st.text(max_size=200) | st.binary(max_size=200))
+def test_any_values_or_bytes_are_a_config_or_a_list_of_mistakes(tmp_path, text):
+    file = tmp_path / "c.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+    with contextlib.suppress(Error):
+        load_config([str(file)])
+
+
+@settings(FUZZ, max_examples=200)
+@example(["[=", "[a=1"])
+@given(st.lists(st.builds("{}={}".format, st.sampled_from(KEYS) | st.text(max_size=9), st.text())))
+def test_any_overrides_are_a_config_or_a_list_of_mistakes(overrides):
+    with contextlib.suppress(Error):
+        load_config([], overrides)
+
+
+FORGED = [*({"skipped": x} for x in ([None, 0], None, [1], [0, {}])), {"evaluations": None}]
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=str)
+def test_a_run_whose_data_have_another_form_is_refused(run_dir, forged):
+    checkpoint = run_dir / "checkpoints" / "3"
+    beside = json.loads((checkpoint / "run.json").read_text())
+    write_sealed(checkpoint, "run.json", json.dumps(beside | forged))
+    with pytest.raises(FileSystemError, match="a run.json that this version of jddp cannot"):
+        train(run_dir)

@@ -1,14 +1,27 @@
 """Tokens: windows and packed rows, in which each token is predicted once."""
 
+import functools
+
+import jax
 import numpy as np
+import optax
 import pytest
 from data_files import rows_of
+from flax import linen as nn
+from sweeps import swept
 
+import jddp
+from jddp.commands.summary import opening
+from jddp.config.schema import Config
 from jddp.data import make_source
 from jddp.data.packing import pack_items
 from jddp.data.source import spec_of
 from jddp.data.sources.tokens import PackedExamples, TokenExamples, source_files
-from jddp.ground.errors import DataError
+from jddp.ground.errors import ConfigError, DataError
+from jddp.trainer.job.build import build, train
+from jddp.workbench.tokenize import BYTES, write_tokens
+from jddp.zoo.losses import next_token
+from jddp.zoo.models.transformer import GPT
 
 
 def test_standard_library_text_is_cut_into_windows_without_tests_and_what_was_installed(tmp_path):
@@ -128,3 +141,143 @@ def test_segments_number_the_documents_of_a_row_and_padding_is_zero():
 def test_documents_of_other_tokens_or_of_one_token_each_are_refused(begins):
     with pytest.raises(DataError, match="do not rise from 0 to 60|no document has two tokens"):
         PackedExamples(SHARDS[0], documents=[np.array(begins, int)], sequence_length=4)
+
+
+pytestmark = pytest.mark.usefixtures("started_devices")
+
+make = functools.partial(GPT, vocab_size=32, num_layers=2, num_heads=2, width=16, max_length=12)
+FORMS = {"plain": {}, "scan": {"scan_layers": True}}
+FORMS["remat"] = {"remat": True, "embedding_gradient": "one_hot"}
+DOCUMENTS = [5, 3, 4]
+
+
+def row_of(*documents, length=12):
+    """The documents in a row: tokens, and segments."""
+    tokens, segments = np.zeros((2, 1, length), np.int32)
+    tokens[0, : sum(map(len, documents))] = np.concatenate(documents)
+    numbers = np.repeat(np.arange(len(documents)) + 1, [*map(len, documents)])
+    segments[0, : len(numbers)] = numbers
+    return tokens, segments
+
+
+def some_documents(lengths=DOCUMENTS):
+    return [np.random.default_rng(n).integers(0, 32, n, np.int32) for n in lengths]
+
+
+def made(**options):
+    """A compiled model, with its first parameters: a function of tokens and segments."""
+    model = make(**options)
+    values = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 4), np.int32))
+    return functools.partial(jax.jit(model.apply), values)
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_a_document_in_a_packed_row_has_the_logits_that_it_has_alone(options):
+    apply = made(**options)
+    documents = some_documents()
+    tokens, segments = row_of(*documents, length=12)
+    packed = apply(tokens, segments=segments)[0]
+    ends = np.cumsum(DOCUMENTS)
+    for document, logits in zip(documents, np.split(packed, ends)[:3], strict=True):
+        alone = apply(document[None])[0]
+        # Sums over the keys of a row have another order than over those of a document.
+        np.testing.assert_allclose(logits, alone, atol=2e-6)
+    one = apply(tokens, segments=np.ones_like(segments))
+    np.testing.assert_allclose(one, apply(tokens), atol=2e-6)
+    assert np.abs(packed[5:] - one[0][5:]).max() > 0.01  # which segments do change
+
+
+def test_padding_and_other_documents_change_no_bit_of_a_document():
+    apply = made()
+    first, second, third = some_documents()
+    for others in ((second[::-1], third), (second, third[::-1]), (second,)):
+        rows = [row_of(first, *rest) for rest in ((second, third), others)]
+        one, other = (apply(tokens, segments=segments)[0, :5] for tokens, segments in rows)
+        np.testing.assert_array_equal(one, other)
+
+
+def packed_batch():
+    lengths = np.random.default_rng(0).integers(2, 20, 40)
+    tokens = np.random.default_rng(1).integers(0, 32, lengths.sum())
+    begins = np.cumsum(lengths) - lengths
+    examples = PackedExamples(tokens, documents=[begins], sequence_length=12)
+    return examples.take(np.arange(16))
+
+
+@pytest.mark.parametrize("options", swept({"parts": {"accumulate_steps": 2}, "plain": {}}, every=2))
+def test_steps_of_packed_rows_on_devices_equal_those_on_one(options):
+    batch = packed_batch()
+    assert 0 < batch["mask"].mean() < 1
+    counts = batch["mask"].reshape(4, -1).sum(1)
+    assert len({*counts}) > 1  # so a mean of means would be another
+    report = jddp.verify(make(), optax.sgd(0.1), next_token, batch, mesh=4, **options)
+    assert report.passed, report
+
+
+def test_a_model_without_segments_is_refused():
+    batch = packed_batch()
+    model = nn.Embed(32, 32)
+    with pytest.raises(ConfigError, match="holds segments, .*documents=cross"):
+        jddp.DataParallel(model, optax.sgd(0.1), next_token, mesh=2).init(0, batch)
+
+
+pytestmark = pytest.mark.usefixtures("started_devices")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for name in ("prose", "code"):
+        texts = [f"{name[0] * 9}{i} " * (i % 4 + 2) for i in range(60)]
+        write_tokens(texts, folder / name, tokenizer=BYTES)
+    return folder
+
+
+def config(folder, run, *, num_devices=2, num_steps=6, **data):
+    mixture = [
+        {"dir": str(folder / name), "weight": w} for name, w in (("prose", 0.3), ("code", 0.7))
+    ]
+    kwargs = {"sequence_length": 15, "documents": "pack"}
+    data = {"name": "tokens", "mixture": mixture, "global_batch_size": 8, "kwargs": kwargs} | data
+    sizes = {"num_layers": 1, "num_heads": 2, "width": 8, "max_length": 16}
+    return Config(
+        data=data,
+        model={"name": "gpt", "kwargs": sizes},
+        loss={"name": "next_token"},
+        train={"num_steps": num_steps},
+        mesh={"num_devices": num_devices},
+        optimizer={"schedule": {"kwargs": {"decay_steps": 6}}},
+        run={"dir": run and str(run)},
+    )
+
+
+@pytest.mark.slow
+def test_two_devices_train_a_mixture_as_one_does_resume_and_evaluate_all_examples(folder, tmp_path):
+    one, two = (train(config(folder, tmp_path / str(n), num_devices=n)) for n in (1, 2))
+    assert two.evaluate() == pytest.approx(one.evaluate(), rel=1e-4)
+    train(config(folder, tmp_path / "parts", num_steps=4))
+    assert train(config(folder, tmp_path / "parts")).evaluate() == two.evaluate()
+    only = [["data.mixture=[]", f"data.dir={folder / name}"] for name in ("prose", "code")]
+    own = [jddp.open_run(two.run_dir, overrides=keys) for keys in only]
+    counts = [run.evaluate()["examples"] for run in own]
+    assert two.evaluate()["examples"] == sum(counts)
+    assert 0 not in counts
+
+
+def test_the_first_lines_have_the_shares(folder):
+    job = build(config(folder, None))
+    assert "mixture, an epoch of 0.3 of" in opening(job, "x", "", columns=10_000)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"shuffle": False}, "'mixture' and 'shuffle' cannot be combined"),
+        ({"dir": "x"}, "'mixture' and 'dir' cannot be combined"),
+        ({"mixture": [{"dir": "x", "weight": 1}] * 2}, "a folder twice"),
+        ({"mixture": [{"dir": "x", "weight": 0}]}, "greater than 0"),
+    ],
+)
+def test_mistakes_in_a_mixture_are_one_line(folder, data, said):
+    with pytest.raises(ConfigError, match=said):
+        config(folder, None, **data)

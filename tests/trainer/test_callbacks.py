@@ -1,31 +1,39 @@
-"""Callbacks that a config lists are found, checked and made."""
+"""What a config lists: callbacks, transforms of rows, weights to start from."""
 
+import jax
+import numpy as np
+import optax
 import pytest
+from runs import calling, refused
+from safetensors.numpy import load_file, save_file
 
 import jddp
 from jddp.commands.training import run
 from jddp.config.files import load_config
+from jddp.config.schema import Config
 from jddp.ground.errors import ConfigError
+from jddp.ground.typing import TRANSFORM
+from jddp.modules.rows import transformed
+from jddp.trainer.job.build import build, train
 from jddp.trainer.job.parts import find_callbacks, make_callbacks
+from jddp.workbench.state_dicts import to_state_dict
+from jddp.zoo.models import GPT
 
 
 def config(listed, *keys):
     return load_config([], ["train.eval_every_steps=2", f"callbacks={listed}", *keys])[0]
 
 
-class Log(jddp.Callback):
-    def __init__(self, path):
-        self.path = path
+def log(path):
+    return calling(path=path)
 
 
 def test_words_and_targets_become_callbacks_with_their_arguments():
-    target = f"{__name__}:Log"
     listed = "[{name: early_stopping, kwargs: {metric: loss, patience: 5}}, "
-    listed += f"{{target: '{target}', kwargs: {{path: log.txt}}}}]"
-    stop, log = make_callbacks(config(listed, "checkpoint.best_metric=null"))
+    listed += f"{{target: '{__name__}:log', kwargs: {{path: log.txt}}}}]"
+    stop, own = make_callbacks(config(listed, "checkpoint.best_metric=null"))
     assert isinstance(stop, jddp.EarlyStopping)
-    assert stop.settings["patience"] == 5
-    assert (type(log).__name__, log.path) == ("Log", "log.txt")
+    assert (stop.settings["patience"], own.path) == (5, "log.txt")
 
 
 def test_callbacks_with_keys_of_their_own_come_first_and_each_run_makes_new_ones():
@@ -47,9 +55,8 @@ WRONG = {
 
 @pytest.mark.parametrize("listed, message", WRONG.items())
 def test_mistakes_are_named_by_their_key(listed, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+    with refused(ConfigError, message):
         find_callbacks(config(listed))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("started_devices")
@@ -59,3 +66,126 @@ def test_a_mistake_in_a_callback_shows_before_the_data_are_read(tmp_path, monkey
     said = capsys.readouterr().err
     assert "callbacks[0].name" in said
     assert "optimizer.name" in said
+
+
+def job_with(*overrides, **data):
+    listed = [f"data.{name}={value}" for name, value in data.items()]
+    config, _ = load_config(["fashion_mnist_cnn"], ["mesh.num_devices=2", *listed, *overrides])
+    return build(config)
+
+
+def test_listed_transforms_take_the_place_of_those_of_the_data_set():
+    batch = next(job_with(transforms="[{name: crop_and_flip}]").train_batches())
+    assert batch["draws"].shape[1] == 5
+    none = next(job_with(transforms="[]").train_batches())
+    assert none.keys() - {"mask"} == {"image", "label", TRANSFORM}  # which normalizes
+
+
+def write_arrays(folder, **arrays):
+    """Files of the same rows for training and testing."""
+    for part in ("train", "test"):
+        np.savez(folder / part, **arrays)
+
+
+@pytest.mark.slow
+def test_a_transform_without_random_numbers_is_for_evaluation_too(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (32, 28, 28, 1), dtype=np.uint8)
+    write_arrays(tmp_path, image=images, label=np.arange(32) % 3)
+    normalized = {"name": "normalize", "kwargs": {"mean": 0.5, "std": 0.5}}
+    listed = [normalized, {"name": "flip_and_shift"}]
+    data = {"name": "npz", "dir": str(tmp_path), "global_batch_size": 8, "kwargs": {}}
+    run = jddp.train(
+        "fashion_mnist_cnn",
+        data=data | {"transforms": listed},
+        train={"num_steps": 2, "num_epochs": None},
+        mesh={"num_devices": 2},
+        run={"dir": str(tmp_path / "run")},
+    )
+    sent = next(iter(run.test_batches))
+    assert sent["image"].dtype == np.uint8
+    rows = transformed(sent)["image"]
+    np.testing.assert_allclose(rows, images[: len(rows)] / 127.5 - 1, atol=1e-6)
+
+
+FLIP, NORMALIZE = {"name": "flip_and_shift"}, {"name": "normalize"}
+REFUSED = [
+    ({"name": "crop_and_flips"}, r"data.transforms\[0\].name: .*'crop_and_flip'"),
+    ({"name": "crop_and_flip", "kwargs": {"smallst": 1}}, r"\[0\].kwargs.*'smallest'"),
+    (NORMALIZE, "images of fashion_mnist are float32 .*Leave it out"),
+    (FLIP, "change images, and python_stdlib has tokens"),
+]
+
+
+@pytest.mark.parametrize("listed, message", REFUSED)
+def test_transforms_that_are_unknown_or_of_other_data_are_refused(listed, message):
+    name = "python_stdlib" if "tokens" in message else "fashion_mnist"
+    data = {"name": name, "global_batch_size": 4, "transforms": [listed]}
+    with pytest.raises(ConfigError, match=message):
+        build(Config(data=data, model={"name": "gpt"}, train={"num_steps": 1}))
+
+
+def job_of_images(folder, dtype, *listed):
+    write_arrays(folder, image=np.ones((4, 28, 28, 1), dtype), label=np.arange(4))
+    data = {"name": "npz", "dir": str(folder), "global_batch_size": 4, "transforms": [*listed]}
+    return build(Config(data=data, model={"name": "mlp"}, train={"num_steps": 1}))
+
+
+def test_whole_numbers_are_normalized_by_their_range_and_other_images_are_refused(tmp_path, caplog):
+    batch = next(job_of_images(tmp_path, np.uint16, NORMALIZE).train_batches())
+    np.testing.assert_allclose(batch.pop(TRANSFORM)(batch)["image"], 1 / 65535, rtol=1e-6)
+    assert not caplog.messages
+    for dtype in ("int32", "float32"):
+        with pytest.raises(ConfigError, match=f"images of npz are {dtype} .*uint8 or uint16"):
+            job_of_images(tmp_path, dtype, FLIP, NORMALIZE)
+
+
+SIZES = {"vocab_size": 16, "num_layers": 2, "num_heads": 2, "width": 16, "max_length": 8}
+
+
+def of_weights(**changes):
+    sections = {
+        "train": {"num_steps": 8, "log_every_steps": 1},
+        "run": {"dir": "run"},
+        "data": {"name": "tokens", "dir": "tokens", "global_batch_size": 8},
+        "model": {"name": "gpt", "kwargs": SIZES, "init_from": "gpt2.safetensors"},
+        "loss": {"name": "next_token"},
+        "optimizer": {"name": "adamw", "learning_rate": 0.01},
+        "mesh": {"num_devices": 2},
+    }
+    sections["data"]["kwargs"] = {"sequence_length": 8}
+    sections["model"] |= changes
+    return Config(**sections)
+
+
+@pytest.fixture
+def loss_of_weights(tmp_path, monkeypatch):
+    """Writes tokens, all of whose windows are equal, and a GPT-2; returns its loss on a window."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokens").mkdir()
+    for name in ("train", "test"):
+        np.save(tmp_path / "tokens" / f"{name}.npy", np.arange(640, dtype=np.uint16) % 8)
+    model, window = GPT(**SIZES), np.arange(9)[None] % 8
+    variables = jax.jit(model.init)(jax.random.key(7), window[:, :-1])
+    variables = jax.tree.map(lambda x: 5 * np.asarray(x), variables)  # unlike any first values
+    save_file(to_state_dict(model, variables, "huggingface"), "gpt2.safetensors")
+    logits = jax.jit(model.apply)(variables, window[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:]).mean()
+
+
+def test_weights_of_gpt_2_continue_training(loss_of_weights, capsys):
+    losses = [record["loss"] for record in train(of_weights()).history]
+    np.testing.assert_allclose(losses[0], loss_of_weights, rtol=1e-5)
+    assert losses[-1] < losses[0] / 2
+    assert "by the names of huggingface: 28 of 28 arrays were loaded" in capsys.readouterr().err
+
+
+def test_a_state_dict_with_other_keys_is_one_line_by_the_keys_of_a_config(loss_of_weights):
+    tensors = load_file("gpt2.safetensors")
+    del tensors["transformer.ln_f.bias"]
+    save_file(tensors, "gpt2.safetensors")
+    message = (
+        r"^model\.init_from: .* transformer.ln_f.bias \(missing\).*model\.weights_partial=true"
+    )
+    with refused(ConfigError, message):
+        train(of_weights())
+    assert train(of_weights(weights_partial=True)).step == 8

@@ -2,14 +2,23 @@
 
 import itertools
 import json
+import random
 import threading
+from collections import OrderedDict
 
 import datasets
 import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from runs import refused
 
-from jddp.ground.errors import DataError
-from jddp.trainer.prefetch import DEPTH, Source
+from jddp.data import Order, TrainBatches, eval_batches
+from jddp.data.batches import Share
+from jddp.distributed import coordination
+from jddp.ground.errors import ConfigError, DataError
+from jddp.trainer.prefetch import DEPTH, Source, digest_of_rows
 from jddp.trainer.reports.files import from_plain, to_plain
 
 
@@ -50,11 +59,14 @@ class Counting:
         self.i = int(state) if self.kind is bytes else state["next"]
 
 
-class InPlace(Counting):
-    """An iterator whose position is one nested dict, which it changes in place and hands out."""
+class InPlace:
+    """Its position is one nested dict, which it changes in place and hands out."""
 
     def __init__(self):
         self.given = {"epoch": {"next": 0}}
+
+    def __iter__(self):
+        return self
 
     def __next__(self):
         self.given["epoch"]["next"] += 1
@@ -67,22 +79,15 @@ class InPlace(Counting):
         self.given = state
 
 
-class Loader:
-    """An iterable that knows its position in place, as torchdata's loaders do."""
+class Loader(InPlace):
+    """An iterable whose iterators have the names of torchdata's loaders."""
 
-    def __init__(self):
-        self.given = {"epoch": {"next": 0}}
+    state_dict, load_state_dict = InPlace.get_state, InPlace.set_state
+    get_state = set_state = None
 
     def __iter__(self):
-        for i in itertools.count(self.given["epoch"]["next"]):
-            self.given["epoch"]["next"] = i + 1
-            yield i
-
-    def state_dict(self):
-        return self.given
-
-    def load_state_dict(self, state):
-        self.given = state
+        while True:
+            yield self.__next__()
 
 
 MAKERS = {
@@ -186,3 +191,103 @@ def test_an_iterator_that_waits_for_ever_does_not_hold_the_end_of_a_run():
     assert take(source, 1) == [0]
     source.close()
     never.set()
+
+
+VALUES = [
+    {0: 3, 1: {"next": None}},
+    {"0": 1, 0: 2, (1, "a"): 3, None: 4, True: 5.5},
+    ("a", [("b",), ()], [1.5, -0.0, 10**30], {1, 2}),
+    {"state": b"\x00\xff"},
+    {"@python": "[1]"},
+    random.Random(3).getstate(),
+    np.random.PCG64(3).state,
+    [float("inf"), float("nan"), True, None, "\ud800 é"],
+    OrderedDict(b=1, a=2),
+    {"x": np.int64(3), "y": np.float32(0.1), "flag": np.bool_(True)},
+]
+
+
+def through_json(value):
+    return from_plain(json.loads(json.dumps(to_plain(value, "state"))))
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_values_come_back_equal(value):
+    found = through_json(value)
+    assert found == value or repr(found) == repr(value)  # NaN
+    assert type(found) is type(value) or isinstance(value, dict)
+
+
+HOLDS_ITSELF = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
+OTHERS = [{1, object()}, {"x": [jnp.ones(2)]}, object(), {"x": np.ones(2)}, {0: np.ones(())}]
+
+
+@pytest.mark.parametrize("value", [*OTHERS, HOLDS_ITSELF], ids=range(6))
+def test_other_values_are_refused_in_one_line(value):
+    with refused(ConfigError, "^extra= "):
+        to_plain(value, "extra=")
+
+
+rng = np.random.default_rng(0)
+NOISE = rng.standard_normal((4, 3), np.float32)
+
+
+ALIKE = {
+    "constant": {"x": np.ones((8, 32, 32, 3), np.float32)},  # synthetic
+    "one row": {"x": np.repeat(NOISE[:1], 80, 0), "y": np.zeros(80)},  # again and again
+    "few": {"x": np.array([[0, 0], [0, 1], [1, 0], [1, 1]]), "y": np.array([0, 1, 1, 0])},  # all
+    "no rows": {"x": np.zeros((0, 3), np.float32)},
+    "a scalar": {"x": np.float32(3)},
+    "nothing": (),
+}
+DIFFERENT = {
+    "floats": {"x": rng.standard_normal((8, 30), np.float32)},
+    "one row": {"x": rng.standard_normal((1, 8, 8), np.float32)},  # a large one of each process
+    "bits": (rng.integers(2, size=(64, 8)), np.ones(64)),
+    "on a device": {"x": jax.numpy.asarray(np.concatenate([NOISE] * 9))},
+    "bfloat16": {"x": jax.numpy.arange(96, dtype=jax.numpy.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("batch", ALIKE.values(), ids=ALIKE)
+def test_rows_that_are_alike_or_few_and_small_show_nothing(batch):
+    assert digest_of_rows(batch) == ""
+
+
+@pytest.mark.parametrize("batch", DIFFERENT.values(), ids=DIFFERENT)
+def test_other_rows_have_a_digest_which_no_other_batch_has(batch):
+    digest = digest_of_rows(batch)
+    assert digest == digest_of_rows(jax.tree.map(lambda x: x[:], batch)) != ""
+    changed = jax.tree.map(lambda x: x[:-1], batch)
+    assert digest not in (digest_of_rows(changed), digest_of_rows({"other": batch}))
+
+
+def test_batches_read_the_share_of_their_process_once_jax_has_joined_a_job(monkeypatch):
+    rows = {"x": np.arange(24)}
+
+    def shares(**given):
+        made = TrainBatches(rows, global_batch_size=8, seed=0, **given)
+        return [made.share, eval_batches(rows, global_batch_size=8, **given).share]
+
+    assert shares() == [Share(0, 1)] * 2
+    monkeypatch.setattr(coordination, "num_processes", lambda: 4)
+    monkeypatch.setattr(coordination, "process_index", lambda: 3)
+    assert shares() == [Share(3, 4)] * 2
+    assert shares(process_index=1) == [Share(1, 4)] * 2
+    assert shares(process_index=0, num_processes=1) == [Share(0, 1)] * 2
+    mine = next(TrainBatches(rows, global_batch_size=8, order=Order(24, 0, shuffle=False)))
+    assert mine["x"].tolist() == [6, 7]
+    with pytest.raises(ConfigError, match="process_index=3 must be from 0 up, and below num_pro"):
+        shares(num_processes=2)
+
+
+def test_batches_are_made_without_a_look_for_devices(monkeypatch):
+    def devices(*_):
+        raise AssertionError("a backend was initialized")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setattr(jax, "process_index", devices)
+    monkeypatch.setattr(jax, "process_count", devices)
+    TrainBatches({"x": np.arange(8)}, global_batch_size=8, seed=0)
+    eval_batches({"x": np.arange(8)}, global_batch_size=8)

@@ -2,36 +2,35 @@
 
 import _thread
 import itertools
+import json
 import os
 import re
 import signal
+import stat
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 from fsspec.implementations.memory import MemoryFileSystem
-from runs import records
+from runs import at, contents, files_up_to, records, refused
 from states import assert_same, close, equal
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, make_batches, wrapped
 
 import jddp
 from jddp.commands.checkpoint import main as checkpoint_command
 from jddp.data import TrainBatches
-from jddp.ground.errors import ConfigError, FileSystemError, UsageError
+from jddp.ground.errors import ConfigError, FileSystemError, NumericsError, UsageError
+from jddp.trainer.reports.files import MetricsFile
 
 
 def fit(num_steps=4, **options):
     batches = make_batches(8, rows=16)
     options = {"evaluate": [make_batch(13, seed=9)], "log_every_steps": 1, **options}
     return jddp.fit(wrapped(mesh=8), batches, num_steps=num_steps, eval_every_steps=2, **options)
-
-
-# A run directory may be a URL: a run resumes from it on a machine that has nothing of it.
-NUMBERS, SAVED = itertools.count(), {"save_every_steps": 2}
 
 
 def logits_of(model, batch, train):
@@ -136,8 +135,7 @@ def test_an_interrupt_while_a_step_is_traced_comes_at_once_and_costs_nothing():
             _thread.interrupt_main()
         return loss_fn(model, batch, train)
 
-    waiting = []
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss)
+    waiting, ddp = [], wrapped(loss=loss)
     assert ddp.latest is None
     state = ddp.init(0, make_batch())
     waiting.append("now")
@@ -161,10 +159,10 @@ def test_what_a_cell_ends_with_says_what_it_is_in_text_and_in_html():
     assert "use ddp.latest" in repr(state)
 
 
-def test_a_tilde_in_a_path_given_to_the_api_is_the_home_directory(tmp_path, monkeypatch):
+def test_a_tilde_in_a_path_given_to_the_api_is_the_home_directory(ddp, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    given, ddp = make_batch(), wrapped(mesh=1)
+    given = make_batch()
     run = jddp.fit(ddp, [given], num_steps=1, run_dir="~/run")
     assert run.run_dir == tmp_path / "run"
     ddp.init(0, given, params="~/run")
@@ -176,23 +174,12 @@ def test_a_tilde_in_a_path_given_to_the_api_is_the_home_directory(tmp_path, monk
     assert {"run"} == {path.name for path in tmp_path.iterdir()}
 
 
-class Leave(jddp.Callback):
-    """Changes the working directory, as Hydra or a notebook may."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_step(self, run, metrics):
-        os.chdir(self.folder)
-
-
-def test_a_run_stays_in_its_directory_where_the_program_leaves_its_own(tmp_path, monkeypatch):
+def test_a_run_stays_in_its_directory_where_the_program_leaves_its_own(ddp, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (other := tmp_path / "other").mkdir()
-    given, ddp = make_batch(), wrapped(mesh=1)
-    saving = {"log_every_steps": 1, "save_every_steps": 2, "run_dir": "run"}
-    run = jddp.fit(ddp, [given] * 5, num_steps=5, callbacks=[Leave(other)], **saving)
-    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    leave = at(1, lambda run: os.chdir(other))  # as Hydra or a notebook may
+    run = fit_in("run", ddp, 5, callbacks=[leave], save_every_steps=2)
+    assert trained(tmp_path / "run") == [1, 2, 3, 4, 5]
     assert run.checkpoints == [f"checkpoints/{step}" for step in (2, 4, 5)]
     os.chdir(tmp_path)
     found = jddp.open_run("run", model=MLP(), loss_fn=loss_fn, mesh=1)
@@ -201,27 +188,20 @@ def test_a_run_stays_in_its_directory_where_the_program_leaves_its_own(tmp_path,
     assert list(other.iterdir()) == []
 
 
-def test_a_second_run_of_a_process_does_not_train_into_the_directory_of_the_first(tmp_path):
-    given, ddp = make_batch(), wrapped(mesh=1)
-    refused = []
+def test_a_second_run_of_a_process_does_not_train_into_the_directory_of_the_first(ddp, tmp_path):
+    def again(run):
+        with pytest.raises(ConfigError, match="in use by another run of this process"):
+            fit_in(tmp_path, wrapped(mesh=1), 9)
+        run.stop("refused")
 
-    class Again(jddp.Callback):
-        def on_step(self, run, metrics):
-            with pytest.raises(ConfigError, match="in use by another run of this process") as error:
-                jddp.fit(wrapped(mesh=1), [given] * 9, num_steps=9, run_dir=tmp_path)
-            refused.append(error)
-
-    run = jddp.fit(
-        ddp, [given] * 3, num_steps=3, run_dir=tmp_path, log_every_steps=1, callbacks=[Again()]
-    )
-    assert len(refused) == run.step == 3
-    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
+    assert fit_in(tmp_path, ddp, callbacks=[at(2, again)]).stopped == "refused"
+    assert trained(tmp_path) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", Path("s3://bucket/run")])
-def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(tmp_path, monkeypatch, url):
+def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(ddp, tmp_path, monkeypatch, url):
     monkeypatch.chdir(tmp_path)
-    given, ddp = make_batch(), wrapped(mesh=1)
+    given = make_batch()
     said = r"is a URL, and only a run directory|pip install 'jddp\[s3\]'"
     for call in (
         lambda: jddp.fit(ddp, [given], num_steps=1, run_dir=url),
@@ -229,9 +209,8 @@ def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(tmp_path, mon
         lambda: jddp.train("gpt_stdlib", **{"run.dir": str(url)}),
         lambda: jddp.open_run(url).model,
     ):
-        with pytest.raises(ConfigError, match=said) as caught:
+        with refused(ConfigError, said):
             call()
-        assert "\n" not in str(caught.value)
     assert checkpoint_command(["verify", str(url)]) == 2
     assert list(tmp_path.iterdir()) == []
 
@@ -274,9 +253,12 @@ WRONG = [
 
 @pytest.mark.parametrize("given, message", WRONG, ids=[message for _, message in WRONG])
 def test_arguments_of_fit_that_cannot_be_are_refused_before_a_batch_is_read(given, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+    with refused(ConfigError, message):
         jddp.fit(wrapped(mesh=1), **given)
-    assert "\n" not in str(caught.value)
+
+
+# A run directory may be a URL: a run resumes from it on a machine that has nothing of it.
+NUMBERS, SAVING = itertools.count(), {"save_every_steps": 2}
 
 
 @pytest.fixture
@@ -286,10 +268,10 @@ def url():
 
 @pytest.mark.slow
 def test_a_run_at_a_url_resumes_bitwise_identically(url, tmp_path, capsys):
-    first = fit(4, run_dir=url, **SAVED)
+    first = fit(4, run_dir=url, **SAVING)
     with pytest.raises(ConfigError, match=f"{url} holds a run at step 4"):
         fit(2, run_dir=url, resume="never")
-    resumed, whole = fit(8, run_dir=url, **SAVED), fit(8, run_dir=tmp_path, **SAVED)
+    resumed, whole = fit(8, run_dir=url, **SAVING), fit(8, run_dir=tmp_path, **SAVING)
     assert resumed.run_dir != first.run_dir
     assert_same(resumed.state.params, whole.state.params)
     losses = [[x["loss"] for x in run.history] for run in (resumed, whole)]
@@ -309,10 +291,160 @@ def test_a_checkpoint_that_cannot_be_uploaded_is_lost_alone(url, monkeypatch, ca
         return put(self, path, target, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
-    fit(6, run_dir=url, **SAVED)
+    fit(6, run_dir=url, **SAVING)
     assert f"step 4 cannot be saved: process 0: {url} cannot be written: no answer" in caplog.text
     with pytest.raises(FileSystemError, match="step 8 cannot be saved"):
-        fit(8, run_dir=url, **SAVED)
+        fit(8, run_dir=url, **SAVING)
     monkeypatch.undo()
-    assert fit(8, run_dir=url, **SAVED).step == 8
+    assert fit(8, run_dir=url, **SAVING).step == 8
     assert "resumed from step 6 of 8" in capsys.readouterr().out
+
+
+NUM_STEPS = 6
+BROKEN = make_batches(4)  # of which the last holds NaN
+BROKEN[3]["x"][0] = np.nan
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    return wrapped(mesh=1)
+
+
+def fit_in(run_dir, ddp, num_steps=NUM_STEPS, **options):
+    plan = {"num_steps": num_steps, "log_every_steps": 1, "evaluate": [make_batch(8)], **options}
+    return jddp.fit(ddp, make_batches(num_steps), run_dir=run_dir, **plan)
+
+
+def trained(run_dir):
+    return [x["step"] for x in records(run_dir) if x["split"] == "train"]
+
+
+@pytest.mark.parametrize("replace", [lambda x, y: y.rename(x), Path.symlink_to])
+def test_nothing_of_a_run_is_written_into_another_one_that_takes_its_place(ddp, tmp_path, replace):
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    fit_in(other, ddp, num_steps=2, save_every_steps=1)
+    before = contents(other)
+
+    def swap(run):
+        while any(run_dir.glob("checkpoints/*.new")):  # or its writing makes the folder anew
+            time.sleep(0.01)
+        run_dir.rename(tmp_path / "moved")
+        replace(run_dir, other)
+
+    with pytest.raises(FileSystemError, match="is another directory than at the start") as failed:
+        fit_in(run_dir, ddp, callbacks=[at(3, swap)], save_every_steps=2)
+    assert contents(run_dir) == before
+    assert failed.value.run.step == NUM_STEPS
+    assert trained(tmp_path / "moved") == [1, 2, 3]
+    run = fit_in(tmp_path / "moved", ddp)
+    steps = [x["step"] for x in run.history if x["split"] == "train"]
+    assert trained(tmp_path / "moved") == steps == [*range(1, NUM_STEPS + 1)]
+
+
+def test_evidence_of_a_step_is_not_written_into_another_run(ddp, tmp_path, caplog):
+    def swap(run):
+        (tmp_path / "run").rename(tmp_path / "moved")
+        (tmp_path / "run").mkdir()
+
+    with pytest.raises(NumericsError):
+        jddp.fit(ddp, BROKEN, num_steps=4, run_dir=tmp_path / "run", callbacks=[at(2, swap)])
+    assert not list((tmp_path / "run").iterdir())
+    assert "another directory than at the start" in caplog.text
+
+
+def test_records_that_are_lost_for_good_end_a_run_with_their_steps(ddp, tmp_path, caplog):
+    fit_in(tmp_path, ddp, num_steps=2, save_every_steps=1)
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 2, "split": "note", "text": "#" * 2**17}) + "\n")
+    # The files of a checkpoint are smaller.
+    with files_up_to(path.stat().st_size), pytest.raises(FileSystemError) as failed:
+        fit_in(tmp_path, ddp, save_every_steps=1)
+    failed.match(r"metrics\.jsonl: .* File too large.* steps 3 to 6 are lost \(lines: 5\)")
+    assert failed.value.exit_code == 74
+    assert failed.value.run.step == NUM_STEPS
+    assert trained(tmp_path) == [1, 2]
+    assert caplog.text.count("cannot be written") == 1
+    assert fit_in(tmp_path, ddp).step == NUM_STEPS  # as after any other run
+
+
+def test_records_that_can_be_written_at_last_end_well(ddp, tmp_path, caplog):
+    def take(run):
+        (tmp_path / "metrics.jsonl").rename(tmp_path / "elsewhere")
+        (tmp_path / "metrics.jsonl").mkdir()
+
+    def give_back(run):
+        (tmp_path / "metrics.jsonl").rmdir()
+        (tmp_path / "elsewhere").rename(tmp_path / "metrics.jsonl")
+
+    fit_in(tmp_path, ddp, callbacks=[at(2, take), at(5, give_back)])
+    assert caplog.text.count("cannot be written: Is a directory. Lines are kept") == 1
+    assert trained(tmp_path) == [*range(1, NUM_STEPS + 1)]
+
+
+def test_a_signal_says_which_records_are_lost_and_the_run_is_saved(ddp, tmp_path, caplog, capsys):
+    def stop(run):
+        (tmp_path / "metrics.jsonl").unlink()
+        (tmp_path / "metrics.jsonl").mkdir()
+        signal.raise_signal(signal.SIGTERM)
+
+    run = fit_in(tmp_path, ddp, callbacks=[at(2, stop)])
+    assert run.interrupted == "SIGTERM"
+    assert "metrics.jsonl: cannot be written: Is a directory. The records of step" in caplog.text
+
+
+def test_a_long_history_is_read_when_it_is_asked_for(ddp, tmp_path, monkeypatch):
+    fit_in(tmp_path, ddp, num_steps=3, eval_every_steps=1, save_every_steps=1)
+    read, reads = MetricsFile.read, []
+    monkeypatch.setattr(MetricsFile, "read", lambda *args: reads.append(1) or read(*args))
+    run = fit_in(tmp_path, ddp, eval_every_steps=1)
+    assert [x["step"] for x in run.evaluations] == [1, 2, 3, 4, 5, 6]
+    assert not reads
+    assert [x["step"] for x in run.history] == [*np.repeat(np.arange(1, 7), 2)]
+    assert run.history is run.history
+    assert len(reads) == 1
+
+
+def test_an_evaluation_after_a_resume_at_its_own_step_is_in_the_history_once(ddp, tmp_path):
+    fit_in(tmp_path, ddp, num_steps=3, eval_every_steps=1, save_every_steps=1)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines[:-1]))  # killed in the last one
+    run = fit_in(tmp_path, ddp, eval_every_steps=1)
+    want = [(i, split) for i in range(1, 7) for split in ("train", "eval")]
+    assert [(x["step"], x["split"]) for x in run.history] == want
+
+
+def test_a_checkpoint_s_run_data_do_not_grow_with_the_run(ddp, tmp_path):
+    fit_in(tmp_path, ddp, num_steps=9, eval_every_steps=1, save_every_steps=1, keep=9)
+    third, ninth = (
+        json.loads((tmp_path / f"checkpoints/{step}/run.json").read_text()) for step in (3, 9)
+    )
+    assert [x["step"] for x in ninth["evaluations"]] == [8]  # that of step 9 came after it
+    # Losses, which the next are compared with, are kept up to a number (test_spikes.py).
+    assert [len(saved.pop("losses")) for saved in (third, ninth)] == [3, 9]
+    assert abs(len(json.dumps(ninth)) - len(json.dumps(third))) < 100
+
+
+@pytest.mark.parametrize("name", ["logs", "LOGS", "lock", "nonfinite", "wandb"])
+def test_a_checkpoint_is_not_kept_in_a_folder_of_the_run_itself(ddp, tmp_path, name):
+    with pytest.raises(ConfigError, match=rf"^run\.save\('{name}'\)"):
+        fit_in(tmp_path, ddp, callbacks=[at(2, lambda run: run.save(name))])
+    assert not (tmp_path / name.lower() / "2").exists()
+
+
+def test_others_write_no_file_of_a_run_whatever_the_umask(ddp, tmp_path):
+    before = os.umask(0)
+    try:
+        saving = {"run_dir": tmp_path / "runs" / "one", "save_every_steps": 1}
+        with pytest.raises(NumericsError):
+            jddp.fit(ddp, BROKEN, num_steps=4, **saving)
+        saved = jddp.Checkpoints(tmp_path / "own" / "two")
+        saved.save(ddp, ddp.init(0, BROKEN[0]))
+        saved.wait()
+    finally:
+        os.umask(before)
+    modes = {x: stat.S_IMODE(x.lstat().st_mode) for x in tmp_path.rglob("*")}
+    assert {"logs", "nonfinite", "SHA256SUMS", "lock", "report.json"} <= {x.name for x in modes}
+    closed = [tmp_path / "runs" / "one" / "checkpoints", tmp_path / "own" / "two"]
+    assert {modes[x] for x in closed} == {0o700}  # as is the run directory
+    assert not [x for x in modes if modes[x] & 0o022 and not {*closed} & {*x.parents}]

@@ -1,15 +1,24 @@
 """Progress on pseudo-terminals of several widths and kinds, in notebooks, and in plain logs."""
 
 import itertools
+import json
 import re
+import shutil
 import struct
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
-from runs import environment
+from runs import environment, run_python, write_sealed
+from tiny import loss_fn, make_batches, wrapped
 
+import jddp
+from jddp.commands.checkpoint import main as checkpoint
+from jddp.commands.checks import doctor_command as doctor
+from jddp.commands.runs import evaluate_command as evaluate
+from jddp.ground import errors
 from jddp.trainer.reports.lines import Course, Display, train_line, unbroken, wrap
 
 RECORD = {"step": 400, "epoch": 3.413, "split": "train", "loss": 0.23841, "accuracy": 0.91234}
@@ -27,7 +36,6 @@ progress.log({{"step": 400, "split": "eval", "loss": 0.361, "accuracy": 0.869, "
 progress.note("saved in " + "/".join(["folder"] * 4) + ", which is a path that can be copied")
 progress.close()
 """
-COMMAND = [sys.executable, "-c", SHOW]
 SIZE = struct.Struct("HHHH").pack
 CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOURS = re.compile(r"\x1b\[[0-9;]*[39][0-9;]*m")
@@ -76,8 +84,8 @@ def test_a_terminal_gets_no_colours_where_they_are_unwanted_and_no_controls_if_i
 
 @pytest.mark.parametrize("scheduler", ["SLURM_JOB_ID", "RAY_JOB_ID"])
 def test_logs_are_plain_lines_of_80_columns_whatever_the_terminal_of_the_job_is(scheduler):
-    env = environment(**{scheduler: "1"}, TERM="xterm", COLUMNS="200", FORCE_COLOR="1")
-    done = subprocess.run(COMMAND, env=env, capture_output=True, text=True, check=True)
+    variables = {scheduler: "1", "TERM": "xterm", "COLUMNS": "200", "FORCE_COLOR": "1"}
+    done = run_python("-c", SHOW, **variables)
     lines = done.stdout.splitlines()
     assert not re.search("[\x1b\r]", done.stdout)
     assert lines[:2] == [train_line(RECORD, COURSE), EVALUATED]
@@ -135,3 +143,64 @@ def test_a_front_end_that_fails_is_reported_once_and_the_run_continues(element, 
         progress.close()
     (message,) = [x.message for x in caplog.records if x.name == "jddp"]
     assert "The notebook cannot show progress: TypeError" in message
+
+
+EVIL, SHOWN = "\x1b[2J\x9b\u202e", r"\x1b[2J\x9b\u202e"
+FORGED = f"{EVIL}\neval 9  loss 0"
+FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
+
+
+def with_metric(model, batch, train):
+    losses, _ = loss_fn(model, batch, train)
+    return losses, {FORGED: jnp.ones(len(losses))}
+
+
+@pytest.fixture
+def printed(capfd):
+    """What was printed since the last call or is in logs, with the name as it is to be shown."""
+
+    def read(*logs):
+        text = "".join((*capfd.readouterr(), *(log.read_text() for log in logs)))
+        assert SHOWN in text
+        assert not FORBIDDEN.search(text)
+        assert "\neval 9" not in text
+        return text
+
+    return read
+
+
+def test_characters_that_are_not_to_be_printed_are_escaped_and_others_stay():
+    text = "Grüße, 数据 🙂 C:\\x\t|"
+    assert errors.printable(text) == text
+    odd = "\x1b[2J\x9b\r\n\x7f\0\u202e\u2066\u2028\udcff"
+    assert errors.printable(odd) == r"\x1b[2J\x9b\r\n\x7f\x00\u202e\u2066\u2028\udcff"
+    assert errors.printable_lines("one\ntwo\r") == "one\ntwo\\r"
+
+
+def test_a_run_prints_and_logs_the_names_of_its_directory_and_metrics_as_escapes(tmp_path, printed):
+    run_dir = tmp_path / EVIL
+    ddp = wrapped(loss=with_metric, mesh=1)
+    batches = make_batches(2)
+    for _ in range(2):  # the second time it is finished
+        jddp.fit(ddp, batches, num_steps=2, evaluate=batches, run_dir=run_dir, log_every_steps=1)
+        printed()
+    printed(*(run_dir / "logs").glob("*.log"))
+
+
+def test_commands_print_names_of_a_run_as_escapes(tmp_path, printed):
+    run_dir = tmp_path / EVIL
+    jddp.fit(wrapped(mesh=1), make_batches(2), num_steps=2, run_dir=run_dir)
+    folder = run_dir / "checkpoints" / "2"
+    about = json.loads((folder / "run.json").read_text())
+    write_sealed(folder, "run.json", json.dumps(about | {"evaluations": [{FORGED: 1}]}))
+    assert checkpoint(["list", str(run_dir)]) == 0
+    printed()
+    (folder / EVIL).touch()
+    (folder / "arrays.json").write_text("{}")
+    assert checkpoint(["verify", str(run_dir)]) == 74
+    printed()
+    assert evaluate([str(run_dir)]) != 0
+    printed()
+    shutil.rmtree(run_dir / "checkpoints")
+    assert doctor([str(run_dir)]) == 0
+    printed()
