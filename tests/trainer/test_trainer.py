@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from runs import contents, printed, records
+from runs import at, calling, contents, printed, records
 from states import assert_same, copied
 from sweeps import swept
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, make_batches, wrapped
@@ -78,39 +78,26 @@ def newest(path, like):
 class Recorder(jddp.Callback):
     def __init__(self):
         self.calls, self.metrics, self.states = [], [], {}
+        for name in ("begin", "save", "end"):
+            setattr(self, f"on_{name}", lambda run, name=name: self.note(name, run.step))
 
-    def on_begin(self, run):
-        self.calls.append(("begin", run.step))
+    def note(self, name, number):
+        self.calls.append(f"{name} {number}")
 
     def on_epoch(self, run, number):
-        self.calls.append(("epoch", number))
+        self.note("epoch", number)
 
     def on_exception(self, run, error):
-        self.calls.append(("exception", str(error)))
+        self.note("exception", error)
         raise ValueError("as well")
 
     def on_step(self, run, metrics):
-        self.calls.append(("step", metrics["step"]))
+        self.note("step", metrics["step"])
         self.metrics.append(metrics)
 
     def on_eval(self, run, metrics):
-        self.calls.append(("eval", run.step))
+        self.note("eval", run.step)
         self.states[run.step] = copied(run.state)
-
-    def on_save(self, run):
-        self.calls.append(("save", run.step))
-
-    def on_end(self, run):
-        self.calls.append(("end", run.step))
-
-
-class At(jddp.Callback):
-    def __init__(self, step, action):
-        self.step, self.action = step, action
-
-    def on_step(self, run, metrics):
-        if metrics["step"] == self.step:
-            self.action(run)
 
 
 class Broken(Exception):
@@ -125,13 +112,6 @@ def leave(*_):
     sys.exit(3)
 
 
-class Tensor:
-    """Of another library: it can become an array."""
-
-    def __init__(self, values):
-        self.__array__ = lambda dtype=None, copy=None: values
-
-
 IN_BOTH = [ConvNet(dropout_rate=0.3), NnxConvNet(nnx.Rngs(0), dropout_rate=0.3)]
 
 
@@ -139,7 +119,7 @@ IN_BOTH = [ConvNet(dropout_rate=0.3), NnxConvNet(nnx.Rngs(0), dropout_rate=0.3)]
 def test_fit_takes_bitwise_the_steps_of_a_bare_loop_on_whatever_can_become_arrays(model):
     ddp, recorder = wrapped(model), Recorder()
     state, metrics = bare_loop(ddp, batches(), NUM_STEPS, seed=3)
-    tensors = (jax.tree.map(Tensor, batch) for batch in batches())
+    tensors = (jax.tree.map(memoryview, batch) for batch in batches())  # which are no arrays
     run = jddp.fit(
         ddp, tensors, num_steps=NUM_STEPS, seed=3, callbacks=[recorder], log_every_steps=4
     )
@@ -289,7 +269,7 @@ RARELY = {"eval_every_steps": None, "checks": jddp.Checks(replicas_every_steps=N
 
 def test_a_replica_that_drifts_off_by_one_bit_is_named_and_not_saved(plain, tmp_path):
     def fit_bent(step, folder, **plan):
-        callbacks = [At(step, lambda run: setattr(run, "state", bent(run.state)))]
+        callbacks = [at(step, lambda run: setattr(run, "state", bent(run.state)))]
         fit(plain, endless(), tmp_path / folder, callbacks=callbacks, **RARELY | plan)
 
     message = r"^After step 20 .*params/Dense_0/.*differs on replica 1 \(process 0\)"
@@ -312,10 +292,10 @@ def test_a_signal_interrupts_a_run_and_the_same_call_resumes_it(plain, tmp_path,
     number, rarely = signal.SIGHUP, {"eval_every_steps": 80, "save_every_steps": 60}
     want, handlers = train(tmp_path / "whole"), list(map(signal.getsignal, stop_signals()))
     recorder = Recorder()
-    run = train(tmp_path / "run", At(20, lambda run: signal.raise_signal(number)), recorder)
+    run = train(tmp_path / "run", at(20, lambda run: signal.raise_signal(number)), recorder)
     assert run.interrupted == number.name
     assert 20 <= run.step < 200
-    assert recorder.calls[-1] == ("save", run.step)
+    assert recorder.calls[-1] == f"save {run.step}"
     assert list(map(signal.getsignal, stop_signals())) == handlers
     assert f"{number.name}: saved step {run.step} of 200" in capsys.readouterr().out
     step, state = newest(tmp_path / "run" / "checkpoints", run.state)
@@ -329,7 +309,7 @@ def test_a_signal_interrupts_a_run_and_the_same_call_resumes_it(plain, tmp_path,
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_two_signals_at_once_are_one(plain, tmp_path, saves):
-    twice = [At(3, lambda run: signal.raise_signal(signal.SIGTERM))] * 2
+    twice = [at(3, lambda run: signal.raise_signal(signal.SIGTERM))] * 2
     run_dir = tmp_path if saves else None
     run = jddp.fit(plain, endless(), num_steps=10_000, callbacks=twice, run_dir=run_dir)
     assert run.interrupted == "SIGTERM"
@@ -392,11 +372,8 @@ def test_a_run_in_another_thread_leaves_the_signals_alone(plain):
         return list(map(signal.getsignal, stop_signals()))
 
     seen, before = [], handlers()
-    look = At(1, lambda run: seen.append(handlers()))
-    thread = threading.Thread(
-        target=lambda: jddp.fit(plain, batches(), num_steps=2, callbacks=[look])
-    )
-    thread.start()
+    look = {"num_steps": 2, "callbacks": [at(1, lambda run: seen.append(handlers()))]}
+    (thread := threading.Thread(target=jddp.fit, args=(plain, batches()), kwargs=look)).start()
     thread.join()
     assert seen == [before]
 
@@ -413,7 +390,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_is_logged_and_spares_the_checkpo
     step, state = newest(tmp_path / "checkpoints", want)
     assert step == 3
     assert_same(state, want)
-    assert all(record["loss"] is not None for record in records(tmp_path))
+    assert None not in [record["loss"] for record in records(tmp_path)]
     log = (tmp_path / "logs" / "process_0.log").read_text()
     logged = [f"INFO step {step}/6  loss" in log for step in (1, 2, 3, 4)]
     assert logged == [log_every_steps == 1] * 3 + [False]
@@ -470,10 +447,6 @@ def test_options_that_cannot_be_are_refused_before_a_step_is_taken(plain, tmp_pa
 
 
 def test_a_mistake_in_evaluation_shows_before_the_first_step(tmp_path):
-    def only_trains(model, batch, train):
-        assert train, "no evaluation"
-        return loss_fn(model, batch, train)
-
     def timed(model, batch, train):
         losses, metrics = loss_fn(model, batch, train)
         return losses, metrics if train else {**metrics, "step_seconds": losses}
@@ -481,7 +454,6 @@ def test_a_mistake_in_evaluation_shows_before_the_first_step(tmp_path):
     recorder = Recorder()
     for loss, evaluation, error, message in (
         (timed, EVALUATION, ConfigError, "'step_seconds' is jddp's own"),
-        (only_trains, EVALUATION, AssertionError, "no evaluation"),
         (loss_fn, [{"x": np.zeros((2, 16), np.float32)}], ConfigError, "'y'"),
         (scalar_loss, [make_batch(5)], UsageError, "'loss' is a scalar.* 5 rows do not fill 6"),
         (loss_fn, [], UsageError, "no batches"),
@@ -491,45 +463,37 @@ def test_a_mistake_in_evaluation_shows_before_the_first_step(tmp_path):
     assert recorder.metrics == []
 
 
-class Changing(jddp.Callback):
-    """Changes whatever it is handed."""
-
-    def on_step(self, run, metrics):
-        metrics.clear()
-        run.metrics.clear()
-
-    def on_eval(self, run, metrics):
-        metrics.clear()
-
-
 def test_a_callback_that_changes_what_it_gets_changes_no_record(plain, tmp_path):
-    run = fit(plain, batches(), tmp_path / "run", callbacks=[Changing()])
-    lines = records(tmp_path / "run")
+    changes = calling(
+        on_step=lambda run, metrics: (metrics.clear(), run.metrics.clear()),
+        on_eval=lambda run, metrics: metrics.clear(),
+    )
+    run = fit(plain, batches(), tmp_path, callbacks=[changes])
+    lines = records(tmp_path)
     assert [x["loss"] > 0 for x in lines] == [True] * len(lines)
     assert run.eval_metrics["loss"] == lines[-1]["loss"]
-
-
-def fails_in(hook, how=break_off):
-    """A callback that raises in one of its hooks, at the end of the run at the latest."""
-    callback = jddp.Callback()
-    setattr(callback, hook, how)
-    return {"callbacks": [callback]}
 
 
 WITHOUT_LABELS = {"x": np.zeros((2, 16), np.float32)}
 # Options and batches of a run that ends early, or in the very end.
 BROKEN_OFF = {
-    "first": (batches(), {"callbacks": [At(1, break_off)], "save_every_steps": 2}),
+    "first": (batches(), {"callbacks": [at(1, break_off)], "save_every_steps": 2}),
     "data": (batches(4), {}),  # which end early
     "evaluation": (batches(), {"evaluate": [*EVALUATION, WITHOUT_LABELS]}),
-    "on_step": (batches(), {"callbacks": [At(4, break_off)]}),
-    "on_eval": (batches(), {"eval_every_steps": 4, **fails_in("on_eval")}),
-    "on_save": (batches(), {"save_every_steps": 4, **fails_in("on_save")}),
-    "on_end": (batches(), fails_in("on_end")),
-    "exit": (batches(), {"callbacks": [At(4, leave)]}),
-    "exit in on_eval": (batches(), {"eval_every_steps": 4, **fails_in("on_eval", leave)}),
-    "twice": (batches(), {"callbacks": [At(4, break_off), At(5, break_off)]}),
-    "exit after an error": (batches(), {"callbacks": [At(4, break_off), At(5, leave)]}),
+    "twice": (batches(), {"callbacks": [at(4, break_off), at(5, break_off)]}),
+    "exit after an error": (batches(), {"callbacks": [at(4, break_off), at(5, leave)]}),
+}
+FAILING = {
+    "on_step": at(4, break_off),
+    "on_eval": calling(on_eval=break_off),
+    "on_save": calling(on_save=break_off),
+    "on_end": calling(on_end=break_off),
+    "exit": at(4, leave),
+    "exit in on_eval": calling(on_eval=leave),
+}
+FAILS_AT = {"eval_every_steps": 4, "save_every_steps": 4}
+BROKEN_OFF |= {
+    name: (batches(), FAILS_AT | {"callbacks": [callback]}) for name, callback in FAILING.items()
 }
 
 
@@ -563,23 +527,12 @@ def test_a_batch_of_another_form_compiles_again(plain):
     assert jddp.fit(plain, batches, num_steps=3).step == 3
 
 
-def test_callbacks_are_called_for_every_step_and_in_order(plain, tmp_path):
-    recorder = Recorder()
-    plan = {"num_steps": 5, "eval_every_steps": 2, "save_every_steps": 4, "log_every_steps": 50}
-    run = fit(plain, batches(), tmp_path, callbacks=[recorder], **plan)
-    calls = [f"{what} {step}" for what, step in recorder.calls]
-    want = "begin 0, step 1, step 2, eval 2, step 3, step 4, save 4, eval 4, step 5, save 5, eval 5"
-    assert ", ".join(calls) == f"{want}, end 5"
-    assert "loss" in repr(run)
-    assert str(tmp_path) in repr(run)
-
-
 @pytest.mark.parametrize("every", [2, 50])
 def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(
     plain, tmp_path, capsys, every
 ):
     plan = {"eval_every_steps": None, "save_every_steps": every}
-    stop = At(2, lambda run: run.stop("enough"))
+    stop = at(2, lambda run: run.stop("enough"))
     run = fit(plain, batches(), tmp_path, callbacks=[stop], **plan)
     # The step after the one that was reported was under way, unless a save had drained the loop.
     assert run.step == (3 if every == 50 else 2)
@@ -652,7 +605,7 @@ EACH = {"evaluate": SAME[:1], "eval_every_steps": 1}
 def test_a_folder_of_one_checkpoint_holds_that_of_the_life_that_saved_last(plain, tmp_path):
     """The first life saves at step 5, and is resumed from step 2, as after a kill."""
     for step, resumes_from in ((5, 2), (3, NUM_STEPS)):
-        save = At(step, lambda run: run.save("mine"))
+        save = at(step, lambda run: run.save("mine"))
         state = fit(plain, batches(), tmp_path, callbacks=[save], eval_every_steps=1).state
         for path in (tmp_path / "checkpoints").iterdir():
             if int(path.name) > resumes_from:
@@ -672,7 +625,7 @@ def test_a_state_that_is_restored_and_evaluated_is_not_written_again(plain, tmp_
 def test_callbacks_remember_the_evaluations_before_a_resume_and_the_best_checkpoints_stay(
     forth_and_back, tmp_path, capsys
 ):
-    options = {"callbacks": [jddp.KeepBest(keep=3), At(4, break_off)], "save_every_steps": 1}
+    options = {"callbacks": [jddp.KeepBest(keep=3), at(4, break_off)], "save_every_steps": 1}
     with pytest.raises(Broken):
         fit(forth_and_back, SAME, tmp_path, **options, **EACH)
     best = jddp.KeepBest(keep=3)
@@ -700,7 +653,7 @@ def test_a_run_whose_directory_is_moved_ends_in_good_order_and_resumes_there(pla
             time.sleep(0.01)
         (tmp_path / "run").rename(tmp_path / "moved")
 
-    options = {"callbacks": [At(3, move)], "save_every_steps": 2}
+    options = {"callbacks": [at(3, move)], "save_every_steps": 2}
     with pytest.raises(FileSystemError, match=f"step {NUM_STEPS} cannot be saved.*No such file"):
         fit(plain, batches(), tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
@@ -768,16 +721,19 @@ def test_callbacks_hear_of_the_beginning_the_end_of_each_epoch_and_a_failure(
 ):
     """Of twenty examples, eight a step, epochs end inside of steps 3 and 8, and with step 5."""
     first, second = Recorder(), Recorder()
-    options = {"run_dir": tmp_path, "num_steps": 8}
+    options = {"run_dir": tmp_path, "num_steps": 8, "log_every_steps": 50}
     with pytest.raises(Broken):
-        jddp.fit(plain, endless(), callbacks=[first, At(4, break_off)], **options)
-    steps = [("step", number) for number in range(1, 9)]
-    failure = ("exception", str(Broken()))
-    assert first.calls[:5] == [("begin", 0), *steps[:3], ("epoch", 1)]
-    assert first.calls[-1] == failure
+        jddp.fit(plain, endless(), callbacks=[first, at(4, break_off)], **options)
+    assert ", ".join(first.calls[:5]) == "begin 0, step 1, step 2, step 3, epoch 1"
+    assert first.calls[-1] == f"exception {Broken()}"
     assert "A callback has failed in on_exception" in caplog.text
-    failed_at = len([call for call in first.calls if call[0] == "step"])
-    jddp.fit(plain, endless(), callbacks=[second], **options)
-    assert second.calls[0] == ("begin", failed_at)
-    both = [call for call in first.calls + second.calls if call[0] in ("step", "epoch")]
-    assert both == [*steps[:3], ("epoch", 1), *steps[3:5], ("epoch", 2), *steps[5:], ("epoch", 3)]
+    failed_at = len(first.metrics)
+    plan = {"evaluate": EVALUATION, "eval_every_steps": 7, "save_every_steps": 6}
+    run = jddp.fit(plain, endless(), callbacks=[second], **options, **plan)
+    assert second.calls[0] == f"begin {failed_at}"
+    steps = [call for call in first.calls + second.calls if call.startswith(("step", "epoch"))]
+    want = "step 1, step 2, step 3, epoch 1, step 4, step 5, epoch 2, step 6, step 7, step 8"
+    assert ", ".join(steps) == f"{want}, epoch 3"
+    ends = "step 6, save 6, step 7, eval 7, step 8, epoch 3, save 8, eval 8, end 8"
+    assert ", ".join(second.calls).endswith(ends)
+    assert str(tmp_path) in repr(run)
