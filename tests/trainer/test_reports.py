@@ -1,4 +1,3 @@
-import errno
 import io
 import itertools
 import json
@@ -8,10 +7,11 @@ import socket
 import tempfile
 from datetime import datetime
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
-from runs import contents
+from runs import contents, refused
 
 from jddp.checkpoint import checkpoints
 from jddp.distributed import coordination
@@ -22,11 +22,11 @@ from jddp.trainer.reports.run_directory import RunDirectory
 
 CONFIG = {"seed": 1, "run": {"dir": "a"}, "optimizer": {"learning_rate": 1e-3, "kwargs": {}}}
 MANIFEST = {"versions": {"jax": "0.10.2"}, "data": {"sha256": "f" * 64}, "world": (1, 8)}
+OTHER_DATA = {**MANIFEST, "data": {"sha256": "0" * 64}}
 
 
 def prepared(path, config=CONFIG, manifest=MANIFEST, is_writer=True):
-    directory = RunDirectory(path, is_writer=is_writer)
-    with directory.held(config, manifest):
+    with (directory := RunDirectory(path, is_writer=is_writer)).held(config, manifest):
         return directory
 
 
@@ -45,25 +45,16 @@ def test_a_run_directory_is_made_with_config_and_manifest_which_come_back_withou
     assert contents(tmp_path) == before
 
 
-def test_another_config_is_refused_with_the_keys_that_differ_and_nothing_is_lost(tmp_path):
-    begun(tmp_path)
-    before = contents(tmp_path)
-    other = {**CONFIG, "seed": 2, "optimizer": {"learning_rate": 1e-2, "kwargs": {"b1": None}}}
-    with pytest.raises(ConfigError) as caught:
-        prepared(tmp_path, other)
-    for differs in ("seed is 1 there, 2 here", "optimizer.learning_rate is 0.001 there, 0.01 here"):
-        assert differs in str(caught.value)
-    assert "optimizer.kwargs.b1 is absent there, null here" in str(caught.value)
-    assert contents(tmp_path) == before
-
-
 def test_all_processes_check_and_only_the_writer_writes(tmp_path):
     reader = prepared(tmp_path / "new", is_writer=False)
     reader.metrics.log({"step": 1})
     assert not (tmp_path / "new").exists()
     begun(tmp_path)
-    with pytest.raises(ConfigError):
-        prepared(tmp_path, {**CONFIG, "seed": 2}, is_writer=False)
+    before = contents(tmp_path)
+    for is_writer in (True, False):
+        with pytest.raises(ConfigError, match="seed is 1 there, 2 here"):
+            prepared(tmp_path, {**CONFIG, "seed": 2}, is_writer=is_writer)
+    assert contents(tmp_path) == before
 
 
 def test_a_directory_of_a_run_of_another_kind_or_of_something_else_is_refused(tmp_path):
@@ -83,9 +74,8 @@ def test_a_directory_of_a_run_of_another_kind_or_of_something_else_is_refused(tm
 
 
 def test_a_directory_is_taken_over_from_a_run_that_never_took_a_step(tmp_path, caplog):
-    other, of_objects = {**CONFIG, "seed": 2}, None
-    other_data = {**MANIFEST, "data": {"sha256": "0" * 64}}
-    cases = (other, MANIFEST), (of_objects, MANIFEST), (CONFIG, other_data)
+    other = {**CONFIG, "seed": 2}
+    cases = (other, MANIFEST), (None, MANIFEST), (CONFIG, OTHER_DATA)
     for number, (config, manifest) in enumerate(cases):
         path = prepared(tmp_path / str(number)).path
         (path / "checkpoints").mkdir()
@@ -114,11 +104,10 @@ def test_a_directory_is_taken_over_from_a_run_that_never_took_a_step(tmp_path, c
 
 def test_other_data_under_the_same_config_are_refused(tmp_path):
     begun(tmp_path)
-    other = {**MANIFEST, "data": {"sha256": "0" * 64}}
     with pytest.raises(DataError, match="started with other data.*checkpoint.allow_changed"):
-        prepared(tmp_path, manifest=other)
-    prepared(tmp_path, {**CONFIG, "checkpoint": {"allow_changed": ["data"]}}, manifest=other)
-    prepared(tmp_path, manifest=other)  # now known
+        prepared(tmp_path, manifest=OTHER_DATA)
+    prepared(tmp_path, {**CONFIG, "checkpoint": {"allow_changed": ["data"]}}, manifest=OTHER_DATA)
+    prepared(tmp_path, manifest=OTHER_DATA)  # now known
     prepared(tmp_path)
 
 
@@ -149,12 +138,9 @@ def test_the_log_of_a_process_begins_with_its_host_and_command_and_events_have_f
         fail()
     lines = (tmp_path / "log").read_text().splitlines()
     begin = f"begins: process {os.getpid()} on {socket.gethostname()}"
-    assert [line.partition(" INFO ")[2] for line in lines[:4]] == [
-        begin,
-        "command: python -m jddp.train 'run.dir=a b' 'x=\\n\\x1b'",
-        "more",
-        "step 3/4",
-    ]
+    command = "command: python -m jddp.train 'run.dir=a b' 'x=\\n\\x1b'"
+    said = [line.partition(" INFO ")[2] for line in lines[:4]]
+    assert said == [begin, command, "more", "step 3/4"]
     assert lines[-1] == "KeyError: 'x'"
     events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert all(datetime.fromisoformat(event.pop("time")) for event in events)
@@ -181,14 +167,11 @@ SLOW = {"model_flops_per_second": 8.9e9}
 LINES = [
     ({}, 80, "accuracy 0.9123  lr 0.0016  10.8k ex/s"),
     ({}, 69, "accuracy 0.9123  10.8k ex/s"),  # the learning rate goes first
-    ({"grad_norm": 1.2345}, 70, "accuracy 0.9123  grad_norm 1.234"),  # then the speed
     (MANY, 80, "accuracy 0.9123"),
     (WAITS, 80, "accuracy 0.9123  data wait 12 %"),
     (WAITS | {"data_wait_seconds": 0.0009}, 100, "accuracy 0.9123  lr 0.0016  10.8k ex/s"),
     (MFU, 80, "accuracy 0.9123  1.2M tokens/s  MFU 41.2 %"),
-    (MFU, 69, "accuracy 0.9123  1.2M tokens/s"),
     (RATES, 100, "accuracy 0.9123  lr 0.0016  1.2M tokens/s  3.2 PFLOP/s"),
-    (SLOW, 90, "accuracy 0.9123  lr 0.0016  10.8k ex/s  8.9 GFLOP/s"),
     # On a device whose peak is unknown, FLOP/s mean less than the learning rate.
     (SLOW, 80, "accuracy 0.9123  lr 0.0016  10.8k ex/s"),
 ]
@@ -224,25 +207,17 @@ def test_off_a_terminal_a_line_comes_every_few_seconds_and_at_the_end(monkeypatc
 
 
 class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-    def fileno(self):
-        return 1
-
-
-class Broken(io.StringIO):
-    def write(self, text):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+    isatty, fileno = (lambda self: True), (lambda self: 1)
 
 
 def test_on_a_terminal_there_is_one_live_line_and_without_a_standard_output_none(monkeypatch):
     monkeypatch.setattr("os.tcgetpgrp", lambda _: 1)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    closed = io.StringIO()
-    closed.close()
-    for stream in (Broken(), None, closed, shown := Terminal()):
+    (closed := io.StringIO()).close()
+    broken = io.StringIO()
+    broken.write = mock.Mock(side_effect=BrokenPipeError)
+    for stream in (broken, None, closed, shown := Terminal()):
         monkeypatch.setattr("sys.stdout", stream)
         report()
     assert "eval 1170  loss 0.361  examples 10000" in shown.getvalue()
@@ -296,22 +271,21 @@ MANIFESTS += ['{"later_starts": [3]}', '{"data": "x"}', '{"data": {"sha256": 7}}
 def test_a_manifest_of_another_form_is_a_file_system_error(tmp_path, damage):
     prepared(tmp_path)
     (tmp_path / "manifest.json").write_bytes(damage.encode(errors="surrogateescape"))
-    with pytest.raises(FileSystemError, match=r"manifest\.json is damaged: .*\. Restore it") as got:
+    with refused(FileSystemError, r"manifest\.json is damaged: .*\. Restore it"):
         prepared(tmp_path)
-    assert len(str(got.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "lock", "metrics.jsonl", "logs"])
 def test_something_else_in_the_place_of_a_file_of_the_run_is_a_file_system_error(tmp_path, name):
-    def start():
-        with directory.held(CONFIG, MANIFEST), directory.logging(0):
-            directory.metrics.resume_at(1)
-
     directory, path = prepared(tmp_path), tmp_path / name
     path.unlink(missing_ok=True)
     path.write_text("") if name == "logs" else path.mkdir()
-    with pytest.raises(FileSystemError, match=rf"\A.*{name}.*\Z"):  # in one line
-        start()
+    with (
+        refused(FileSystemError, name),
+        directory.held(CONFIG, MANIFEST),
+        directory.logging(0),
+    ):
+        directory.metrics.resume_at(1)
 
 
 @pytest.fixture
@@ -346,8 +320,7 @@ UNUSABLE = {
 def test_a_run_directory_of_no_use_is_found_without_writing(as_somebody, name, make):
     def check(folder):
         make(path := folder / name)
-        message = rf"^run\.dir {path}: .*Choose a folder that can be written\."
-        with pytest.raises(FileSystemError, match=message):
+        with pytest.raises(FileSystemError, match=rf"^run\.dir {path}: .*Choose a folder"):
             RunDirectory(path, is_writer=True).check_usable()
 
     as_somebody(check)
@@ -387,13 +360,3 @@ def test_a_process_that_does_not_see_the_directory_of_process_0_says_so(tmp_path
         first.check_seen()
         with pytest.raises(FileSystemError, match="Process 0 does not see .*elsewhere/lock"):
             other.check_seen()
-
-
-def test_a_metric_that_is_an_array_is_printed_below_its_evaluation(capsys):
-    arrays = {"recall": [0.9, None, 0.95], "confusion": [[90, 3], [4, 88]], "big": [[1] * 90] * 90}
-    record = {"step": 4, "split": "eval", "loss": 0.5, "examples": 9, **arrays}
-    Display(Course(8), is_writer=True).log(record)
-    lines = capsys.readouterr().out.splitlines()
-    expected = ["eval 4  loss 0.5  examples 9", "recall", "[0.9   nan 0.95]"]
-    assert lines[:7] == [*expected, "confusion", "[[90.  3.]", " [ 4. 88.]]", "big"]
-    assert len(lines) < 20

@@ -2,18 +2,17 @@
 
 import importlib.util
 import json
-import logging
 import shutil
 import struct
 import sys
 import threading
-import types
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
-import optax
 import pytest
+from runs import at, calling
 from states import assert_same
-from tiny import MLP, loss_fn, make_batch
+from tiny import make_batch, make_batches, wrapped
 
 import jddp
 from jddp.ground.errors import ConfigError
@@ -26,11 +25,11 @@ TESTS = [make_batch(8, seed=9)]
 
 @pytest.fixture(scope="module")
 def ddp():
-    return jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+    return wrapped()
 
 
 def fit(ddp, num_steps=4, **options):
-    batches = [make_batch(8, seed=seed) for seed in range(num_steps)]
+    batches = make_batches(num_steps)
     plan = {"log_every_steps": 1, "evaluate": TESTS, "eval_every_steps": 2}
     return jddp.fit(ddp, batches, num_steps=num_steps, **plan | options)
 
@@ -49,33 +48,24 @@ class Kept:
         self.is_closed = True
 
 
-class Broken:
-    def log(self, record):
-        raise OSError("no network")
+def test_a_run_goes_its_way_with_sinks_that_fail_or_change_records_and_one_gets_all(ddp, caplog):
+    def refuse(start):
+        raise ValueError("no credentials")
 
-    def close(self):
-        raise OSError("no network")
-
-
-def refuse(start):
-    raise ValueError("no credentials")
-
-
-def test_a_run_goes_its_way_with_sinks_that_fail_and_one_gets_all_its_records(ddp, caplog):
-    want, kept = fit(ddp), Kept(None)
-    run = fit(ddp, sinks=[Broken(), kept, refuse])
+    want, kept, emptied = fit(ddp), Kept(), Kept(act=dict.clear)
+    broken = SimpleNamespace(log=refuse, close=lambda: refuse(None))
+    run = fit(ddp, sinks=[broken, emptied, kept, refuse])
     assert_same(run.state, want.state)
     assert kept.records == run.history
-    assert (kept.is_closed, len(run.history)) == (True, 6)
+    assert (kept.is_closed, len(run.history), emptied.records) == (True, 6, [{}] * 6)
     lost = [x for x in caplog.messages if x.endswith("6 of 6 records lost")]
-    assert sorted(lost) == [f"sink {x}: 6 of 6 records lost" for x in ("Broken", "refuse")]
+    assert sorted(lost) == [f"sink {x}: 6 of 6 records lost" for x in ("SimpleNamespace", "refuse")]
 
 
 def test_a_sink_is_closed_also_where_training_fails_and_has_the_records_so_far(ddp):
-    ends, kept = jddp.Callback(), Kept(None)
-    ends.on_eval = lambda run, metrics: 1 / 0
+    kept = Kept()
     with pytest.raises(ZeroDivisionError):
-        fit(ddp, sinks=[kept], callbacks=[ends])
+        fit(ddp, sinks=[kept], callbacks=[calling(on_eval=lambda run, metrics: 1 / 0)])
     assert kept.is_closed
     assert [x["split"] for x in kept.records] == ["train", "train", "eval"]
 
@@ -132,14 +122,8 @@ def test_tensorboard_shows_training_beside_evaluation_rates_and_the_config(ddp, 
 
 def test_tensorboard_hides_the_steps_that_a_resumed_run_takes_again(ddp, tmp_path):
     plan = {"run_dir": tmp_path, "sinks": ["tensorboard"]}
-
-    class Ends(jddp.Callback):
-        def on_step(self, run, metrics):
-            if metrics["step"] == 4:
-                raise RuntimeError("on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose"):
-        fit(ddp, 6, save_every_steps=2, callbacks=[Ends()], **plan)
+    with pytest.raises(ZeroDivisionError):
+        fit(ddp, 6, save_every_steps=2, callbacks=[at(4, lambda run: 1 / 0)], **plan)
     shutil.rmtree(tmp_path / "checkpoints" / "4")  # as if it had been killed
     run = fit(ddp, 6, **plan)
     shown = []
@@ -170,19 +154,19 @@ def test_metrics_that_are_arrays_are_tables_and_other_arrays_histograms_of_finit
     assert texts["recall/eval/text_summary"].split() == b"[0.5 nan 1. ]".split()
 
 
-class Sampling(jddp.Callback):
+def sample(run, metrics):
     """Logs a value of each kind at evaluations."""
+    weights = run.state.params["Dense_0"]["kernel"]
+    pixels = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+    run.log({"sample": "a <b>\nc", "weights": weights, "image": pixels, "score": np.float32(2)})
+    pixels[:] = 0  # of no effect on what was logged
 
-    def on_eval(self, run, metrics):
-        weights = run.state.params["Dense_0"]["kernel"]
-        pixels = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
-        run.log({"sample": "a <b>\nc", "weights": weights, "image": pixels, "score": np.float32(2)})
-        pixels[:] = 0  # of no effect on what was logged
+
+SAMPLING = {"callbacks": [calling(on_eval=sample)]}
 
 
 def test_text_images_and_histograms_of_a_callback_go_to_tensorboard(ddp, tmp_path):
-    options = {"run_dir": tmp_path, "sinks": ["tensorboard"], "callbacks": [Sampling()]}
-    run = fit(ddp, num_steps=2, **options)
+    run = fit(ddp, num_steps=2, run_dir=tmp_path, sinks=["tensorboard"], **SAMPLING)
     values = {x.tag: x for event in events(tmp_path) for x in event.summary.value}
     assert values["sample/text_summary"].tensor.string_val[0] == b"    a <b>\n    c"
     assert values["weights"].histo.num == run.state.params["Dense_0"]["kernel"].size
@@ -193,7 +177,7 @@ def test_text_images_and_histograms_of_a_callback_go_to_tensorboard(ddp, tmp_pat
     assert plain in [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
 
-class Wandb(types.ModuleType):
+class Wandb(ModuleType):
     """Stands in for the package wandb, which CI does not install."""
 
     Histogram, Table, Image = staticmethod(np.size), staticmethod(dict), staticmethod(np.shape)
@@ -203,7 +187,7 @@ class Wandb(types.ModuleType):
         self.runs, self.mode, self.is_logged_in = [], "online", True
 
     def setup(self):
-        return types.SimpleNamespace(settings=types.SimpleNamespace(mode=self.mode))
+        return SimpleNamespace(settings=SimpleNamespace(mode=self.mode))
 
     def login(self, **options):
         assert options == {"prompt": False, "verify": False}
@@ -213,7 +197,7 @@ class Wandb(types.ModuleType):
         return settings
 
     def init(self, **options):
-        run = types.SimpleNamespace(options=options, logged=[], metrics=[], is_finished=False)
+        run = SimpleNamespace(options=options, logged=[], metrics=[], is_finished=False)
         run.log = run.logged.append
         run.define_metric = lambda *names, **options: run.metrics.append((names, options))
         run.finish = lambda: setattr(run, "is_finished", True)
@@ -233,7 +217,7 @@ def test_wandb_gets_every_record_and_a_resumed_run_has_the_same_id(ddp, tmp_path
     board = [lambda start: WeightsAndBiases(start._replace(config={"seed": 3}))]
     plan = {"run_dir": tmp_path / "mine", "sinks": board}
     fit(ddp, 2, **plan)
-    run = fit(ddp, 4, callbacks=[Sampling()], **plan)
+    run = fit(ddp, 4, **SAMPLING, **plan)
     first, second = wandb.runs
     assert first.options == second.options
     id_of_run = (tmp_path / "mine" / "wandb" / "id").read_text()
@@ -262,28 +246,15 @@ def test_wandb_without_credentials_costs_a_line_and_offline_needs_none(
 
 
 START = Start(None, {"seed": 3}, 0)
-RECORDS = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 11)]
 
 
 def passed(make):
-    """Passes all records on to a sink."""
+    """Passes ten records on to a sink."""
     guarded = GuardedSink("mine", make)
     guarded.begin(START)
-    for record in RECORDS:
-        guarded.log(record)
+    for step in range(1, 11):
+        guarded.log({"step": step, "split": "train", "loss": 1 / step})
     guarded.close()
-
-
-def test_a_sink_is_made_for_its_run_and_gets_copies_of_all_records_in_order(caplog):
-    made = []
-    passed(lambda start: made.append(Kept(start, dict.clear)) or made[0])
-    assert made[0].start == START
-    assert made[0].is_closed
-    assert made[0].records == [{}] * 10  # which it has emptied
-    assert RECORDS[0]["step"] == 1
-    passed(lambda start: made.append(Kept()) or made[1])
-    assert made[1].records == RECORDS
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("failure", [ValueError("no\nthird"), SystemExit(3)], ids=repr)
@@ -318,7 +289,7 @@ def test_a_sink_that_blocks_for_ever_holds_nothing_up(caplog, monkeypatch):
 
 
 def test_sinks_are_words_targets_objects_and_what_makes_one(monkeypatch):
-    module = type(logging)("my_sinks")
+    module = ModuleType("my_sinks")
     module.Lines, module.lines = Kept, Kept()
     monkeypatch.setitem(sys.modules, "my_sinks", module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -339,18 +310,15 @@ WRONG = [
     (["os:sep"], r"sinks\[0\]: os:sep has no method 'log'"),
     ([Kept(), dict], r"sinks\[1\]: dict has no method 'log'"),
     ([3], r"sinks\[0\]: int has no method 'log'"),
+    (["tensorboard"], r"tensorboard needs tensorboardX, .*: pip install 'jddp\[tensorboard\]'"),
+    (["wandb"], r"wandb needs wandb, .*: pip install 'jddp\[wandb\]'"),
 ]
 
 
 @pytest.mark.parametrize("given, message", WRONG, ids=[message for _, message in WRONG])
-def test_what_is_no_sink_is_refused(given, message):
+def test_what_is_no_sink_is_refused_and_a_package_that_is_missing_is_named(
+    monkeypatch, given, message
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=message):
         choose_sinks(given, key="sinks")
-
-
-def test_a_package_that_is_missing_is_named_with_the_extra_that_has_it(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for word, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
-        message = rf"{word} needs {package}, .*: pip install 'jddp\[{word}\]'"
-        with pytest.raises(ConfigError, match=message):
-            choose_sinks([word], key="report.sinks")
