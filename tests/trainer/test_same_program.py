@@ -2,9 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +11,11 @@ import pytest
 import tiny
 from flax import linen as nn
 from flax import nnx
+from runs import printed, write_sealed
 from sweeps import swept
 from tiny import MODELS, NUM_CLASSES, loss_fn, make_batch
 
 import jddp
-from jddp.checkpoint.folders import seal
 from jddp.ground.errors import ConfigError
 
 WEIGHTS = np.linspace(1, 2, NUM_CLASSES, dtype=np.float32)
@@ -79,15 +76,13 @@ def fit(ddp, path, num_steps=2, *, rows=16, masked=False, **options):
     return jddp.fit(ddp, batches, num_steps=num_steps, run_dir=path, **options)
 
 
-@functools.cache
-def own_digests():
-    return digests()
-
-
 def digests(**options):
     ddp = wrapped(**options)
     batch = make_batch()
     return dict(ddp.steps.program(ddp.init(0, batch), batch).digests)
+
+
+own_digests = functools.cache(digests)
 
 
 OTHERS = {
@@ -123,29 +118,6 @@ def test_constants_count_by_their_values_and_models_of_nnx_have_a_digest_too():
     assert relu["loss"] == gelu["loss"] == own_digests()["loss"]
 
 
-PROGRAM = """
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-from test_same_program import *
-ddp = wrapped(MODELS[sys.argv[1]](), optax.adamw(optax.cosine_decay_schedule(1e-3, 5)),
-              weighted_by(WEIGHTS), max_grad_norm=1.0, ema_decay=0.9)
-ddp.steps.lower(make_batch(64))  # what was traced before leaves nothing in a digest
-print(dict(ddp.steps.program(ddp.init(0, make_batch()), make_batch()).digests))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", swept(["transformer", "nnx"], every=2))
-def test_digests_are_the_same_in_every_process(model):
-    def printed(seed):
-        paths = os.pathsep.join(["tests", "tests/trainer"])
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-c", PROGRAM, model]
-        return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
-
-    assert printed("1") == printed("2") != ""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, options", swept([(n, o) for _, (n, o) in sorted(OTHERS.items())][::4], every=3)
@@ -170,23 +142,18 @@ def test_a_run_continues_with_another_program_on_request(tmp_path, capsys):
         fit(wrapped(), tmp_path, 8)
 
 
+BUCKETS = jddp.Reduction(bucket_mb=0.0001, layout="flat", overlap=True)
 WORLDS = [
     ({"mesh": 1}, {}),
     ({"mesh": 8}, {"rows": 32}),
     ({"accumulate_steps": 4}, {}),
     ({"strategy": "zero1"}, {"masked": True}),
-    (
-        {"mesh": 4, "reduction": jddp.Reduction(bucket_mb=0.0001, layout="flat", overlap=True)},
-        {"rows": 4},
-    ),
+    ({"mesh": 4, "reduction": BUCKETS}, {"rows": 4}),
 ]
 
 
-OF_MODELS = ["conv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlp", "nnx"))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_MODELS)
+@pytest.mark.parametrize("name", ["conv", "mlp", "nnx"])
 def test_other_devices_batches_and_forms_of_a_step_are_the_same_program(tmp_path, name, capsys):
     options = {"model": MODELS[name](), "max_grad_norm": 1.0}
     fit(wrapped(**options), tmp_path, masked=True)
@@ -197,25 +164,20 @@ def test_other_devices_batches_and_forms_of_a_step_are_the_same_program(tmp_path
         fit(wrapped(**options, mesh=1, optimizer=optax.adamw(1e-2)), tmp_path, 9)
 
 
-def rewrite(path, change):
-    """Changes the program that the only checkpoint keeps, and the digest of its file."""
-    (folder,) = (path / "checkpoints").glob("[0-9]*")
-    beside = json.loads((folder / "run.json").read_text())
-    change(beside)
-    (folder / "run.json").write_text(json.dumps(beside))
-    (folder / "SHA256SUMS").unlink()
-    seal(folder)
-
-
 @pytest.mark.slow
 def test_another_version_of_jax_is_a_note_and_a_run_without_a_program_resumes(tmp_path, capsys):
+    def rewrite(path, change):
+        (folder,) = (path / "checkpoints").glob("[0-9]*")
+        beside = json.loads((folder / "run.json").read_text())
+        change(beside)
+        write_sealed(folder, "run.json", json.dumps(beside))
+
     for number, rate in enumerate((1e-3, 1e-2)):
         path = tmp_path / str(number)
         fit(wrapped(), path)
         rewrite(path, lambda beside: beside["program"]["made_by"].update(jax="0.0.1"))
         fit(wrapped(optimizer=optax.adamw(rate)), path, 4)
-        shown = " ".join(capsys.readouterr().out.split())
-        assert (f"(jax 0.0.1 -> {jax.__version__})" in shown) == (rate == 1e-2)
+        assert (f"(jax 0.0.1 -> {jax.__version__})" in printed(capsys)) == (rate == 1e-2)
     fit(wrapped(), tmp_path / "early")
     rewrite(tmp_path / "early", lambda beside: beside.pop("program"))
     batch = {**make_batch(8), "name": np.arange(8)}  # which nothing reads
