@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import judge
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 from judge import (
+    PLACES,
     REPLICAS,
     ROWS,
     WIDTH,
@@ -214,23 +214,40 @@ def test_a_branch_that_some_replicas_take_gets_the_mean_over_all(loss):
     assert ddp.plan.unused == ()
 
 
+HALVES = {  # the dtype of the parameter and of the wire, the rows, and the micro-batches
+    "as many replicas": ("float16", None, [2**15] * 2, 1),
+    "many rows": ("float16", None, [2**10] * 512, 1),
+    "a wire": ("float32", "float16", [2**12] * 512, 2),
+    "bfloat16, which knows nothing between 512 and 516": (
+        "bfloat16",
+        None,
+        [256, 256, 1, 1, 1, 1] * 2,
+        3,
+    ),
+}
+
+
 @in_both_places
-@pytest.mark.parametrize("rows, size", [(2, 2**15), (512, 2**10)])
-def test_a_half_precision_gradient_is_finite_where_its_mean_is(place, rows, size):
+@pytest.mark.parametrize("dtype, wire_dtype, rows, parts", HALVES.values(), ids=HALVES)
+def test_a_half_precision_gradient_is_summed_wide_and_finite_where_its_mean_is(
+    place, dtype, wire_dtype, rows, parts
+):
     """NUM-4: float16 ends at 65504, and neither replicas nor rows may be added up beyond it."""
-    batch = {"x": np.full(rows, size, np.float16)}
-    options = {"mesh": 2, "optimizer": optax.sgd(1.0), **place}
-    half = Of(lambda m, x: m.param("w", nn.initializers.zeros, (), jnp.float16) * x)
-    ddp = wrapped(half, lambda m, b: m(b["x"]), **options)
+    batch = {"x": np.array(rows, np.float32)}
+    options = joined(place, reduction=jddp.Reduction(wire_dtype=wire_dtype))
+    options |= {"mesh": 2, "optimizer": optax.sgd(1.0), "accumulate_steps": parts}
+    half = Of(lambda m, x: m.param("w", nn.initializers.zeros, (), dtype) * x)
+    ddp = wrapped(half, lambda m, b: m(b["x"].astype(dtype)), **options)
     state, metrics = ddp.step(ddp.init(0, batch), batch)
-    assert float(state.params["w"]) == -size
+    assert state.params["w"].dtype == dtype
+    assert float(state.params["w"]) == -np.mean(rows)
     assert float(metrics["loss"]) == 0
 
 
 def layers(used, m, x):
     """Two layers, of which the first ones are used."""
     for i in range(2):
-        y = nn.Dense(judge.WIDTH, use_bias=False, name=f"layer_{i}")(x)
+        y = nn.Dense(WIDTH, use_bias=False, name=f"layer_{i}")(x)
         x = nn.tanh(y) if i < used else x
     return x.sum(-1)
 
@@ -239,11 +256,10 @@ def test_a_bucket_of_unused_parameters_is_not_sent():
     """BKT-8: one all-reduce where there were two; parameters as on one device."""
     small = 2  # the loss and its count
     for used, want in ((1, [small, 16]), (2, [small, 16, 16])):
-        small_buckets = {"reduction": jddp.Reduction(bucket_mb=64 / 2**20)}
-        model = Of(functools.partial(layers, used))
-        ddp = wrapped(model, **joined(judge.PLACES["flat-ready"], small_buckets))
+        options = joined(PLACES["flat-ready"], reduction=jddp.Reduction(bucket_mb=64 / 2**20))
+        ddp = wrapped(Of(functools.partial(layers, used)), **options)
         assert sorted(x.num_elements for x in sent(ddp)) == want
-    beside_one_device(Of(functools.partial(layers, 1)), places=["flat-ready"])
+    judged(Of(functools.partial(layers, 1)))
 
 
 @in_both_places
@@ -252,15 +268,12 @@ def test_what_travels_depends_neither_on_k_nor_on_the_rows(place):
 
     def collectives(num_parts, rows_of_a_part):
         ddp = wrapped(Net(), accumulate_steps=num_parts, **place)
-        found = judge.sent(ddp, make_rows(judge.REPLICAS * num_parts * rows_of_a_part))
+        found = sent(ddp, make_rows(REPLICAS * num_parts * rows_of_a_part))
         return sorted((x.op, x.dtypes, x.bytes, x.is_in_loop, x.num_runs) for x in found)
 
     want = collectives(1, 2)
     assert all(op == "all-reduce" and num_runs == 1 for op, *_, num_runs in want)
-    assert (
-        sum(x[2] for x in want)
-        == 4 * (judge.WIDTH * judge.WIDTH + judge.WIDTH + judge.WIDTH + 1) + 8
-    )
+    assert sum(x[2] for x in want) == 4 * (WIDTH * WIDTH + WIDTH + WIDTH + 1) + 8
     assert collectives(2, 2) == collectives(8, 5) == want
 
 
@@ -278,21 +291,9 @@ def test_memory_does_not_grow_with_k(place):
     assert temporaries(12) <= temporaries(3) + 9 * 16
 
 
-@in_both_places
-def test_half_precision_gradients_are_summed_in_float32(place):
-    """256 and 1 and 1: bfloat16 knows nothing between 256 and 258."""
-    half = Of(lambda m, x: m.param("w", nn.initializers.zeros, (), jnp.bfloat16) * x)
-    batch = {"x": np.repeat(np.array([[256, 1, 1]], np.float32), 4, 0).ravel()}
-    options = {"accumulate_steps": 3, "optimizer": optax.sgd(1.0), **place}
-    ddp = wrapped(half, lambda m, b: m(b["x"].astype(jnp.bfloat16)), **options)
-    state, _ = ddp.step(ddp.init(0, batch), batch)
-    assert state.params["w"].dtype == jnp.bfloat16
-    assert float(state.params["w"]) == -258 / 3
-
-
 def test_replicas_may_use_other_layers_in_each_micro_batch():
     """ACC-4: four replicas, four parts, each with a choice of its own; one row in each."""
-    ddp, _ = beside_one_device(judge.Either(), by_shares, alone=by_rows, accumulate_steps=4)
+    ddp, _ = beside_one_device(Either(), by_shares, alone=by_rows, accumulate_steps=4)
     assert ddp.plan.unused == ()
 
 
@@ -306,8 +307,8 @@ def test_two_micro_batches_draw_random_numbers_of_their_own(overlap):
         kept = model(batch["x"], train=train).mean(-1)
         return kept, {"square": kept**2}
 
-    options = {"mesh": 1, "accumulate_steps": 2, "reduction": jddp.Reduction(overlap=overlap)}
-    ddp = jddp.DataParallel(Of(drop), optax.sgd(0.1), loss, **options)
+    options = {"accumulate_steps": 2, "reduction": jddp.Reduction(overlap=overlap)}
+    ddp = wrapped(Of(drop), loss, mesh=1, **options)
     # An odd number: two draws hardly keep alike many. Rows without elements are cut as others are.
     batch = {"x": np.ones((2, 101), np.float32), "none": np.zeros((2, 0), np.float32)}
     _, metrics = ddp.step(ddp.init(0, batch), batch)

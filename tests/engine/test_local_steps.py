@@ -7,11 +7,12 @@ import judge
 import numpy as np
 import optax
 import pytest
+import tiny
 from flax import linen as nn
 from judge import Net, assert_close, host, joined, make_rows, sent, squares, start, wrapped
 from sweeps import swept
 from test_option_pairs import hold_options
-from tiny import ConvNet, Of, loss_fn, make_batch
+from tiny import ConvNet, Of, make_batch
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
@@ -129,18 +130,16 @@ def test_what_is_read_is_the_mean_of_the_replicas():
     np.testing.assert_allclose(norm, np.linalg.norm(mean["first"]["kernel"]), rtol=1e-6)
 
 
-def of_images(**options):
-    return jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn, mesh=2, **options)
-
-
 def test_what_does_not_go_with_it_is_refused():
+    def of_images(**options):
+        tiny.wrapped(ConvNet(), **options, **local()).init(0, make_batch())
+
     agree = r"agree on 'batch_stats/.*batch_norm='local'"
     named = "ddp.strategy.outer.name.*Did you mean 'sgd'"
     for make, reported in (
         (lambda: local(0), "every is at least 1 and start at least 0; got every=0"),
         (lambda: local(start=-1), "got every=3, start=-1"),
-        (lambda: of_images(batch_norm="sync", **local()).init(0, make_batch()), agree),
-        (lambda: of_images(batch_norm="broadcast", **local()).init(0, make_batch()), agree),
+        *((lambda x=x: of_images(batch_norm=x), agree) for x in ("sync", "broadcast")),
         (lambda: build(configured(start=8)), "local_steps needs 'every'"),
         (lambda: build(configured(every=8, outer={"name": "sgdd"})), named),
         (lambda: build(configured(every=8, outer={"kwargs": {"momentun": 1}})), "'momentum'"),
@@ -158,6 +157,11 @@ def test_on_another_number_of_replicas_each_begins_with_the_mean(tmp_path, num):
     checkpoints = CheckpointFolder(tmp_path, keep=1)
     checkpoints.save(4, old, {"world": ddp.steps.topology}, ddp.steps.layouts(old))
     checkpoints.close()
+    plain, file = wrapped(Net()), tmp_path / "weights.safetensors"
+    export(tmp_path / "4", file, ["params"])
+    for path in (tmp_path, file):
+        read = plain.init(0, make_rows(), params=path)
+        assert_close(host(read.params), mean_of(old.params), rtol=1e-6)
     other = wrapped(Net(), mesh=num, **options)
     like = begin(other, make_rows(24))
     state = checkpoints.restore(like, other.steps.layouts(like)).state
@@ -186,23 +190,8 @@ def test_an_explanation_tells_what_travels_when():
 
 def configured(**options):
     return jddp.Config(
-        model={"name": "mlp", "kwargs": {"widths": [4]}},
-        train={"num_steps": 2, "eval_every_steps": 2},
+        train={"num_steps": 2},
         data={"global_batch_size": 16},
         mesh={"num_devices": 4},
-        checkpoint={"every_steps": 2},
-        ddp={"strategy": {"name": "local_steps", **options} if options else {}},
+        ddp={"strategy": {"name": "local_steps", **options}},
     )
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_read_as_the_mean_of_its_replicas(tmp_path):
-    run = jddp.train(configured(every=3), **{"run.dir": str(tmp_path / "run")})
-    mean = mean_of(run.state.params)
-    assert len(np.unique(np.asarray(jax.tree.leaves(run.state.params)[0]), axis=0)) == 4
-    assert_close(host(jddp.open_run(tmp_path / "run").model.variables["params"]), mean, rtol=1e-6)
-    export(tmp_path / "run/checkpoints/2", tmp_path / "weights.safetensors", ["params"])
-    for path in (tmp_path / "run", tmp_path / "weights.safetensors"):
-        job = build(configured())
-        state = job.ddp.init(0, job.train_batches().batch(0), params=path)
-        assert_close(host(state.params), mean, rtol=1e-6)

@@ -226,6 +226,7 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return():
         (lambda losses: (losses, {"top": None}), "metric 'top' of NoneType"),
         (lambda losses: losses > 1, "whole numbers, which have no gradient"),
         (lambda losses: jddp.Mean(losses.astype(int), losses), "returned whole numbers"),
+        (lambda losses: jddp.Mean(losses, jnp.ones(3)), r"'loss' of shape \(3,\) for 2 rows"),
         (lambda losses: losses * (1 + 1j), "'loss' of complex64; losses and metrics are real"),
         (lambda losses: (losses, {"wave": losses * 1j}), "'wave' of complex64.*x.real"),
         (lambda losses: jax.lax.stop_gradient(losses).mean(), "does not depend on them"),

@@ -1,66 +1,47 @@
 """What is really communicated, read from the compiled program."""
 
 import jax
-import optax
 import pytest
 from compiled import collectives
 from flax import nnx
-from sweeps import swept
-from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch
+from tiny import MLP, ConvNet, NnxConvNet, make_batch, wrapped
 
 import jddp
 from jddp.inspection.collectives import is_backward
 
 KIB = 1 / 1024
-WAYS = {
-    "leaf": {"reduction": jddp.Reduction(layout="leaf")},
-    "flat": {"reduction": jddp.Reduction(layout="flat")},
-    "overlap": {"reduction": jddp.Reduction(overlap=True)},
-}
 
 
-def step_collectives(model, batch=None, **options):
-    ddp = jddp.DataParallel(model, optax.adam(1e-3), loss_fn, **options)
-    batch = make_batch() if batch is None else batch
+def step_collectives(model, **options):
+    ddp, batch = wrapped(model, mesh=None, **options), make_batch()
     text = ddp.steps.lower(batch).compile().as_text()
     return ddp.steps.planned(batch).plan, collectives(text)
 
 
 @pytest.mark.parametrize("bucket_mb", [0.1 * KIB, 0.5 * KIB, 25])
 def test_flat_buckets_survive_compilation_and_one_small_vector_travels_beside_them(bucket_mb):
-    plan, found = step_collectives(
-        MLP(), reduction=jddp.Reduction(bucket_mb=bucket_mb, layout="flat")
-    )
+    leaf, flat = (jddp.Reduction(bucket_mb=bucket_mb, layout=x) for x in ("leaf", "flat"))
+    plan, found = step_collectives(MLP(), reduction=flat)
     assert {op for op, _ in found} == {"all-reduce"}
     sizes = sorted(size for _, size in found)
     small = 4  # loss and accuracy, each a total and a count
     assert sizes == sorted([small, *(bucket.size for bucket in plan.buckets)])
     assert len(plan) == {0.1 * KIB: 4, 0.5 * KIB: 2, 25: 1}[bucket_mb]
     # XLA:CPU makes one collective of all leaves, the small vector included.
-    _, found = step_collectives(MLP(), reduction=jddp.Reduction(bucket_mb=bucket_mb, layout="leaf"))
+    _, found = step_collectives(MLP(), reduction=leaf)
     assert [size for _, size in found] == [sum(sizes)]
 
 
 @pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
 def test_synced_batch_norm_adds_one_collective_a_direction_and_local_none(model):
     for batch_norm, num in (("sync", 2), ("local", 0)):
-        plan, found = step_collectives(
-            model, reduction=jddp.Reduction(layout="flat"), batch_norm=batch_norm
-        )
+        options = {"reduction": jddp.Reduction(layout="flat"), "batch_norm": batch_norm}
+        plan, found = step_collectives(model, **options)
         assert len(found) == len(plan) + 1 + num
 
 
-@pytest.mark.parametrize("options", swept(WAYS, every=2))
-def test_collectives_depend_neither_on_the_batch_nor_on_accumulate_steps(options):
-    want = sorted(step_collectives(MLP(), **options)[1])
-    for rows, parts in ((16, 2), (64, 1), (64, 2)):
-        found = step_collectives(MLP(), make_batch(rows), accumulate_steps=parts, **options)[1]
-        assert sorted(found) == want
-
-
 def test_evaluation_sends_one_small_vector_and_making_the_state_nothing():
-    ddp = jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn)
-    batch = make_batch()
+    ddp, batch = wrapped(ConvNet(), mesh=None), make_batch()
     state = ddp.init(0, batch)
     rows, valid = ddp.shard_batch((batch, batch["x"][:, 0]))
     values = state.params, state.model_state
