@@ -49,15 +49,21 @@ def noise(m, x):
     return m.param("w", nn.initializers.ones, ()) * jax.random.uniform(m.make_rng("noise"), x.shape)
 
 
-def test_keys_are_those_of_a_step_a_replica_and_a_stream():
-    # A checkpoint resumes with it: the same step uses the same random numbers in any version.
-    ddp = wrapped(Of(noise), loss=lambda model, batch: model(batch["x"]), mesh=1)
-    batch = make_batch(2)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("parts", [[()], [(0,), (1,)]], ids=len)
+def test_keys_are_those_of_a_step_a_replica_a_micro_batch_and_a_stream(parts, overlap):
+    """A checkpoint resumes with it: the same step uses the same random numbers in any version."""
+    options = {"accumulate_steps": len(parts), "reduction": jddp.Reduction(overlap=overlap)}
+    ddp = wrapped(Of(noise), loss=lambda model, batch: model(batch["x"]), mesh=1, **options)
+    # Rows without elements are cut as others are.
+    batch, drawn = make_batch(2) | {"none": np.zeros((2, 0), np.float32)}, []
     state = ddp.init(0, batch)
-    key = functools.reduce(jax.random.fold_in, (0, 0, zlib.crc32(b"params")), jax.random.key(0))
-    drawn = Of(noise).apply(ddp.model(state), batch["x"], rngs={"params": key})
+    for part, rows in zip(parts, np.split(batch["x"], len(parts)), strict=True):
+        words = (0, 0, *part, zlib.crc32(b"params"))
+        key = functools.reduce(jax.random.fold_in, words, jax.random.key(0))
+        drawn.append(Of(noise).apply(ddp.model(state), rows, rngs={"params": key}))
     _, metrics = ddp.step(state, batch)
-    np.testing.assert_allclose(metrics["loss"], drawn.mean(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], np.mean(drawn), rtol=1e-6)
 
 
 def test_a_user_s_values_outlive_a_donated_step_and_a_donated_state_is_refused():
@@ -213,15 +219,6 @@ def test_mistakes_are_refused_with_the_way_out():
     ):
         with pytest.raises(error, match=message):
             make()
-
-
-def test_shapes_alone_lower_the_step_with_nothing_allocated():
-    ddp = wrapped(ConvNet())
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch())
-    abstract, state = ddp.steps.abstract_state(shapes), ddp.init(0, make_batch())
-    assert jax.tree.structure(abstract) == jax.tree.structure(state)
-    jax.tree.map(lambda a, x: (a.shape, a.dtype) == (x.shape, x.dtype) or 1 / 0, abstract, state)
-    assert "all_reduce" in ddp.steps.lower(shapes).as_text()
 
 
 class Computed:

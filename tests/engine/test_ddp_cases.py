@@ -12,7 +12,6 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from judge import (
-    PLACES,
     REPLICAS,
     ROWS,
     WIDTH,
@@ -244,24 +243,6 @@ def test_a_half_precision_gradient_is_summed_wide_and_finite_where_its_mean_is(
     assert float(metrics["loss"]) == 0
 
 
-def layers(used, m, x):
-    """Two layers, of which the first ones are used."""
-    for i in range(2):
-        y = nn.Dense(WIDTH, use_bias=False, name=f"layer_{i}")(x)
-        x = nn.tanh(y) if i < used else x
-    return x.sum(-1)
-
-
-def test_a_bucket_of_unused_parameters_is_not_sent():
-    """BKT-8: one all-reduce where there were two; parameters as on one device."""
-    small = 2  # the loss and its count
-    for used, want in ((1, [small, 16]), (2, [small, 16, 16])):
-        options = joined(PLACES["flat-ready"], reduction=jddp.Reduction(bucket_mb=64 / 2**20))
-        ddp = wrapped(Of(functools.partial(layers, used)), **options)
-        assert sorted(x.num_elements for x in sent(ddp)) == want
-    judged(Of(functools.partial(layers, 1)))
-
-
 @in_both_places
 def test_what_travels_depends_neither_on_k_nor_on_the_rows(place):
     """ACC-1: not its number, not its bytes; and nothing travels inside of the loop over parts."""
@@ -295,21 +276,3 @@ def test_replicas_may_use_other_layers_in_each_micro_batch():
     """ACC-4: four replicas, four parts, each with a choice of its own; one row in each."""
     ddp, _ = beside_one_device(Either(), by_shares, alone=by_rows, accumulate_steps=4)
     assert ddp.plan.unused == ()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_two_micro_batches_draw_random_numbers_of_their_own(overlap):
-    def drop(m, x, train):
-        kept = nn.Dropout(0.5, deterministic=not train)(x)
-        return m.param("weight", nn.initializers.ones, ()) * kept
-
-    def loss(model, batch, train):
-        kept = model(batch["x"], train=train).mean(-1)
-        return kept, {"square": kept**2}
-
-    options = {"accumulate_steps": 2, "reduction": jddp.Reduction(overlap=overlap)}
-    ddp = wrapped(Of(drop), loss, mesh=1, **options)
-    # An odd number: two draws hardly keep alike many. Rows without elements are cut as others are.
-    batch = {"x": np.ones((2, 101), np.float32), "none": np.zeros((2, 0), np.float32)}
-    _, metrics = ddp.step(ddp.init(0, batch), batch)
-    assert metrics["square"] > metrics["loss"] ** 2 + 1e-6

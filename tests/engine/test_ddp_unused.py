@@ -122,16 +122,6 @@ def test_every_optimizer_leaves_skipped_parameters_and_their_state_alone(name):
     assert_only_used_ones_moved(first, host(state.replace(key=0)))
 
 
-@pytest.mark.parametrize("unused", ["zero", "skip", "error"])
-def test_a_loss_that_no_parameter_reaches_is_refused_before_anything_is_compiled(unused):
-    still = Of(lambda m, x: jax.lax.stop_gradient(judge.Net(name="net")(x)))
-    ddp = wrapped(still, unused_parameters=unused)
-    with pytest.raises(ConfigError, match=r"No gradient reaches any parameter: .*stop_gradient"):
-        ddp.init(0, make_rows())
-    with pytest.raises(ConfigError, match="No gradient reaches any parameter"):
-        ddp.steps.trace(make_rows())
-
-
 class Aliases(nnx.Module):
     def __init__(self, rngs):
         self.used = nnx.Linear(WIDTH, 1, rngs=rngs)

@@ -86,80 +86,70 @@ def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap, model, axis):
 BATCHES = [make_rows(32, seed=seed) for seed in range(NUM_STEPS)]
 
 
-def own_step(optimizer, differentiate=lambda loss, params: jax.grad(loss)(params)):
+WAYS = {
+    "summed by JAX": lambda loss, params: jax.grad(loss)(params),
+    "averaged by the user": lambda loss, params: jax.grad(
+        lambda params: jax.lax.pmean(loss(params), "batch")
+    )(params),
+    "each replica's own": lambda loss, params: jax.grad(loss)(
+        jax.lax.pcast(params, "batch", to="varying")
+    ),
+}
+
+
+def own_step(optimizer, way):
     def step(params, opt_state, batch):
         def loss(params):
             return squares(lambda x: Net().apply({"params": params}, x), batch).mean()
 
-        updates, opt_state = optimizer.update(differentiate(loss, params), opt_state, params)
+        updates, opt_state = optimizer.update(WAYS[way](loss, params), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     return step
 
 
-@pytest.fixture(scope="module")
-def trained_by_jddp():
-    """Parameters before and after, by `DataParallel`."""
-    ddp = jddp.DataParallel(Net(), optax.sgd(0.1), squares)
-    state = ddp.init(seed=0, batch=BATCHES[0])
-    initial = ddp.model(state)["params"]
-    return initial, ddp.model(take_steps(ddp, BATCHES, state)[0])["params"]
-
-
-def test_average_gradients_serves_a_pmap_step_of_ones_own(trained_by_jddp):
-    initial, want = trained_by_jddp
-    optimizer = optax.chain(jddp.average_gradients("batch", layout="leaf"), optax.sgd(0.1))
-    step = jax.pmap(own_step(optimizer), axis_name="batch")
-    carry = pmap_trainer.replicate((initial, optimizer.init(initial)))
-    for batch in BATCHES:
-        carry = step(*carry, pmap_trainer.shard(batch))
-    close(carry[0], jax.tree.map(lambda x: np.stack([x] * jax.device_count()), want))
-
-
-def mapped_step(optimizer, mesh, differentiate, check_vma=True):
+def mapped_step(optimizer, mesh, way, check_vma=True):
     """A step in a `shard_map`, which JAX checks by default."""
     specs = {"in_specs": (P(), P(), P("batch")), "out_specs": P(), "check_vma": check_vma}
-    return jax.jit(jax.shard_map(own_step(optimizer, differentiate), mesh=mesh, **specs))
+    return jax.jit(jax.shard_map(own_step(optimizer, way), mesh=mesh, **specs))
 
 
-def summed_by_jax(loss, params):
-    return jax.grad(loss)(params)
-
-
-def averaged_by_the_user(loss, params):
-    return jax.grad(lambda params: jax.lax.pmean(loss(params), "batch"))(params)
-
-
-def each_replicas_own(loss, params):
-    return jax.grad(loss)(jax.lax.pcast(params, "batch", to="varying"))
-
-
-@pytest.mark.parametrize("differentiate", [summed_by_jax, averaged_by_the_user])
-def test_average_gradients_refuses_gradients_that_are_already_the_same_everywhere(differentiate):
+@pytest.mark.parametrize("way", ["summed by JAX", "averaged by the user"])
+def test_average_gradients_refuses_gradients_that_are_already_the_same_everywhere(way):
     """One of them would be N times too large, and their type does not say which it is."""
     optimizer = optax.chain(jddp.average_gradients("batch"), optax.sgd(0.1))
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
     params = jax.eval_shape(Net().init, jax.random.key(0), BATCHES[0]["x"])["params"]
-    step = mapped_step(optimizer, mesh, differentiate)
+    step = mapped_step(optimizer, mesh, way)
     with pytest.raises(ConfigError, match="check_vma=False, or .* jax.lax.pcast") as error:
         step.trace(params, optimizer.init(params), BATCHES[0])
     assert "\n" not in str(error.value)
 
 
-LEAF, FLAT = {"layout": "leaf"}, {"layout": "flat"}
-SERVED = [(1, each_replicas_own, True, LEAF), (8, each_replicas_own, True, FLAT)]
-SERVED += [(8, summed_by_jax, False, FLAT)]
+SERVED = {
+    "pmap": (8, "summed by JAX", None, "leaf"),
+    "one replica": (1, "each replica's own", True, "leaf"),
+    "apart": (8, "each replica's own", True, "flat"),
+    "unchecked": (8, "summed by JAX", False, "flat"),
+}
 
 
-@pytest.mark.parametrize("num_replicas, differentiate, check_vma, options", SERVED)
-def test_average_gradients_serves_a_shard_map_that_keeps_gradients_apart_or_is_not_checked(
-    trained_by_jddp, num_replicas, differentiate, check_vma, options
+@pytest.mark.parametrize("num, way, check_vma, layout", SERVED.values(), ids=SERVED)
+def test_average_gradients_serves_a_step_that_keeps_gradients_apart_or_is_not_checked(
+    num, way, check_vma, layout
 ):
-    initial, want = trained_by_jddp
-    optimizer = optax.chain(jddp.average_gradients("batch", **options), optax.sgd(0.1))
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_replicas]), ("batch",))
-    step = mapped_step(optimizer, mesh, differentiate, check_vma)
-    carry = shard_map_trainer.replicate((initial, optimizer.init(initial)), mesh)
+    ddp = jddp.DataParallel(Net(), optax.sgd(0.1), squares)
+    state = ddp.init(0, BATCHES[0])
+    params = jax.device_get(state.params)
+    want, _ = take_steps(ddp, BATCHES, state)
+    optimizer = optax.chain(jddp.average_gradients("batch", layout=layout), optax.sgd(0.1))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:num]), ("batch",))
+    if check_vma is None:
+        step, shard, read = jax.pmap(own_step(optimizer, way), "batch"), pmap_trainer.shard, first
+        carry = pmap_trainer.replicate((params, optimizer.init(params)))
+    else:
+        step, shard, read = mapped_step(optimizer, mesh, way, check_vma), dict, dict
+        carry = shard_map_trainer.replicate((params, optimizer.init(params)), mesh)
     for batch in BATCHES:
-        carry = step(*carry, batch)
-    close(carry[0], want)
+        carry = step(*carry, shard(batch))
+    close(read(carry[0]), want.params)

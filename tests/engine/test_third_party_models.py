@@ -232,8 +232,10 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return():
         (lambda losses: jax.lax.stop_gradient(losses).mean(), "does not depend on them"),
         (lambda losses: 0.5, "No gradient reaches any parameter.*Return the loss as JAX computes"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            wrapped(loss=lambda *given, give=give: give(loss_fn(*given)[0])).init(0, make_batch())
+        ddp = wrapped(loss=lambda *given, give=give: give(loss_fn(*given)[0]))
+        for call in (ddp.steps.trace, functools.partial(ddp.init, 0)):
+            with pytest.raises(ConfigError, match=message):
+                call(make_batch())
 
 
 def test_metrics_that_come_and_go_are_named():

@@ -38,15 +38,6 @@ def test_a_mask_keeps_entries_out_of_total_and_count_and_weighs_none(losses, mas
     assert pair(weigh(losses, {}, mask=jnp.array(mask))["loss"]) == want
 
 
-def test_scalars_count_once_or_as_told_and_say_that_they_are_scalars():
-    loss = weigh(jnp.float32(3), {})["loss"]
-    assert (*pair(loss), loss.num_entries) == (3, 1, 1)
-    sums = weigh(jnp.float32(3), {"rate": jnp.float32(0.5)}, num_rows=4, train=False)
-    assert pair(sums["loss"]) == (12, 4)
-    assert sums["rate"].is_scalar
-    assert not weigh(jnp.ones(2), {})["loss"].is_scalar
-
-
 def test_a_metric_of_rows_counts_where_its_row_has_a_valid_token():
     mask = jnp.array([[1, 0], [0, 0], [1, 1]])
     assert float(count_valid_rows(mask)) == 2
@@ -111,19 +102,9 @@ def test_what_is_computed_comes_from_the_sums_of_all_that_counts():
     values = {"a": jnp.ones(2), "b": TABLE}  # The entries that count are those of the first.
     metric = Metric(values, lambda sums, count: [sums["a"], sums["b"], count])
     assert reported([(TABLE, metric, TABLE)]) == [2, 6, 2]
-
-
-def test_values_of_rows_are_summed_over_rows_with_anything_valid_and_left_out_of_training():
-    mask = jnp.array([[1.0, 0.0], [0.0, 0.0]])
-    values = {"a": jnp.array([3, 4]), "b": jnp.array([[1.0, 2.0], [8.0, 9.0]])}
-    found = []
-    metric = Metric(values["a"], lambda total, count: found.append((total, count)) or 0.0)
-    reported([(jnp.zeros((2, 2)), metric, mask)])
-    ((total, count),) = found
-    assert (total.tolist(), total.dtype, count) == (3, np.int64, 1.0)
-    metric = Metric(jnp.ones(2), lambda total, count: 1 / 0)
-    assert weigh(jnp.ones(2), {"metric": metric}).keys() == {"loss"}
-    assert np.isnan(reported([(jnp.ones(2), metric, jnp.zeros(2))]))
+    metric = Metric(jnp.array([3, 4]), lambda total, count: [total, count])  # of rows with a token
+    assert reported([(TABLE[:, :2], metric, jnp.array([[1.0, 0.0], [0.0, 0.0]]))]) == [3, 1]
+    assert np.isnan(reported([(ROWS, Metric(ROWS, lambda *_: 1 / 0), jnp.zeros(3))]))
 
 
 WHOLE = {
