@@ -198,12 +198,8 @@ def steps_at_ends(period, num_examples, batch_sizes):
 @pytest.mark.parametrize(
     ("period", "num_examples", "batch_sizes", "ends"),
     [
-        (OptimizerSteps(3), 0, [8] * 7, {3: [1], 6: [2]}),
         (OptimizerSteps(3), 20, [8] * 7, {3: [1], 6: [2]}),
         (Epochs(1), 20, [8] * 8, {3: [1], 5: [2], 8: [3]}),  # the step that takes its last example
-        (Epochs(2), 20, [8] * 10, {5: [1], 10: [2]}),
-        (Epochs(1), 20, [20] * 2, {1: [1], 2: [2]}),
-        (Epochs(0.5), 20, [8] * 5, {2: [1], 3: [2], 4: [3], 5: [4]}),
         (Epochs(0.1), 20, [8] * 2, {1: [1, 2, 3, 4], 2: [5, 6, 7, 8]}),
         (Epochs(1), 20, [8, 8, 8, 4, 4, 4, 4], {3: [1], 7: [2]}),  # whatever the batch size
         (Epochs(1), 0, [8] * 8, {}),  # Batches that know no epochs end none.

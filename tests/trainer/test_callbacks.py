@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 from runs import calling, refused
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 import jddp
 from jddp.commands.training import run
@@ -13,8 +13,8 @@ from jddp.config.files import load_config
 from jddp.config.schema import Config
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import TRANSFORM
-from jddp.modules.rows import transformed
 from jddp.trainer.job.build import build, train
+from jddp.trainer.job.build import test_batches as evaluated
 from jddp.trainer.job.parts import find_callbacks, make_callbacks
 from jddp.workbench.state_dicts import to_state_dict
 from jddp.zoo.models import GPT
@@ -81,32 +81,6 @@ def test_listed_transforms_take_the_place_of_those_of_the_data_set():
     assert none.keys() - {"mask"} == {"image", "label", TRANSFORM}  # which normalizes
 
 
-def write_arrays(folder, **arrays):
-    """Files of the same rows for training and testing."""
-    for part in ("train", "test"):
-        np.savez(folder / part, **arrays)
-
-
-@pytest.mark.slow
-def test_a_transform_without_random_numbers_is_for_evaluation_too(tmp_path):
-    images = np.random.default_rng(0).integers(0, 256, (32, 28, 28, 1), dtype=np.uint8)
-    write_arrays(tmp_path, image=images, label=np.arange(32) % 3)
-    normalized = {"name": "normalize", "kwargs": {"mean": 0.5, "std": 0.5}}
-    listed = [normalized, {"name": "flip_and_shift"}]
-    data = {"name": "npz", "dir": str(tmp_path), "global_batch_size": 8, "kwargs": {}}
-    run = jddp.train(
-        "fashion_mnist_cnn",
-        data=data | {"transforms": listed},
-        train={"num_steps": 2, "num_epochs": None},
-        mesh={"num_devices": 2},
-        run={"dir": str(tmp_path / "run")},
-    )
-    sent = next(iter(run.test_batches))
-    assert sent["image"].dtype == np.uint8
-    rows = transformed(sent)["image"]
-    np.testing.assert_allclose(rows, images[: len(rows)] / 127.5 - 1, atol=1e-6)
-
-
 FLIP, NORMALIZE = {"name": "flip_and_shift"}, {"name": "normalize"}
 REFUSED = [
     ({"name": "crop_and_flips"}, r"data.transforms\[0\].name: .*'crop_and_flip'"),
@@ -125,14 +99,20 @@ def test_transforms_that_are_unknown_or_of_other_data_are_refused(listed, messag
 
 
 def job_of_images(folder, dtype, *listed):
-    write_arrays(folder, image=np.ones((4, 28, 28, 1), dtype), label=np.arange(4))
+    for part in ("train", "test"):
+        np.savez(folder / part, image=np.ones((4, 28, 28, 1), dtype), label=np.arange(4))
     data = {"name": "npz", "dir": str(folder), "global_batch_size": 4, "transforms": [*listed]}
     return build(Config(data=data, model={"name": "mlp"}, train={"num_steps": 1}))
 
 
 def test_whole_numbers_are_normalized_by_their_range_and_other_images_are_refused(tmp_path, caplog):
-    batch = next(job_of_images(tmp_path, np.uint16, NORMALIZE).train_batches())
-    np.testing.assert_allclose(batch.pop(TRANSFORM)(batch)["image"], 1 / 65535, rtol=1e-6)
+    job = job_of_images(tmp_path, np.uint16, NORMALIZE, FLIP)
+    batch, sent = next(job.train_batches()), next(iter(evaluated(job.config, job.data)))
+    assert "draws" in batch
+    assert "draws" not in sent  # a transform of random numbers is for training alone
+    for each in (batch, sent):
+        assert each["image"].dtype == np.uint16
+        np.testing.assert_allclose(each.pop(TRANSFORM)(each)["image"], 1 / 65535, rtol=1e-6)
     assert not caplog.messages
     for dtype in ("int32", "float32"):
         with pytest.raises(ConfigError, match=f"images of npz are {dtype} .*uint8 or uint16"):
@@ -142,24 +122,24 @@ def test_whole_numbers_are_normalized_by_their_range_and_other_images_are_refuse
 SIZES = {"vocab_size": 16, "num_layers": 2, "num_heads": 2, "width": 16, "max_length": 8}
 
 
-def of_weights(**changes):
-    sections = {
-        "train": {"num_steps": 8, "log_every_steps": 1},
-        "run": {"dir": "run"},
-        "data": {"name": "tokens", "dir": "tokens", "global_batch_size": 8},
-        "model": {"name": "gpt", "kwargs": SIZES, "init_from": "gpt2.safetensors"},
-        "loss": {"name": "next_token"},
-        "optimizer": {"name": "adamw", "learning_rate": 0.01},
-        "mesh": {"num_devices": 2},
-    }
-    sections["data"]["kwargs"] = {"sequence_length": 8}
-    sections["model"] |= changes
-    return Config(**sections)
+def of_weights(run="run", **changes):
+    data = {"name": "tokens", "dir": "tokens", "global_batch_size": 8}
+    model = {"name": "gpt", "kwargs": SIZES, "init_from": "gpt2.safetensors"}
+    return Config(
+        train={"num_steps": 8, "log_every_steps": 1},
+        run={"dir": run},
+        data={**data, "kwargs": {"sequence_length": 8}},
+        model={**model, **changes},
+        loss={"name": "next_token"},
+        optimizer={"name": "adamw", "learning_rate": 0.01},
+        mesh={"num_devices": 2},
+    )
 
 
-@pytest.fixture
-def loss_of_weights(tmp_path, monkeypatch):
-    """Writes tokens, all of whose windows are equal, and a GPT-2; returns its loss on a window."""
+def test_weights_of_gpt_2_continue_training_or_are_refused_by_the_keys_of_a_config(
+    tmp_path, monkeypatch, capsys
+):
+    """Trained on windows of tokens that are all equal."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokens").mkdir()
     for name in ("train", "test"):
@@ -167,25 +147,16 @@ def loss_of_weights(tmp_path, monkeypatch):
     model, window = GPT(**SIZES), np.arange(9)[None] % 8
     variables = jax.jit(model.init)(jax.random.key(7), window[:, :-1])
     variables = jax.tree.map(lambda x: 5 * np.asarray(x), variables)  # unlike any first values
-    save_file(to_state_dict(model, variables, "huggingface"), "gpt2.safetensors")
-    logits = jax.jit(model.apply)(variables, window[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:]).mean()
-
-
-def test_weights_of_gpt_2_continue_training(loss_of_weights, capsys):
+    save_file(tensors := to_state_dict(model, variables, "huggingface"), "gpt2.safetensors")
     losses = [record["loss"] for record in train(of_weights()).history]
-    np.testing.assert_allclose(losses[0], loss_of_weights, rtol=1e-5)
+    logits = jax.jit(model.apply)(variables, window[:, :-1])
+    want = optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:]).mean()
+    np.testing.assert_allclose(losses[0], want, rtol=1e-5)
     assert losses[-1] < losses[0] / 2
     assert "by the names of huggingface: 28 of 28 arrays were loaded" in capsys.readouterr().err
-
-
-def test_a_state_dict_with_other_keys_is_one_line_by_the_keys_of_a_config(loss_of_weights):
-    tensors = load_file("gpt2.safetensors")
     del tensors["transformer.ln_f.bias"]
     save_file(tensors, "gpt2.safetensors")
-    message = (
-        r"^model\.init_from: .* transformer.ln_f.bias \(missing\).*model\.weights_partial=true"
-    )
+    message = r"^model\.init_from: .*ln_f.bias \(missing\).*model\.weights_partial=true"
     with refused(ConfigError, message):
-        train(of_weights())
-    assert train(of_weights(weights_partial=True)).step == 8
+        train(of_weights(run="partial"))
+    assert train(of_weights(run="partial", weights_partial=True)).step == 8

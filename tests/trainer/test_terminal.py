@@ -19,15 +19,14 @@ from jddp.commands.checkpoint import main as checkpoint
 from jddp.commands.checks import doctor_command as doctor
 from jddp.commands.runs import evaluate_command as evaluate
 from jddp.ground import errors
-from jddp.trainer.reports.lines import Course, Display, train_line, unbroken, wrap
+from jddp.trainer.reports.lines import Course, Display, train_line
 
 RECORD = {"step": 400, "epoch": 3.413, "split": "train", "loss": 0.23841, "accuracy": 0.91234}
 RECORD |= {"learning_rate": 1.6e-3, "examples_per_second": 10812.0, "step_seconds": 0.02}
 COURSE = Course(1170, steps_per_epoch=117.2, unit="images", best="best accuracy 0.8694 at step 300")
 EVALUATED = "eval 400  loss 0.361  accuracy 0.869  examples 10000"
 SHOW = f"""
-from jddp.trainer.reports.lines import Course
-from jddp.trainer.reports.lines import Display
+from jddp.trainer.reports.lines import Course, Display
 
 course = Course(1170, "images", 117.2, best={COURSE.best!r})
 progress = Display(course, is_writer=True)
@@ -47,28 +46,20 @@ def on_a_terminal(columns, **variables):
     spawn = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]))"
     command = [sys.executable, "-c", spawn, sys.executable, "-c", f"{size}\n{SHOW}"]
     kept = environment(**{"TERM": "xterm"} | variables)
-    for name in ("COLUMNS", "LINES"):
-        kept.pop(name, None)
+    kept = {name: x for name, x in kept.items() if name not in ("COLUMNS", "LINES")}
     options = {"stdin": subprocess.DEVNULL, "capture_output": True, "check": True}
     return subprocess.run(command, env=kept, **options).stdout.decode()
-
-
-def drawn(written):
-    """The lines that were drawn, without those that are there twice."""
-    lines = re.split(r"[\r\n]+", CONTROLS.sub("", written))
-    return list(dict.fromkeys(line.rstrip() for line in lines))
 
 
 @pytest.mark.parametrize("columns", [80, 40])
 def test_a_terminal_has_live_lines_of_its_width_and_lines_above_them(columns):
     written = on_a_terminal(columns)
-    lines = drawn(written)
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", CONTROLS.sub("", written))]
     assert all(len(line) <= columns for line in lines)
     indent = 11 if columns == 80 else 0  # for the bar
-    live = [train_line(RECORD, COURSE, columns - indent), COURSE.best]
-    assert lines[-3:-1] == [lines[-3][:indent] + live[0], " " * indent + live[1]]
-    evaluated = wrap("  ".join(map(unbroken, EVALUATED.split("  "))), columns)
-    assert [line for line in lines if line in evaluated] == evaluated
+    assert lines[-3].endswith(train_line(RECORD, COURSE, columns - indent))
+    assert lines[-2] == " " * indent + COURSE.best
+    assert "eval 400  loss 0.361" in written
     assert any("folder/folder/folder/folder," in line for line in lines)
     assert written.count("\x1b[?25h") == written.count("\x1b[?25l") == 1  # the cursor is back
 
