@@ -234,15 +234,13 @@ def test_a_run_directory_is_data_and_imports_nothing_without_trust(mine):
     config = Path("run/config.yaml")
     text = config.read_text()
     config.write_text(text.replace("slope: 3.0", "slope: ${oc.env:HOME}"))
-    open_run("run", trust="package")
-    assert read_yaml(config)["data"]["kwargs"]["slope"] == "${oc.env:HOME}"
+    assert open_run("run", trust="package").config["data"]["kwargs"]["slope"] == "${oc.env:HOME}"
     for target, trust in (("jddp.zoo.models:MODELS", None), ("mine:points", "package")):
         config.write_text(text.replace("mine:Line", target))
         with pytest.raises(UsageError, match="is no Flax module class"):
             open_run("run", trust=trust)
     config.write_text(text)
-    shutil.rmtree("run/checkpoints")
-    Path("run/checkpoints").mkdir()
+    shutil.rmtree("run/checkpoints/3")
     with pytest.raises(FileSystemError, match="run/checkpoints holds no finished checkpoint"):
         open_run("run", trust="package")
 
@@ -261,9 +259,9 @@ def test_a_summary_and_a_preview_say_what_a_run_would_be_and_write_nothing(mine)
     absent = {"name": "npy", "dir": "nowhere", "global_batch_size": 8}
     absent["kwargs"] = {"image_size": 8, "num_classes": 10}
     config = own_config(data=absent, model={"name": "cnn"}, loss={}, train={"num_epochs": 3})
-    found = opening(build(config, needs_data=False), "absent", "", columns=40)
-    assert "steps    unknown: the data is not on" in found
-    assert all(len(line) <= 40 or "/" in line for line in found.splitlines())  # paths stay whole
+    said = opening(build(config, needs_data=False), "absent", "", columns=40)
+    assert "steps    unknown: the data is not on" in said
+    assert all(len(line) <= 40 or "/" in line for line in said.splitlines())  # paths stay whole
     with pytest.raises(DataError):
         build(config)
     assert {path for path in Path().iterdir() if path.name != "__pycache__"} == before
@@ -335,20 +333,6 @@ def of_steps(num_steps, run_dir="run", *, schedule="constant_schedule", train=()
 
 
 @pytest.mark.slow
-def test_a_longer_run_is_as_if_it_had_been_as_long_from_the_start(mine, capsys):
-    train(of_steps(3))
-    assert "->" not in printed(capsys)
-    run = train(of_steps(7, train={"log_every_steps": 2, "eval_every_steps": 2}))
-    reported = printed(capsys)
-    for change in ("num_steps 3 -> 7", "log_every_steps 1 -> 2", "eval_every_steps null -> 2"):
-        assert f"train.{change}" in reported
-    assert read_yaml(Path("run/config.yaml"))["train"]["num_steps"] == 7
-    assert_same(run.state, train(of_steps(7, "whole")).state)
-    assert train(of_steps(3)).step == 7
-    assert "finished at step 7; nothing to do" in printed(capsys)
-
-
-@pytest.mark.slow
 def test_a_schedule_follows_the_length_of_a_run_or_is_kept_in_a_longer_one(mine, capsys):
     def cosine(num_steps, folder, **kwargs):
         run = train(of_steps(num_steps, folder, schedule="cosine_decay_schedule", kwargs=kwargs))
@@ -367,27 +351,19 @@ def test_a_schedule_follows_the_length_of_a_run_or_is_kept_in_a_longer_one(mine,
         cosine(8, "kept", decay_steps=5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", swept([20, 24], every=2))  # Two epochs of 24 are full batches.
-def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, capsys, size):
-    def epochs(number, run_dir="run"):
-        data = {"target": "mine:points", "kwargs": {"num_examples": size}}
-        data, train = {**data, "global_batch_size": 16}, {"num_epochs": number}
-        return build(of_steps(None, run_dir, train=train, data=data))
+@pytest.mark.parametrize("size", [20, 24])  # Two epochs of 24 are full batches.
+def test_more_epochs_begin_with_the_example_behind_the_last_one(mine, size):
+    def epochs(number):
+        data = {**own("points", num_examples=size), "global_batch_size": 16}
+        return build(own_config(train={"num_epochs": number}, data=data)).train_batches()
 
-    first, second = (epochs(number).train_batches() for number in (1, 2))
+    first, second = epochs(1), epochs(2)
     batches = [*first]
     second.set_state(first.get_state())
     batches += second
     seen = [x["x"][x.get("mask", np.ones(16)) > 0, 0] for x in batches]
     np.testing.assert_array_equal(*np.sort(np.concatenate(seen).reshape(2, size)))
-    assert (epochs(1).run().step, epochs(2).run().step) == (2, 4)
-    assert "train.num_epochs 1.0 -> 2.0" in printed(capsys)
-    again = epochs(2).run()
-    assert "finished at step 4; nothing to do" in printed(capsys)
-    counts = [x["count"] for x in again.history if x["split"] == "train"]
-    assert counts == [16, size - 16] * 2
-    assert epochs(2, "whole").run().step == 3  # the partial batch is in the middle of none
+    assert len([*epochs(2)]) == 3  # the partial batch is in the middle of none
 
 
 REDUCTION = {"bucket_mb": [8e-6, 1e-5], "layout": "flat", "overlap": True}
@@ -423,11 +399,7 @@ def test_a_config_stops_a_run_early_and_a_run_that_is_given_more_patience_contin
     never_better = {"metric": "loss", "min_delta": 1e9}
     run = train(stopping(**never_better, patience=2))
     assert (run.step, run.stopped) == (3, "loss has not improved for 2 evaluations")
-    said = printed(capsys)
-    assert "stopped at step 3: loss has not improved for 2 evaluations" in said
-    assert said.count("best loss ") == 1
-    assert train(stopping(**never_better, patience=2)).step == 3
-    assert "nothing to do" in printed(capsys)
+    assert f"stopped at step 3: {run.stopped}" in printed(capsys)
     run = train(stopping(**never_better, patience=4))
     assert (run.step, run.stopped) == (5, "loss has not improved for 4 evaluations")
     said = printed(capsys)
@@ -435,8 +407,7 @@ def test_a_config_stops_a_run_early_and_a_run_that_is_given_more_patience_contin
     assert "early stopping has changed: the run it had stopped continues" in said
     run = train(stopping())
     assert (run.step, run.stopped) == (6, None)
-    whole = train(stopping(), **{"run.dir": "whole"})
-    assert_same(run.state, whole.state)
+    assert_same(run.state, train(stopping(), **{"run.dir": "whole"}).state)
 
 
 EVALUATED = {"target": "mine:absolute_error", "eval_target": "mine:within"}
@@ -545,8 +516,7 @@ def test_paths_of_a_config_are_those_of_its_start_whatever_its_parts_do(mine):
     data = {"target": "leaving:points", "global_batch_size": 8, "sample_weights": "weights.npy"}
     run = train(of_steps(2, data=data))
     sys.modules.pop("leaving")
-    assert run.step == 2
-    assert run.run_dir == mine / "run"
+    assert (run.step, run.run_dir) == (2, mine / "run")
     assert {path.name for path in mine.glob("run/*")} >= {"checkpoints", "metrics.jsonl"}
     assert not any((mine / "other").iterdir())
 
@@ -592,7 +562,7 @@ def test_weights_of_a_config_are_in_the_first_state_or_refused_by_its_keys(mine)
     first = train(own_config())
     model = {"target": "mine:Line", "init_from": "run"}
     again = train(own_config(model=model, run={"dir": "again"}))
-    assert again.evaluations[-1]["loss"] != first.evaluations[-1]["loss"]
+    assert again.eval_metrics["loss"] != first.eval_metrics["loss"]
     safetensors.numpy.save_file({"params/other": np.ones(3, np.float32)}, "other.safetensors")
     model["init_from"] = "other.safetensors"
     refusal = r"^model.init_from: other.safetensors does not fit .*model.weights_partial=true"

@@ -230,8 +230,9 @@ def test_a_run_directory_with_a_run_or_without_or_of_another_model_is_refused(dd
 def test_the_length_of_epochs_that_are_made_longer_is_kept_and_reported(tmp_path, plain, capsys):
     for num_epochs in (1, 2):
         rows = {"batches": make_batch(20), "global_batch_size": 16, "num_epochs": num_epochs}
-        run = jddp.fit(plain, **rows, run_dir=tmp_path)
+        run = jddp.fit(plain, **rows, run_dir=tmp_path, log_every_steps=1)
     assert "num_steps 2 -> 4" in printed(capsys)
+    assert [record["count"] for record in run.history] == [16, 4] * 2
     kept = json.loads((tmp_path / f"checkpoints/{run.step}/run.json").read_text())
     assert kept["plan"]["num_steps"] == run.step == 4
 
