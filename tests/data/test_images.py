@@ -27,9 +27,8 @@ CMYK = np.dstack([COLOUR, ALPHA])
 
 
 def smooth(height=60, width=80):
-    y, x = np.mgrid[:height, :width] / 20
-    channels = [127 * (1 + np.sin(x * (k + 1) / 2 + y)) for k in range(3)]
-    return Image.fromarray(np.stack(channels, -1).astype(np.uint8))
+    y, x, k = np.mgrid[:height, :width, :3]
+    return Image.fromarray((127 * (1 + np.sin(x * (k + 1) / 40 + y / 20))).astype(np.uint8))
 
 
 def by_pillow(file, size):
@@ -88,15 +87,14 @@ def turned(image, orientation):
 
 
 ONE, ONE_DEEP = int(GREY[3, 4]), int(DEEP[3, 4])  # the transparent value
+WITH_ONE = np.where(DEEP == ONE_DEEP, 255, IN_8_BITS)
 KINDS = {
     "grey": kind(GREY, GREY),
     "colour": kind(COLOUR, COLOUR),
     "1 bit": kind(GREY > 99, (GREY > 99) * 255),
     "16 bits": kind(DEEP, IN_8_BITS),
     "16 bits of TIFF, the higher byte first": kind(DEEP.astype(">u2"), IN_8_BITS, "TIFF"),
-    "16 bits, one value transparent": kind(
-        DEEP, np.where(DEEP == ONE_DEEP, 255, IN_8_BITS), transparency=ONE_DEEP
-    ),
+    "16 bits, one value transparent": kind(DEEP, WITH_ONE, transparency=ONE_DEEP),
     "grey and alpha": kind(np.dstack([GREY, ALPHA]), on_white(GREY, ALPHA)),
     "colour and alpha": kind(np.dstack([COLOUR, ALPHA]), on_white(COLOUR, ALPHA)),
     "a palette, one colour transparent": kind(
@@ -135,7 +133,10 @@ def test_every_source_and_predict_decode_an_image_to_the_same_array(tmp_path, nu
         files.append(file_of(photo, "JPEG", exif=photo.getexif()))
     write_in_all_formats(tmp_path, files)
     kwargs = {"image_size": SIZE, "mean": 0.0, "std": 1.0}
-    scaled = [make_source(x, directory=str(tmp_path), kwargs=kwargs).load().train for x in SCALE]
+    scaled = [
+        make_source(name, directory=str(tmp_path), kwargs=kwargs).load().train
+        for name in ("image_folder", "webdataset")
+    ]
     predicted = images_in(tmp_path / "train", **kwargs)
     kept = make_source("hugging_face", directory=str(tmp_path)).load().train
     stream = make_source("hugging_face", directory=str(tmp_path), kwargs={"streaming": True})
@@ -152,9 +153,6 @@ def test_every_source_and_predict_decode_an_image_to_the_same_array(tmp_path, nu
         np.testing.assert_array_equal(found.reshape(*want.shape[:3], -1) + 0 * want, want)
 
 
-SCALE = ("image_folder", "webdataset")
-
-
 def write_in_all_formats(folder, files):
     rows = {"image": [{"bytes": x, "path": None} for x in files], "label": [0] * len(files)}
     made = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
@@ -166,14 +164,11 @@ def write_in_all_formats(folder, files):
         write_tar(folder / f"{part}.tar", samples)
 
 
-@pytest.mark.parametrize(
-    ("mode", "file", "want"),
-    [
-        ("RGBA", KINDS["colour and alpha"][0], np.dstack([COLOUR, ALPHA])),
-        ("L", *KINDS["16 bits"]),
-        ("I;16", KINDS["16 bits"][0], DEEP),
-    ],
-)
+MODES = [("RGBA", KINDS["colour and alpha"][0], np.dstack([COLOUR, ALPHA]))]
+MODES += [("L", *KINDS["16 bits"]), ("I;16", KINDS["16 bits"][0], DEEP)]
+
+
+@pytest.mark.parametrize(("mode", "file", "want"), MODES, ids=["RGBA", "L", "I;16"])
 def test_a_column_that_names_a_mode_is_decoded_in_that_mode(tmp_path, mode, file, want):
     rows = datasets.Dataset.from_dict({"image": [{"bytes": file, "path": None}] * 2})
     rows = rows.cast_column("image", datasets.Image(mode=mode))
@@ -242,16 +237,15 @@ def test_an_image_that_does_not_decode_is_named(folder):
 @pytest.mark.parametrize(
     ("message", "options", "change"),
     [
-        ("mean has 2 numbers", {"mean": [0.5, 0.5]}, None),
-        ("folders train and test", {"test_share": 0.2}, None),
+        ("mean has 2 numbers", {"mean": [0.5, 0.5]}, id),
+        ("folders train and test", {"test_share": 0.2}, id),
         ("other: no images", {}, lambda x: (x / "train/other").mkdir()),
         ("'light' is in test", {}, lambda x: (x / "train/light").rename(x / "light")),
         ("test: no folders", {}, lambda x: (x / "test").rename(x / "tset")),
     ],
 )
 def test_bad_image_folders_are_refused(folder, message, options, change):
-    if change is not None:
-        change(folder)
+    change(folder)
     with pytest.raises(DataError, match=message):
         source_in(folder, **options).load()
 

@@ -13,11 +13,13 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from data_files import file_of, rows_of, write_images, write_tar
+from runs import refused
 from states import equal
 
 from jddp.config.schema import Config
 from jddp.data import RowExamples, make_source
 from jddp.data.batches import Share
+from jddp.data.source import spec_of
 from jddp.ground.errors import ConfigError, DataError, Error
 from jddp.trainer.job.build import train
 from jddp.trainer.runs.predictions import predict_file
@@ -26,11 +28,11 @@ X = np.arange(30, dtype=np.float32).reshape(10, 3)
 Y = np.arange(10) % 4
 WHOLE = Share(0, 1)
 BOTH = ("train", "test")
+ONE_STEP = {"train": {"num_steps": 1}, "mesh": {"num_devices": 2}}
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """No network."""
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
@@ -59,7 +61,6 @@ def source(directory=None, name="hugging_face", **kwargs):
 
 
 def write(folder, made):
-    """A `Dataset` for training and testing."""
     for part in BOTH:
         made.save_to_disk(str(folder / part))
 
@@ -98,21 +99,17 @@ def test_rows_of_the_disk_have_numbers_in_32_bits(tmp_path, monkeypatch):
         RowExamples(made).take(np.array([0]))
     write(tmp_path, made)
     found = source(tmp_path, columns=["x", "y"])
-    rows = rows_of(found.load().train)
-    equal(rows, {"x": X, "y": Y.astype(np.int32)})
-    assert {name: (x.shape[1:], x.dtype) for name, x in rows.items()} == found.spec
+    data = found.load().train
+    equal(rows_of(data), {"x": X, "y": Y.astype(np.int32)})
+    assert spec_of(data) == found.spec
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"needs datasets, .*jddp\[data\]"):
         source(tmp_path)
 
 
-def test_without_a_network_one_line_says_how_to_get_the_data():
-    with pytest.raises(DataError, match=r"split train: .*network, .*HF_HOME") as raised:
+def test_data_of_the_network_are_refused_without_it_and_no_script_is_run(tmp_path):
+    with refused(DataError, r"split train: .*network, .*HF_HOME"):
         source(path="ylecun/mnist", revision="main")
-    assert "\n" not in str(raised.value)
-
-
-def test_the_script_of_a_data_set_is_not_run(tmp_path):
     script = f"open({str(tmp_path / 'ran')!r}, 'w')"
     write_images(tmp_path / "scripted", {"scripted.py": script.encode()})
     with pytest.raises(DataError, match="scripts are no longer supported"):
@@ -120,17 +117,14 @@ def test_the_script_of_a_data_set_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
+def test_arguments_that_do_not_belong_together_are_refused():
+    for kwargs, message in (
         ({}, r"data\.dir, or .*data\.kwargs\.path"),
         ({"directory": "here", "path": "ylecun/mnist"}, "Give one of the two"),
         ({"directory": "here", "streaming": True, "test_share": 0.5}, "test_share=0.5"),
-    ],
-)
-def test_arguments_that_do_not_belong_together_are_refused(kwargs, message):
-    with pytest.raises(ConfigError, match=message):
-        source(**kwargs)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            source(**kwargs)
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
@@ -195,12 +189,10 @@ def damaged(data, rng):
 @pytest.mark.parametrize("name", ["hugging_face", "webdataset"])
 def test_damaged_files_are_refused_in_one_line(tmp_path, name, capfd):
     (sound := tmp_path / "sound").mkdir()
-    made = datasets.Dataset.from_dict({"x": np.ones((50, 3), np.float32), "y": [1] * 50})
-    for part in BOTH:
-        if name == "hugging_face":
-            made.save_to_disk(str(sound / part))
-        else:
-            write_tar(sound / f"{part}.tar", photos(range(20)))
+    if name == "hugging_face":
+        write(sound, datasets.Dataset.from_dict({"x": np.ones((50, 3), np.float32), "y": [1] * 50}))
+    else:
+        write_tars(sound, photos(range(20)))
     kwargs = {"image_size": 8} if name == "webdataset" else {}
     refused = []
     for seed in range(12):
@@ -216,6 +208,11 @@ def test_damaged_files_are_refused_in_one_line(tmp_path, name, capfd):
     assert {error.exit_code for error in refused} == {65}, refused
     assert not [error for error in refused if "\n" in str(error)]
     assert "Traceback" not in capfd.readouterr().err
+
+
+def write_tars(folder, members):
+    for part in BOTH:
+        write_tar(folder / f"{part}.tar", members)
 
 
 def streams(directory, size, seed=0, share=WHOLE, **kwargs):
@@ -250,12 +247,11 @@ def test_each_epoch_of_a_stream_has_its_files_in_their_order_and_resumes_anywher
 
 def test_processes_read_parts_of_the_same_global_batches_and_resume_from_one_position(saved):
     whole = streams(saved, 4)
-    parts = [streams(saved, 4, share=Share(i, 2)) for i in range(2)]
+    parts = [streams(saved, 4, test_split="train", share=Share(i, 2)) for i in range(2)]
     both = zip(*(first(6, part.train) for part in parts), strict=True)
     equal([np.concatenate(x) for x in both], first(6, whole.train))
     assert parts[0].train.state_dict() == parts[1].train.state_dict()
-    tests = [streams(saved, 4, test_split="train", share=Share(i, 2)).test for i in range(2)]
-    rows = [first(9, test) for test in tests]
+    rows = [first(9, part.test) for part in parts]
     assert [[len(x) for x in part] for part in rows] == [[2, 2, 2], [2, 2, 0]]
     equal(np.concatenate([np.concatenate(pair) for pair in zip(*rows, strict=True)]), X)
 
@@ -289,8 +285,8 @@ def tars(folder, **kwargs):
 
 def test_a_tar_file_has_the_rows_of_the_same_files_in_folders(tmp_path):
     members = dict(sorted(photos(range(12)).items()))
+    write_tars(tmp_path, members)
     for part in BOTH:
-        write_tar(tmp_path / f"{part}.tar", members)
         write_images(tmp_path / part, {x: y for x, y in members.items() if x.endswith(".jpg")})
     folder, found = source(tmp_path, "image_folder", image_size=8), tars(tmp_path)
     assert (found.spec, found.sizes, found.augment) == (folder.spec, folder.sizes, folder.augment)
@@ -313,24 +309,18 @@ def test_samples_are_read_in_any_order_and_a_share_is_held_back(shards):
 
 def test_names_of_members_follow_the_format(tmp_path):
     members = {"a/b.c/1.JPG": JPEG, "a/b.c/1.cls": b" 1\n"}
-    for part in BOTH:
-        write_tar(tmp_path / f"{part}.tar", {".hidden.jpg": b"", "no_ending": b"", **members})
+    write_tars(tmp_path, {".hidden.jpg": b"", "no_ending": b"", **members})
     assert rows_of(tars(tmp_path).load().train)["label"].tolist() == [1]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("started_devices")
 def test_a_run_of_tar_files_predicts_a_folder_of_images(shards, tmp_path):
-    data = {"name": "webdataset", "dir": str(shards), "global_batch_size": 8}
-    config = Config(
-        data=data | {"kwargs": {"image_size": 8}},
-        model={"name": "mlp", "kwargs": {"num_outputs": 2}},
-        train={"num_steps": 1},
-        mesh={"num_devices": 2},
-        run={"dir": str(tmp_path / "run")},
-    )
+    data = {"name": "webdataset", "dir": str(shards), "kwargs": {"image_size": 8}}
+    config = Config(data={**data, "global_batch_size": 8}, model={"name": "mlp"}, **ONE_STEP)
+    run = train(config, **{"run.dir": str(tmp_path / "run")})
     write_images(tmp_path / "new", {"a/1.jpg": JPEG, "b.jpg": JPEG})
-    assert predict_file(train(config).run_dir, tmp_path / "new", tmp_path / "out.csv") == 2
+    assert predict_file(run.run_dir, tmp_path / "new", tmp_path / "out.csv") == 2
 
 
 LAST_HAS_NONE = {f"{i}.{end}": x for i in range(7) for end, x in (("jpg", JPEG), ("cls", b"1"))}
@@ -349,7 +339,6 @@ LAST_HAS_NONE = {f"{i}.{end}": x for i in range(7) for end, x in (("jpg", JPEG),
     ],
 )
 def test_bad_samples_are_refused(tmp_path, members, message):
-    for part in BOTH:
-        write_tar(tmp_path / f"{part}.tar", members)
+    write_tars(tmp_path, members)
     with pytest.raises(DataError, match=message):
         tars(tmp_path)
