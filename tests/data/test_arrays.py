@@ -17,6 +17,7 @@ from jddp.ground.errors import ConfigError, DataError
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
 Y = np.arange(8) % 4
 ROWS = {"x": X, "y": Y.astype(np.int32)}
+SPEC = {"x": ((3,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
 
 
 def test_arrays_of_any_names_come_from_npz_files_also_of_the_home_directory(tmp_path, monkeypatch):
@@ -26,7 +27,7 @@ def test_arrays_of_any_names_come_from_npz_files_also_of_the_home_directory(tmp_
     source = make_source("npz", directory="~")
     data = source.load()
     equal((rows_of(data.train), rows_of(data.test)), (ROWS, ROWS))
-    assert source.spec == {"x": ((3,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
+    assert source.spec == SPEC
 
 
 def test_mapped_arrays_are_checked_where_they_are_read(tmp_path):
@@ -109,11 +110,9 @@ def test_data_that_no_device_could_hold_are_refused(data, message):
 
 
 def test_own_arrays_become_a_data_set_in_32_bits():
-    x = np.linspace(0, 1, 12).reshape(6, 2)
-    data = make_data_set("mine", {"x": x, "y": np.arange(6)}, {"x": x[:2], "y": np.arange(2)})
-    spec = {"x": ((2,), np.dtype("float32")), "y": ((), np.dtype("int32"))}
-    assert spec_of(data.train) == spec
-    assert data.description == "mine: 6 train / 2 test examples"
+    data = make_data_set("mine", {"x": X, "y": Y}, {"x": X[:2], "y": Y[:2]})
+    assert spec_of(data.train) == SPEC
+    assert data.description == "mine: 8 train / 2 test examples"
     assert make_data_set("mine", data.train, data.test).sha256 == data.sha256
     assert make_data_set("mine", data.test, data.train).sha256 != data.sha256
     for dtype, narrow in ((">f4", "f4"), (">i8", "i4"), ("u8", "u4")):
@@ -167,9 +166,8 @@ def test_npy_directory_is_normalised_per_channel(tmp_path):
     assert data.sha256 != npy_source(tmp_path).load().sha256
     part = npy_source(tmp_path, test_share=0.4).load().test
     np.testing.assert_array_equal(rows_of(part)["label"], np.arange(6)[rows_for_testing(6, 0.4)])
-    images = np.zeros((4, 2, 2, 1), np.float32)
-    images[3, 0, 0] = np.nan
-    with pytest.raises(DataError, match="NaN or infinity, first in row 3"):  # when it is read
+    images = np.full((4, 2, 2, 1), np.nan, np.float32)
+    with pytest.raises(DataError, match="'image' holds NaN"):  # when it is read
         image_examples(images, np.zeros(4, int)).take(np.array([1, 3]))
 
 
@@ -189,11 +187,10 @@ def test_bad_images_in_an_npy_directory_are_refused(tmp_path, damage, message):
 
 
 def test_sources_know_their_shapes_without_reading():
-    for name in ("fashion_mnist", "python_stdlib"):
-        source = make_source(name)
-        data, again = source.load(), source.load()
+    for source in map(make_source, ("fashion_mnist", "python_stdlib")):
+        data = source.load()
         assert spec_of(data.train) == spec_of(data.test) == source.spec
-        assert data.sha256 == again.sha256
+        assert data.sha256 == source.load().sha256
 
 
 @pytest.mark.parametrize(

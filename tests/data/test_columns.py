@@ -5,11 +5,10 @@ import logging
 
 import jax
 import numpy as np
-import optax
 import pytest
 from states import equal
 from sweeps import swept
-from tiny import MLP, loss_fn, make_batch
+from tiny import loss_fn, make_batch, wrapped
 
 import jddp
 from jddp.ground.errors import ConfigError, DataError
@@ -24,10 +23,6 @@ COLUMNS = {
     "objects": np.array([datetime.date(2026, 1, 1)] * NUM_ROWS),
     "unequal rows": [[1], [1, 2]] * 4,
 }
-
-
-def wrapped(loss=loss_fn):
-    return jddp.DataParallel(MLP(), optax.sgd(0.1), loss, mesh=2)
 
 
 def reads_all(model, batch, train):
@@ -50,8 +45,7 @@ def nothing_was_reported():
 
 @pytest.mark.parametrize("column", swept(COLUMNS, every=3))
 def test_a_column_without_numbers_is_left_out_with_one_notice(column, caplog):
-    batch = make_batch(NUM_ROWS)
-    ddp = wrapped()
+    ddp, batch = wrapped(), make_batch(NUM_ROWS)
     state = ddp.init(0, batch)
     want = ddp.evaluate(state, [batch])
     with caplog.at_level(logging.WARNING, "jddp"):
@@ -67,7 +61,7 @@ def test_a_column_without_numbers_is_left_out_with_one_notice(column, caplog):
 @pytest.mark.parametrize("name", ["text", "unequal rows"])
 def test_a_column_without_numbers_that_the_loss_reads_is_refused_by_name(name):
     batch = make_batch(NUM_ROWS)
-    ddp = wrapped(reads_all)
+    ddp = wrapped(loss=reads_all)
     state = ddp.init(0, {**batch, "extra": np.zeros(NUM_ROWS, np.float32)})
     for call in calls(ddp, state, {**batch, "extra": COLUMNS[name]}).values():
         with pytest.raises(ConfigError, match=r"reads batch\['extra'\], which holds .*Encode it"):
@@ -75,8 +69,7 @@ def test_a_column_without_numbers_that_the_loss_reads_is_refused_by_name(name):
 
 
 def test_numbers_that_need_64_bits_are_refused_and_others_are_narrowed():
-    batch = make_batch(NUM_ROWS)
-    ddp = wrapped()
+    ddp, batch = wrapped(), make_batch(NUM_ROWS)
     state = ddp.init(0, batch)
     for number, dtype in ((-(2**31) - 1, np.int64), (2**32, np.uint64)):
         ids = np.array([0] * 7 + [number], dtype)
@@ -88,8 +81,7 @@ def test_numbers_that_need_64_bits_are_refused_and_others_are_narrowed():
 
 
 def test_lists_other_byte_orders_and_masked_arrays_are_read_as_they_are_meant():
-    batch = make_batch(NUM_ROWS)
-    ddp = wrapped()
+    ddp, batch = wrapped(), make_batch(NUM_ROWS)
     state = ddp.init(0, batch)
     want = ddp.evaluate(state, [batch])
     x, y = batch["x"], batch["y"]
@@ -109,7 +101,7 @@ def test_keys_are_rows_as_numbers_are():
         noise = jax.vmap(jax.random.uniform)(batch["key"])
         return loss_fn(model, batch, train)[0] * 0 + noise
 
-    ddp, keys = wrapped(draws), jax.random.split(jax.random.key(0), NUM_ROWS - 1)
+    ddp, keys = wrapped(loss=draws), jax.random.split(jax.random.key(0), NUM_ROWS - 1)
     batch = {**make_batch(NUM_ROWS - 1), "key": keys}  # which do not divide over two devices
     state = ddp.init(0, {**make_batch(NUM_ROWS), "key": jax.random.split(keys[0], NUM_ROWS)})
     want = float(jax.vmap(jax.random.uniform)(keys).mean())
@@ -123,31 +115,23 @@ def test_a_batch_of_no_numbers_at_all_is_refused():
         wrapped().init(0, (np.array(["x"]), np.ones(1)))
 
 
-ROWS = make_batch(32)
-
-
 def loss_of_pairs(model, batch, train):
     return loss_fn(model, {"x": batch[0], "y": batch[1]}, train)
 
 
-@pytest.fixture(scope="module")
-def tensors():
-    import torch
-
-    return torch.utils.data.TensorDataset(*map(torch.from_numpy, (ROWS["x"], ROWS["y"])))
-
-
 @pytest.mark.slow  # Needs jddp[peers].
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_trains_and_is_evaluated_as_arrays_are(tensors, num_workers):
+def test_a_loader_of_pytorch_trains_and_is_evaluated_as_arrays_are(num_workers):
     import torch
 
+    rows = make_batch(32)
+    tensors = torch.utils.data.TensorDataset(*map(torch.from_numpy, (rows["x"], rows["y"])))
     options = {"num_workers": num_workers, "batch_size": 8}
     # Forked workers would share the locks of JAX's threads.
     options |= {"multiprocessing_context": "spawn"} if num_workers else {}
     loader = torch.utils.data.DataLoader(tensors, **options)
-    arrays = [(ROWS["x"][i : i + 8], ROWS["y"][i : i + 8]) for i in range(0, 32, 8)]
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_of_pairs, mesh=4)
+    arrays = [(rows["x"][i : i + 8], rows["y"][i : i + 8]) for i in range(0, 32, 8)]
+    ddp = wrapped(loss=loss_of_pairs, mesh=4)
     got = jddp.fit(ddp, loader, num_steps=4, evaluate=loader)
     want = jddp.fit(ddp, arrays, num_steps=4, evaluate=arrays)
     equal(got.state.params, want.state.params)

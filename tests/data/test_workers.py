@@ -4,12 +4,11 @@ import contextlib
 import itertools
 import os
 import signal
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from runs import environment
+from runs import run_python
 from states import equal
 
 from jddp.data import ArrayExamples, TrainBatches, WorkerBatches
@@ -76,9 +75,9 @@ def test_two_processes_read_what_one_does_and_resume_where_the_loop_stands(in_wo
     assert len(readers - {os.getpid()}) == 2
     one.set_state(state)
     two.set_state(state)
-    rest = [batch["x"].tolist() for batch in two]
-    assert rest == [batch["x"].tolist() for batch in one]
-    assert len(rest) == 4
+    rest = [[batch["x"].tolist() for batch in batches] for batches in (one, two)]
+    assert rest[0] == rest[1]
+    assert len(rest[0]) == 4
     two.set_state({"position": 38})  # as behind a partial batch
     assert [batch.keys() for batch in two] == [{"x", "pid"}]  # 42 - 38 fill a batch
 
@@ -101,7 +100,7 @@ QUIET = """
 import itertools
 import sys
 import numpy as np
-from jddp.data import Order, ArrayExamples, TrainBatches, WorkerBatches
+from jddp.data import ArrayExamples, TrainBatches, WorkerBatches
 
 if __name__ == "__main__":
     examples = ArrayExamples({"x": np.zeros((100, 20_000), np.float32)})
@@ -115,6 +114,5 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("num_epochs", [0.2, None])
 def test_workers_end_without_a_word(tmp_path, num_epochs):
     (tmp_path / "quiet.py").write_text(QUIET)
-    command = [sys.executable, tmp_path / "quiet.py", str(num_epochs)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    done = run_python(tmp_path / "quiet.py", num_epochs)
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
