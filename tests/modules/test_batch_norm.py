@@ -8,17 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 from flax import linen as nn
 from flax import nnx
-from judge import assert_same_on_all_devices, joined
+from judge import assert_same_on_all_devices
 from states import close, equal
 from sweeps import swept
-from tiny import ConvNet, Of, loss_fn, make_batch, take_steps
+from tiny import ConvNet, Of, make_batch, take_steps
 
 import jddp
 from jddp.ground.errors import UsageError
-from jddp.zoo.losses import cross_entropy
-from jddp.zoo.models import resnet50
 
 
 class Norm(nn.Module):
@@ -213,20 +212,6 @@ class NnxForeign(nnx.Module):
         return self.norm(self.dense(x), use_running_average=not train)
 
 
-@pytest.mark.parametrize("model", [Foreign(CopiedNorm), NnxForeign(NnxCopiedNorm)])
-def test_a_library_s_own_copy_of_the_class_is_synchronised_too(model):
-    batch, ends = rows(), []
-    for replicas in (1, 8):
-        ddp = wrapped(model, mesh=replicas)
-        state, metrics = ddp.step(ddp.init(0, batch), batch)
-        ends.append(jax.device_get((state.params, statistics(state), metrics)))
-        assert ddp.evaluate(state, [batch])["examples"] == 16
-    close(*ends, rtol=1e-4, atol=1e-5)
-    grouped = wrapped(model, batch_norm=jddp.SyncBatchNorm(group_size=2))
-    with pytest.raises(jddp.ConfigError, match="knows no groups of replicas"):
-        grouped.init(0, batch)
-
-
 @pytest.mark.parametrize("model", swept([Foreign(), Foreign(DeafNorm), NnxForeign()], every=3))
 def test_a_batch_norm_that_knows_no_axis_is_refused_under_sync_on_several_replicas(model):
     message = "batch_norm='sync': .*mean.* jddp.register_batch_norm.*'local'.*verify"
@@ -237,22 +222,22 @@ def test_a_batch_norm_that_knows_no_axis_is_refused_under_sync_on_several_replic
         assert np.isfinite(take_steps(wrapped(model, **options), [rows()])[1]["loss"])
 
 
-@pytest.mark.parametrize(
-    "model, overlap",
-    swept([(Foreign(RegisteredNorm), False), (NnxForeign(NnxRegisteredNorm), True)], every=2),
-)
-def test_a_registered_batch_norm_is_that_of_one_device(model, overlap):
+OF_LIBRARIES = [Foreign(CopiedNorm), NnxForeign(NnxCopiedNorm), Foreign(RegisteredNorm)]
+OF_LIBRARIES += [NnxForeign(NnxRegisteredNorm)]
+
+
+@pytest.mark.parametrize("overlap", swept([False, True], every=2))
+@pytest.mark.parametrize("model", OF_LIBRARIES)
+def test_a_library_s_own_batch_norm_with_its_two_names_or_registered_is_that_of_one_device(
+    model, overlap
+):
     jddp.register_batch_norm(RegisteredNorm)
     assert jddp.register_batch_norm(NnxRegisteredNorm) is NnxRegisteredNorm
     # Each replica has the same row twice, so that both micro-batches are the whole batch.
     batch, ends = jax.tree.map(lambda x: np.repeat(x[:8], 2, axis=0), rows()), []
     for options in ({"mesh": 1}, {}, {"accumulate_steps": 2}):
-        ddp = jddp.DataParallel(
-            model,
-            optax.sgd(0.5),
-            squares,
-            **joined(options, reduction=jddp.Reduction(overlap=overlap)),
-        )
+        options |= {"reduction": jddp.Reduction(overlap=overlap)}
+        ddp = jddp.DataParallel(model, optax.sgd(0.5), squares, **options)
         state, metrics = take_steps(ddp, [batch] * 2)
         ends.append(jax.device_get((state.params, statistics(state), metrics["loss"])))
         assert ddp.evaluate(state, [batch])["examples"] == 16
@@ -285,6 +270,10 @@ def test_a_group_of_replicas_is_a_device_of_its_own(model, size):
 def test_groups_and_classes_that_there_cannot_be_are_refused():
     with pytest.raises(jddp.ConfigError, match=r"=3 does not divide 4 .*\[1, 2, 4\]"):
         wrapped(Norm(), batch_norm=jddp.SyncBatchNorm(group_size=3), mesh=4)
+    for model in (Foreign(CopiedNorm), NnxForeign(NnxCopiedNorm)):
+        grouped = wrapped(model, batch_norm=jddp.SyncBatchNorm(group_size=2))
+        with pytest.raises(jddp.ConfigError, match="knows no groups of replicas"):
+            grouped.init(0, rows())
     for wrong in (squares, int, ForeignNorm()):
         with pytest.raises(jddp.ConfigError, match="is no class of Flax modules"):
             jddp.register_batch_norm(wrong)
@@ -344,23 +333,20 @@ def test_broadcast_hands_on_the_statistics_of_the_first_replica_with_a_valid_row
 
 
 @in_both
-@pytest.mark.parametrize("mode", ["sync", "broadcast", "local"])
-def test_a_batch_without_a_valid_row_leaves_the_statistics_as_they_were(kind, mode):
+@pytest.mark.parametrize("mode", ["sync", "broadcast", "local", jddp.SyncBatchNorm(group_size=1)])
+def test_a_batch_or_a_group_without_a_valid_row_leaves_the_statistics_as_they_were(kind, mode):
     ddp = wrapped(kind(use_mask=True), batch_norm=mode, mesh=2)
     state, _ = ddp.step(ddp.init(0, rows()), rows())
     before = statistics(state)
-    equal(statistics(ddp.step(state, rows(num_valid=0))[0]), before)
-
-
-def test_a_group_without_a_valid_row_leaves_its_statistics_as_they_were():
-    ddp = wrapped(Norm(use_mask=True), batch_norm=jddp.SyncBatchNorm(group_size=2), mesh=4)
-    state = ddp.init(0, rows())
-    mean, var = statistics(state)
-    state, _ = ddp.step(state, rows(num_valid=8))  # all of the first group
-    x = rows()["x"][:8]
-    # The mean of both groups: one moves halfway, as its momentum says, the other stays.
-    want = [0.75 * mean + 0.25 * x.mean(0), 0.75 * var + 0.25 * x.var(0)]
-    close(statistics(state), want, rtol=1e-4, atol=0)
+    state, _ = ddp.step(state, rows(num_valid=0))
+    equal(statistics(state), before)
+    if isinstance(mode, jddp.SyncBatchNorm):
+        state, x = ddp.step(state, rows(num_valid=8))[0], rows()["x"][:8]
+        # The mean of both groups: one moves halfway, as its momentum says, the other stays.
+        want = [
+            0.75 * old + 0.25 * new for old, new in zip(before, (x.mean(0), x.var(0)), strict=True)
+        ]
+        close(statistics(state), want, rtol=1e-4, atol=0)
 
 
 @in_both
@@ -382,11 +368,8 @@ def test_running_statistics_move_once_a_step_however_many_micro_batches(kind, ov
 
 
 def test_statistics_that_no_micro_batch_moves_stay_as_they_are():
-    def frozen(m, x, train):
-        return nn.Dense(4)(nn.BatchNorm(use_running_average=True)(x))
-
-    ddp = jddp.DataParallel(Of(frozen), optax.sgd(0.1), loss_fn, mesh=2, accumulate_steps=3)
-    batch = make_batch(12)
+    frozen = Of(lambda m, x, train: nn.Dense(4)(nn.BatchNorm(use_running_average=True)(x)))
+    ddp, batch = tiny.wrapped(frozen, accumulate_steps=3), make_batch(12)
     state = ddp.init(0, batch)
     mean = np.random.default_rng(0).normal(size=16).astype(np.float32)
     kept = {**state.model_state, "batch_stats": {"BatchNorm_0": {"mean": mean, "var": mean**2}}}
@@ -397,28 +380,11 @@ def test_statistics_that_no_micro_batch_moves_stay_as_they_are():
 
 @pytest.mark.parametrize("batch_norm", swept(["sync", "local"], every=2))
 def test_parameters_without_the_statistics_of_their_layers_are_refused(batch_norm):
-    batch = make_batch()
-    model = ConvNet()
-    ddp = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, mesh=2, batch_norm=batch_norm)
-    variables = model.init(jax.random.key(0), batch["x"], train=False)
+    ddp, batch = tiny.wrapped(ConvNet(), batch_norm=batch_norm), make_batch()
+    variables = ConvNet().init(jax.random.key(0), batch["x"], train=False)
     bare = ddp.init(params=variables["params"])
     with pytest.raises(UsageError, match=r"'batch_stats'.*params=variables"):
         ddp.step(bare, batch)
     for given in ({"params": variables}, {"params": variables["params"], "batch": batch}):
         state, _ = ddp.step(ddp.init(**given), batch)
         assert ddp.evaluate(state, [batch])["examples"] == 16
-
-
-@pytest.mark.parametrize("overlap", swept([True, False], every=2))
-def test_each_batch_norm_of_a_resnet_is_one_all_reduce_in_each_direction(overlap):
-    """ResNet-50 has 53 of them: 1 behind the stem, 48 in its blocks and 4 on their shortcuts."""
-    model = resnet50(stem="cifar", width=2, num_classes=4)
-    reduction = jddp.Reduction(layout="flat", overlap=overlap)
-    ddp = jddp.DataParallel(model, optax.sgd(0.1), cross_entropy, reduction=reduction)
-    batch = {
-        "image": jax.ShapeDtypeStruct((8, 8, 8, 3), np.float32),
-        "label": jax.ShapeDtypeStruct((8,), np.int32),
-    }
-    sent = ddp.steps.lower(batch).as_text().count("stablehlo.all_reduce")
-    num_buckets = len(ddp.steps.planned(batch).plan)
-    assert sent == 2 * 53 + num_buckets + 1  # loss and metrics

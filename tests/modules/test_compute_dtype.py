@@ -124,12 +124,8 @@ def cast_by_hand(model, batch, train):
 @pytest.mark.parametrize("name", swept(["mlp", "recurrent", "transformer"], every=3))
 def test_it_is_bitwise_the_model_cast_by_hand(name):
     results = []
-    by_hand = MODELS[name](dtype=jnp.bfloat16), cast_by_hand
-    for (model, loss), precision in (
-        (by_hand, None),
-        ((MODELS[name](dtype=None), loss_fn), "bfloat16"),
-    ):
-        ddp = wrapped(model, loss=loss, precision=precision)
+    for dtype, loss, precision in ((jnp.bfloat16, cast_by_hand, None), (None, loss_fn, "bfloat16")):
+        ddp = wrapped(MODELS[name](dtype=dtype), loss=loss, precision=precision)
         state, _ = take_steps(ddp, BATCHES)
         assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
         results.append((state.params, ddp.evaluate(state, BATCHES)))
@@ -141,12 +137,8 @@ def test_it_is_bitwise_the_model_cast_by_hand(name):
 def test_statistics_are_those_of_layers_that_have_the_dtype_themselves(name, batch_norm):
     """Bitwise, until scales that layers of a dtype leave wide differ from 1."""
     results = []
-    for dtype, compute_dtype in ((jnp.bfloat16, None), (None, "bfloat16")):
-        options = {
-            "batch_norm": batch_norm,
-            "precision": jddp.Precision(compute_dtype=compute_dtype),
-        }
-        ddp = wrapped(MODELS[name](dtype=dtype), **options)
+    for dtype, precision in ((jnp.bfloat16, None), (None, "bfloat16")):
+        ddp = wrapped(MODELS[name](dtype=dtype), batch_norm=batch_norm, precision=precision)
         evaluated = ddp.evaluate(ddp.init(0, BATCHES[0]), BATCHES)
         state, metrics = take_steps(ddp, BATCHES[:1])
         assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
@@ -220,19 +212,19 @@ def test_the_gradient_of_an_embedding_is_added_up_in_float32(make, compute_dtype
     assert ddp.evaluate(state, BATCHES)["examples"] == 32
 
 
-@pytest.mark.parametrize(
-    "model, dtype, message",
-    [
+def test_other_widths_are_refused():
+    def init(model, dtype):
+        precision = jddp.Precision(compute_dtype=dtype)
+        wrapped(model, loss=lambda m, b: m(b["x"]), precision=precision).init(0, BATCHES[0])
+
+    wide = nnx.Linear(16, 1, dtype="float32", rngs=nnx.Rngs(0))
+    for model, dtype, message in (
         (nn.Dense(1, dtype=jnp.float32), "float16", "its own dtype"),
-        (nnx.Linear(16, 1, dtype="float32", rngs=nnx.Rngs(0)), "float16", "its own dtype"),
+        (wide, "float16", "its own dtype"),
         (nn.Dense(1), jnp.float32, "compute_dtype must be"),
-    ],
-)
-def test_other_widths_are_refused(model, dtype, message):
-    with pytest.raises(jddp.ConfigError, match=message):
-        wrapped(
-            model, loss=lambda m, b: m(b["x"]), precision=jddp.Precision(compute_dtype=dtype)
-        ).init(0, BATCHES[0])
+    ):
+        with pytest.raises(jddp.ConfigError, match=message):
+            init(model, dtype)
 
 
 @pytest.mark.slow
