@@ -343,9 +343,8 @@ def test_a_batch_or_a_group_without_a_valid_row_leaves_the_statistics_as_they_we
     if isinstance(mode, jddp.SyncBatchNorm):
         state, x = ddp.step(state, rows(num_valid=8))[0], rows()["x"][:8]
         # The mean of both groups: one moves halfway, as its momentum says, the other stays.
-        want = [
-            0.75 * old + 0.25 * new for old, new in zip(before, (x.mean(0), x.var(0)), strict=True)
-        ]
+        new = x.mean(0), x.var(0)
+        want = [0.75 * a + 0.25 * b for a, b in zip(before, new, strict=True)]
         close(statistics(state), want, rtol=1e-4, atol=0)
 
 
