@@ -1,5 +1,7 @@
 """A state is evaluated with the parameters that its average or its optimizer is evaluated with."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from flax import linen as nn
 from judge import host
 from states import close, equal
 from sweeps import swept
-from tiny import ConvNet, Of, loss_fn, make_batch
+from tiny import ConvNet, Of, loss_fn, make_batch, take_steps, wrapped
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
@@ -34,14 +36,7 @@ PLACES = {
 }
 
 
-def averaging(model=None, **options):
-    return jddp.DataParallel(
-        model or ConvNet(), optax.sgd(0.1), loss_fn, mesh=2, ema_decay=DECAY, **options
-    )
-
-
-def mean_over_replicas(x, one):
-    return x.mean(0) if x.ndim > one.ndim else x
+averaging = functools.partial(wrapped, ConvNet(), ema_decay=DECAY)
 
 
 @pytest.mark.parametrize("place", swept([*PLACES], every=2))
@@ -56,8 +51,8 @@ def test_batch_statistics_are_averaged_with_the_parameters(place):
         want = jax.tree.map(lambda a, x: DECAY * a + (1 - DECAY) * x, want, now)
     got = host(ddp.model(state, "ema"))
     want = {"params": want[0], **want[1]}
-    close(got, jax.tree.map(mean_over_replicas, want, got))
-    plain = jddp.DataParallel(ConvNet(), optax.sgd(0.1), loss_fn, mesh=2, batch_norm="broadcast")
+    close(got, jax.tree.map(lambda x, one: x.mean(0) if x.ndim > one.ndim else x, want, got))
+    plain = wrapped(ConvNet(), batch_norm="broadcast")
     alone = plain.init(0, BATCHES[0], params=got)
     assert ddp.evaluate(state, BATCHES, "ema") == pytest.approx(plain.evaluate(alone, BATCHES))
     equal(ddp.model(state)["params"], ddp.model(state, "params")["params"])
@@ -133,12 +128,11 @@ def by_optax(tx, params, batches):
 @pytest.mark.parametrize("name", swept([*OPTIMIZERS], every=2))
 def test_schedule_free_optimizers_are_evaluated_at_their_average(name):
     tx, options = OPTIMIZERS[name]
-    ddp = jddp.DataParallel(Of(net), tx, squares, mesh=2, **options)
+    ddp = wrapped(Of(net), tx, squares, **options)
     state = ddp.init(0, BATCHES[0])
     clipped = optax.chain(optax.clip_by_global_norm(0.5), tx) if "max_grad_norm" in options else tx
     stepped, want = by_optax(clipped, host(state.params), BATCHES)
-    for batch in BATCHES:
-        state, _ = ddp.step(state, batch)
+    state, _ = take_steps(ddp, BATCHES, state)
     close(state.params, stepped)
     close(ddp.model(state)["params"], want, rtol=1e-4)  # differences, times nine
     assert np.abs(want["Dense_0"]["kernel"] - stepped["Dense_0"]["kernel"]).max() > 0.001
@@ -151,37 +145,27 @@ def test_schedule_free_optimizers_are_evaluated_at_their_average(name):
 
 
 def test_replicas_of_local_steps_are_evaluated_at_the_mean_of_their_averages():
-    ddp = jddp.DataParallel(Of(net), FREE, squares, mesh=2, strategy=jddp.LocalSteps(8))
+    ddp = wrapped(Of(net), FREE, squares, strategy=jddp.LocalSteps(8))
     state = ddp.init(0, BATCHES[0])
     first = host(jax.tree.map(lambda x: x[0], state.params))
-    for batch in BATCHES:
-        state, _ = ddp.step(state, batch)
+    state, _ = take_steps(ddp, BATCHES, state)
     halves = [[{k: x[rows] for k, x in b.items()} for b in BATCHES] for rows in HALVES]
     each = [by_optax(FREE, first, batches)[1] for batches in halves]
     close(ddp.model(state)["params"], jax.tree.map(lambda a, b: (a + b) / 2, *each), rtol=1e-4)
 
 
 def test_a_run_of_a_schedule_free_optimizer_is_the_same_when_it_is_opened_and_exported(tmp_path):
-    options = {"mesh": 2, "strategy": "zero1"}
-    ddp = jddp.DataParallel(Of(net), optax.contrib.schedule_free_adamw(0.1), squares, **options)
-    rows = [make_batch(6, seed=9)]
-    run = jddp.fit(
-        ddp,
-        BATCHES,
-        num_steps=4,
-        evaluate=rows,
-        run_dir=tmp_path / "run",
-        callbacks=[KeepBest("loss", mode="min")],
-    )
-    tx = optax.contrib.schedule_free_adamw(0.1)
+    tx, rows = optax.contrib.schedule_free_adamw(0.1), [make_batch(6, seed=9)]
+    ddp = wrapped(Of(net), tx, squares, strategy="zero1")
+    options = {"run_dir": tmp_path / "run", "callbacks": [KeepBest("loss", mode="min")]}
+    run = jddp.fit(ddp, BATCHES, num_steps=4, evaluate=rows, **options)
     _, want = by_optax(tx, host(ddp.init(0, BATCHES[0]).params), BATCHES)
     outputs = Of(net).apply({"params": want}, rows[0]["x"])
     loss = ((outputs - rows[0]["y"][:, None]) ** 2).mean()
     assert run.eval_metrics["loss"] == pytest.approx(float(loss), rel=1e-4)
     for checkpoint in (None, "best"):
-        opened = jddp.open_run(
-            tmp_path / "run", model=Of(net), loss_fn=squares, checkpoint=checkpoint
-        )
+        given = {"model": Of(net), "loss_fn": squares}
+        opened = jddp.open_run(tmp_path / "run", **given, checkpoint=checkpoint)
         assert opened.evaluate(rows)["loss"] == pytest.approx(float(loss), rel=1e-4)
         np.testing.assert_allclose(opened.predict(rows), outputs, rtol=1e-3, atol=1e-5)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "w.safetensors")]) == 0

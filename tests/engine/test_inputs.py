@@ -1,5 +1,7 @@
 """What a step is given beside rows: constants, a key for the loss, a function of its rows."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 from states import close, copied, equal
 from sweeps import swept
-from tiny import MLP, loss_fn, make_batch, take_steps
+from tiny import MLP, loss_fn, make_batch, take_steps, wrapped
 
 import jddp
 from jddp.ground.errors import ConfigError, UsageError
@@ -32,16 +34,13 @@ def test_constants_reach_every_replica_and_micro_batch_whole(mesh, accumulate_st
         return scaled_loss(model, batch, train, jax.tree.map(jnp.asarray, constants_of(3)))
 
     batch, ends = make_batch(), []
-    options = {
-        "mesh": mesh,
-        "accumulate_steps": accumulate_steps,
-        "reduction": jddp.Reduction(overlap=overlap),
-    }
+    options = {"mesh": mesh, "accumulate_steps": accumulate_steps}
+    options |= {"reduction": jddp.Reduction(overlap=overlap)}
     # On the host, or as parameters of another model are: no step takes their memory.
     on_devices = jax.device_put(constants_of(3), jax.NamedSharding(mesh, jax.P()))
     cases = ((scaled_loss, constants_of(3)), (scaled_loss, on_devices), (written_out, None))
     for loss, given in cases:
-        ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss, **options)
+        ddp = wrapped(loss=loss, **options)
         state = ddp.init(0, batch, constants=given)
         state, metrics = ddp.step(state, batch, constants=given)
         grads, _ = ddp.gradients(state, batch, constants=given)
@@ -58,8 +57,7 @@ def test_other_values_of_constants_trace_and_compile_nothing():
         traces.append(train)
         return scaled_loss(model, batch, train, constants)
 
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.0), counted)
-    batch = make_batch()
+    ddp, batch = wrapped(optimizer=optax.sgd(0.0), loss=counted), make_batch()
     state, losses, known = ddp.init(0, batch, constants=constants_of(1)), [], []
     for scale in (1, 2, 4):
         state, metrics = ddp.step(state, batch, constants_of(scale))
@@ -70,8 +68,7 @@ def test_other_values_of_constants_trace_and_compile_nothing():
 
 
 def test_constants_given_once_serve_every_call(tmp_path):
-    batch = make_batch()
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), scaled_loss)
+    ddp, batch = wrapped(loss=scaled_loss), make_batch()
     given = ddp.with_constants(constants_of(2))
     run = jddp.fit(given, [batch] * 3, num_steps=3, evaluate=[batch], run_dir=tmp_path)
     state = ddp.init(0, batch, constants=constants_of(2))
@@ -84,7 +81,7 @@ def test_constants_given_once_serve_every_call(tmp_path):
 
 
 def test_a_loss_that_names_constants_is_not_run_without_nor_another_with_them():
-    names, other = (jddp.DataParallel(MLP(), optax.sgd(0.1), x) for x in (scaled_loss, loss_fn))
+    names, other = wrapped(loss=scaled_loss), wrapped()
     with pytest.raises(UsageError, match="names `constants`, and was given none"):
         names.init(0, make_batch())
     with pytest.raises(ConfigError, match="has no argument of that name"):
@@ -140,9 +137,9 @@ OF_KEYS = {
 
 @pytest.mark.parametrize("options", swept(OF_KEYS, every=3))
 def test_the_key_of_a_loss_is_folded_per_step_replica_and_micro_batch(options):
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), keyed, **{"mesh": REPLICAS, **options})
-    state = first = ddp.init(0, make_batch())
-    first = jax.tree.map(jnp.copy, first)
+    ddp = wrapped(loss=keyed, **{"mesh": REPLICAS, **options})
+    state = ddp.init(0, make_batch())
+    first = copied(state)
     parts = range(2) if "accumulate_steps" in options else [None]
     for step in range(2):
         state, metrics = ddp.step(state, make_batch())
@@ -152,9 +149,8 @@ def test_the_key_of_a_loss_is_folded_per_step_replica_and_micro_batch(options):
 
 
 def test_each_evaluation_draws_the_same_numbers_and_each_of_its_batches_others():
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), keyed, mesh=REPLICAS)
+    ddp, batches = wrapped(loss=keyed, mesh=REPLICAS), [make_batch(), make_batch()]
     state = ddp.init(0, make_batch())
-    batches = [make_batch(), make_batch()]
     before = ddp.evaluate(state, batches)["drawn"]
     state, _ = ddp.step(state, make_batch())
     assert ddp.evaluate(state, batches)["drawn"] == before
@@ -177,23 +173,15 @@ def test_an_argument_key_with_a_value_stays_the_losses_own():
         return loss(model, batch, train)
 
     for given in (loss, optional):
-        ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), given, mesh=2)
-        ddp.step(ddp.init(0, make_batch()), make_batch())
+        take_steps(wrapped(loss=given), [make_batch()])
 
 
+@dataclasses.dataclass(frozen=True)
 class Doubled:
     """Makes `x` of `half`."""
 
     def __call__(self, rows):
-        return {"x": 2 * rows["half"], "y": rows["y"]} | {
-            k: rows[k] for k in ("mask",) if k in rows
-        }
-
-    def __eq__(self, other):
-        return isinstance(other, Doubled)
-
-    def __hash__(self):
-        return 0
+        return {k: x for k, x in rows.items() if k != "half"} | {"x": 2 * rows["half"]}
 
 
 def halves(rows=16, **options):
@@ -214,7 +202,7 @@ OF_ROWS = [
 
 @pytest.mark.parametrize("options", OF_ROWS, ids=str)
 def test_a_step_equals_the_step_on_rows_that_are_already_transformed(options):
-    ddp = jddp.DataParallel(MLP(), optax.adamw(1e-2), loss_fn, mesh=4, **options)
+    ddp = wrapped(optimizer=optax.adamw(1e-2), **{"mesh": 4, **options})
     whole, half = halves()
     start = ddp.init(0, whole)
     copy = copied(start)
@@ -224,7 +212,7 @@ def test_a_step_equals_the_step_on_rows_that_are_already_transformed(options):
 
 
 def test_evaluation_prediction_and_padding_transform_rows_too():
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=4)
+    ddp = wrapped(mesh=4)
     whole, half = halves(14)
     state = ddp.init(0, ddp.pad(half))
     equal(state.params, ddp.init(0, ddp.pad(whole)).params)
@@ -236,7 +224,7 @@ def test_evaluation_prediction_and_padding_transform_rows_too():
 
 
 def test_equal_functions_compile_one_step(caplog):
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
+    ddp = wrapped()
     _, half = halves()
     state = ddp.init(0, half)
     state, _ = ddp.step(state, half)

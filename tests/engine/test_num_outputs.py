@@ -8,11 +8,10 @@ import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from data_files import file_of, write_images
 from sweeps import swept
-from tiny import MLP, loss_fn, make_batch
+from tiny import make_batch, wrapped
 
 import jddp
 from jddp.config.files import load_config, read_yaml, with_overrides
@@ -130,9 +129,6 @@ def test_negative_labels_that_no_loss_of_jddp_counts_are_fine(tmp_path):
     build(rows_in(tmp_path, "npz", train=LABELS, test=UNLABELLED, mask=("test", mask)))
     train = np.where(UNLABELLED < 0, 255, UNLABELLED)  # masked out, beyond all outputs
     build(rows_in(tmp_path, "npz", train=train, test=LABELS, mask=("train", mask)))
-    made = rows_in(tmp_path, "npz", train=UNLABELLED, test=LABELS)
-    with pytest.raises(DataError, match="train: 4 labels are negative"):
-        build(made)
 
 
 LENGTH = 8
@@ -149,10 +145,9 @@ def folder(tmp_path_factory):
 
 def config_of(folder, run_dir=None, **sections):
     """A small GPT on two devices."""
-    kwargs = {"sequence_length": LENGTH}
     data = {"name": "tokens", "dir": str(folder / "tokens"), "global_batch_size": 8}
     given = {
-        "data": {**data, "kwargs": kwargs},
+        "data": {**data, "kwargs": {"sequence_length": LENGTH}},
         "model": {"name": "gpt", "kwargs": SIZES},
         "loss": {"name": "next_token"},
         "optimizer": {"name": "adam", "learning_rate": 0.02},
@@ -160,7 +155,7 @@ def config_of(folder, run_dir=None, **sections):
         "train": {"num_steps": 4},
         "run": {"dir": run_dir and str(run_dir)},
     }
-    return Config(**{**given, **sections})
+    return Config(**given | sections)
 
 
 def test_evaluations_have_perplexity_and_bits_per_byte_also_of_a_run_that_is_opened(
@@ -177,18 +172,6 @@ def test_evaluations_have_perplexity_and_bits_per_byte_also_of_a_run_that_is_ope
     assert opened["bits_per_byte"] == pytest.approx(run.eval_metrics["bits_per_byte"], rel=1e-6)
 
 
-def test_tokens_per_second_are_those_that_are_predicted_and_not_masked(folder):
-    kwargs = {"sequence_length": LENGTH, "documents": "pack"}
-    data = {"name": "tokens", "dir": str(folder / "tokens"), "global_batch_size": 24}
-    every_step = {"num_steps": 6, "log_every_steps": 1}
-    run = train(config_of(folder, data={**data, "kwargs": kwargs}, train=every_step))
-    timed = [x for x in run.history if "tokens_per_second" in x]
-    assert min(x["count"] for x in timed) < 24 * LENGTH
-    for record in timed:
-        tokens = record["tokens_per_second"] * record["step_seconds"]
-        assert tokens == pytest.approx(record["count"])
-
-
 def test_a_run_opens_when_its_data_are_damaged(folder, tmp_path):
     shutil.copytree(folder / "tokens", tmp_path / "tokens")
     train(config_of(tmp_path, tmp_path / "run", train={"num_steps": 1}))
@@ -199,20 +182,12 @@ def test_a_run_opens_when_its_data_are_damaged(folder, tmp_path):
         run.evaluate()
 
 
-def sampled(*prompts, **kwargs):
-    """The section of a config that samples."""
-    prompt = prompts[0] if len(prompts) == 1 else list(prompts)
-    return [{"name": "sample_text", "kwargs": {"prompt": prompt, "num_tokens": 5, **kwargs}}]
-
-
-EVALUATED = {"num_steps": 4, "eval_every_steps": 2}
-
-
 def test_a_sample_is_in_the_terminal_the_records_and_the_page_and_is_that_of_predict(
     folder, tmp_path, capsys
 ):
-    config = config_of(folder, tmp_path, train=EVALUATED, callbacks=sampled("aba", seed=3))
-    run = train(config)
+    sampled = {"name": "sample_text", "kwargs": {"prompt": "aba", "num_tokens": 5, "seed": 3}}
+    evaluated = {"num_steps": 4, "eval_every_steps": 2}
+    run = train(config_of(folder, tmp_path, train=evaluated, callbacks=[sampled]))
     texts = {x["step"]: x["sample"] for x in run.history if x["split"] == "callback"}
     assert texts.keys() == {2, 4}
     assert texts[4] == continue_text(jddp.open_run(tmp_path, mesh=1), "aba", num_tokens=5, seed=3)
@@ -230,7 +205,6 @@ def test_a_sample_is_in_the_terminal_the_records_and_the_page_and_is_that_of_pre
     ],
 )
 def test_a_model_of_no_language_is_refused(batches, message):
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), loss_fn, mesh=2)
     options = {"evaluate": batches, "callbacks": [SampleText("a")]}
     with pytest.raises(ConfigError, match=message):
-        jddp.fit(ddp, [make_batch(8)], num_steps=1, **options)
+        jddp.fit(wrapped(), [make_batch(8)], num_steps=1, **options)

@@ -3,11 +3,10 @@
 import json
 
 import jax
-import optax
 import pytest
 from compiled import collectives
 from jax import lax
-from tiny import MLP, NUM_CLASSES, ConvNet, loss_fn, make_batch
+from tiny import NUM_CLASSES, ConvNet, make_batch, wrapped
 
 import jddp
 from jddp.commands.checks import explain_command as main
@@ -17,15 +16,9 @@ from jddp.workbench.described import Target
 pytestmark = pytest.mark.usefixtures("started_devices")
 
 
-def wrapped(model=None, **options):
-    return jddp.DataParallel(model or MLP(), optax.adam(1e-3), loss_fn, **options)
-
-
 def test_an_explanation_counts_what_the_compiled_step_sends():
-    ddp = wrapped(
-        ConvNet(),
-        reduction=jddp.Reduction(wire_dtype="bfloat16", bucket_mb=0.1 / 1024, layout="flat"),
-    )
+    reduction = jddp.Reduction(wire_dtype="bfloat16", bucket_mb=0.1 / 1024, layout="flat")
+    ddp = wrapped(ConvNet(), reduction=reduction)
     reported = jddp.explain(ddp, make_batch())
     assert max(map(len, str(reported).splitlines())) <= 80
     assert reported._repr_html_().startswith("<pre")
@@ -49,8 +42,7 @@ def neighbor_loss(model, batch):
 
 
 def test_what_a_model_sends_from_device_to_device_is_listed_with_its_pairs():
-    ddp = jddp.DataParallel(MLP(), optax.sgd(0.1), neighbor_loss, mesh=2)
-    batch = make_batch()
+    ddp, batch = wrapped(loss=neighbor_loss), make_batch()
     reported = jddp.explain(ddp, batch)
     sent = [x for x in reported.as_json()["collectives"] if x["op"] == "collective-permute"]
     assert [x["for"] for x in sent] == ["the model, forward", "the model, backward"]
@@ -102,4 +94,4 @@ def test_a_step_that_the_compiler_refuses_for_a_target_is_one_error_with_its_wor
     monkeypatch.setattr("jax.stages.Lowered.compile", fail)
     message = "does not compile for 8 x NVIDIA H100 80GB HBM3: INTERNAL: no kernel for f8. Change"
     with pytest.raises(ConfigError, match=message):
-        jddp.explain(wrapped(mesh=2), make_batch(), target="h100")
+        jddp.explain(wrapped(), make_batch(), target="h100")

@@ -8,7 +8,7 @@ from networks import Network
 from jddp.ground.errors import UsageError
 from jddp.inspection.collectives import collectives
 from jddp.inspection.hlo import HloShape, read_program
-from jddp.workbench.described import GPUS, target_config
+from jddp.workbench.described import GPUS
 from jddp.workbench.schedule import cost, walk
 
 # A second for the product below, nothing for anything else.
@@ -314,10 +314,3 @@ def test_what_cannot_be_modelled_is_refused():
     ):
         with pytest.raises(UsageError, match=message):
             walked(line, **options)
-
-
-def test_a_gpu_is_described_in_the_words_of_xla():
-    text = target_config(GPUS["h100_sxm"])
-    assert "core_count: 132" in text
-    assert "cuda_compute_capability: { major: 9 minor: 0 }" in text
-    assert text.count("{") == text.count("}")

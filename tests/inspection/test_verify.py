@@ -16,7 +16,7 @@ from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, Of, loss_fn, make_batch, wra
 import jddp
 from jddp.commands.checks import verify_command as main
 from jddp.ground.errors import UsageError
-from jddp.inspection.verification.findings import MICRO_BATCHES, Comparison, Verification
+from jddp.inspection.verification.findings import MICRO_BATCHES
 
 
 def verified(model=None, loss=loss_fn, batch=None, optimizer=None, **options):
@@ -184,12 +184,11 @@ def test_what_is_not_finite_on_both_is_named_and_nothing_else_guessed():
 
 
 @pytest.mark.slow
-def test_random_numbers_of_the_host_or_of_one_key_are_found_and_nan_is_never_the_same():
+def test_random_numbers_of_the_host_or_of_one_key_are_found():
     draw = np.random.default_rng().uniform
     report = verified(loss=lambda *given: loss_fn(*given)[0] * draw(1, 2))
     assert "Two traces" in report.findings[0]
     assert "not from the key of the step" in verified(loss=of_one_key).findings[0]
-    assert not verified(loss=lambda *given: loss_fn(*given)[0] * jnp.nan).passed
 
 
 def test_the_worst_leaf_is_named():
@@ -227,10 +226,3 @@ def test_a_job_is_verified_from_the_command_line(capsys):
     assert "NOT equal" in capsys.readouterr().out
     assert main(["--confi", "x"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_the_report_shows_why_a_row_is_not_compared():
-    rows = [Comparison(what, "", 0.0, 1e-4) for what in ("other state", "update")]
-    text = str(Verification(8, 256, False, tuple(rows), ()))
-    assert re.search(r"^other state +- +-  nothing to compare$", text, re.M)
-    assert re.search(r"^update +- +-  zero on both, as at a learning rate of 0$", text, re.M)
