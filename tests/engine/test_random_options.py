@@ -288,32 +288,10 @@ class Replica:
     model_state: object
 
 
-class Moves:
-    """Statistics of the global batch: each part moves them from where the step begins."""
-
-    def __init__(self, case, replicas):
-        is_moved = case.model.norm == "batch" and case.chosen["batch_norm"] == "sync"
-        self.replicas = replicas if is_moved else []
-        self.parts = case.chosen["accumulate_steps"]
-        self.first = [replica.model_state["batch_stats"] for replica in self.replicas]
-        self.moved = self.first
-
-    def begin(self):
-        self.put(self.first)
-
-    def end(self):
-        def move(moved, first, x):
-            return moved + (x - first) / self.parts
-
-        new = [replica.model_state["batch_stats"] for replica in self.replicas]
-        self.moved = jax.tree.map(move, self.moved, self.first, new)
-
-    def settle(self):
-        self.put(jax.tree.map(np.float32, self.moved))
-
-    def put(self, statistics):
-        for replica, x in zip(self.replicas, statistics, strict=True):
-            replica.model_state = {**replica.model_state, "batch_stats": x}
+def put(replicas, statistics):
+    """Gives replicas batch statistics, where they share them."""
+    for replica, x in zip(replicas, statistics, strict=True):
+        replica.model_state = {**replica.model_state, "batch_stats": x}
 
 
 def divided(grads, count, limit):
@@ -351,9 +329,13 @@ class OneDevice:
         parts = case.chosen["accumulate_steps"]
         split = {k: x.reshape(num, parts, -1, *x.shape[1:]) for k, x in batch.items()}
         run = run_piece(case.model, case.form, True)
-        grads, sums, moves = {}, {}, Moves(case, self.replicas)
+        grads, sums = {}, {}
+        is_shared = case.model.norm == "batch" and case.chosen["batch_norm"] == "sync"
+        sharing = self.replicas if is_shared else []
+        # Each part moves the statistics from where the step begins.
+        begin = moved = [replica.model_state["batch_stats"] for replica in sharing]
         for part in range(parts):
-            moves.begin()
+            put(sharing, begin)
             states, first = {}, None
             for group in self.groups():
                 rows = {k: x[group, part].reshape(-1, *x.shape[3:]) for k, x in split.items()}
@@ -378,8 +360,9 @@ class OneDevice:
                 sums[key] = sums.get(key, 0) + new
                 states[key] = host(state)
             self.settle(states, first or 0)
-            moves.end()
-        moves.settle()
+            new = [replica.model_state["batch_stats"] for replica in sharing]
+            moved = jax.tree.map(lambda x, y, z: x + (y - z) / parts, moved, new, begin)
+        put(sharing, jax.tree.map(np.float32, moved))
         return grads, sums
 
     def settle(self, states, first):

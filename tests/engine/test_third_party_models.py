@@ -23,11 +23,9 @@ from jddp.ground.errors import ConfigError
 wrapped = functools.partial(tiny.wrapped, mesh=None)
 
 
-def passes(model, loss=loss_fn, batch=None, **options):
-    batch = make_batch() if batch is None else batch
-    report = jddp.verify(model, optax.sgd(0.1), loss, batch, **options)
+def passes(model):
+    report = jddp.verify(model, optax.sgd(0.1), loss_fn, make_batch())
     assert report.passed, report
-    return report
 
 
 def shared(m, x, train):
@@ -85,14 +83,6 @@ class NnxPartitioned(nnx.Module):
         return self.last(nnx.relu(self.first(x)))
 
 
-def on_a_mesh_of_its_own():
-    types = (jax.sharding.AxisType.Auto,) * 2
-    with jax.set_mesh(jax.make_mesh((2, 4), ("fsdp", "model"), axis_types=types)):
-        module = NnxPartitioned(nnx.Rngs(0))
-    assert not module.first.kernel[...].sharding.is_fully_replicated
-    return module
-
-
 def layers_of_meshes(m, x, train, named=True):
     """Layers that unbox their kernels in each call, logical names with rules, and constraints."""
     lecun = nn.initializers.lecun_normal()
@@ -135,7 +125,10 @@ def test_a_model_written_to_be_sharded_trains_and_evaluates_as_one_that_is_not(c
 
 
 def test_a_module_that_lies_on_another_mesh_is_taken_whole(caplog):
-    module = on_a_mesh_of_its_own()
+    types = (jax.sharding.AxisType.Auto,) * 2
+    with jax.set_mesh(jax.make_mesh((2, 4), ("fsdp", "model"), axis_types=types)):
+        module = NnxPartitioned(nnx.Rngs(0))
+    assert not module.first.kernel[...].sharding.is_fully_replicated
     with caplog.at_level(logging.WARNING, "jddp"):
         ddp = wrapped(module)
     assert "mesh axes fsdp, model" in caplog.text
