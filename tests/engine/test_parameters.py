@@ -6,6 +6,7 @@ import judge
 import numpy as np
 import optax
 import pytest
+import tiny
 from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict
@@ -23,13 +24,9 @@ def no_units(x):
     return nn.Dense(0, kernel_init=nn.initializers.zeros, name="none")(x)
 
 
-def complex_normal(key, shape):
-    real, imag = jax.random.normal(key, (2, *shape))
-    return (real + 1j * imag).astype(jnp.complex64)
-
-
 def of_complex(m, x):
-    y = x.astype(jnp.complex64) @ m.param("complex", complex_normal, (WIDTH, 3))
+    weights = m.param("complex", nn.initializers.normal(1.0), (WIDTH, 3), jnp.complex64)
+    y = x.astype(jnp.complex64) @ weights
     return jnp.abs(y).sum(-1) + nn.Dense(1, name="real")(y.imag)[:, 0]
 
 
@@ -148,17 +145,15 @@ def test_frozen_parameters_are_neither_sent_nor_in_the_optimizer_state():
 @pytest.mark.parametrize("batch_norm", swept(["sync", "local"], every=2))
 def test_a_run_with_frozen_parameters_is_read_as_that_of_a_whole_model(tmp_path, model, batch_norm):
     """Kept, opened, evaluated by its moving average, and continued with all parameters."""
-    batch, options = make_batch(), {"mesh": 2, "batch_norm": batch_norm}
-    frozen = {"frozen": lambda path: "kernel" in path, "ema_decay": 0.5}
-    ddp = jddp.DataParallel(model, optax.adam(0.1), loss_fn, **frozen, **options)
-    run = jddp.fit(
-        ddp, [batch] * 2, num_steps=2, evaluate=jddp.Evaluation([batch], "ema"), run_dir=tmp_path
-    )
+    batch, frozen = make_batch(), {"frozen": lambda path: "kernel" in path, "ema_decay": 0.5}
+    ddp = tiny.wrapped(model, optax.adam(0.1), batch_norm=batch_norm, **frozen)
+    options = {"evaluate": jddp.Evaluation([batch], "ema"), "run_dir": tmp_path}
+    run = jddp.fit(ddp, [batch] * 2, num_steps=2, **options)
     opened = jddp.open_run(tmp_path, model=model, loss_fn=loss_fn, mesh=2)
     assert opened.evaluate([batch]) == run.evaluate([batch])
     saved = read_newest(tmp_path / "checkpoints", ["params", "model_state"])
     assert "params" not in saved["model_state"]
-    released = jddp.DataParallel(model, optax.sgd(0.1), loss_fn, **options)
+    released = tiny.wrapped(model, batch_norm=batch_norm)
     state = released.init(0, batch, params=tmp_path)
     assert released.evaluate(state, [batch]) == ddp.evaluate(run.state, [batch])
     before = flatten_dict(jax.device_get(state.params))  # the step takes the state

@@ -95,24 +95,15 @@ def test_a_step_draws_if_its_loss_does_forward_or_backward(function, draws):
     assert wrapped(loss=loss).steps.planned(make_batch()).uses_rng == draws
 
 
-def of_one_key(model, batch, train):
-    losses, _ = loss_fn(model, batch, train)
-    return losses + jax.random.normal(jax.random.key(0), losses.shape)
-
-
-def a_mean_under_a_mask(model, batch, train):
-    losses, _ = loss_fn(model, batch, train)
-    return jnp.average(losses, weights=batch["mask"].astype(jnp.float32) + 1e-9)
+def of_losses(function):
+    """A loss that is a function of all losses, and of the batch."""
+    return {"loss": lambda model, batch, train: function(loss_fn(model, batch, train)[0], batch)}
 
 
 def rows_against_rows(model, batch, train):
     features = model(batch["x"], train)
     labels = jnp.arange(len(features))
     return optax.softmax_cross_entropy_with_integer_labels(features @ features.T, labels)
-
-
-def asks_for_the_replica(model, batch, train):
-    return loss_fn(model, batch, train)[0] * (1.0 + jax.lax.axis_index(jddp.AXIS))
 
 
 def own_norm(m, x, train):
@@ -124,18 +115,23 @@ def own_norm(m, x, train):
     return nn.Dense(NUM_CLASSES)(jnp.tanh(x - mean[None]))
 
 
-SUM = {"loss": lambda *given: loss_fn(*given)[0].sum()}
-MASKED = {"loss": a_mean_under_a_mask, "batch": make_batch(masked=True)}
+SUM = of_losses(lambda losses, _: losses.sum())
+MASKED = of_losses(lambda losses, batch: jnp.average(losses, weights=batch["mask"] + 1e-9))
+REPLICA = of_losses(lambda losses, _: losses * (1.0 + lax.axis_index(jddp.AXIS)))
+ONE_KEY = of_losses(lambda losses, _: losses + jax.random.normal(jax.random.key(0), losses.shape))
 LOCAL, BROADCAST = ({"model": ConvNet(), "batch_norm": mode} for mode in ("local", "broadcast"))
 OWN = {"model": Of(own_norm), "state": {"running": "mean"}}
 WRONG = {
     "a sum": (SUM, "is a sum over rows: the loss of the whole batch is 8 times"),
-    "a mean under a mask": (MASKED, "all replicas count alike, whatever the weights"),
+    "a mean under a mask": (
+        MASKED | {"batch": make_batch(masked=True)},
+        "all replicas count alike, whatever the weights",
+    ),
     "local statistics": (LOCAL, "'local': each replica normalises with statistics of its own"),
     "broadcast statistics": (BROADCAST, "'broadcast': each"),
     "own statistics": (OWN, "state: a layer that normalises .* the state of its replica"),
     "coupled examples": ({"loss": rows_against_rows}, "The loss couples examples"),
-    "the replica": ({"loss": asks_for_the_replica}, r"which replica it runs on \(lax.axis_index\)"),
+    "the replica": (REPLICA, r"which replica it runs on \(lax.axis_index\)"),
 }
 
 
@@ -188,7 +184,7 @@ def test_random_numbers_of_the_host_or_of_one_key_are_found():
     draw = np.random.default_rng().uniform
     report = verified(loss=lambda *given: loss_fn(*given)[0] * draw(1, 2))
     assert "Two traces" in report.findings[0]
-    assert "not from the key of the step" in verified(loss=of_one_key).findings[0]
+    assert "not from the key of the step" in verified(**ONE_KEY).findings[0]
 
 
 def test_the_worst_leaf_is_named():

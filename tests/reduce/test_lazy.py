@@ -27,14 +27,6 @@ def test_the_largest_dim_that_the_number_of_replicas_divides_is_divided():
     assert {shape: divided_dim(shape, NUM) for shape in DIMS} == DIMS
 
 
-def called(w, x):
-    return jax.jit(lambda w: jnp.tanh(x @ w))(w).sum()
-
-
-def in_branches(w, x):
-    return lax.cond(x.sum() > 0, lambda: (x @ w).sum(), lambda: jnp.square(x @ w).sum())
-
-
 def in_a_loop(w, x):
     fixed = lax.stop_gradient(w)  # JAX differentiates no `while`
     end = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ fixed)), (0, x))
@@ -42,53 +34,39 @@ def in_a_loop(w, x):
 
 
 def by_a_custom_rule(w, x):
-    @jax.custom_vjp
-    def product(w, x):
-        return x @ w
-
+    product = jax.custom_vjp(lambda w, x: x @ w)
     product.defvjp(lambda w, x: (x @ w, (w, x)), lambda wx, g: (wx[1].T @ g, g @ wx[0].T))
     return product(w, x).sum()
 
 
 def normalized(w, x):
     """Weight norm: values made of parameters alone, with a derivative that is not linear."""
-    return (
-        x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True)).astype(jnp.bfloat16).astype(jnp.float32)
-    ).sum()
+    unit = w / jnp.linalg.norm(w, axis=0, keepdims=True)
+    return (x @ unit.astype(jnp.bfloat16).astype(jnp.float32)).sum()
 
 
-def repeated(w, x):
-    return jax.checkpoint(lambda w, x: jnp.sin(jnp.tanh(x @ w) @ w))(w, x).sum()
-
-
-def constant_of_a_loop(w, x):
-    return lax.scan(lambda c, _: (jnp.tanh(c @ w.T), None), x, length=3)[0].sum()
-
-
-def penalized(w, x):
-    return (x @ w).sum() + jnp.square(w).sum()
-
-
-def used_by_none(w, x):
-    return x.sum()
-
-
-def returned(w, x):
-    return w.sum() + 0 * x.sum()
-
-
-PROGRAMS = [called, in_branches, in_a_loop, by_a_custom_rule, normalized, repeated]
-PROGRAMS += [constant_of_a_loop, penalized, used_by_none, returned]
+PROGRAMS = {
+    "called": lambda w, x: jax.jit(lambda w: jnp.tanh(x @ w))(w).sum(),
+    "in_branches": lambda w, x: lax.cond(
+        x.sum() > 0, lambda: (x @ w).sum(), lambda: jnp.square(x @ w).sum()
+    ),
+    "in_a_loop": in_a_loop,
+    "by_a_custom_rule": by_a_custom_rule,
+    "normalized": normalized,
+    "repeated": lambda w, x: jax.checkpoint(lambda w, x: jnp.sin(jnp.tanh(x @ w) @ w))(w, x).sum(),
+    "constant_of_a_loop": lambda w, x: lax.scan(
+        lambda c, _: (jnp.tanh(c @ w.T), None), x, length=3
+    )[0].sum(),
+    "penalized": lambda w, x: (x @ w).sum() + jnp.square(w).sum(),
+    "used_by_none": lambda w, x: x.sum(),
+    "returned": lambda w, x: w.sum() + 0 * x.sum(),
+}
 
 
 def by_a_forward_rule(w, x):
     product = jax.custom_jvp(jnp.matmul)
     product.defjvp(lambda ins, tangents: jax.jvp(jnp.matmul, ins, tangents))
     return jnp.sin(product(x, w)).sum()
-
-
-def in_a_switch(w, x):
-    return lax.switch((x[0] > 0).sum() % 2, [jnp.multiply, jnp.add], w, w.T).sum() * x.sum()
 
 
 def power_iteration(w, x):
@@ -127,9 +105,8 @@ def of_complex_branches(w, x):
 
 
 def by_fourier(w, x):
-    return jnp.square(
-        jnp.fft.irfft(jnp.fft.rfft(jnp.tanh(w)) * jnp.fft.rfft(x.T @ x), n=WIDTH)
-    ).sum()
+    waves = jnp.fft.rfft(jnp.tanh(w)) * jnp.fft.rfft(x.T @ x)
+    return jnp.square(jnp.fft.irfft(waves, n=WIDTH)).sum()
 
 
 def state_space(w, x):
@@ -142,31 +119,25 @@ def state_space(w, x):
     return lax.associative_scan(join, (rates, (x @ w).astype(jnp.complex64)))[1].real.sum()
 
 
+def in_a_switch(w, x):
+    return lax.switch((x[0] > 0).sum() % 2, [jnp.multiply, jnp.add], w, w.T).sum() * x.sum()
+
+
 OTHERS = [by_a_forward_rule, in_a_switch, power_iteration, rounded_in_a_loop, with_a_ref]
 OTHERS += [on_the_host, of_complex_branches, by_fourier, state_space]
-
-
-def scanned(w, x):
-    return lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, w)[0].sum()
-
-
-def scanned_and_repeated(w, x):
-    body = jax.checkpoint(lambda c, w: (jnp.sin(jnp.tanh(c @ w) @ w), None), prevent_cse=False)
-    return lax.scan(body, x, w)[0].sum()
-
-
-def scanned_backwards(w, x):
-    return lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, w, reverse=True)[1].sum()
-
-
-def scanned_twice(w, x):
-    def outer(c, w):
-        return lax.scan(lambda c, v: (jnp.tanh(c * v[None]), None), c, w)[0], None
-
-    return lax.scan(outer, x, w)[0].sum()
-
-
-SCANS = [scanned, scanned_and_repeated, scanned_backwards, scanned_twice]
+repeated_layer = jax.checkpoint(
+    lambda c, w: (jnp.sin(jnp.tanh(c @ w) @ w), None), prevent_cse=False
+)
+SCANS = {
+    "scanned": lambda w, x: lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, w)[0].sum(),
+    "scanned_and_repeated": lambda w, x: lax.scan(repeated_layer, x, w)[0].sum(),
+    "scanned_backwards": lambda w, x: lax.scan(
+        lambda c, w: (jnp.tanh(c @ w), c.sum()), x, w, reverse=True
+    )[1].sum(),
+    "scanned_twice": lambda w, x: lax.scan(
+        lambda c, w: (lax.scan(lambda c, v: (jnp.tanh(c * v[None]), None), c, w)[0], None), x, w
+    )[0].sum(),
+}
 
 
 def on_replicas(function, in_specs, out_specs):
@@ -207,14 +178,17 @@ def beside_one_device(program, w, x, **options):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("program", [*PROGRAMS, *OTHERS])
+@pytest.mark.parametrize(
+    "program", [*PROGRAMS.values(), *OTHERS], ids=[*PROGRAMS, *(x.__name__ for x in OTHERS)]
+)
 @pytest.mark.parametrize("keeps", [False, True])
 def test_gradients_are_the_parts_of_the_mean(program, keeps):
     beside_one_device(program, numbers(WIDTH, WIDTH), numbers(2 * NUM, WIDTH, seed=1), keeps=keeps)
 
 
-@pytest.mark.parametrize("program", SCANS)
-def test_parameters_that_a_scan_slices_are_gathered_in_its_body(program):
+@pytest.mark.parametrize("name", SCANS)
+def test_parameters_that_a_scan_slices_are_gathered_in_its_body(name):
+    program = SCANS[name]
     w, x = numbers(LAYERS, WIDTH, WIDTH), numbers(2 * NUM, WIDTH, seed=1)
     beside_one_device(program, w, x, exchange=AllToAll())
     traced = jax.make_jaxpr(gradients(program, w, x))(w, x)
@@ -223,7 +197,7 @@ def test_parameters_that_a_scan_slices_are_gathered_in_its_body(program):
     assert found
     assert not {v.aval.shape for e in found for v in e.outvars} & whole
     assert max(v.aval.size for e in found for v in e.outvars) <= WIDTH * WIDTH
-    if program is not scanned_twice:
+    if name != "scanned_twice":
         scans = [e for e in equations(traced.jaxpr) if e.primitive.name == "scan"]
         assert len(scans) == 2  # one in each pass
         stacked = {v.aval.shape for e in scans for v in (*e.invars, *e.outvars)}
@@ -235,22 +209,9 @@ def narrow(*arrays):
     return [x.astype(jnp.bfloat16) for x in arrays]
 
 
-def cast_twice(w, x):
-    """As a model whose layers cast a parameter that they share."""
-    return (jnp.matmul(*narrow(x, w)) @ w.astype(jnp.bfloat16)).sum(dtype=jnp.float32)
-
-
-def cast_in_a_call(w, x):
-    return jnp.square(jnp.matmul(*narrow(x), *jax.jit(narrow)(w))).sum(dtype=jnp.float32)
-
-
 def cast_before_a_scan(w, x):
     x, w = narrow(x, w)
     return lax.scan(lambda c, w: (c @ w, None), x, w)[0].sum(dtype=jnp.float32)
-
-
-def seen_in_two_dtypes(w, x):
-    return jnp.square(jnp.matmul(*narrow(x, w))).sum(dtype=jnp.float32) + (x @ w).sum()
 
 
 def cast_after_another(w, x):
@@ -258,16 +219,25 @@ def cast_after_another(w, x):
     return jnp.square(x @ w).sum()
 
 
-@pytest.mark.parametrize(
-    "program, dtype",
-    [
-        (cast_twice, "bf16"),
-        (cast_in_a_call, "bf16"),
-        (cast_before_a_scan, "bf16"),
-        (cast_after_another, "bf16"),
-        (seen_in_two_dtypes, "f32"),
-    ],
-)
+CASTING = {  # with the dtype in which the parameter travels
+    "twice": (  # as a model whose layers cast a parameter that they share
+        lambda w, x: (jnp.matmul(*narrow(x, w)) @ narrow(w)[0]).sum(dtype=jnp.float32),
+        "bf16",
+    ),
+    "in a call": (
+        lambda w, x: jnp.square(jnp.matmul(*narrow(x), *jax.jit(narrow)(w))).sum(dtype=jnp.float32),
+        "bf16",
+    ),
+    "before a scan": (cast_before_a_scan, "bf16"),
+    "after another": (cast_after_another, "bf16"),
+    "beside a use that is wide": (
+        lambda w, x: jnp.square(jnp.matmul(*narrow(x, w))).sum(dtype="float32") + (x @ w).sum(),
+        "f32",
+    ),
+}
+
+
+@pytest.mark.parametrize("program, dtype", CASTING.values(), ids=CASTING)
 def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrow_dtype(program, dtype):
     layers = [LAYERS] if program is cast_before_a_scan else []
     # Whole numbers, of which few bits are set: sums are exact in any order and either dtype.
@@ -283,22 +253,26 @@ def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrow_dtype(program, 
     assert sent == [("all_gather", dtype), ("reduce_scatter", "f32")]
 
 
-@pytest.mark.parametrize("program", [*PROGRAMS, *SCANS])
-def test_a_parameter_is_gathered_once_in_each_pass_however_often_it_is_used(program):
-    w = numbers(*([LAYERS] if program in SCANS else []), WIDTH, WIDTH)
+@pytest.mark.parametrize("name", [*PROGRAMS, *SCANS])
+def test_a_parameter_is_gathered_once_in_each_pass_however_often_it_is_used(name):
+    program = (PROGRAMS | SCANS)[name]
+    w = numbers(*([LAYERS] if name in SCANS else []), WIDTH, WIDTH)
     x = numbers(2 * NUM, WIDTH, seed=1)
     traced = jax.make_jaxpr(gradients(program, w, x))(w, x)
     times = Counter(e.primitive.name for e in equations(traced.jaxpr))
-    num_used = int(program is not used_by_none)
+    num_used = int(name != "used_by_none")
     # The gradient of a last product needs the rows alone.
-    num_passes = 1 if program in (called, in_branches, in_a_loop) else 2 * num_used
+    num_passes = 1 if name in ("called", "in_branches", "in_a_loop") else 2 * num_used
     assert (times["all_gather"], times["reduce_scatter"]) == (num_passes, num_used)
 
 
-@pytest.mark.parametrize("program", [called, normalized, repeated, scanned, scanned_and_repeated])
-def test_nothing_made_of_parameters_alone_is_kept_for_the_backward_pass(program):
+OF_PARAMETERS = ["called", "normalized", "repeated", "scanned", "scanned_and_repeated"]
+
+
+@pytest.mark.parametrize("name", OF_PARAMETERS)
+def test_nothing_made_of_parameters_alone_is_kept_for_the_backward_pass(name):
     w, x = numbers(LAYERS, WIDTH, WIDTH), numbers(2, WIDTH, seed=1)
-    w = w if program in SCANS else w[0]
+    w, program = w if name in SCANS else w[0], (PROGRAMS | SCANS)[name]
     dim = w.ndim - 2
     lazy = Lazy(Gather("data", VECTORS, Groups(NUM)), (2**20,), keeps=False)
     kept = []
