@@ -12,7 +12,7 @@ from flax import linen as nn
 from judge import Net, assert_close, host, joined, make_rows, sent, squares, start, wrapped
 from sweeps import swept
 from test_option_pairs import hold_options
-from tiny import ConvNet, Of, make_batch
+from tiny import ConvNet, Of, make_batch, take_steps
 
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
@@ -36,10 +36,9 @@ def begin(ddp, batch=None):
 
 
 def taken(batches, **options):
-    """The wrapper, and the state after each of the batches."""
+    """The wrapper, and the state behind the batches."""
     ddp = wrapped(Net(), donate=False, **options)
-    first = begin(ddp, batches[0])
-    return ddp, [*itertools.accumulate(batches, lambda s, b: ddp.step(s, b)[0], initial=first)][1:]
+    return ddp, take_steps(ddp, batches, begin(ddp, batches[0]))[0]
 
 
 def mean_of(tree):
@@ -118,7 +117,7 @@ def test_between_outer_steps_travel_the_loss_and_its_count_and_a_number_for_each
 def test_what_is_read_is_the_mean_of_the_replicas():
     """Evaluation and the moving average beside local steps are in test_option_pairs."""
     batches = batches_of(4)
-    ddp, (*_, state) = taken(batches, optimizer=optax.sgd(0.1), **local())
+    ddp, state = taken(batches, optimizer=optax.sgd(0.1), **local())
     mean, plain = mean_of(state.params), wrapped(Net())
     alone = plain.init(0, batches[0], params={"params": mean})
     ways = ((ddp, state), (plain, alone))
@@ -153,7 +152,7 @@ def test_what_does_not_go_with_it_is_refused():
 @pytest.mark.parametrize("num", swept([3, 8], every=2))
 def test_on_another_number_of_replicas_each_begins_with_the_mean(tmp_path, num):
     options = {"optimizer": optax.sgd(0.1, momentum=0.9), **local(outer=DILOCO)}
-    ddp, (*_, old) = taken(batches_of(4, rows=24), **options)
+    ddp, old = taken(batches_of(4, rows=24), **options)
     checkpoints = CheckpointFolder(tmp_path, keep=1)
     checkpoints.save(4, old, {"world": ddp.steps.topology}, ddp.steps.layouts(old))
     checkpoints.close()
@@ -180,9 +179,7 @@ def test_an_explanation_tells_what_travels_when():
     reported = jddp.explain(ddp, make_rows())
     # Loss and count each step; twenty-five parameters each sixteenth; four bytes each.
     assert reported.bytes_per_step == 4 * (2 + 25 / 16)
-    text = " ".join(str(reported).split())
-    for part in ("Replicas synchronize every 16 steps.", "parameters, in outer steps"):
-        assert part in text
+    assert "parameters, in outer steps" in " ".join(str(reported).split())
     plan = ddp.steps.planned(make_rows()).plan
     assert "sent every 16 steps" in str(plan)
     assert plan.wire_bytes == 100  # of the parameters of one replica

@@ -202,12 +202,12 @@ BATCH = {"x": RANDOM.normal(size=(24, 3)), "y": RANDOM.normal(size=24)}
 MODEL = nn.Dense(1, param_dtype=jnp.float64)
 
 
-def errors(model, x, y):
-    return jnp.square(model(x)[:, 0] - y)
+def errors(model, batch):
+    return jnp.square(model(batch["x"])[:, 0] - batch["y"])
 
 
 def loss_in_double(model, batch):
-    losses = errors(model, batch["x"], batch["y"])
+    losses = errors(model, batch)
     mean, large = jddp.Mean(losses, jnp.ones_like(losses)), jnp.full(losses.shape, 2**40)
     metrics = {"mean": mean, "hit": losses > 0.5, "large": jddp.Metric(large, lambda x, _: x)}
     return losses, metrics
@@ -224,9 +224,7 @@ IN_DOUBLE = {
 @pytest.mark.parametrize("options", swept(IN_DOUBLE, every=3))
 def test_a_step_in_double_precision_is_one_on_one_device(options):
     def loss(params):
-        return errors(
-            nn.Dense(1, param_dtype=float).bind({"params": params}), *BATCH.values()
-        ).mean()
+        return errors(nn.Dense(1, param_dtype=float).bind({"params": params}), BATCH).mean()
 
     with jax.enable_x64(True):
         ddp = jddp.DataParallel(MODEL, optax.sgd(0.1), loss_in_double, mesh=2, **options)

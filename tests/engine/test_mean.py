@@ -36,25 +36,21 @@ def weights_of(batch):
 wrapped = functools.partial(tiny.wrapped, TAGGER, optax.sgd(0.5), mesh=None)
 
 
-def as_scalars(model, batch, train):
-    """As Flax's lm1b and wmt compute it: one total and one count."""
-    weights = weights_of(batch)
-    return jddp.Mean((token_losses(model, batch) * weights).sum(), weights.sum())
+def weighed(function):
+    """A loss that is a function of weighed losses and of their weights."""
+
+    def loss(model, batch, train):
+        weights = weights_of(batch)
+        return function(token_losses(model, batch) * weights, weights)
+
+    return loss
 
 
-def as_arrays(model, batch, train):
-    return jddp.Mean(token_losses(model, batch) * weights_of(batch), weights_of(batch))
-
-
-def as_rows(model, batch, train):
-    weights = weights_of(batch)
-    return jddp.Mean((token_losses(model, batch) * weights).sum(1), weights.sum(1))
-
-
-def local_mean(model, batch, train):
-    """The same as it is written there, without a `Mean`: each replica's own."""
-    weights = weights_of(batch)
-    return (token_losses(model, batch) * weights).sum() / weights.sum()
+# As Flax's lm1b and wmt compute it: one total and one count; without a `Mean` each replica's own.
+as_scalars = weighed(lambda losses, weights: jddp.Mean(losses.sum(), weights.sum()))
+local_mean = weighed(lambda losses, weights: losses.sum() / weights.sum())
+as_rows = weighed(lambda losses, weights: jddp.Mean(losses.sum(1), weights.sum(1)))
+as_arrays = weighed(jddp.Mean)
 
 
 def make_batch(rows=32, seed=0):

@@ -31,11 +31,6 @@ def towers(m, x, y):
     return [v / jnp.linalg.norm(v, axis=-1, keepdims=True) for v in both]
 
 
-def pairs():
-    x = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
-    return {"x": x, "y": x[:, ::-1] + 0.1}
-
-
 def contrastive(model, batch, gather, first_row):
     x, y = model(batch["x"], batch["y"])
     logits = 5 * x @ gather(y).T
@@ -44,22 +39,21 @@ def contrastive(model, batch, gather, first_row):
 
 
 def over_all_rows(model, batch):
-    replica = jax.lax.axis_index(jddp.AXIS)
-    return contrastive(model, batch, jddp.all_gather, lambda num_rows: replica * num_rows)
+    return contrastive(model, batch, jddp.all_gather, lambda n: n * lax.axis_index(jddp.AXIS))
 
 
 def test_a_contrastive_loss_over_all_rows_has_the_gradient_of_one_device(mesh):
-    batch, model = pairs(), Of(towers)
+    x = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
+    batch, model = {"x": x, "y": x[:, ::-1] + 0.1}, Of(towers)
     ddp = wrapped(model, loss=over_all_rows, mesh=mesh)
     state = ddp.init(0, batch)
 
-    def alone(params):
-        bound = model.bind({"params": params})
-        return contrastive(bound, batch, lambda y: y, lambda num_rows: 0).mean()
+    def alone(variables):
+        return contrastive(model.bind(variables), batch, lambda y: y, lambda n: 0).mean()
 
-    loss, want = jax.value_and_grad(alone)(ddp.model(state)["params"])
+    loss, want = jax.value_and_grad(alone)(ddp.model(state))
     grads, metrics = ddp.gradients(state, batch)
-    close((metrics["loss"], grads), (loss, want))
+    close((metrics["loss"], {"params": grads}), (loss, want))
 
 
 def test_a_replica_s_key_follows_the_rule_of_all_random_numbers(mesh):
@@ -69,9 +63,9 @@ def test_a_replica_s_key_follows_the_rule_of_all_random_numbers(mesh):
     keys = jddp.replica_key(state, "environment")
     assert keys.shape == (mesh.size,)
     assert len(keys.addressable_shards) == mesh.size
-    fold = functools.partial(functools.reduce, jax.random.fold_in)
     for i in range(mesh.size):
-        want = fold((1, i, zlib.crc32(b"environment")), jax.random.key(3))
+        words = (1, i, zlib.crc32(b"environment"))
+        want = functools.reduce(jax.random.fold_in, words, jax.random.key(3))
         assert jax.random.key_data(keys[i]).tolist() == jax.random.key_data(want).tolist()
 
 

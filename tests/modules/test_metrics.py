@@ -152,18 +152,13 @@ def test_values_of_a_metric_begin_with_the_dims_of_the_losses_or_have_fewer():
         assert reported([(losses, Metric(right, lambda total, count: total), None)]) == want
 
 
-@pytest.mark.parametrize(
-    "values, computed, message",
-    [
-        (jnp.float32(1), 0.0, "'metric' holds a scalar, or nothing"),
-        ({}, 0.0, "'metric' holds a scalar, or nothing"),
-        ({"a": jnp.ones(2), "b": 3.0}, 0.0, "'metric' holds a scalar, or nothing"),
-        (jnp.ones(2), {"f1": 1.0}, "Metric 'metric': compute returned"),
-        (jnp.ones(2), "text", "Metric 'metric': compute returned"),
-        (jnp.ones(2), 1j, "Metric 'metric': compute returned"),
-        (jnp.ones(2), None, "Metric 'metric': compute returned"),
-    ],
-)
-def test_a_metric_without_rows_or_numbers_is_refused_by_its_name(values, computed, message):
-    with pytest.raises(ConfigError, match=message):
-        reported([(jnp.ones(2), Metric(values, lambda *_: computed), None)])
+def test_a_metric_without_rows_or_numbers_is_refused_by_its_name():
+    without_rows = jnp.float32(1), {}, {"a": jnp.ones(2), "b": 3.0}
+    no_numbers = {"f1": 1.0}, "text", 1j, None
+    for values, computed, message in (
+        *((values, 0.0, "'metric' holds a scalar, or nothing") for values in without_rows),
+        *((jnp.ones(2), x, "Metric 'metric': compute returned") for x in no_numbers),
+    ):
+        metric = Metric(values, lambda *_, computed=computed: computed)
+        with pytest.raises(ConfigError, match=message):
+            reported([(jnp.ones(2), metric, None)])
