@@ -11,7 +11,7 @@ import tiny
 from flax import linen as nn
 from judge import Net, assert_close, host, joined, make_rows, sent, squares, start, wrapped
 from sweeps import swept
-from test_option_pairs import hold_options
+from test_random_options import hold_options
 from tiny import ConvNet, Of, make_batch, take_steps
 
 import jddp
@@ -115,7 +115,7 @@ def test_between_outer_steps_travel_the_loss_and_its_count_and_a_number_for_each
 
 
 def test_what_is_read_is_the_mean_of_the_replicas():
-    """Evaluation and the moving average beside local steps are in test_option_pairs."""
+    """Evaluation and the moving average beside local steps are in test_random_options."""
     batches = batches_of(4)
     ddp, state = taken(batches, optimizer=optax.sgd(0.1), **local())
     mean, plain = mean_of(state.params), wrapped(Net())

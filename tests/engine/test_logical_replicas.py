@@ -175,7 +175,7 @@ def meeting(model, batch, train):
 
 
 def test_what_would_change_bits_is_refused():
-    """Pairs of options are in test_option_pairs.py."""
+    """Pairs of options are in test_random_options.py."""
     with pytest.raises(ConfigError, match="number is at least 1; got 0"):
         jddp.LogicalReplicas(0)
     for options, message in (

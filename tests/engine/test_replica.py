@@ -213,7 +213,7 @@ def test_counts_of_rows_that_are_not_declared_are_refused_by_name(name, mode):
 
 @in_counters
 def test_a_sum_over_replicas_is_the_count_of_one_device(make, kind):
-    """Calls count micro-batches, and are no sum. All options are in test_option_pairs."""
+    """Calls count micro-batches, and are no sum. All options are in test_random_options."""
     options = {"strategy": jddp.LogicalReplicas(8), "mesh": 2, "accumulate_steps": 2}
     ddp, state = train(make(), state={kind: "sum"}, **options)
     equal(counted(state), counted(train(make(), mesh=1, accumulate_steps=2)[1]))
