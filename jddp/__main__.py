@@ -28,7 +28,7 @@ COMMANDS = {
 }
 # Modules of `jddp.commands` that have several commands; each other module is one.
 SHARED = {"evaluate": "runs", "predict": "runs", "explain": "checks", "verify": "checks"}
-SHARED |= {"doctor": "checks", "init": "prepare", "data": "prepare"}
+SHARED |= {"checkpoint": "runs", "doctor": "checks", "init": "prepare", "data": "prepare"}
 WORKBENCH = {"report", "compare", "tune"}  # Found by their entry points.
 TABLE = "\n".join(f"  jddp {name:<11} {about}" for name, about in COMMANDS.items())
 HELP = f"""\

@@ -20,6 +20,7 @@ from flax.traverse_util import unflatten_dict
 from jddp.checkpoint.folders import directory_of, first_line
 from jddp.checkpoint.reader import read_newest, read_object, read_values
 from jddp.config.permissions import expand
+from jddp.engine.mesh import is_key
 from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, UsageError, file_errors
 from jddp.ground.names.plugins import tool
@@ -95,7 +96,9 @@ def export(folder: Path, file: Path, fields: Sequence[str] = EVALUATED) -> None:
       ConfigError: If the suffix is another, or the format lacks a dtype.
       FileSystemError: If the checkpoint cannot be read, or the file cannot be written.
     """
-    export_arrays(folder, file, by_path(jax.tree.map(np.asarray, read_values(folder, fields))))
+    values = read_values(folder, fields)
+    words = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, values)
+    export_arrays(folder, file, by_path(jax.tree.map(np.asarray, words)))
 
 
 def export_arrays(folder: Path, file: Path, arrays: HostArrays) -> None:

@@ -1,19 +1,25 @@
-"""`jddp evaluate RUN [key.path=value]...` and `jddp predict RUN ...`: commands for a saved run.
+"""Commands for a saved run: `jddp evaluate RUN`, `jddp predict RUN` and `jddp checkpoint ... RUN`.
 
 `evaluate` evaluates on the evaluation data of its config, or on other data, `data.dir=elsewhere`,
 and prints loss and metrics. `predict --data FILE --out FILE` writes the outputs of the model for
 each row, in their order, as .npz or .csv; `--prompt TEXT` prints a continuation of a text.
+
+`jddp checkpoint list | verify | export` shows its checkpoints, compares them with their digests, or
+writes the values of a model into a file.
 """
 
+import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from json import dumps
 from typing import Any
 
+from jddp.checkpoint.storage import local_copy
 from jddp.config.cli import Parser, add_run_arguments, share_gpus
 from jddp.config.permissions import expand
 from jddp.distributed.command import run_command
-from jddp.ground.errors import UsageError, printable, show
+from jddp.ground.errors import FileSystemError, UsageError, printable, show
 from jddp.ground.names.plugins import tool
 from jddp.ground.typing import Record
 from jddp.trainer.reports.files import as_json
@@ -84,3 +90,83 @@ def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
         from jddp.trainer.runs.predictions import predict_file
 
         show(f"predictions for {predict_file(data=data, out=out, **run):,} rows are in {out}")
+
+
+def checkpoint_command(argv: Sequence[str] | None = None) -> int:
+    """Runs `jddp checkpoint` and returns its exit code."""
+
+    def run() -> None:
+        arguments = _checkpoint_parser().parse_args(argv)
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Nothing here needs a GPU.
+        import jax
+
+        with jax.enable_x64(True):  # Without it arrays of 64 bits would be cast to 32.
+            arguments.command(arguments)
+
+    return run_command(run)
+
+
+def _checkpoint_parser() -> Parser:
+    parser = Parser(prog="jddp checkpoint")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[..., None], text: str) -> Callable[..., object]:
+        added = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        added.set_defaults(command=run)
+        run_dir = "a run directory, its URL, or a folder of checkpoints"
+        added.add_argument("run", type=local_copy, help=run_dir)
+        return added.add_argument
+
+    command("list", _list, "list the checkpoints of a run")
+    command("verify", _verify, "compare every file and every array with its digest")
+    text = "write the values of a model into one file, or into a folder"
+    add = command("export", _export, text)
+    file = "a new file, *.safetensors; or a new folder, as on the Hugging Face Hub"
+    add("file", type=expand, help=file)
+    add("--step", type=int, help="step of the checkpoint (the newest that is valid)")
+    names = "name the arrays as torchvision or huggingface does, for PyTorch"
+    add("--names", metavar="LIBRARY", help=names)
+    return parser
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from jddp.checkpoint import folders, reader
+
+    for line in reader.checkpoint_lines(folders.directory_of(arguments.run)):
+        print(line)
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from jddp.checkpoint import folders, reader
+
+    directory = folders.directory_of(arguments.run)
+    num_damaged = 0
+    for step in folders.finished(directory):
+        damage = reader.find_any_damage(directory / str(step))
+        num_damaged += damage is not None
+        show(f"{step:>12}  {damage or 'all files and arrays are as they were saved'}")
+    if num_damaged:
+        raise FileSystemError(
+            f"{directory}: {num_damaged} damaged checkpoints. A run renames them to *.damaged."
+        )
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from jddp.checkpoint import folders, reader
+    from jddp.checkpoint.weights import export
+
+    file, names = arguments.file, arguments.names
+    directory = folders.directory_of(arguments.run)
+
+    step = reader.newest_sound(directory) if arguments.step is None else arguments.step
+    folder = directory / str(step)
+    if fault := reader.find_fault(folder):
+        raise FileSystemError(f"{folder} cannot be read as step {step}: {fault}.")
+    if not file.suffix:
+        tool("export-folder", "a folder of the Hub")(folder, file, names)
+    elif names:
+        tool("names")(folder, file, names)
+    else:
+        export(folder, file)
+    sizes = [x.stat().st_size for x in ([file] if file.is_file() else file.iterdir())]
+    show(f"step {step} is in {file}, {sum(sizes) / 2**20:.2g} MiB")

@@ -33,7 +33,7 @@ from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import find_damage, seal
 from jddp.checkpoint.reader import read_newest, read_values
 from jddp.checkpoint.weights import read_weights
-from jddp.commands.checkpoint import main as checkpoint_command
+from jddp.commands.runs import checkpoint_command
 from jddp.engine.mesh import make_mesh, replicate
 from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, FileSystemError, UsageError

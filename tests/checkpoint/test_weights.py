@@ -29,7 +29,7 @@ from tiny import (
 
 import jddp
 from jddp.checkpoint.weights import read_weights
-from jddp.commands.checkpoint import main as checkpoint_main
+from jddp.commands.runs import checkpoint_command as checkpoint_main
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, UsageError
 
 
@@ -71,7 +71,7 @@ def test_safetensors_of_anybody_s_are_taken_by_their_names_and_cast_to_what_the_
     assert {x.dtype.name for x in jax.tree.leaves(kept.params)} == {"float16"}
 
 
-@pytest.mark.parametrize("kind", swept([ConvNet, NnxConvNet], every=2))
+@pytest.mark.parametrize("kind", swept([NnxConvNet, ConvNet], every=2))
 def test_a_run_and_what_is_exported_of_it_are_taken(tmp_path, kind):
     run = jddp.fit(wrapped(make(kind)), [make_batch()] * 2, num_steps=2, run_dir=tmp_path / "run")
     paths = [str(tmp_path / name) for name in ("run", "out.safetensors")]

@@ -17,7 +17,7 @@ import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.reader import read_arrays
 from jddp.checkpoint.weights import read_weights
-from jddp.commands.checkpoint import main
+from jddp.commands.runs import checkpoint_command as main
 from jddp.engine.evaluation import optimizer_params
 from jddp.engine.state import by_path
 from jddp.trainer.watching import KeepBest

@@ -15,7 +15,7 @@ from sweeps import swept
 from tiny import ConvNet, loss_fn, make_batch, take_steps
 
 import jddp
-from jddp.commands.checkpoint import main as checkpoint_command
+from jddp.commands.runs import checkpoint_command
 from jddp.ground.errors import ConfigError, FileSystemError, NumericsError, UsageError
 
 wrapped = functools.partial(tiny.wrapped, optimizer=optax.adam(0.1))

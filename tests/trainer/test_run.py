@@ -21,7 +21,7 @@ from states import assert_same, close, equal
 from tiny import MLP, ConvNet, NnxConvNet, loss_fn, make_batch, make_batches, wrapped
 
 import jddp
-from jddp.commands.checkpoint import main as checkpoint_command
+from jddp.commands.runs import checkpoint_command
 from jddp.data import TrainBatches
 from jddp.ground.errors import ConfigError, FileSystemError, NumericsError, UsageError
 from jddp.trainer.reports.files import MetricsFile

@@ -15,8 +15,8 @@ from runs import environment, run_python, write_sealed
 from tiny import loss_fn, make_batches, wrapped
 
 import jddp
-from jddp.commands.checkpoint import main as checkpoint
 from jddp.commands.checks import doctor_command as doctor
+from jddp.commands.runs import checkpoint_command as checkpoint
 from jddp.commands.runs import evaluate_command as evaluate
 from jddp.ground import errors
 from jddp.trainer.reports.lines import Course, Display, train_line

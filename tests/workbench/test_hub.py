@@ -11,7 +11,7 @@ from states import equal
 
 import jddp
 from jddp.checkpoint.weights import read_weights
-from jddp.commands.checkpoint import main
+from jddp.commands.runs import checkpoint_command as main
 from jddp.config.schema import Config
 from jddp.trainer.job.build import train
 from jddp.workbench.state_dicts import from_state_dict
