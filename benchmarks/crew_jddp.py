@@ -1,6 +1,7 @@
 """One process of a crew that trains with `jddp.DataParallel`; see `crew`."""
 
 import time
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jddp
 from jddp import distributed
 from jddp.zoo.models import GPT, MLP
 from jddp.zoo.models.resnet import BasicBlock, ResNet
+from jddp.zoo.tiles import tiled_cross_entropy
 
 MODELS = {
     "mlp": lambda sizes: MLP(sizes[1:-1], sizes[-1]),
@@ -26,9 +28,15 @@ def loss_fn(model: Any, batch: Any, train: bool) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
 
 
-def data_parallel(job: str, **options: Any) -> jddp.DataParallel:
+def loss_in_tiles(model: Any, batch: Any, train: bool) -> Any:
+    head = partial(tiled_cross_entropy, labels=batch["targets"], train=train, tile_size=512)
+    return model(batch["inputs"], train=train, loss_head=head)[0]
+
+
+def data_parallel(job: str, tiles: bool = False, **options: Any) -> jddp.DataParallel:
     model = MODELS[JOBS[job].model](**JOBS[job].sizes)
-    return jddp.DataParallel(model, optax.sgd(0.01, momentum=0.9), loss_fn, **options)
+    loss = loss_in_tiles if tiles else loss_fn
+    return jddp.DataParallel(model, optax.sgd(0.01, momentum=0.9), loss, **options)
 
 
 def make_turn(job: str, copy: int = 0, **options: Any) -> Turn:

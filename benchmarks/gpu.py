@@ -30,7 +30,7 @@ not. The loss is that after warming up; the JAX contenders start from the same v
 marked where its loss is not that by hand: by 1 %; on several GPUs, with their rows, and for
 PyTorch, which starts from other values, by 10 %.
 MFU is over the dense peak of the device in bfloat16 (jddp/inspection/flops.py); gpu_jobs.py counts
-operations.
+operations. The last table compares the values with those that gpu_predictions.toml has predicted.
 """
 
 import argparse
@@ -51,6 +51,7 @@ from typing import Any
 
 from gpu_crew import ROOT, Contender, Facts, Failure
 from gpu_jobs import JOBS, SMOKE_JOBS, Job, runs
+from gpu_score import compare, table
 
 from jddp.inspection.flops import seconds_at_peak
 
@@ -298,6 +299,7 @@ def race(arguments: argparse.Namespace) -> None:
             contest.print_rows()
         finally:
             contest.close()
+    print(table(compare(measured.all)))
     print(json.dumps(measured.all))
 
 

@@ -47,5 +47,7 @@ GPT_SIZES = {"vocab_size": 256, "num_layers": 4, "num_heads": 4, "width": 256, "
 JOBS = {
     "mlp": Job("mlp", ((784,), None), 10, 64, 8, {"sizes": (784, 1024, 1024, 1024, 10)}),
     "gpt": Job("gpt", ((128,), 256), 256, 16, 1, GPT_SIZES),
+    # Its logits take more memory than all else: 128 MiB in float32.
+    "gpt_words": Job("gpt", ((128,), 16_384), 16_384, 16, 1, GPT_SIZES | {"vocab_size": 16_384}),
     "resnet": Job("resnet", ((16, 16, 3), None), 10, 32, 2),
 }

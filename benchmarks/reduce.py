@@ -98,10 +98,13 @@ def torch_contenders(job: str) -> Iterator[tuple[str, Contender]]:
     one = jddp_crew(1, 2)
     yield "jddp, 1 process x 2 devices", (one, {"job": job})
     yield "jddp, mesh=1", (one, {"job": job, "mesh": 1})
+    if job == "gpt_words":
+        yield "jddp, loss in tiles, 2 processes", (jddp_crew(2, 2), {"job": job, "tiles": True})
+        yield "jddp, loss in tiles, 2 devices", (jddp_crew(1, 2), {"job": job, "tiles": True})
 
 
 def compare_with_torch(jobs: list[str], rounds: int) -> None:
-    goals = {"mlp": (1.0, 0.65, 0.9), "gpt": (1.1, 0.9, None)}
+    goals = {"mlp": (1.0, 0.65, 0.9), "gpt": (1.1, 0.9, None), "gpt_words": (1.1, 0.9, None)}
     for job in jobs:
         if job not in goals:
             continue
@@ -122,6 +125,9 @@ def compare_with_torch(jobs: list[str], rounds: int) -> None:
         if c:
             best = ratio(seconds, fastest(seconds, "jddp"), fastest(seconds, "torch"))
             print_goal("(c) best jddp / best torch", best, c)
+        if job == "gpt_words":
+            tiled, whole = "jddp, loss in tiles, 2 devices", "jddp, 1 process x 2 devices"
+            print_goal("loss in tiles / all logits", ratio(seconds, tiled, whole), 1.0)
         noise = ratio(seconds, "torch DDP, again", "torch DDP, 2 processes, cap 25")
         print_goal("noise", noise, 1.05)
 

@@ -4,7 +4,10 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 
+import gpu_jobs
+import gpu_score
 import pytest
 from runs import ROOT
 
@@ -52,3 +55,23 @@ def test_a_step_needs_the_memory_of_one_by_hand():
     rows = [row.split() for row in run(BENCHMARKS / "memory.py", "mlp")[1:]]
     assert [layout for _, layout, *_ in rows] == ["auto", "leaf", "flat"]
     assert all(float(ratio) <= 1.05 for *_, ratio in rows)
+
+
+def test_sealed_predictions_are_scored_by_whether_and_how_narrowly_they_hold_the_measured_values(
+    tmp_path,
+):
+    sealed = tmp_path / "sealed.toml"
+    sealed.write_text("[H100x8.gpt.jddp]\nstep_ms = [30, 40]\nexposed = [0.0, 0.1]\nmfu = [0, 1]")
+    row = {"devices": 8, "median_seconds": 0.02, "speed_over_by_hand": 0.9, "peak_bytes": None}
+    rows = {
+        "jddp": row | {"mfu": None},
+        "torch": row | {"mfu": None},
+        "broken": {"failure": "no memory"},
+    }
+    facts = {"device": "NVIDIA H100 80GB HBM3", "results": {"gpt": {"contenders": rows}}}
+    time, exposed = gpu_score.compare(facts, sealed)  # This GPU has no peak to divide by.
+    assert (time.is_inside, time.score) == (False, (10 + 10 * 10) / 20)
+    assert (exposed.is_inside, exposed.score) == (True, pytest.approx(1.0))
+    assert "1 of 2 inside" in gpu_score.table([time, exposed])
+    assert gpu_score.compare(facts | {"device": "cpu"}) == []
+    assert set(gpu_jobs.JOBS) == set(tomllib.loads(gpu_score.SEALED.read_text())["H100x8"])
