@@ -1,5 +1,6 @@
 """Models: sizes, shapes, precision, and pairs that must agree."""
 
+import itertools
 import re
 from functools import partial
 
@@ -169,7 +170,7 @@ def test_remat_and_a_scan_over_layers_equal_plain(name):
         return jax.jit(jax.value_and_grad(loss))(params)
 
     want, grads = loss_and_grads(plain, params)
-    for remat, scan_layers in ((True, False), (False, True), (True, True)):
+    for remat, scan_layers in itertools.product(["none", "attention", "blocks"], [False, True]):
         model, given = plain.clone(remat=remat, scan_layers=scan_layers), params
         if scan_layers:
             given, own = stacked(params), jax.eval_shape(model.init, jax.random.key(0), inputs)
@@ -177,6 +178,25 @@ def test_remat_and_a_scan_over_layers_equal_plain(name):
         loss, got = loss_and_grads(model, given)
         np.testing.assert_allclose(loss, want, rtol=1e-6)
         assert_trees_close(got, stacked(grads) if scan_layers else grads)
+
+
+def test_the_backward_pass_is_left_the_values_that_remat_keeps():
+    model, inputs = TINY["gpt"]
+    params = jax.eval_shape(model.init, jax.random.key(0), inputs)
+
+    def kept(remat):
+        def pullback(params):
+            return jax.vjp(lambda x: model.clone(remat=remat).apply(x, inputs), params)[1]
+
+        return [leaf.size for leaf in jax.tree.leaves(jax.eval_shape(pullback, params))]
+
+    num_weights = 2 * 2 * 6 * 6
+    counts = {word: kept(word).count(num_weights) for word in ("none", "attention", "blocks")}
+    assert counts["none"] > 0
+    assert counts["attention"] == counts["blocks"] == 0
+    assert sum(kept("blocks")) < sum(kept("attention")) < sum(kept("none"))
+    assert kept(True) == kept("blocks")
+    assert kept(False) == kept("none")
 
 
 def test_linen_and_nnx_networks_agree_in_training_and_after_it():
@@ -229,6 +249,7 @@ def test_impossible_sizes_are_refused():
         (GPT(num_heads=3, width=8), TOKENS, "num_heads"),
         (GPT(max_length=5), TOKENS, "max_length"),
         (GPT(attention="flash"), TOKENS, "attention 'flash'"),
+        (GPT(remat="layers"), TOKENS, "remat 'layers'"),
         (GPT(gelu="tan"), TOKENS, "gelu 'tan'"),
         (GPT(embedding_gradient="sort"), TOKENS, "embedding_gradient 'sort'"),
         (ViT(patch_size=3), IMAGES, "patch_size"),

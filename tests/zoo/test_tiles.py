@@ -123,11 +123,13 @@ def token_batch(rows=16):
     "options",
     swept({**PLACED, "parts": {"strategy": "zero1", "accumulate_steps": 2}}, every=3),
 )
-def test_a_gpt_with_tiles_trains_on_devices_as_one_device_with_all_logits(options):
+@pytest.mark.parametrize("remat", swept(["attention", "blocks", "none"], every=3))
+def test_a_gpt_with_tiles_and_remat_trains_on_devices_as_one_device_without(options, remat):
     batch = token_batch()
     ends = []
-    for loss, given in ((tiled_loss, {"mesh": 4, **options}), (logits_loss, {"mesh": 1})):
-        ddp = wrapped(MODEL, optax.sgd(0.5), loss, **given)
+    in_parts = MODEL.clone(remat=remat), tiled_loss, {"mesh": 4, **options}
+    for model, loss, given in (in_parts, (MODEL, logits_loss, {"mesh": 1})):
+        ddp = wrapped(model, optax.sgd(0.5), loss, **given)
         state, metrics = take_steps(ddp, [batch, batch])
         evaluated = ddp.evaluate(state, [{name: x[:5] for name, x in batch.items()}])
         kept = {name: evaluated[name] for name in ("loss", "accuracy")}

@@ -35,25 +35,22 @@ class Block(nn.Module):
 
     Attributes:
       num_heads: Heads of the attention, which share the width.
-      is_causal: Whether a position sees only itself and earlier positions.
+      attend: Function of queries, keys and values, each `(b, t, num_heads, size)`, and a mask.
       dropout_rate: Fraction of each branch's outputs that are zeroed in training.
       train: Whether this is training.
       kernel_init: Initial weights.
       output_init: Initial weights of the two layers that end a branch.
-      attention: Implementation of the attention: "xla" on any device, or "cudnn" in one kernel
-        without weights in memory, on NVIDIA GPUs in 16 bits (`jax.nn.dot_product_attention`).
       norm_epsilon: Number added to the variances of the layer norms.
       gelu: Form of the perceptron's GELU: "exact", or its approximation by a "tanh".
       dtype: Dtype of the arithmetic; None follows parameters and inputs.
     """
 
     num_heads: int
-    is_causal: bool
+    attend: Callable[..., Array]
     dropout_rate: float
     train: bool
     kernel_init: Initializer = nn.initializers.xavier_uniform()
     output_init: Initializer = nn.initializers.xavier_uniform()
-    attention: str = "xla"
     norm_epsilon: float = 1e-6
     gelu: str = "tanh"
     dtype: DTypeLike | None = None
@@ -70,13 +67,12 @@ class Block(nn.Module):
         b, t, width = x.shape
         if width % self.num_heads:
             raise ConfigError(f"width {width} does not divide over num_heads {self.num_heads}.")
-        check_choice("attention", self.attention, ("xla", "cudnn"))
-        options: dict[str, Any] = {"is_causal": self.is_causal, "implementation": self.attention}
+        mask = None
         if segments is not None:
-            options["mask"] = segments[:, None, :, None] == segments[:, None, None, :]
+            mask = segments[:, None, :, None] == segments[:, None, None, :]
         x = self._dense(3 * width, self.kernel_init, "query_key_value")(x)
         query, key, value = x.reshape(b, t, 3, self.num_heads, -1).swapaxes(0, 2).swapaxes(1, 2)
-        x = jax.nn.dot_product_attention(query, key, value, **options)
+        x = self.attend(query, key, value, mask=mask)
         x = self._dense(width, self.output_init, "attention_output")(x.reshape(b, t, width))
         return self._drop(x)
 
@@ -105,11 +101,13 @@ class Transformer(nn.Module):
       num_heads: Heads of each attention.
       width: Channels of an embedding.
       dropout_rate: Fraction of embeddings and of branch outputs that are zeroed in training.
-      remat: Whether to keep only the input of each block for the backward pass, and compute the
-        rest again: less memory, a third more arithmetic.
+      remat: Values that the backward pass computes again instead of keeping them: "none"; the
+        weights of XLA's "attention", `(b, num_heads, t, t)` in each block; or all values inside of
+        "blocks", for a third more arithmetic. True means "blocks", False "none".
       scan_layers: Whether to compile one block and loop over it. The parameters of all blocks are
         stacked along a leading dim, and compiling takes as long for a hundred blocks as for one.
-      attention: "xla", or "cudnn" for NVIDIA GPUs (see `Block`).
+      attention: Implementation of the attention: "xla" on any device, or "cudnn" in one kernel
+        without weights in memory, on NVIDIA GPUs in 16 bits (`jax.nn.dot_product_attention`).
       norm_epsilon: Number added to the variances of the layer norms: 1e-5 in GPT-2, 1e-6 in ViT,
         1e-12 in the ViT of Hugging Face.
       gelu: "tanh", as in GPT-2 and in Google's ViT, or "exact", as in PyTorch's ViTs (see `Block`).
@@ -120,7 +118,7 @@ class Transformer(nn.Module):
     num_heads: int = 4
     width: int = 128
     dropout_rate: float = 0.0
-    remat: bool = False
+    remat: str | bool = "none"
     scan_layers: bool = False
     attention: str = "xla"
     norm_epsilon: float = 1e-6
@@ -139,11 +137,19 @@ class Transformer(nn.Module):
         """The normed outputs of the blocks; dropout first zeroes some of the embeddings."""
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
         # Inside a scan, XLA cannot merge the recomputation with the forward pass.
-        block = nn.remat(Block, prevent_cse=not self.scan_layers) if self.remat else Block
-        fields = self.num_heads, is_causal, self.dropout_rate, train
-        options = inits | {"attention": self.attention, "gelu": self.gelu}
-        options |= {"norm_epsilon": self.norm_epsilon, "dtype": self.dtype}
-        make = partial(block, *fields, **options)
+        prevent_cse = not self.scan_layers
+        remat = {"True": "blocks", "False": "none"}.get(str(self.remat), self.remat)
+        check_choice("remat", remat, ("none", "attention", "blocks"))
+        check_choice("attention", self.attention, ("xla", "cudnn"))
+        attend: Callable[..., Array] = partial(
+            jax.nn.dot_product_attention, is_causal=is_causal, implementation=self.attention
+        )
+        if remat == "attention" and self.attention == "xla":
+            attend = jax.checkpoint(attend, prevent_cse=prevent_cse)
+        block = nn.remat(Block, prevent_cse=prevent_cse) if remat == "blocks" else Block
+        options = inits | {"gelu": self.gelu, "norm_epsilon": self.norm_epsilon}
+        fields = self.num_heads, attend, self.dropout_rate, train
+        make = partial(block, *fields, dtype=self.dtype, **options)
         if self.scan_layers:
             scan = nn.scan(
                 lambda block, x, segments: (block(x, segments), None),
@@ -249,7 +255,9 @@ class GPT(Transformer):
         return jnp.dot(x, table.T.astype(x.dtype)).astype("float32")
 
 
-gpt2 = partial(GPT, vocab_size=50257, num_layers=12, num_heads=12, width=768, max_length=1024)
+# The size that GPT-2's paper calls small, and ViT's paper base.
+BASE: dict[str, Any] = {"num_layers": 12, "num_heads": 12, "width": 768}
+gpt2 = partial(GPT, **BASE, vocab_size=50257, max_length=1024)
 
 
 class ViT(Transformer):
@@ -291,13 +299,4 @@ class ViT(Transformer):
         return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype("float32")
 
 
-vit_b16 = partial(
-    ViT,
-    patch_size=16,
-    num_layers=12,
-    num_heads=12,
-    width=768,
-    num_classes=1000,
-    pooling="token",
-    gelu="exact",
-)
+vit_b16 = partial(ViT, **BASE, patch_size=16, num_classes=1000, pooling="token", gelu="exact")
