@@ -586,13 +586,9 @@ def test_a_model_is_exported_for_other_programs(run, tmp_path, capsys):
     np.testing.assert_array_equal(got["params/Conv_0/kernel"], state.params["Conv_0"]["kernel"])
     fields = {"params", "ema_params", "model_state", "ema_state"}
     assert {name.split("/")[0] for name in got} == fields
-    assert (
-        checkpoint_command(
-            ["export", str(path), str(tmp_path / "first.safetensors"), "--step", "1"]
-        )
-        == 0
-    )
-    tree = read_weights(tmp_path / "first.safetensors")
+    first = str(tmp_path / "first.safetensors")
+    assert checkpoint_command(["export", str(path), first, "--step", "1"]) == 0
+    tree = read_weights(first)
     want = read_values(path / "checkpoints" / "1", ["params"])
     jax.tree.map(np.testing.assert_array_equal, tree["params"], want["params"])
 

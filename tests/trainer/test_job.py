@@ -290,14 +290,8 @@ CYCLE = {"init_value": 0.0, "peak_value": 0.5, "warmup_steps": 2, "decay_steps":
 # What optax has no default for, and nothing can be filled in.
 NEEDED = {
     "exponential_decay": {"decay_rate": 0.5},
-    "warmup_exponential_decay_schedule": {"decay_rate": 0.5},
     "linear_schedule": {"end_value": 0.0},
-    "polynomial_schedule": {"end_value": 0.0, "power": 2},
     "piecewise_constant_schedule": {"boundaries_and_scales": {10: 0.5}},
-    "piecewise_interpolate_schedule": {
-        "interpolate_type": "linear",
-        "boundaries_and_scales": {10: 0.5},
-    },
     "sgdr_schedule": {"cosine_kwargs": [CYCLE]},
 }
 SCHEDULES = sorted([*NEEDED, "cosine_decay_schedule", "warmup_cosine_decay_schedule"])

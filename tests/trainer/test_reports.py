@@ -1,5 +1,3 @@
-import io
-import itertools
 import json
 import logging
 import os
@@ -7,7 +5,6 @@ import socket
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ from jddp.checkpoint import checkpoints
 from jddp.distributed import coordination
 from jddp.ground.errors import ConfigError, DataError, FileSystemError
 from jddp.trainer.reports.files import MetricsFile, logging_to, say
-from jddp.trainer.reports.lines import Course, Display, train_line
 from jddp.trainer.reports.run_directory import RunDirectory
 
 CONFIG = {"seed": 1, "run": {"dir": "a"}, "optimizer": {"learning_rate": 1e-3, "kwargs": {}}}
@@ -150,78 +146,6 @@ def test_the_log_of_a_process_begins_with_its_host_and_command_and_events_have_f
         {"kind": "warning", "text": "A disk is full."},
         {"kind": "failed", "error": "KeyError: 'x'", "text": "ended by:"},
     ]
-
-
-RECORD = {"step": 400, "split": "train", "loss": 0.23841, "accuracy": 0.91234, "count": 128.0}
-RECORD |= {"learning_rate": 1.6e-3, "examples_per_second": 10812.0, "step_seconds": 0.02}
-EVALUATED = {"step": 1170, "split": "eval", "loss": 0.361, "examples": 10_000.0}
-
-
-HEAD, END = "step 400/1170  loss 0.2384", "ETA 0:15"
-WAITS = {"step_seconds": 0.02, "data_wait_seconds": 0.0025}
-RATES = {"tokens_per_second": 1.2e6, "model_flops_per_second": 3.2e15}
-MFU = RATES | {"mfu": 0.41234}
-MANY = {f"a_metric_with_a_long_name_{i}": 0.5 for i in range(9)}
-SLOW = {"model_flops_per_second": 8.9e9}
-# What a record has, the width of the line, and its middle.
-LINES = [
-    ({}, 80, "accuracy 0.9123  lr 0.0016  10.8k ex/s"),
-    ({}, 69, "accuracy 0.9123  10.8k ex/s"),  # the learning rate goes first
-    (MANY, 80, "accuracy 0.9123"),
-    (WAITS, 80, "accuracy 0.9123  data wait 12 %"),
-    (WAITS | {"data_wait_seconds": 0.0009}, 100, "accuracy 0.9123  lr 0.0016  10.8k ex/s"),
-    (MFU, 80, "accuracy 0.9123  1.2M tokens/s  MFU 41.2 %"),
-    (RATES, 100, "accuracy 0.9123  lr 0.0016  1.2M tokens/s  3.2 PFLOP/s"),
-    # On a device whose peak is unknown, FLOP/s mean less than the learning rate.
-    (SLOW, 80, "accuracy 0.9123  lr 0.0016  10.8k ex/s"),
-]
-
-
-@pytest.mark.parametrize("given, columns, middle", LINES)
-def test_a_train_line_has_what_matters_most_and_fits(given, columns, middle):
-    line = train_line(RECORD | given, Course(1170), columns)
-    assert line == f"{HEAD}  {middle}  {END}"
-
-
-def report(records=(RECORD,), is_writer=True):
-    progress = Display(Course(1170), is_writer=is_writer)
-    for record in records:
-        progress.log(record)
-    progress.log(EVALUATED)
-    progress.note("saved " + "here " * 30)
-    progress.close()
-
-
-def test_off_a_terminal_a_line_comes_every_few_seconds_and_at_the_end(monkeypatch, capsys):
-    now = itertools.count(step=0.05)  # Records come every tenth of a second.
-    monkeypatch.setattr("time.monotonic", lambda: next(now))
-    report([RECORD | {"step": step} for step in range(1, 1171)])
-    lines = capsys.readouterr().out.splitlines()
-    steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step")]
-    assert (steps[0], steps[-1]) == (1, 1170)
-    assert 10 < len(steps) < 40
-    assert "eval 1170  loss 0.361  examples 10000" in lines
-    assert all(len(line) <= 80 and "\r" not in line for line in lines)
-    report(is_writer=False)  # of other processes
-    assert capsys.readouterr().out == ""
-
-
-class Terminal(io.StringIO):
-    isatty, fileno = (lambda self: True), (lambda self: 1)
-
-
-def test_on_a_terminal_there_is_one_live_line_and_without_a_standard_output_none(monkeypatch):
-    monkeypatch.setattr("os.tcgetpgrp", lambda _: 1)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    (closed := io.StringIO()).close()
-    broken = io.StringIO()
-    broken.write = mock.Mock(side_effect=BrokenPipeError)
-    for stream in (broken, None, closed, shown := Terminal()):
-        monkeypatch.setattr("sys.stdout", stream)
-        report()
-    assert "eval 1170  loss 0.361  examples 10000" in shown.getvalue()
-    assert "ETA 0:15" in shown.getvalue()
 
 
 OTHER_LINES = [b"# a note", b'{"note": "no step"}', b"[1, 2]", b'"text"', b'{"step": "3"}']

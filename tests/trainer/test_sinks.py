@@ -95,12 +95,8 @@ def events(run_dir):
 
 
 def scalars(found):
-    return [
-        (x.step, value.tag, value.simple_value)
-        for x in found
-        for value in x.summary.value
-        if value.HasField("simple_value")
-    ]
+    values = [(x.step, value) for x in found for value in x.summary.value]
+    return [(i, x.tag, x.simple_value) for i, x in values if x.HasField("simple_value")]
 
 
 def expected(history, name):
@@ -267,10 +263,9 @@ def test_a_sink_that_fails_is_reported_once_and_gets_the_later_records(caplog, f
     passed(lambda start: sink)
     assert [record["step"] for record in sink.records] == [1, 2, 4, 6, 7, 8, 9, 10]
     reason = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
-    assert caplog.messages == [
-        f"sink mine cannot take the record of step 3: {reason}. The training continues.",
-        "sink mine: 2 of 10 records lost",
-    ]
+    first, last = caplog.messages
+    assert f"the record of step 3: {reason}" in first
+    assert last == "sink mine: 2 of 10 records lost"
 
 
 def test_a_sink_that_blocks_for_ever_holds_nothing_up(caplog, monkeypatch):

@@ -56,9 +56,8 @@ def test_examples_are_images_or_tokens_by_the_names_of_their_arrays():
     def work(num_entries, **batch):
         found = Work((), 4, {})
         reporter._name_examples(found, batch, num_entries)
-        return found.unit, found.rates({"step_seconds": 1.0, "count": 30.0}, 4).get(
-            "tokens_per_second"
-        )
+        rates = found.rates({"step_seconds": 1.0, "count": 30.0}, 4)
+        return found.unit, rates.get("tokens_per_second")
 
     tokens = np.zeros((4, 9), np.int32)
     assert work(4, image=np.zeros((4, 8, 8, 3))) == ("images", None)
