@@ -310,7 +310,6 @@ def test_what_differs_is_refused_by_its_paths_and_never_cast_or_cut_to_fit(
 
 @pytest.fixture(scope="module")
 def two_saved(tmp_path_factory, state):
-    """Checkpoints of steps 2 and 4."""
     path = tmp_path_factory.mktemp("saved")
     save_all(path, state, (2, 4), keep=2)
     return path
@@ -318,7 +317,6 @@ def two_saved(tmp_path_factory, state):
 
 @pytest.fixture
 def saved(two_saved, tmp_path):
-    """A copy of them, to be damaged."""
     return shutil.copytree(two_saved, tmp_path / "saved")
 
 

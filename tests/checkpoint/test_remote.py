@@ -24,7 +24,6 @@ def url(request, tmp_path):
 
 
 def put(remote, step, text="arrays", folder="checkpoints", **kept):
-    """Makes a checkpoint and publishes it."""
     checkpoint = remote.folder / folder / str(step)
     (checkpoint / "state").mkdir(parents=True)
     (checkpoint / "state" / "d").write_text(text)

@@ -44,7 +44,6 @@ def make(kind, seed=0):
 
 @functools.cache
 def trained(kind):
-    """A state after two steps, and its wrapper."""
     ddp = wrapped(make(kind), donate=False)
     return ddp, take_steps(ddp, make_batches(2))[0]
 

@@ -66,11 +66,9 @@ def test_another_choice_on_the_command_line_replaces_that_of_the_file_and_the_sa
 
 RULES = {
     "train.num_steps=1.5": "valid integer, not 1.5",
-    "train.num_steps='5'": "valid integer, not '5'",
     "train.num_steps=true": "valid integer, not True",
     "data.shuffle=1": "valid boolean, not 1",
     "optimizer.learning_rate=.nan": "finite number, not nan",
-    "optimizer.learning_rate=null": "valid number, not None",
     "ddp.ema_decay=1": "less than 1, not 1",
     "ddp.reduction.bucket_mb=0": "greater than 0 or a valid list, not 0",
     "ddp.reduction.layout=leav": "must be 'auto', 'leaf' or 'flat', not 'leav'",
@@ -83,7 +81,6 @@ RULES = {
     "train={eval_every_steps: 2, eval_every_epochs: 1}": "train: 'eval_every_steps'",
     "checkpoint={every_steps: 2, every_epochs: 1}": "checkpoint: 'every_steps'",
     "checkpoint.best_metric=score": "keep_best",
-    "train.profile_steps=[3]": "train.profile_steps must be",
     "train.profile_steps=[0,3]": "train.profile_steps must be",
     "ddp.strategy=fsdpp": "ddp.strategy.name must be 'ddp', 'zero1', ",
     "ddp.strategy=local_steps": "local_steps needs 'every'",
@@ -213,15 +210,14 @@ def test_values_nested_300_deep_or_holding_themselves_are_refused_in_one_line(fi
     endless.append(endless)
     for _ in range(300):
         nested = {"x": nested}
-    in_file = file(f"{SHORT}model: {{kwargs: {{x: {deep}}}}}")
-    for path, given in (
-        (in_file, []),
-        (file(SHORT, "a.yaml"), [f"model.kwargs.x={deep}"]),
-        (file(SHORT, "a.yaml"), {"model.kwargs": {"x": nested}}),
-        (file(SHORT, "a.yaml"), {"model.kwargs": {"x": endless}}),
+    for given in (
+        [f"model.kwargs.x={deep}"],
+        *({"model.kwargs": {"x": x}} for x in (nested, endless)),
     ):
-        (line,) = mistakes_in([path], given)
-        assert line.startswith("command line: " if given else f"{path}: cannot be read: ")
+        (line,) = mistakes_in([file(SHORT)], given)
+        assert line.startswith("command line: ")
+    (line,) = mistakes_in([path := file(f"{SHORT}model: {{kwargs: {{x: {deep}}}}}")])
+    assert line.startswith(f"{path}: cannot be read: ")
 
 
 @pytest.mark.parametrize("float16", ["float16", jnp.float16, np.dtype("float16")])

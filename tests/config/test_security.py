@@ -44,7 +44,6 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def run_dir(trained, tmp_path):
-    """A copy of its directory."""
     return shutil.copytree(trained.run_dir, tmp_path / "run")
 
 

@@ -30,13 +30,11 @@ def train_batches(examples=10, size=4, **options):
 
 
 def on_processes(num_processes, make, *args, **options):
-    """The batches of each process."""
     parts = range(num_processes)
     return [make(*args, process_index=r, num_processes=num_processes, **options) for r in parts]
 
 
 def joined(batches):
-    """A global batch, of the batches of all processes."""
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
@@ -60,7 +58,6 @@ def test_all_processes_together_read_the_rows_of_one_augmentation_included(num_p
 
 
 def counted(batches):
-    """The examples that count, batch by batch."""
     return [batch["x"][batch.get("mask", np.ones(len(batch["x"]))) > 0] for batch in batches]
 
 

@@ -19,7 +19,6 @@ from jddp.ground.errors import ConfigError
 
 
 def places(num_examples, *, seed=0, epoch=0, **options):
-    """The examples of one epoch."""
     positions = np.arange(num_examples) + epoch * num_examples
     return Order(num_examples, seed, **options).examples_at(positions)
 

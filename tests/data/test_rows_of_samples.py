@@ -261,7 +261,6 @@ JPEG = file_of(PHOTO, "JPEG")
 
 
 def photos(numbers):
-    """Images of two classes, as samples of WebDataset."""
     members = {}
     for number in numbers:
         name = f"class{number % 2}/{number:03}"
@@ -272,7 +271,6 @@ def photos(numbers):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Three shards of ten images."""
     (folder := tmp_path / "tars").mkdir()
     for name, first in (("train-0", 0), ("train-1", 10), ("test", 0)):
         write_tar(folder / f"{name}.tar", photos(range(first, first + 10)))

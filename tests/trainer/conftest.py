@@ -6,5 +6,4 @@ from tiny import wrapped
 
 @pytest.fixture(scope="session")
 def plain():
-    """The smallest model, on two devices."""
     return wrapped()

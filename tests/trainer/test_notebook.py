@@ -51,7 +51,6 @@ def kernel(tmp_path, monkeypatch):
 
 
 def run_cell(client, code):
-    """Runs a cell to its end, and returns what it printed."""
     messages = []
     reply = client.execute_interactive(code, timeout=SECONDS, output_hook=messages.append)
     assert reply["content"]["status"] == "ok", reply["content"]

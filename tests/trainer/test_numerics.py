@@ -47,7 +47,6 @@ def slope(model, batch, train):
 
 
 def broken(batch, row):
-    """A copy whose row holds a NaN."""
     x = batch["x"].copy()
     x[row] = np.nan
     return {**batch, "x": x}

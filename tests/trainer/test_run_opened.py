@@ -109,7 +109,6 @@ OWN |= {"model": {"target": "mine:make"}, "loss": {"target": "mine:absolute_erro
 
 
 def train_mlp(run_dir, num_steps, **data):
-    """A run of a config."""
     config = Config(
         data={"global_batch_size": 8, **data},
         model={"name": "mlp", "kwargs": {"widths": [4]}},

@@ -245,7 +245,6 @@ START = Start(None, {"seed": 3}, 0)
 
 
 def passed(make):
-    """Passes ten records on to a sink."""
     guarded = GuardedSink("mine", make)
     guarded.begin(START)
     for step in range(1, 11):

@@ -51,7 +51,6 @@ def batches(num_batches=NUM_STEPS, *, broken=None):
 
 
 def endless():
-    """Batches that know their position."""
     return TrainBatches(ArrayExamples(make_batch(20)), global_batch_size=8, seed=0)
 
 
@@ -69,7 +68,6 @@ def bare_loop(ddp, source, num_steps, *, seed=0):
 
 
 def newest(path, like):
-    """The newest checkpoint in a directory, and its step."""
     with contextlib.closing(CheckpointFolder(path, keep=1)) as checkpoints:
         return checkpoints.restore(like=like)[:2]
 
