@@ -193,9 +193,8 @@ def test_sources_know_their_shapes_without_reading():
         assert data.sha256 == source.load().sha256
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
+def test_wrong_arguments_are_refused_before_anything_is_read():
+    for name, arguments, message in (
         ("fashion_mnits", {}, "Did you mean 'fashion_mnist'"),
         ("fashion_mnist", {"kwargs": {"shift": 5}}, "Did you mean 'max_shift'"),
         ("fashion_mnist", {"directory": "here"}, "Leave out data.dir=here"),
@@ -204,8 +203,6 @@ def test_sources_know_their_shapes_without_reading():
         ("python_stdlib", {"kwargs": {"documents": "wrap"}}, "'wrap'"),
         ("tokens", {"kwargs": {"sequence_length": 4}}, "Give data.dir"),
         ("tokens", {"directory": "here"}, "kwargs.sequence_length is missing"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_is_read(name, arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        make_source(name, **arguments)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_source(name, **arguments)

@@ -168,18 +168,15 @@ def test_batches_that_cannot_be_cut_are_refused(options, error, message):
         train_batches(**{"examples": 20, "size": 10} | options)
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
+def test_wrong_arguments_are_refused_with_the_right_ones():
+    for make, options, message in (
         (TrainBatches, {"seed": 0, "shuffle": False}, r"shuffle: .*order=jddp\.data\.Order\("),
         (TrainBatches, {}, "seed"),
         (eval_batches, {"shuffle": False}, "shuffle"),  # They are in order.
         (eval_batches, {"global_batch_size": 0}, "batch_size 0"),
-    ],
-)
-def test_wrong_arguments_are_refused_with_the_right_ones(make, options, message):
-    with pytest.raises(ConfigError, match=message):
-        make({"x": np.arange(12.0)}, **{"global_batch_size": 4} | options)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make({"x": np.arange(12.0)}, **{"global_batch_size": 4} | options)
 
 
 def steps_at_ends(period, num_examples, batch_sizes):

@@ -89,10 +89,9 @@ def best_fit_decreasing(lengths, capacity):
     """The number of rows, item by item, as in a textbook."""
     rooms = []
     for length in sorted(lengths, reverse=True):
-        room = min((x for x in rooms if x >= length), default=None)
-        if room is not None:
+        if room := min((x for x in rooms if x >= length), default=0):
             rooms.remove(room)
-        rooms.append((capacity if room is None else room) - length)
+        rooms.append((room or capacity) - length)
     return len(rooms)
 
 
@@ -263,15 +262,12 @@ def test_two_devices_train_a_mixture_as_one_does_resume_and_evaluate_all_example
     )
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
+def test_mistakes_in_a_mixture_are_one_line(folder):
+    for data, said in (
         ({"shuffle": False}, "'mixture' and 'shuffle' cannot be combined"),
         ({"dir": "x"}, "'mixture' and 'dir' cannot be combined"),
         ({"mixture": [{"dir": "x", "weight": 1}] * 2}, "a folder twice"),
         ({"mixture": [{"dir": "x", "weight": 0}]}, "greater than 0"),
-    ],
-)
-def test_mistakes_in_a_mixture_are_one_line(folder, data, said):
-    with pytest.raises(ConfigError, match=said):
-        config(folder, None, **data)
+    ):
+        with pytest.raises(ConfigError, match=said):
+            config(folder, None, **data)

@@ -113,17 +113,13 @@ def test_the_first_steps_run_to_their_end_learn_and_draw(tmp_path):
     assert re.search(r"interrupted at step \d+", shown)
 
 
-@pytest.mark.long  # scripts/docs runs it, too
-def test_your_model_equals_one_device_and_a_wrong_loss_does_not(tmp_path):
+@pytest.mark.long  # scripts/docs runs both, too
+def test_your_model_equals_one_device_and_what_is_sent_has_fewer_bytes_by_a_hook(tmp_path):
     shown, _ = run_notebook("your_model", tmp_path)
     first, second = re.findall(r"^8 devices .+: (.+)$", shown, re.M)
     assert (first, second) == ("equal within rounding", "NOT equal")
     assert "jddp.Mean(l * w, w)" in shown
     assert all(float(x) > 0.9 for x in re.findall(r"depth \d: (\S+)", shown))
-
-
-@pytest.mark.long  # scripts/docs runs it, too
-def test_what_is_sent_has_fewer_bytes_by_a_hook_and_nearly_the_same_loss(tmp_path):
     shown, drawn = run_notebook("what_is_sent", tmp_path)
     assert drawn == 1
     losses = [float(x) for x in re.findall(r" loss (\S+)$", shown, re.M)]

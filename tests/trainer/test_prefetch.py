@@ -5,6 +5,7 @@ import json
 import random
 import threading
 from collections import OrderedDict
+from unittest import mock
 
 import datasets
 import grain
@@ -263,8 +264,11 @@ def test_other_rows_have_a_digest_which_no_other_batch_has(batch):
     assert digest not in (digest_of_rows(changed), digest_of_rows({"other": batch}))
 
 
-def test_batches_read_the_share_of_their_process_once_jax_has_joined_a_job(monkeypatch):
+def test_batches_read_the_share_of_their_process_without_a_look_for_devices(monkeypatch):
+    """Once JAX has joined a job; its devices are not started for this."""
     rows = {"x": np.arange(24)}
+    for name in ("devices", "process_index", "process_count"):
+        monkeypatch.setattr(jax, name, mock.Mock(side_effect=AssertionError))
 
     def shares(**given):
         made = TrainBatches(rows, global_batch_size=8, seed=0, **given)
@@ -280,14 +284,3 @@ def test_batches_read_the_share_of_their_process_once_jax_has_joined_a_job(monke
     assert mine["x"].tolist() == [6, 7]
     with pytest.raises(ConfigError, match="process_index=3 must be from 0 up, and below num_pro"):
         shares(num_processes=2)
-
-
-def test_batches_are_made_without_a_look_for_devices(monkeypatch):
-    def devices(*_):
-        raise AssertionError("a backend was initialized")
-
-    monkeypatch.setattr(jax, "devices", devices)
-    monkeypatch.setattr(jax, "process_index", devices)
-    monkeypatch.setattr(jax, "process_count", devices)
-    TrainBatches({"x": np.arange(8)}, global_batch_size=8, seed=0)
-    eval_batches({"x": np.arange(8)}, global_batch_size=8)
