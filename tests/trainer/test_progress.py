@@ -70,18 +70,10 @@ def fit(run_dir, *callbacks):
     order = Order(NUM_ROWS, 0, shuffle=False)
     batches = TrainBatches(ArrayExamples(ROWS), global_batch_size=8, order=order)
     stopping = jddp.EarlyStopping(patience=4, min_delta=10.0)  # at the fifth evaluation, step 72
-    return jddp.fit(
-        ADAPTIVE(),
-        batches,
-        num_steps=90,
-        evaluate=[make_batch(16)],
-        eval_every_steps=Epochs(0.2),
-        save_every_steps=7,
-        log_every_steps=3,
-        run_dir=run_dir,
-        callbacks=[stopping, jddp.KeepBest(), *callbacks],
-        checks=jddp.Checks(on_spike="skip"),
-    )
+    plan = {"eval_every_steps": Epochs(0.2), "save_every_steps": 7, "log_every_steps": 3}
+    plan |= {"callbacks": [stopping, jddp.KeepBest(), *callbacks], "evaluate": [make_batch(16)]}
+    plan |= {"checks": jddp.Checks(on_spike="skip"), "run_dir": run_dir}
+    return jddp.fit(ADAPTIVE(), batches, num_steps=90, **plan)
 
 
 @pytest.fixture(scope="module")

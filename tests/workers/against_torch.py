@@ -24,14 +24,9 @@ OPTIONS = {
 SIZES = {
     "mlp": {"sizes": (12, 32, 32, NUM_CLASSES)},
     "conv_net": {"widths": (3, 8, 16), "num_classes": NUM_CLASSES},
-    "gpt": {
-        "vocab_size": VOCABULARY,
-        "num_layers": 2,
-        "num_heads": 2,
-        "width": 16,
-        "max_length": LENGTH,
-    },
+    "gpt": {"num_layers": 2, "num_heads": 2, "width": 16},
 }
+SIZES["gpt"] |= {"vocab_size": VOCABULARY, "max_length": LENGTH}
 
 
 class ConvNet(nn.Module):
@@ -53,13 +48,8 @@ OPTIMIZERS = {
 
 
 def make_case(model, optimizer, bucket_mb=25, masked=False):
-    return {
-        "model": model,
-        "sizes": SIZES[model],
-        "optimizer": (optimizer, OPTIONS[optimizer]),
-        "bucket_mb": bucket_mb,
-        "masked": masked,
-    }
+    of_model = {"model": model, "sizes": SIZES[model], "bucket_mb": bucket_mb, "masked": masked}
+    return of_model | {"optimizer": (optimizer, OPTIONS[optimizer])}
 
 
 CASES = {f"{model}_{name}": make_case(model, name) for model in SIZES for name in OPTIMIZERS}
@@ -109,15 +99,10 @@ def train_case(folder, name, **options):
         dict(np.load(folder / f"{name}.{what}.npz")) for what in ("batches", "start")
     )
     optimizer, settings = case["optimizer"]
-    ddp = jddp.DataParallel(
-        MODELS[case["model"]](**case["sizes"]),
-        OPTIMIZERS[optimizer](**settings),
-        loss_fn,
-        reduction=jddp.Reduction(
-            bucket_mb=case["bucket_mb"], layout="flat" if case["bucket_mb"] < 1 else "auto"
-        ),
-        **options,
-    )
+    model, optimizer = MODELS[case["model"]](**case["sizes"]), OPTIMIZERS[optimizer](**settings)
+    layout = "flat" if case["bucket_mb"] < 1 else "auto"
+    reduction = jddp.Reduction(bucket_mb=case["bucket_mb"], layout=layout)
+    ddp = jddp.DataParallel(model, optimizer, loss_fn, reduction=reduction, **options)
     state = ddp.init(params=unflatten_dict(params, sep="/"))
     parts = np.split(np.arange(ROWS), jax.process_count())[jax.process_index()]
     losses = []

@@ -74,18 +74,10 @@ def train_everything(folder, process_index, num_processes):
     keep(folder / f"own_{process_index}.npz", extra | own.evaluate(state, parts), state)
 
     def fit(*callbacks, ddp=ddp, run_dir=folder / "run"):
-        return jddp.fit(
-            ddp,
-            batches(),
-            num_steps=4,
-            seed=3,
-            evaluate=eval_batches(ArrayExamples(TEST), global_batch_size=8, **share),
-            run_dir=run_dir,
-            callbacks=callbacks,
-            log_every_steps=1,
-            eval_every_steps=2,
-            save_every_steps=2,
-        )
+        test = eval_batches(ArrayExamples(TEST), global_batch_size=8, **share)
+        plan = {"log_every_steps": 1, "eval_every_steps": 2, "save_every_steps": 2}
+        plan |= {"evaluate": test, "callbacks": callbacks, "run_dir": run_dir}
+        return jddp.fit(ddp, batches(), num_steps=4, seed=3, **plan)
 
     try:
         fit(BreakOff())
