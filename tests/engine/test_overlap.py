@@ -5,10 +5,10 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+import tiny
 from flax import linen as nn
-from tiny import MLP, MODELS, Of, loss_fn, make_batch
+from tiny import MODELS, Of, make_batch
 
 import jddp
 from jddp.reduce.backward import trace_backward
@@ -19,9 +19,7 @@ BYTES = 1 / 2**20
 def wrapped(model=None, *, bucket=200, layout="flat", overlap=True, **options):
     sizes = [x * BYTES for x in np.atleast_1d(bucket)]
     reduction = jddp.Reduction(bucket_mb=sizes, layout=layout, overlap=overlap)
-    return jddp.DataParallel(
-        model or MLP(), optax.sgd(0.1), loss_fn, reduction=reduction, **options
-    )
+    return tiny.wrapped(model, reduction=reduction, **{"mesh": None, **options})
 
 
 def params():
@@ -116,7 +114,5 @@ def test_a_bucket_leaves_where_its_last_gradient_is_made():
 
 def test_on_gpus_nothing_is_packed_for_a_single_one(monkeypatch):
     monkeypatch.setattr("jddp.reduce.reducer.GPUS", ("cpu",))
-    assert [wrapped(mesh=num, overlap="auto").steps.spec.backward.overlaps for num in (1, 2)] == [
-        False,
-        True,
-    ]
+    steps = [wrapped(mesh=num, overlap="auto").steps for num in (1, 2)]
+    assert [x.spec.backward.overlaps for x in steps] == [False, True]
