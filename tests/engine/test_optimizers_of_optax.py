@@ -103,33 +103,30 @@ def shampoo():
     return optax.GradientTransformation(init, update)
 
 
-def is_large(params):
-    return jax.tree.map(lambda x: x.size > 9, params)
-
-
-def by_layer(params):
-    return {name: "kept" if name == "last" else "moved" for name in params}
-
-
-def kinds(params):
-    return jax.tree.map(lambda x: "a" if x.ndim > 1 else "b", params)
+def of_each(function):
+    """A function of parameters, which is one of each array."""
+    return lambda params: jax.tree.map(function, params)
 
 
 LAST = {"head": ParameterGroup(["last/.*"], optax.sgd(0.1, momentum=0.9))}
 OWN = {
     "adamw with a mask": optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask),
-    "adamw with a mask by size": optax.adamw(0.05, eps=1e-3, mask=is_large),
+    "adamw with a mask by size": optax.adamw(0.05, eps=1e-3, mask=of_each(lambda x: x.size > 9)),
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "a schedule": optax.adam(optax.cosine_decay_schedule(1e-2, 4), eps=1e-3),
     "muon": muon(),
-    "two in one": optax.multi_transform({"a": optax.adam(1e-2), "b": optax.set_to_zero()}, kinds),
+    "two in one": optax.multi_transform(
+        {"a": optax.adam(1e-2), "b": optax.set_to_zero()},
+        of_each(lambda x: "a" if x.ndim > 1 else "b"),
+    ),
     "hyperparameters in the state": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
     "a plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
     "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
     "steps of muon": optax.MultiSteps(muon(), 2),
     "groups": by_group(LAST, optax.adam(1e-2)),
     "muon and parameters that stay": optax.partition(
-        {"moved": muon(), "kept": optax.set_to_zero()}, by_layer
+        {"moved": muon(), "kept": optax.set_to_zero()},
+        lambda params: {name: "kept" if name == "last" else "moved" for name in params},
     ),
     "muon of another first step": muon(preconditioning="schatten"),
     "muon with a rate in its state": optax.inject_hyperparams(
@@ -255,9 +252,7 @@ WHOLE = {
     "lars": optax.lars(0.1),
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "clip_by_global_norm": optax.clip_by_global_norm(1.0),
-    "a mask by size": optax.adamw(
-        0.1, mask=lambda params: jax.tree.map(lambda x: x.size > 20, params)
-    ),
+    "a mask by size": optax.adamw(0.1, mask=of_each(lambda x: x.size > 20)),
     "shapes written down": of_matrix(lambda x, d: x.reshape(2, 12).reshape(4, 6)),
     "a number of the shape": of_matrix(lambda x, d: x * sum(x.shape)),
     "the length of a loop": of_matrix(

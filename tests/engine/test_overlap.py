@@ -26,10 +26,6 @@ def params():
     return {"first": jnp.ones((3, 3)), "last": jnp.ones((3, 2)), "unused": jnp.ones(2)}
 
 
-def two_layers(params, x):
-    return (jnp.tanh(x @ params["first"]) @ params["last"]).sum()
-
-
 def traced(loss, *args):
     def backward(params, *args):
         _, pullback = jax.vjp(lambda params: loss(params, *args), params)
@@ -40,29 +36,27 @@ def traced(loss, *args):
     return found[0]
 
 
-def test_gradients_are_ready_with_their_last_summand_and_what_is_unused_never():
+def test_gradients_are_ready_with_their_last_summand_in_calls_too_and_unused_ones_never():
     """The tree is in the alphabet's order, which is not the network's."""
 
     def tied(params, x):
         return (jnp.tanh(x @ params["first"]) @ params["first"].T @ params["last"]).sum()
 
-    once, last, unused = traced(two_layers, params(), jnp.ones((5, 3))).ready
-    assert last < once
-    assert unused is None
+    def two_layers(params, x):
+        return (jnp.tanh(x @ params["first"]) @ params["last"]).sum()
+
+    # Of one call, which is not opened, all gradients would be ready only at its end.
+    for run in (two_layers, jax.jit(lambda *given: jax.jit(two_layers)(*given))):
+        backward = traced(run, params(), jnp.ones((5, 3)))
+        once, last, unused = backward.ready
+        assert last < once
+        assert unused is None
+        assert "jit" not in {eqn.primitive.name for eqn in backward.traced.eqns}
     first, last, _ = traced(tied, params(), jnp.ones((5, 3))).ready
     assert last < first
     assert first > once
     # The cotangent itself is ready at once.
     assert traced(lambda params: params["w"], {"w": jnp.float32(3)}).ready == (0,)
-
-
-def test_calls_of_jitted_functions_are_opened():
-    """As one call, all of its gradients would be ready only at its end."""
-    inner = jax.jit(lambda params, x: jnp.tanh(x @ params["first"]) @ params["last"])
-    twice = jax.jit(lambda params, x: inner(params, x).sum())
-    backward = traced(twice, params(), jnp.ones((5, 3)))
-    assert backward.ready[1] < backward.ready[0]
-    assert "jit" not in {eqn.primitive.name for eqn in backward.traced.eqns}
 
 
 def test_the_plan_follows_the_network_and_not_the_alphabet():

@@ -64,11 +64,8 @@ def evaluated(num_processes):
     examples = ArrayExamples({"x": np.arange(NUM_EXAMPLES)})
     share = {"global_batch_size": BATCH, "num_processes": num_processes}
     readers = [eval_batches(examples, process_index=x, **share) for x in range(num_processes)]
-    return hash_of(*(np.concatenate(step) for step in zip(*map(list_of_x, readers), strict=True)))
-
-
-def list_of_x(batches):
-    return [batch["x"] for batch in batches]
+    steps = zip(*readers, strict=True)
+    return hash_of(*(np.concatenate([batch["x"] for batch in step]) for step in steps))
 
 
 def _image_folder(folder):

@@ -83,16 +83,11 @@ def test_griffe_reports_what_a_renamed_argument_breaks():
     assert [line for line in shown if "fit(num_steps)" in line and "removed" in line], shown
 
 
-def is_of_two(name):
-    return resumed.RUNS[name][1] == 2
+OF_TWO = [pytest.mark.processes, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=[pytest.mark.processes, pytest.mark.slow] if is_of_two(x) else [])
-        for x in resumed.RUNS
-    ],
+    "name", [pytest.param(x, marks=OF_TWO * (y[1] == 2)) for x, y in resumed.RUNS.items()]
 )
 def test_a_stored_run_resumes_to_the_losses_that_it_had(name, tmp_path):
     with zipfile.ZipFile(STORED / "runs.zip") as runs:

@@ -37,10 +37,6 @@ def weight(module, *shape):
     return module.param("w", nn.initializers.normal(), shape)
 
 
-def own_arithmetic(module, t, x):
-    return sines(t), sines(t) * weight(module, 1, 8) + nn.Dense(8)(x).mean(1)
-
-
 def layers(module, t, x):
     seen = sines(t)
     h = nn.Conv(8, (3,))(x) + nn.Dense(8)(seen)[:, None]
@@ -58,7 +54,13 @@ class Rates(nnx.Module):
         return seen, self.first(seen) + self.other(x).mean(1)
 
 
-SEEING = {"own": lambda: Of(own_arithmetic), "layers": lambda: Of(layers), "nnx": Rates}
+SEEING = {
+    "own": lambda: Of(
+        lambda m, t, x: (sines(t), sines(t) * weight(m, 1, 8) + nn.Dense(8)(x).mean(1))
+    ),
+    "layers": lambda: Of(layers),
+    "nnx": Rates,
+}
 
 
 def squares(model, batch):
@@ -87,10 +89,6 @@ def test_inputs_are_float32_until_a_product_and_all_products_are_narrow(make, pr
     assert kinds == {{"bfloat16": "bf16", "float16": "f16"}[precision]}
 
 
-def own_product(module, t, x):
-    return multiples(t), multiples(t) @ weight(module, 8, 3)
-
-
 class Cell(nn.Module):
     @nn.compact
     def __call__(self, h, x):
@@ -103,7 +101,13 @@ def float32_carry(module, t, x):
     return multiples(t), layers()(jnp.zeros((len(x), 8)), x)[0]
 
 
-@pytest.mark.parametrize("body", swept([own_product, float32_carry], every=2))
+WIDE = {
+    "a product": lambda m, t, x: (multiples(t), multiples(t) @ weight(m, 8, 3)),
+    "a carry": float32_carry,
+}
+
+
+@pytest.mark.parametrize("body", swept(WIDE, every=2))
 def test_inputs_are_cast_before_a_model_that_could_not_be_traced_or_would_be_wide_without(body):
     text, seen = run_seeing(wrapped(Of(body), loss=squares, precision="bfloat16"))
     assert len(np.unique(seen, axis=0)) == 3
