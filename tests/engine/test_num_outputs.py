@@ -197,14 +197,11 @@ def test_a_sample_is_in_the_terminal_the_records_and_the_page_and_is_that_of_pre
     assert page.index("step 4</p><pre>aba") < page.index("step 2</p>")
 
 
-@pytest.mark.parametrize(
-    "batches, message",
-    [
+def test_a_model_of_no_language_is_refused():
+    for batches, message in (
         ([make_batch(8)], "sample_text continues tokens, and the evaluation has x, y. Leave"),
         (iter([make_batch(8)]), "evaluate= is an iterator, which can be read only once. Give"),
-    ],
-)
-def test_a_model_of_no_language_is_refused(batches, message):
-    options = {"evaluate": batches, "callbacks": [SampleText("a")]}
-    with pytest.raises(ConfigError, match=message):
-        jddp.fit(wrapped(), [make_batch(8)], num_steps=1, **options)
+    ):
+        options = {"evaluate": batches, "callbacks": [SampleText("a")]}
+        with pytest.raises(ConfigError, match=message):
+            jddp.fit(wrapped(), [make_batch(8)], num_steps=1, **options)

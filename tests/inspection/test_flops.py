@@ -93,15 +93,14 @@ def test_what_the_backward_pass_computes_again_is_not_counted(is_scanned):
     assert backward(again, X, W) == backward(kept, X, W) == {"tf32": 2 * 6 * 2 * 2 * 3 * 3}
 
 
-@pytest.mark.parametrize(
-    "padding, stride, groups", [("SAME", 1, 1), ("VALID", 2, 1), ("SAME", 2, 4)]
-)
+CONVOLUTIONS = [("SAME", 1, 1), ("VALID", 2, 1), ("SAME", 2, 4)]
+
+
+@pytest.mark.parametrize("padding, stride, groups", CONVOLUTIONS)
 def test_both_gradients_of_a_convolution_cost_as_much_as_itself(padding, stride, groups):
     def convolve(x, kernel):
-        numbers = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(
-            x, kernel, (stride,) * 2, padding, dimension_numbers=numbers, feature_group_count=groups
-        )
+        numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": groups}
+        return jax.lax.conv_general_dilated(x, kernel, (stride,) * 2, padding, **numbers)
 
     x, kernel = F32((2, 12, 12, 4)), F32((3, 3, 4 // groups, 8))
     _, *places, _ = jax.eval_shape(convolve, x, kernel).shape

@@ -187,27 +187,25 @@ def test_a_hook_that_does_nothing_sends_nothing(place):
 PLANE = Of(lambda m, x: m.param("w", nn.initializers.zeros, (2, 2)).sum() * x)
 
 
-def ranks(model, batch):
-    return model(batch["rank"])
-
-
 RANKS = {"rank": np.arange(4, dtype=np.float32)}
 
 
-MEAN = stateless(lax.pmean)
-TEN_TIMES_HALF = stateless(lambda b, axis: scaled(scaled(lax.pmean(b, axis), 10), 0.5))
-OF_ITS_OWN = stateless(lambda b, axis: jax.tree.map(lambda x: jnp.full_like(x, 2), b))
+RETURNED = {
+    "mean": (lax.pmean, 1.5),
+    "HK-3, ten times and by two": (
+        lambda b, axis: scaled(scaled(lax.pmean(b, axis), 10), 0.5),
+        7.5,
+    ),
+    "HK-4, of its own": (lambda b, axis: jax.tree.map(lambda x: jnp.full_like(x, 2), b), 2.0),
+}
 
 
 @in_both_places
-@pytest.mark.parametrize(
-    "hook, gradient",
-    [(MEAN, 1.5), (TEN_TIMES_HALF, 7.5), (OF_ITS_OWN, 2.0)],
-    ids=["mean", "HK-3, ten times and by two", "HK-4, of its own"],
-)
-def test_what_a_hook_returns_is_the_gradient(hook, gradient, place):
+@pytest.mark.parametrize("reduce, gradient", RETURNED.values(), ids=RETURNED)
+def test_what_a_hook_returns_is_the_gradient(reduce, gradient, place):
+    hook = stateless(reduce)
     options = joined(place, reduction=jddp.Reduction(hook=hook))
-    ddp = wrapped(PLANE, ranks, optimizer=optax.sgd(1.0), **options)
+    ddp = wrapped(PLANE, lambda m, b: m(b["rank"]), optimizer=optax.sgd(1.0), **options)
     state, _ = ddp.step(ddp.init(0, RANKS), RANKS)
     np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -gradient))
 
@@ -219,10 +217,8 @@ def test_before_it_begins_powersgd_is_no_hook(feedback, warm, rank, place):
     """HK-2: three steps before the start, one behind it."""
     options = {"error_feedback": feedback, "warm_start": warm, "rank": rank}
     hook = jddp.powersgd(start_step=3, min_compression_rate=0.1, **options)
-    ends = [
-        wrapped(Net(), **joined(PLACES[place], reduction=jddp.Reduction(hook=x)))
-        for x in (hook, None)
-    ]
+    reductions = (jddp.Reduction(hook=x) for x in (hook, None))
+    ends = [wrapped(Net(), **joined(PLACES[place], reduction=x)) for x in reductions]
     states = [start(ddp, make_rows()) for ddp in ends]
     for i in range(4):
         states = [ddp.step(s, make_rows(seed=i))[0] for ddp, s in zip(ends, states, strict=True)]

@@ -173,23 +173,21 @@ def test_buckets_average_exactly_like_single_leaves(mesh, bucket_bytes, layout, 
     equal(got, {name: x.mean(0).astype(x.dtype) for name, x in tree.items()})
 
 
-@pytest.mark.parametrize(
-    ("num_leaves", "options", "num_arrays"),
-    [
+def test_many_small_leaves_are_sent_alone_within_a_process_of_cpus():
+    for num_leaves, options, num_arrays in (
         (MANY, {}, 1),
         (MANY + 1, {}, MANY + 1),  # of one shape, for which one kernel is compiled
-        (MANY + 1, {"on_network": True}, 1),
-        (MANY + 1, {"platform": "gpu"}, 1),
-        (MANY + 1, {"layout": "flat"}, 1),
-    ],
-)
-def test_many_small_leaves_are_sent_alone_within_a_process_of_cpus(num_leaves, options, num_arrays):
-    chosen = {"layout": "leaf", "hook": None, "platform": "cpu", "on_network": False, **options}
-    packing, _, _ = choose_packing(**chosen, is_sharded=False)
-    (bucket,) = plan_buckets([np.float32(0)] * num_leaves, bucket_bytes=MIB).buckets
-    members = packing.members(bucket)
-    assert len(members) == num_arrays
-    assert sorted(i for each in members for i in each) == list(range(num_leaves))
+        *(
+            (MANY + 1, x, 1)
+            for x in ({"on_network": True}, {"platform": "gpu"}, {"layout": "flat"})
+        ),
+    ):
+        chosen = {"layout": "leaf", "hook": None, "platform": "cpu", "on_network": False, **options}
+        packing, _, _ = choose_packing(**chosen, is_sharded=False)
+        (bucket,) = plan_buckets([np.float32(0)] * num_leaves, bucket_bytes=MIB).buckets
+        members = packing.members(bucket)
+        assert len(members) == num_arrays
+        assert sorted(i for each in members for i in each) == list(range(num_leaves))
 
 
 def test_auto_is_flat_and_overlapped_on_gpus_and_leaf_and_not_elsewhere():
