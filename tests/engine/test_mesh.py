@@ -141,18 +141,6 @@ def test_replicas_that_differ_in_one_bit_have_other_rows():
     assert (differs != differs[0]).tolist() == [False, False, True, False]
 
 
-def test_the_digest_of_known_words_is_what_its_definition_says():
-    def mix(word, place):
-        mixed = (word * 0x9E3779B1 + place * 0x85EBCA77) % 2**32
-        mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D % 2**32
-        mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B % 2**32
-        return mixed ^ (mixed >> 16)
-
-    words = np.random.default_rng(1).integers(0, 2**32, 100, dtype=np.uint32)
-    want = sum(mix(int(w), place) for place, w in enumerate(words)) % 2**32
-    assert word(words) == f"{want:08x}"
-
-
 def test_small_arrays_that_are_alike_are_digested_at_once_each_as_if_alone():
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=shape).astype(np.float32) for shape in [(), (4, 3), ()] * 5]
