@@ -156,7 +156,7 @@ class CheckpointFolder:
         text = json.dumps({**beside, "step": step}, default=_number_or_text) + "\n"
         shapes = jax.tree.map(_shape, arrays)
         snapshot = Snapshot(step, shapes, digests(arrays), reader.layouts_of(state, layouts), text)
-        reason, parts = "", list[Any]()
+        reason, parts = "", list[ocp.future.Future]()
         if self._is_apart:
             arrays = _replicated(arrays)
         try:
@@ -173,19 +173,21 @@ class CheckpointFolder:
     def _folder(self, step: int) -> Path:
         return self._directory / f"{step}.new"
 
-    def _copy(self, folder: Path, arrays: DeviceArrays) -> list[Any]:
+    def _copy(self, folder: Path, arrays: DeviceArrays) -> list[ocp.future.Future]:
         """Copies arrays to the host, and returns the futures of writing them."""
         written = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses empty arrays.
         arguments = ocp.args.PyTreeSave(written, ocdbt_target_data_file_size=FILE_BYTES)
 
-        def begin() -> list[Any]:
+        def begin() -> list[ocp.future.Future]:
             save = self._handler.async_save(epath.Path(folder), args=arguments)
             return self._loop.run_until_complete(save) or []
 
         # It runs in another thread: a notebook runs its own event loop in this one.
         return self._thread.submit(begin).result()
 
-    def _finish(self, saved: Snapshot, parts: list[Any], reason: str) -> FileSystemError | None:
+    def _finish(
+        self, saved: Snapshot, parts: list[ocp.future.Future], reason: str
+    ) -> FileSystemError | None:
         """Completes a checkpoint when its parts are written; returns the error if it cannot.
 
         Args:
