@@ -37,28 +37,21 @@ def logits_of(model, batch, train):
     return {"logits": model(batch["x"], train=train), "label": batch["y"]}
 
 
-def test_a_run_evaluates_and_predicts_with_its_own_batches_or_with_others():
-    run, other = fit(), make_batch(16, seed=5)
-    assert run.evaluate()["loss"] == run.eval_metrics["loss"]
-    assert run.evaluate([other])["examples"] == 16
-    assert run.predict([{"x": other["x"]}]).shape == (16, 4)
-    assert run.predict().shape == (13, 4)
-    with pytest.raises(UsageError, match="has no evaluation batches"):
-        fit(evaluate=None).evaluate()
-
-
 def test_a_run_stays_usable_when_another_starts_from_its_state():
     first = fit(2)
-    before = first.evaluate()
-    batches = [make_batch(seed=seed) for seed in range(2, 4)]
+    before, batches = first.evaluate(), make_batches(4, rows=16)[2:]
     second = jddp.fit(wrapped(mesh=8), batches, num_steps=4, state=first.state)
     assert first.evaluate() == before
     assert len(first.predict(function=logits_of)["label"]) == 13
     assert_same(second.state, fit(4).state)
 
 
-def test_a_run_remembers_its_records_and_draws_a_panel_for_the_loss_and_for_each_metric():
-    run = fit()
+def test_a_run_evaluates_predicts_remembers_its_records_and_draws_a_panel_for_each_metric():
+    run, other = fit(), make_batch(16, seed=5)
+    assert run.evaluate()["loss"] == run.eval_metrics["loss"]
+    assert run.evaluate([other])["examples"] == 16
+    assert run.predict([{"x": other["x"]}]).shape == (16, 4)
+    assert run.predict().shape == (13, 4)
     steps = [f"{record['step']} {record['split']}" for record in run.history]
     assert steps == ["1 train", "2 train", "2 eval", "3 train", "4 train", "4 eval"]
     assert run.history[-2:] == [run.metrics, run.eval_metrics]
@@ -68,8 +61,10 @@ def test_a_run_remembers_its_records_and_draws_a_panel_for_the_loss_and_for_each
     lines = {line.get_label(): line.get_xdata().tolist() for line in figure.axes[0].lines}
     assert lines == {"train": [1, 2, 3, 4], "eval": [2, 4]}
     ddp = wrapped()
-    with pytest.raises(UsageError, match="no record yet"):
-        jddp.Run(ddp, ddp.init(0, make_batch())).plot()
+    begun = jddp.Run(ddp, ddp.init(0, make_batch()))
+    for call, message in ((begun.plot, "no record yet"), (begun.evaluate, "no evaluation batches")):
+        with pytest.raises(UsageError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("model", [ConvNet(), NnxConvNet(nnx.Rngs(0))], ids=["linen", "nnx"])
@@ -388,8 +383,7 @@ def test_a_signal_says_which_records_are_lost_and_the_run_is_saved(ddp, tmp_path
         (tmp_path / "metrics.jsonl").mkdir()
         signal.raise_signal(signal.SIGTERM)
 
-    run = fit_in(tmp_path, ddp, callbacks=[at(2, stop)])
-    assert run.interrupted == "SIGTERM"
+    assert fit_in(tmp_path, ddp, callbacks=[at(2, stop)]).interrupted == "SIGTERM"
     assert "metrics.jsonl: cannot be written: Is a directory. The records of step" in caplog.text
 
 
