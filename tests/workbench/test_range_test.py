@@ -55,10 +55,10 @@ def test_a_job_is_tested_until_its_loss_diverges_and_nothing_is_kept(tmp_path, m
 
 
 LARGE = """
-from workers import search
+from workers import mine
 
 def points():
-    return tuple({name: 30 * x for name, x in rows.items()} for rows in search.points())
+    return tuple({name: 30 * x for name, x in rows.items()} for rows in mine.points())
 """
 
 

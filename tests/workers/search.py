@@ -7,36 +7,19 @@ from pathlib import Path
 import jax
 import numpy as np
 import optuna
-from flax import linen as nn
 
 import jddp
 from jddp.workbench.objective import objective
 
 CONFIG = {
     "seed": 0,
-    "data": {"target": "workers.search:points", "global_batch_size": 8},
-    "model": {"target": "workers.search:Line"},
-    "loss": {"target": "workers.search:squared_error"},
+    "data": {"target": "workers.mine:points", "global_batch_size": 8},
+    "model": {"target": "flax.linen:Dense", "kwargs": {"features": 1}},
+    "loss": {"name": "mean_squared_error"},
     "optimizer": {"name": "sgd", "schedule": {"name": "constant_schedule"}},
     "train": {"num_steps": 6, "eval_every_steps": 2},
     "mesh": {"num_devices": 2},
 }
-
-
-class Line(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(1)(x)
-
-
-def points():
-    x = np.linspace(-1, 1, 40, dtype=np.float32).reshape(-1, 2)
-    both = {"x": x, "y": 2 * x[:, :1]}
-    return both, {name: rows[:7] for name, rows in both.items()}
-
-
-def squared_error(model, batch):
-    return ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
 
 
 def suggest(trial):
