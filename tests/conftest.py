@@ -1,9 +1,4 @@
-"""Every test runs on eight virtual CPU devices, with no rank promotion and no warning.
-
-Tests trace and compile much and compute little, which the settings below make cheap.
-
-`JAX_PLATFORMS=cuda scripts/test -m gpu` runs the tests of real devices instead.
-"""
+"""Tests run on eight virtual CPU devices; `JAX_PLATFORMS=cuda scripts/test -m gpu` on real ones."""
 
 import gc
 import os

@@ -76,17 +76,16 @@ def test_any_checkpoint_is_opened_with_either_parameters(of_objects):
 
 def test_what_a_run_of_objects_does_not_keep_is_asked_for(of_objects):
     run, model = of_objects
-    with pytest.raises(ConfigError if run.config else UsageError, match="'note'|Give model="):
-        jddp.open_run(run.run_dir)
     opened = jddp.open_run(run.run_dir, model=model)
-    with pytest.raises(UsageError, match="does not save its loss. Give loss_fn="):
-        opened.evaluate(OTHER)
-    with pytest.raises(UsageError, match="has no evaluation batches"):
-        opened.evaluate()
-    with pytest.raises(UsageError, match="is read-only"):
-        opened.save()
-    with pytest.raises(UsageError, match="is no run directory"):
-        jddp.open_run(run.run_dir / "logs")
+    for message, call in (
+        ("Give model=", lambda: jddp.open_run(run.run_dir)),
+        ("does not save its loss. Give loss_fn=", lambda: opened.evaluate(OTHER)),
+        ("has no evaluation batches", opened.evaluate),
+        ("is read-only", opened.save),
+        ("is no run directory", lambda: jddp.open_run(run.run_dir / "logs")),
+    ):
+        with pytest.raises(UsageError, match=message):
+            call()
 
 
 def test_another_model_and_other_rows_are_refused_in_one_line(of_objects):
@@ -252,10 +251,10 @@ def test_mistakes_of_predict_are_one_line_with_a_code(here, capsys):
 def test_code_that_a_run_directory_names_is_imported_only_where_it_is_trusted(here, capsys):
     config = Config(**jddp.open_run("run").config | {name: OWN[name] for name in ("loss", "data")})
     Path("run/config.yaml").write_text(dump_values(config.model_dump()))
-    opened = jddp.open_run("run")
-    assert opened.predict([{"image": np.ones((3, 2, 2, 1), np.float32)}]).shape == (3, 10)
+    opened, rows = jddp.open_run("run"), [{"image": np.ones((3, 2, 2, 1), np.float32)}]
+    assert opened.predict(rows).shape == (3, 10)
     with pytest.raises(UsageError, match="loss.target 'mine:abs.* Give loss_fn=; or trust="):
-        opened.evaluate([{"image": np.ones((3, 2, 2, 1), np.float32)}])
+        opened.evaluate(rows)
     with pytest.raises(UsageError, match="data.target 'mine:points', .* Give batches; or trust="):
         opened.evaluate()
     assert "mine" not in sys.modules
