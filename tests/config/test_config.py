@@ -157,15 +157,12 @@ def test_what_comes_from_python_has_dotted_keys_or_sections_and_obeys_the_same_r
         Config()
 
 
-def test_every_key_says_what_it_means_and_every_shipped_config_opens_with_its_result_and_command():
+def test_every_key_says_what_it_means_and_every_shipped_config_its_command():
     assert all(field.description for field in keys_of(Config).values())
     folder = Path(jddp.config.__file__).parents[2] / "configs"
     for path in folder.glob("*.yaml"):
         load_config([str(path)])
-        about, command, first = path.read_text().splitlines()[:3]
-        assert about.startswith("# ")
-        assert f"--config configs/{path.name}" in command
-        assert first == "train:"
+        assert f"--config configs/{path.name}" in path.read_text()
 
 
 PATHS = ("data.dir", "data.sample_weights", "model.init_from")

@@ -228,12 +228,6 @@ def test_images_in_folders_have_the_class_of_their_folder(folder):
     assert source.load().sha256 != data.sha256
 
 
-def test_an_image_that_does_not_decode_is_named(folder):
-    (folder / "train" / "dark" / "a.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"dark/a\.png: not a whole image"):
-        rows_of(source_in(folder).load().train)
-
-
 @pytest.mark.parametrize(
     ("message", "options", "change"),
     [

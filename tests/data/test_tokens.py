@@ -52,16 +52,7 @@ def tokens_in(folder, train, **kwargs):
     np.save(folder / "train.npy", train)
     np.save(folder / "test.npy", np.arange(9, dtype=np.uint32))
     kwargs = {"sequence_length": 4, "vocab_size": 21} | kwargs
-    source = make_source("tokens", directory=str(folder), kwargs=kwargs)
-    data = source.load()
-    assert spec_of(data.train) == spec_of(data.test) == source.spec
-    return rows_of(data.train)["tokens"], rows_of(data.test)["tokens"]
-
-
-def test_a_directory_of_tokens_yields_windows(tmp_path):
-    train, test = tokens_in(tmp_path, SHARD)
-    assert (len(train), len(test)) == (5, 2)
-    assert train[4].tolist() == [16, 17, 18, 19, 20]
+    return make_source("tokens", directory=str(folder), kwargs=kwargs)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +67,14 @@ def test_a_directory_of_tokens_yields_windows(tmp_path):
 )
 def test_tokens_that_cannot_be_read_are_refused_by_file_and_place(tmp_path, train, kwargs, message):
     with pytest.raises(DataError, match=rf"train\.npy: {message}"):
-        tokens_in(tmp_path, train, **kwargs)
+        tokens_in(tmp_path, train, **kwargs).load()
 
 
-def test_windows_predict_each_token_of_each_shard_once():
+def test_windows_predict_each_token_of_each_shard_once(tmp_path):
+    source = tokens_in(tmp_path, SHARD)
+    data = source.load()
+    assert spec_of(data.train) == spec_of(data.test) == source.spec
+    assert (len(data.train), len(data.test)) == (5, 2)
     shards = np.arange(11, dtype=np.uint16), np.arange(100, 103), np.arange(200, 209)
     rows = rows_of(TokenExamples(*shards, sequence_length=4))
     assert rows["tokens"].tolist() == [[*range(i, i + 5)] for i in (0, 4, 200, 204)]

@@ -204,30 +204,20 @@ def test_something_else_in_the_place_of_a_file_of_the_run_is_a_file_system_error
     directory, path = prepared(tmp_path), tmp_path / name
     path.unlink(missing_ok=True)
     path.write_text("") if name == "logs" else path.mkdir()
-    with (
-        refused(FileSystemError, name),
-        directory.held(CONFIG, MANIFEST),
-        directory.logging(0),
-    ):
+    with refused(FileSystemError, name), directory.held(CONFIG, MANIFEST), directory.logging(0):
         directory.metrics.resume_at(1)
 
 
 @pytest.fixture
-def as_somebody():
-    """Calls a function with a folder of a user who is not root, to whom permissions apply."""
+def folder_of_somebody():
+    """A folder of a user who is not root, to whom permissions apply."""
     with tempfile.TemporaryDirectory() as folder:
-
-        def call(function):
-            if os.geteuid() != 0:
-                return function(Path(folder))
+        if is_root := os.geteuid() == 0:
             os.chown(folder, 54321, -1)
             os.setresuid(54321, 54321, 0)
-            try:
-                return function(Path(folder))
-            finally:
-                os.setresuid(0, 0, 0)
-
-        yield call
+        yield Path(folder)
+        if is_root:
+            os.setresuid(0, 0, 0)
 
 
 UNUSABLE = {
@@ -241,13 +231,10 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name, make", UNUSABLE.values(), ids=UNUSABLE)
-def test_a_run_directory_of_no_use_is_found_without_writing(as_somebody, name, make):
-    def check(folder):
-        make(path := folder / name)
-        with pytest.raises(FileSystemError, match=rf"^run\.dir {path}: .*Choose a folder"):
-            RunDirectory(path, is_writer=True).check_usable()
-
-    as_somebody(check)
+def test_a_run_directory_of_no_use_is_found_without_writing(folder_of_somebody, name, make):
+    make(path := folder_of_somebody / name)
+    with pytest.raises(FileSystemError, match=rf"^run\.dir {path}: .*Choose a folder"):
+        RunDirectory(path, is_writer=True).check_usable()
 
 
 def test_a_run_directory_that_no_disk_could_make_is_refused_and_one_it_can_left_as_is(tmp_path):
