@@ -6,6 +6,7 @@ import os
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from runs import contents
 
 from jddp.checkpoint import folders
@@ -67,37 +68,26 @@ def test_what_was_uploaded_is_fetched_elsewhere_as_far_as_it_is_kept(url):
     assert complete(url) == [30, 40]
 
 
-class Cut:
-    """A file system whose connection is cut after some number of writes."""
-
-    def __init__(self, files, num_writes):
-        self.files, self.num_writes = files, num_writes
-
-    def __getattr__(self, name):
-        found = getattr(self.files, name)
-        if name not in ("put_file", "rm_file"):
-            return found
-
-        def write(*arguments):
-            if self.num_writes == 0:
-                raise RuntimeError("Could not connect\nto the endpoint")
-            self.num_writes -= 1
-            found(*arguments)
-
-        return write
-
-
 @pytest.mark.parametrize("num_writes", range(9))
-def test_wherever_the_connection_is_cut_what_is_complete_is_whole(num_writes):
-    url = f"memory:///{next(NUMBERS)}"
+def test_wherever_the_connection_is_cut_what_is_complete_is_whole(monkeypatch, num_writes):
+    def cut(write):
+        def of_few(*arguments, **options):
+            if next(numbers) >= num_writes:
+                raise RuntimeError("Could not connect\nto the endpoint")
+            write(*arguments, **options)
+
+        return of_few
+
+    url, numbers = f"memory:///{next(NUMBERS)}", itertools.count()
     put(Remote(url), 10, keep=1)
     put(Remote(url), 20, "of a run that was begun anew", keep=2)
-    remote = Remote(url)
-    remote._files = Cut(remote._files, num_writes)
+    for name in ("put_file", "rm_file"):
+        monkeypatch.setattr(MemoryFileSystem, name, cut(getattr(MemoryFileSystem, name)))
     # Three files of the older 20 are removed, three are uploaded, and three of 10 are removed.
     done = "written" if num_writes < 6 else "cleared of old checkpoints"
     with pytest.raises(FileSystemError, match=f"{url} cannot be {done}: Could not connect$"):
-        put(remote, 20, keep=1)
+        put(Remote(url), 20, keep=1)
+    monkeypatch.undo()
     assert complete(url) == ([10, 20] if num_writes in (0, 6) else [20] if num_writes > 6 else [10])
     put(Remote(url), 20, "at last", keep=1)
     assert complete(url) == [20]
