@@ -171,19 +171,16 @@ def test_npy_directory_is_normalised_per_channel(tmp_path):
         image_examples(images, np.zeros(4, int)).take(np.array([1, 3]))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
+def test_bad_images_in_an_npy_directory_are_refused(tmp_path):
+    for damage, message in (
         ({"image_size": 9}, r"images of shape \(8, 8, 3\), .* ask for \(9, 9, 3\)"),
         ({"labels": np.zeros(6)}, "labels float64"),
         ({"dtype": np.int64}, "images are int64"),
         ({"num_train": 0}, "0 examples"),
         ({"mean": [0.5, 0.5]}, "mean has 2 numbers, but images have 3 channels"),
-    ],
-)
-def test_bad_images_in_an_npy_directory_are_refused(tmp_path, damage, message):
-    with pytest.raises(DataError, match=message):
-        npy_source(tmp_path, **damage).load()
+    ):
+        with pytest.raises(DataError, match=message):
+            npy_source(tmp_path, **damage).load()
 
 
 def test_sources_know_their_shapes_without_reading():

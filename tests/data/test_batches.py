@@ -149,9 +149,8 @@ def test_the_rows_of_a_limited_evaluation_are_spread_over_all_in_the_same_way_ea
     assert [len(batch["x"]) for batch in few.limited(3, 0)] == [10, 10, 5]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
+def test_batches_that_cannot_be_cut_are_refused():
+    for options, error, message in (
         ({"num_processes": 4}, ConfigError, "10 does not divide over 4 .* 8 and 12"),
         ({"num_processes": 2, "process_index": 2}, ConfigError, "process_index=2"),
         ({"seed": -1}, ConfigError, "seed -1"),
@@ -161,11 +160,9 @@ def test_the_rows_of_a_limited_evaluation_are_spread_over_all_in_the_same_way_ea
         ({"weights": np.ones(3)}, DataError, r"shape \(3,\) for 20 examples"),
         ({"weights": np.zeros(20)}, DataError, "weights"),
         ({"weights": np.arange(20) - 1.0}, DataError, "weights"),
-    ],
-)
-def test_batches_that_cannot_be_cut_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        train_batches(**{"examples": 20, "size": 10} | options)
+    ):
+        with pytest.raises(error, match=message):
+            train_batches(**{"examples": 20, "size": 10} | options)
 
 
 def test_wrong_arguments_are_refused_with_the_right_ones():

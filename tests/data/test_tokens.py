@@ -55,19 +55,16 @@ def tokens_in(folder, train, **kwargs):
     return make_source("tokens", directory=str(folder), kwargs=kwargs)
 
 
-@pytest.mark.parametrize(
-    ("train", "kwargs", "message"),
-    [
+def test_tokens_that_cannot_be_read_are_refused_by_file_and_place(tmp_path):
+    for shard, kwargs, message in (
         (SHARD, {"sequence_length": 21}, "21 tokens are too few"),
         (SHARD, {"vocab_size": 20}, "token 20 at 20 is not in 0 ... 19"),
         (SHARD.astype(int) - 3, {}, "token -3 at 0"),
         (SHARD.astype(int) + 2**31, {"vocab_size": None}, "token 2147483648 at 0"),
         (np.zeros((3, 3), np.uint16), {}, r"tokens are uint16\(3, 3\)"),
-    ],
-)
-def test_tokens_that_cannot_be_read_are_refused_by_file_and_place(tmp_path, train, kwargs, message):
-    with pytest.raises(DataError, match=rf"train\.npy: {message}"):
-        tokens_in(tmp_path, train, **kwargs).load()
+    ):
+        with pytest.raises(DataError, match=rf"train\.npy: {message}"):
+            tokens_in(tmp_path, shard, **kwargs).load()
 
 
 def test_windows_predict_each_token_of_each_shard_once(tmp_path):

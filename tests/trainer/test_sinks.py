@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from runs import at, calling
 from states import assert_same
-from tiny import make_batch, make_batches, wrapped
+from tiny import make_batch, make_batches
 
 import jddp
 from jddp.ground.errors import ConfigError
@@ -20,18 +20,10 @@ from jddp.trainer.reports import sinks
 from jddp.trainer.reports.sinks import GuardedSink, Start, choose_sinks
 from jddp.workbench.sinks import TensorBoard, WeightsAndBiases
 
-TESTS = [make_batch(8, seed=9)]
 
-
-@pytest.fixture(scope="module")
-def ddp():
-    return wrapped()
-
-
-def fit(ddp, num_steps=4, **options):
-    batches = make_batches(num_steps)
-    plan = {"log_every_steps": 1, "evaluate": TESTS, "eval_every_steps": 2}
-    return jddp.fit(ddp, batches, num_steps=num_steps, **plan | options)
+def fit(plain, num_steps=4, **options):
+    plan = {"log_every_steps": 1, "evaluate": [make_batch(8, seed=9)], "eval_every_steps": 2}
+    return jddp.fit(plain, make_batches(num_steps), num_steps=num_steps, **plan | options)
 
 
 class Kept:
@@ -48,13 +40,13 @@ class Kept:
         self.is_closed = True
 
 
-def test_a_run_goes_its_way_with_sinks_that_fail_or_change_records_and_one_gets_all(ddp, caplog):
+def test_a_run_goes_its_way_with_sinks_that_fail_or_change_records_and_one_gets_all(plain, caplog):
     def refuse(start):
         raise ValueError("no credentials")
 
-    want, kept, emptied = fit(ddp), Kept(), Kept(act=dict.clear)
+    want, kept, emptied = fit(plain), Kept(), Kept(act=dict.clear)
     broken = SimpleNamespace(log=refuse, close=lambda: refuse(None))
-    run = fit(ddp, sinks=[broken, emptied, kept, refuse])
+    run = fit(plain, sinks=[broken, emptied, kept, refuse])
     assert_same(run.state, want.state)
     assert kept.records == run.history
     assert (kept.is_closed, len(run.history), emptied.records) == (True, 6, [{}] * 6)
@@ -62,24 +54,24 @@ def test_a_run_goes_its_way_with_sinks_that_fail_or_change_records_and_one_gets_
     assert sorted(lost) == [f"sink {x}: 6 of 6 records lost" for x in ("SimpleNamespace", "refuse")]
 
 
-def test_a_sink_is_closed_also_where_training_fails_and_has_the_records_so_far(ddp):
+def test_a_sink_is_closed_also_where_training_fails_and_has_the_records_so_far(plain):
     kept = Kept()
     with pytest.raises(ZeroDivisionError):
-        fit(ddp, sinks=[kept], callbacks=[calling(on_eval=lambda run, metrics: 1 / 0)])
+        fit(plain, sinks=[kept], callbacks=[calling(on_eval=lambda run, metrics: 1 / 0)])
     assert kept.is_closed
     assert [x["split"] for x in kept.records] == ["train", "train", "eval"]
 
 
-def test_other_processes_than_the_first_have_no_sinks(ddp, monkeypatch):
+def test_other_processes_than_the_first_have_no_sinks(plain, monkeypatch):
     monkeypatch.setattr("jddp.trainer.reporter.jax.process_index", lambda: 1)
     made = []
-    fit(ddp, sinks=[made.append])
+    fit(plain, sinks=[made.append])
     assert not made
 
 
-def test_a_sink_that_needs_a_folder_is_refused_without_one(ddp):
+def test_a_sink_that_needs_a_folder_is_refused_without_one(plain):
     with pytest.raises(ConfigError, match="run_dir="):
-        jddp.fit(ddp, iter(()), num_steps=1, sinks=["tensorboard"])
+        jddp.fit(plain, iter(()), num_steps=1, sinks=["tensorboard"])
 
 
 def events(run_dir):
@@ -103,10 +95,10 @@ def expected(history, name):
     return {(x["step"], f"{name}/{x['split']}", np.float32(x[name])) for x in history}
 
 
-def test_tensorboard_shows_training_beside_evaluation_rates_and_the_config(ddp, tmp_path):
+def test_tensorboard_shows_training_beside_evaluation_rates_and_the_config(plain, tmp_path):
     config = {"model": {"width": 16}, "note": None}
     board = [lambda start: TensorBoard(start._replace(config=config))]
-    run = fit(ddp, run_dir=tmp_path, sinks=board)
+    run = fit(plain, run_dir=tmp_path, sinks=board)
     found = [*events(tmp_path)]
     values = scalars(found)
     for name in ("loss", "accuracy"):
@@ -116,12 +108,12 @@ def test_tensorboard_shows_training_beside_evaluation_rates_and_the_config(ddp, 
     assert text.tensor.string_val[0] == b"    model:\n      width: 16\n    note: null"
 
 
-def test_tensorboard_hides_the_steps_that_a_resumed_run_takes_again(ddp, tmp_path):
+def test_tensorboard_hides_the_steps_that_a_resumed_run_takes_again(plain, tmp_path):
     plan = {"run_dir": tmp_path, "sinks": ["tensorboard"]}
     with pytest.raises(ZeroDivisionError):
-        fit(ddp, 6, save_every_steps=2, callbacks=[at(4, lambda run: 1 / 0)], **plan)
+        fit(plain, 6, save_every_steps=2, callbacks=[at(4, lambda run: 1 / 0)], **plan)
     shutil.rmtree(tmp_path / "checkpoints" / "4")  # as if it had been killed
-    run = fit(ddp, 6, **plan)
+    run = fit(plain, 6, **plan)
     shown = []
     for event in events(tmp_path):
         if event.HasField("session_log"):  # as TensorBoard does
@@ -161,8 +153,8 @@ def sample(run, metrics):
 SAMPLING = {"callbacks": [calling(on_eval=sample)]}
 
 
-def test_text_images_and_histograms_of_a_callback_go_to_tensorboard(ddp, tmp_path):
-    run = fit(ddp, num_steps=2, run_dir=tmp_path, sinks=["tensorboard"], **SAMPLING)
+def test_text_images_and_histograms_of_a_callback_go_to_tensorboard(plain, tmp_path):
+    run = fit(plain, num_steps=2, run_dir=tmp_path, sinks=["tensorboard"], **SAMPLING)
     values = {x.tag: x for event in events(tmp_path) for x in event.summary.value}
     assert values["sample/text_summary"].tensor.string_val[0] == b"    a <b>\n    c"
     assert values["weights"].histo.num == run.state.params["Dense_0"]["kernel"].size
@@ -209,11 +201,11 @@ def wandb(monkeypatch):
     return module
 
 
-def test_wandb_gets_every_record_and_a_resumed_run_has_the_same_id(ddp, tmp_path, wandb):
+def test_wandb_gets_every_record_and_a_resumed_run_has_the_same_id(plain, tmp_path, wandb):
     board = [lambda start: WeightsAndBiases(start._replace(config={"seed": 3}))]
     plan = {"run_dir": tmp_path / "mine", "sinks": board}
-    fit(ddp, 2, **plan)
-    run = fit(ddp, 4, **SAMPLING, **plan)
+    fit(plain, 2, **plan)
+    run = fit(plain, 4, **SAMPLING, **plan)
     first, second = wandb.runs
     assert first.options == second.options
     id_of_run = (tmp_path / "mine" / "wandb" / "id").read_text()
@@ -231,12 +223,12 @@ def test_wandb_gets_every_record_and_a_resumed_run_has_the_same_id(ddp, tmp_path
 
 
 def test_wandb_without_credentials_costs_a_line_and_offline_needs_none(
-    ddp, tmp_path, wandb, caplog
+    plain, tmp_path, wandb, caplog
 ):
     wandb.is_logged_in = False
     for mode in ("online", "offline"):
         wandb.mode = mode
-        assert fit(ddp, run_dir=tmp_path / mode, sinks=["wandb"]).step == 4
+        assert fit(plain, run_dir=tmp_path / mode, sinks=["wandb"]).step == 4
     assert "sink wandb cannot begin: ConfigError: no credentials." in caplog.text
     assert len(wandb.runs) == 1
 
