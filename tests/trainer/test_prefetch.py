@@ -1,5 +1,6 @@
 """Batches on their way to the loop: read ahead, counted where they are taken, resumed exactly."""
 
+import copy
 import itertools
 import json
 import random
@@ -41,30 +42,10 @@ def take(source, num_batches):
 
 
 class Counting:
-    """An iterator that knows its position, as grain's do."""
+    """An iterator that knows its position: one nested dict, which it changes and hands out so."""
 
-    def __init__(self, kind=int):
-        self.i, self.kind = 0, kind
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.i += 1
-        return self.i - 1
-
-    def get_state(self):
-        return str(self.i).encode() if self.kind is bytes else {"next": self.i}
-
-    def set_state(self, state):
-        self.i = int(state) if self.kind is bytes else state["next"]
-
-
-class InPlace:
-    """Its position is one nested dict, which it changes in place and hands out."""
-
-    def __init__(self):
-        self.given = {"epoch": {"next": 0}}
+    def __init__(self, form=copy.deepcopy):
+        self.given, self.form = {"epoch": {"next": 0}}, form
 
     def __iter__(self):
         return self
@@ -74,16 +55,16 @@ class InPlace:
         return self.given["epoch"]["next"] - 1
 
     def get_state(self):
-        return self.given
+        return self.form(self.given)
 
     def set_state(self, state):
-        self.given = state
+        self.given = json.loads(state) if isinstance(state, bytes) else state
 
 
-class Loader(InPlace):
+class Loader(Counting):
     """An iterable whose iterators have the names of torchdata's loaders."""
 
-    state_dict, load_state_dict = InPlace.get_state, InPlace.set_state
+    state_dict, load_state_dict = Counting.get_state, Counting.set_state
     get_state = set_state = None
 
     def __iter__(self):
@@ -93,9 +74,9 @@ class Loader(InPlace):
 
 MAKERS = {
     "states": Counting,
-    "bytes": lambda: Counting(bytes),
-    "in place": InPlace,
-    "state_dict": Loader,
+    "bytes": lambda: Counting(lambda state: json.dumps(state).encode()),
+    "in place": lambda: Counting(lambda state: state),
+    "state_dict": lambda: Loader(lambda state: state),
     "none": lambda: range(20),
     "grain": lambda: grain.MapDataset.range(20).to_iter_dataset(),
     "hugging_face": lambda: datasets.Dataset.from_dict({"i": range(20)}).to_iterable_dataset(),
@@ -126,7 +107,7 @@ def test_the_position_is_that_of_the_batch_taken_last(make, num_taken, is_peeked
 
 def test_the_position_before_the_first_batch_is_where_the_iterator_was():
     moved = Counting()
-    moved.set_state({"next": 5})
+    moved.set_state({"epoch": {"next": 5}})
     assert take(started(Counting(), 2, Source(moved, put).position), 2) == [5, 6]
 
 

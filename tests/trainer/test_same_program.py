@@ -33,12 +33,11 @@ class MLP(nn.Module):
 
 class NnxMLP(nnx.Module):
     def __init__(self, activation="relu"):
-        self.first = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-        self.second = nnx.Linear(8, NUM_CLASSES, rngs=nnx.Rngs(1))
+        self.dense = nnx.Linear(16, NUM_CLASSES, rngs=nnx.Rngs(0))
         self.activation = activation
 
     def __call__(self, x, train):
-        return self.second(getattr(nnx, self.activation)(self.first(x)))
+        return getattr(nnx, self.activation)(self.dense(x))
 
 
 def smooth_loss(model, batch, train):
