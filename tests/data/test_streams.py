@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("started_devices")
 
 MINE = """
 import itertools
+import grain
 import numpy as np
 
 SEEN = []
@@ -31,25 +32,11 @@ def plain(global_batch_size, seed, process_index, num_processes, first=0):
     train = (rows(global_batch_size, seed + i) for i in itertools.count(first))
     return train, lambda: iter([rows(global_batch_size, 10**6), rows(3, 10**6 + 1)])
 
-class Positioned:
-    def __init__(self, size):
-        self.size, self.next = size, 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.next += 1
-        return rows(self.size, self.next - 1)
-
-    def get_state(self):
-        return {"next": self.next}
-
-    def set_state(self, state):
-        self.next = state["next"]
+def of_grain(size):
+    return grain.MapDataset.range(100).map(lambda i: rows(size, i)).to_iter_dataset()
 
 def positioned(global_batch_size):
-    return Positioned(global_batch_size), [rows(global_batch_size, 10**6)]
+    return of_grain(global_batch_size), [rows(global_batch_size, 10**6)]
 
 def pixels(size, number):
     image = np.random.default_rng(number).integers(0, 256, (size, 2, 2, 1), np.uint8)
@@ -60,11 +47,11 @@ def images(global_batch_size):
     return train, [pixels(global_batch_size, 10**6)]
 
 TEST = [rows(8, 0)]
-fixed = lambda: (Positioned(8), TEST)
+fixed = lambda: (of_grain(8), TEST)
 short = lambda global_batch_size: (iter([rows(global_batch_size, 0)]), TEST)
 empty = lambda: (iter([]), [])
 single = lambda: (iter([{"image": np.float32(1.0), "label": 1}]), TEST)
-once = lambda global_batch_size: (Positioned(global_batch_size), iter(TEST))
+once = lambda global_batch_size: (of_grain(global_batch_size), iter(TEST))
 """
 
 DATA = ["data.name=null", "data.global_batch_size=16", "model.kwargs.num_outputs=4"]
