@@ -294,3 +294,11 @@ def test_options_that_mean_nothing_are_refused():
     for options in ({"rank": 0}, {"start_step": -1}, {"min_compression_rate": 0}):
         with pytest.raises(ConfigError, match="powersgd: got rank="):
             jddp.powersgd(**options)
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_it_draws_the_same_whatever_kind_of_key_jax_makes(kind):
+    hook, x = powersgd(2, error_feedback=False), matrices()
+    with jax.default_prng_impl(kind):
+        got = one_step(x, hook)
+    np.testing.assert_array_equal(got, one_step(x, hook))

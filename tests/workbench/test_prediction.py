@@ -1,6 +1,7 @@
 """A modelled step is told in words and numbers that say that it is modelled."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from jddp.inspection.collectives import Collective
 from jddp.inspection.memory import Memory
 from jddp.reduce.plan import Bucket, BucketPlan, GatheredUnit
 from jddp.workbench.described import Target
-from jddp.workbench.prediction import Prediction, group_transfers
+from jddp.workbench.prediction import Prediction, ScaledStep, group_transfers
 from jddp.workbench.schedule import Timeline, Transfer
 
 MEMORY = Memory(10**9, 10**9, 2 * 10**9, 0, 10**6, 8 * 10**9, limit=80 * 10**9)
@@ -123,3 +124,11 @@ UNKNOWN = [
 def test_unknown_targets_topologies_and_links_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         Target.named(*words)
+
+
+def test_larger_worlds_say_which_schedule_they_run():
+    scaling = (ScaledStep(8, 0.1, 0.0, 1.0, 8), ScaledStep(256, 0.125, 0.2, 0.8, 64))
+    found = of_buckets(3, scaling=scaling)
+    assert re.findall(r"^ *(8|256) ", str(found), re.MULTILINE) == ["8", "256"]
+    assert [x["num_devices"] for x in found.as_json()["weak_scaling"]] == [8, 256]
+    assert "weak scaling" not in str(of_buckets(3))
