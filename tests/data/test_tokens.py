@@ -249,9 +249,11 @@ def test_two_devices_train_a_mixture_as_one_does_resume_and_evaluate_all_example
     counts = [run.evaluate()["examples"] for run in own]
     assert two.evaluate()["examples"] == sum(counts)
     assert 0 not in counts
-    assert "mixture, an epoch of 0.3 of" in opening(
-        build(config(folder, None)), "x", "", columns=999
-    )
+
+
+def test_the_first_lines_have_the_shares(folder):
+    job = build(config(folder, None))
+    assert "mixture, an epoch of 0.3 of" in opening(job, "x", "", columns=999)
 
 
 def test_mistakes_in_a_mixture_are_one_line(folder):
