@@ -158,6 +158,11 @@ def end_process(failure: JsonObject, message: str) -> NoReturn:
         _exit(failure["exit_code"], failure)
 
 
+def _was_killed(first: JsonObject) -> bool:
+    """Whether the process that failed first was ended by a signal."""
+    return first["exception"] is None and (first["exit_code"] or 0) > 128
+
+
 class Listener:
     """Notices in a thread that the job has failed, or waits for a process that has left."""
 
@@ -171,9 +176,10 @@ class Listener:
         found = failure_file.read_failure(Path(file))
         if found and found["exit_code"] != ExitCode.HANG:  # A hang is known to all processes.
             service.try_publish(_KEY, json.dumps(found))
-        first = _first_failure(0.5)
+        first = _first_failure(_POLL_SECONDS if file else 0.5)
         if first is not None and first["process"] != service.process_index():
-            time.sleep(_MOMENT)
+            if not _was_killed(first):  # This process may fail too, and report its own error.
+                time.sleep(_MOMENT)
             with _leaving:
                 _follow(first)
         left = service.published(_LEFT)
@@ -224,8 +230,8 @@ def _exit(code: int, first: JsonObject) -> NoReturn:
     sys.stderr.flush()
     service.try_publish(f"{_GONE}/{service.process_index()}", "")
     if service.process_index() == 0:  # Others abort without JAX's service.
-        is_dead = first["exception"] is None and (first["exit_code"] or 0) > 128
-        others = {*range(1, service.num_processes())} - {first["process"] if is_dead else 0}
+        dead = first["process"] if _was_killed(first) else 0
+        others = {*range(1, service.num_processes())} - {dead}
         has_left = first["process"] in service.published(_LEFT)
         _outlast(others, 3 * _MOMENT)  # The time is for all of them together.
         if has_left:  # It is still ending: Python may take its time.

@@ -31,7 +31,7 @@ from jddp.ground.typing import JsonObject
 
 _MOMENT = 2.0  # Seconds for others to fail too, and for processes of jddp to end by themselves.
 _SAVE_SECONDS = 600.0  # Limit for the others to save after a signal has stopped one process.
-_PAUSE = 1.0  # Seconds from a failure to the restart, if all have ended by then.
+_PAUSE = 1.0  # Seconds between the starts of two attempts, at least.
 # Failures that a restart with the same command repeats.
 DETERMINISTIC = {ExitCode.USAGE, ExitCode.DATA, ExitCode.OUT_OF_MEMORY}
 DETERMINISTIC |= {ExitCode.PROCESS_MISMATCH, ExitCode.NUMERICS}
@@ -277,7 +277,7 @@ class NodeRunner:
             return False
         self._num_restarts += 1
         report(f"restart {self._num_restarts} of {most} now")
-        time.sleep(max(0.0, self._ended + _PAUSE - time.monotonic()))
+        time.sleep(max(0.0, self._began + _PAUSE - time.monotonic()))
         return True
 
     def _attempt(self) -> Failure | None:
@@ -287,8 +287,8 @@ class NodeRunner:
             numbers = " and ".join(", ".join(str(x.number) for x in group.running).rsplit(", ", 1))
             started = f"starting process {numbers} of {place.num_processes} on this machine"
             report(f"{started}; logs in {self._launch.logs}")
+            self._began = group.began
             self._watch(group)
-            self._ended = time.monotonic()
             if group.is_overdue and not group.failed():
                 return self._find_failure(group, kill_overdue(group, self._signals.numbers[0]))
             self._wait_for_cause(group)
