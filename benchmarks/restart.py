@@ -1,0 +1,115 @@
+"""Times the phases between the `kill -9` of one of two processes and the next step of the job.
+
+    JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 100
+    JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 9 --process 0
+
+The default job runs on two processes under one `jddp launch`. In each round a process is killed
+after a random number of steps. A phase ends when the launcher prints the line that ends it:
+
+    detect      the launcher names the process that was killed
+    stop        the other process has ended, and both are started again
+    start       imports, join, data: process 0 prints the description of the job
+    restore     the first state, and the checkpoint: "resumed from step"
+    first step  the step is loaded from the cache of compiled programs, and taken
+
+In round 0, which is not counted, it compiles what a resumption needs. Figures are seconds; the
+last line is JSON.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+LAUNCH = [sys.executable, "-m", "jddp.launch", "--num-processes", "2", "--max-restarts"]
+JOB = ["-m", "jddp.train", "train.log_every_steps=1", "checkpoint.every_steps=10"]
+# The lines that end the phases, in this order.
+PHASES = {
+    "detect": r"failed first, with signal SIGKILL",
+    "stop": r"starting process 0 and 1 of 2",
+    "start": r"^\[0\] jddp \S+ \|",
+    "restore": r"^\[0\] resumed from step",
+    "first step": r"^\[0\] step \d+/",
+}
+STEP = PHASES["first step"]
+
+
+def worker_of(launcher: int, number: int) -> int:
+    """The process of this number that a launcher has started first, of those that live."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for child in sorted(map(int, children)):
+        with contextlib.suppress(OSError):
+            if f"JAX_PROCESS_ID={number}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
+                return child
+    raise RuntimeError(f"launcher {launcher} has no process {number}")
+
+
+def wait_for(lines: Iterator[str], pattern: str, seen: list[str]) -> float:
+    """The time at which a line with this pattern is printed."""
+    for line in lines:
+        seen.append(line)
+        if re.search(pattern, line):
+            return time.perf_counter()
+    raise RuntimeError(f"the job has ended before {pattern!r}:\n{''.join(seen[-30:])}")
+
+
+def kill_one(job: subprocess.Popen[str], lines: Iterator[str], number: int) -> dict[str, float]:
+    """Kills a process after a random number of steps; returns the seconds of each phase."""
+    seen: list[str] = []
+    for _ in range(random.randrange(15, 45)):
+        wait_for(lines, STEP, seen)
+    began = last = time.perf_counter()
+    os.kill(worker_of(job.pid, number), signal.SIGKILL)
+    seconds = {}
+    for phase, pattern in PHASES.items():
+        now = wait_for(lines, pattern, seen)
+        seconds[phase] = now - last
+        last = now
+    return {**seconds, "all": last - began}
+
+
+def measure(num_rounds: int, process: int | None) -> list[dict[str, float]]:
+    """The seconds of each phase in each round."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = [*LAUNCH, str(num_rounds + 1), "--logs", f"{folder}/logs", *JOB]
+        command += [f"run.dir={folder}/run", "train.num_epochs=10000"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, text=True, **pipes) as job:
+            lines = iter(job.stdout)
+            chosen = (0, 1) if process is None else (process,)
+            rounds = [kill_one(job, lines, random.choice(chosen)) for _ in range(num_rounds + 1)]
+            job.send_signal(signal.SIGTERM)
+            for _ in lines:  # Until it has saved.
+                pass
+    return rounds[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--process", type=int, choices=(0, 1), help="kill this one (either)")
+    arguments = parser.parse_args()
+    rounds = measure(arguments.rounds, arguments.process)
+    figures = {}
+    print(f"{'phase':12}{'median':>8}{'longest':>9}{'share':>8}")
+    whole = statistics.median(x["all"] for x in rounds)
+    for phase in (*PHASES, "all"):
+        values = [x[phase] for x in rounds]
+        median, longest = statistics.median(values), max(values)
+        print(f"{phase:12}{median:8.2f}{longest:9.2f}{median / whole:8.0%}")
+        figures[phase] = {"median": round(median, 3), "longest": round(longest, 3)}
+    print(json.dumps({"rounds": len(rounds), **figures}))
+
+
+if __name__ == "__main__":
+    main()
