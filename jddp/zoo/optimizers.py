@@ -213,9 +213,8 @@ def groups_of(patterns: Mapping[str, Sequence[str]], paths: Sequence[str]) -> di
     """
     found = dict.fromkeys(paths, REST)
     for name, chosen in reversed([*patterns.items()]):
-        found |= dict.fromkeys(
-            match_paths(chosen, paths, key=f"optimizer.groups.{name}.patterns"), name
-        )
+        matches = match_paths(chosen, paths, key=f"optimizer.groups.{name}.patterns")
+        found |= dict.fromkeys(matches, name)
     return found
 
 

@@ -35,6 +35,7 @@ ALIGNED = 16  # Products on GPUs need such a vocabulary, or else each tile is pa
 _Options = tuple[float, float, int]  # label_smoothing, z_loss, tile_size
 
 
+@jax.named_scope(TILED)
 def tiled_cross_entropy(
     hidden: Float[Array, "*b width"],
     table: Float[Array, "vocab width"],
@@ -64,22 +65,11 @@ def tiled_cross_entropy(
       z_loss: Weight of the square of the log of the softmax's denominator, in training.
       tile_size: Number of labels whose logits are in memory at a time.
     """
-    with jax.named_scope(TILED):
-        return _scored(hidden, table, labels, mask, train, (label_smoothing, z_loss, tile_size))
-
-
-def _scored(
-    hidden: Array,
-    table: Array,
-    labels: Array,
-    mask: Array | None,
-    train: bool,
-    options: _Options,
-) -> tuple[Mean | Array, Array]:
+    options = label_smoothing, z_loss, tile_size
     widest = jnp.promote_types(hidden.dtype, table.dtype)
     table = table.astype(jnp.promote_types(widest, jnp.float32))
     if not train:
-        losses, is_hit = _run(hidden, table, labels, None, (0.0, 0.0, options[2]))
+        losses, is_hit = _run(hidden, table, labels, None, (0.0, 0.0, tile_size))
         return losses, is_hit
     weights = jnp.ones(labels.shape, table.dtype)
     if mask is not None:

@@ -14,6 +14,7 @@ from states import close
 from sweeps import swept
 
 from jddp.ground.errors import ConfigError
+from jddp.zoo import attention as tiled
 from jddp.zoo.models import (
     CNN,
     CNN_NNX,
@@ -150,6 +151,27 @@ def test_gpt_does_not_see_the_future():
     assert (changed[:, 4:] != logits[:, 4:]).any()
 
 
+@pytest.mark.parametrize(
+    "mask", [None, np.tri(7, k=2, dtype=bool)[None, None]], ids=["all", "mask"]
+)
+def test_attention_in_tiles_is_attention_with_its_gradient(monkeypatch, mask):
+    monkeypatch.setattr(tiled, "TILE_SIZE", 3)
+    arrays = jax.random.normal(jax.random.key(0), (3, 2, 7, 2, 4))
+    for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 2**-5)):
+        for is_causal in (False, True):
+            options = {"mask": mask, "is_causal": is_causal}
+            got, want = (
+                jax.vjp(partial(attend, **options), *arrays.astype(dtype))
+                for attend in (tiled.attend_in_tiles, jax.nn.dot_product_attention)
+            )
+            ends = (jax.tree.leaves((x, pullback(x))) for x, pullback in (got, want))
+            for one, other in zip(*ends, strict=True):
+                assert one.dtype == other.dtype == dtype
+                np.testing.assert_allclose(
+                    one.astype("float32"), other.astype("float32"), tolerance, tolerance
+                )
+
+
 def stacked(params):
     """The parameters under a scan over the two layers."""
     blocks = [params[f"block_{index}"] for index in range(2)]
@@ -159,7 +181,7 @@ def stacked(params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", swept(["gpt", "vit"], every=2))
-def test_remat_and_a_scan_over_layers_equal_plain(name):
+def test_remat_and_a_scan_over_layers_equal_plain(name, monkeypatch):
     plain, inputs = TINY[name]
     params = jax.jit(plain.init)(jax.random.key(0), inputs)["params"]
 
@@ -170,6 +192,7 @@ def test_remat_and_a_scan_over_layers_equal_plain(name):
         return jax.jit(jax.value_and_grad(loss))(params)
 
     want, grads = loss_and_grads(plain, params)
+    monkeypatch.setattr("jddp.zoo.attention.TILE_SIZE", 4)  # for 6 tokens
     for remat, scan_layers in itertools.product(["none", "attention", "blocks"], [False, True]):
         model, given = plain.clone(remat=remat, scan_layers=scan_layers), params
         if scan_layers:

@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jddp.ground.errors import ConfigError, check_choice
+from jddp.zoo.attention import attend_in_tiles
 
 
 class Block(nn.Module):
@@ -60,37 +61,30 @@ class Block(nn.Module):
         self, x: Float[Array, "b t width"], segments: Int[Array, "b t"] | None = None
     ) -> Float[Array, "b t width"]:
         """The block's output; positions of different segments do not see each other."""
-        x = x + self._attend(self._norm("norm_1")(x), segments)
-        return x + self._think(self._norm("norm_2")(x))
+        norm = partial(nn.LayerNorm, self.norm_epsilon, dtype=self.dtype)
+        drop = partial(nn.Dropout, self.dropout_rate, deterministic=not self.train)
+        x = x + drop()(self._attend(norm(name="norm_1")(x), segments))
+        return x + drop()(self._think(norm(name="norm_2")(x)))
 
     def _attend(self, x: Array, segments: Array | None) -> Array:
         b, t, width = x.shape
         if width % self.num_heads:
             raise ConfigError(f"width {width} does not divide over num_heads {self.num_heads}.")
-        mask = None
-        if segments is not None:
-            mask = segments[:, None, :, None] == segments[:, None, None, :]
+        mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None]
         x = self._dense(3 * width, self.kernel_init, "query_key_value")(x)
         query, key, value = x.reshape(b, t, 3, self.num_heads, -1).swapaxes(0, 2).swapaxes(1, 2)
         x = self.attend(query, key, value, mask=mask)
-        x = self._dense(width, self.output_init, "attention_output")(x.reshape(b, t, width))
-        return self._drop(x)
+        return self._dense(width, self.output_init, "attention_output")(x.reshape(b, t, width))
 
     def _think(self, x: Array) -> Array:
         width = x.shape[-1]
         check_choice("gelu", self.gelu, ("exact", "tanh"))
         x = self._dense(4 * width, self.kernel_init, "mlp_hidden")(x)
         x = nn.gelu(x, approximate=self.gelu == "tanh")
-        return self._drop(self._dense(width, self.output_init, "mlp_output")(x))
-
-    def _norm(self, name: str) -> nn.LayerNorm:
-        return nn.LayerNorm(self.norm_epsilon, dtype=self.dtype, name=name)
+        return self._dense(width, self.output_init, "mlp_output")(x)
 
     def _dense(self, width: int, kernel_init: Initializer, name: str) -> nn.Dense:
         return nn.Dense(width, dtype=self.dtype, kernel_init=kernel_init, name=name)
-
-    def _drop(self, x: Array) -> Array:
-        return nn.Dropout(self.dropout_rate, deterministic=not self.train)(x)
 
 
 class Transformer(nn.Module):
@@ -102,8 +96,9 @@ class Transformer(nn.Module):
       width: Channels of an embedding.
       dropout_rate: Fraction of embeddings and of branch outputs that are zeroed in training.
       remat: Values that the backward pass computes again instead of keeping them: "none"; the
-        weights of XLA's "attention", `(b, num_heads, t, t)` in each block; or all values inside of
-        "blocks", for a third more arithmetic. True means "blocks", False "none".
+        weights of XLA's "attention", in tiles (`jddp.zoo.attention`): less time and memory on
+        GPUs; or all values inside of "blocks", for a third more arithmetic. True means "blocks",
+        and False "none".
       scan_layers: Whether to compile one block and loop over it. The parameters of all blocks are
         stacked along a leading dim, and compiling takes as long for a hundred blocks as for one.
       attention: Implementation of the attention: "xla" on any device, or "cudnn" in one kernel
@@ -136,17 +131,14 @@ class Transformer(nn.Module):
     ) -> Float[Array, "b t width"]:
         """The normed outputs of the blocks; dropout first zeroes some of the embeddings."""
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
-        # Inside a scan, XLA cannot merge the recomputation with the forward pass.
-        prevent_cse = not self.scan_layers
         remat = {"True": "blocks", "False": "none"}.get(str(self.remat), self.remat)
         check_choice("remat", remat, ("none", "attention", "blocks"))
         check_choice("attention", self.attention, ("xla", "cudnn"))
-        attend: Callable[..., Array] = partial(
-            jax.nn.dot_product_attention, is_causal=is_causal, implementation=self.attention
-        )
-        if remat == "attention" and self.attention == "xla":
-            attend = jax.checkpoint(attend, prevent_cse=prevent_cse)
-        block = nn.remat(Block, prevent_cse=prevent_cse) if remat == "blocks" else Block
+        by_jax = partial(jax.nn.dot_product_attention, implementation=self.attention)
+        is_tiled = remat == "attention" and self.attention == "xla"
+        attend = partial(attend_in_tiles if is_tiled else by_jax, is_causal=is_causal)
+        # Inside a scan, XLA cannot merge the recomputation with the forward pass.
+        block = nn.remat(Block, prevent_cse=not self.scan_layers) if remat == "blocks" else Block
         options = inits | {"gelu": self.gelu, "norm_epsilon": self.norm_epsilon}
         fields = self.num_heads, attend, self.dropout_rate, train
         make = partial(block, *fields, dtype=self.dtype, **options)
@@ -241,10 +233,8 @@ class GPT(Transformer):
         # The cast follows the gather: the gradient, a sum over tokens, is in the table's dtype.
         table, gather = embed.embedding, GATHERS[self.embedding_gradient]
         x = gather(table.astype("float32"), tokens)
-        if segments is None:
-            x = x + positions[None, :t]
-        else:
-            x = x + gather(positions, positions_in(segments))
+        first = positions[None, :t]
+        x = x + (first if segments is None else gather(positions, positions_in(segments)))
         x = x.astype(self.dtype or table.dtype)
         # The residual stream sums two branches per block: GPT-2 scales their last layers down.
         inits = {"kernel_init": init}
