@@ -8,10 +8,10 @@ leading dim is the examples, alone or with a dict of metrics of the same kind. I
 the step does, over all replicas.
 """
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -135,15 +135,8 @@ def next_token(
     targets = tokens[:, 1:]
     head = None
     if tile_size is not None and "loss_head" in inspect.signature(model).parameters:
-        head = functools.partial(
-            tiled_cross_entropy,
-            labels=targets,
-            mask=batch.get("mask"),
-            train=train,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            tile_size=tile_size,
-        )
+        head = partial(tiled_cross_entropy, labels=targets, mask=batch.get("mask"), train=train)
+        head = partial(head, label_smoothing=label_smoothing, z_loss=z_loss, tile_size=tile_size)
     found = call_model(model, inputs, train, segments=batch.get("segments"), loss_head=head)
     if head is None:
         found = cross_entropies(found, targets, *((label_smoothing, z_loss) if train else ()))
@@ -159,7 +152,7 @@ def _perplexity(nats: float, count: float) -> float:
         return np.exp(nats / count)
 
 
-@functools.cache  # Each trace needs the same function: it is static in a program.
+@cache  # Each trace needs the same function: it is static in a program.
 def _bits_per_byte(bytes_per_token: float) -> Callable[[float, float], float]:
     if not bytes_per_token > 0:
         raise ConfigError(f"bytes_per_token {bytes_per_token} is not positive. Leave it out.")
