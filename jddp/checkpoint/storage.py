@@ -25,9 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from jddp.checkpoint.folders import SUMS, Surplus, find_damage, first_line, names_listed
-from jddp.config.permissions import folder_or_url, is_url
 from jddp.ground.errors import ConfigError, FileSystemError
-from jddp.ground.files import SameFolder
+from jddp.ground.files import SameFolder, folder_or_url, is_url
 
 _COMPLETE = re.compile(rf"([\w-]+/(0|[1-9][0-9]*))/{SUMS}", re.ASCII)
 _LOCK = "lock"

@@ -19,10 +19,10 @@ from flax.traverse_util import unflatten_dict
 
 from jddp.checkpoint.folders import directory_of, first_line
 from jddp.checkpoint.reader import read_newest, read_object, read_values
-from jddp.config.permissions import expand
 from jddp.engine.mesh import is_key
 from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, UsageError, file_errors
+from jddp.ground.files import expand
 from jddp.ground.names.plugins import tool
 from jddp.ground.typing import PyTree
 

@@ -36,10 +36,10 @@ from jddp.config.cli import (
     check_target,
     share_gpus,
 )
-from jddp.config.permissions import expand
 from jddp.distributed.command import run_command
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
 from jddp.ground.errors import ExitCode, FileSystemError, UsageError, show
+from jddp.ground.files import expand
 from jddp.ground.names.plugins import tool
 
 # Only a checkout has this file.

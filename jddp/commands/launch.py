@@ -20,13 +20,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from jddp.config.cli import Parser
-from jddp.config.permissions import expand
 from jddp.distributed.command import run_command
 from jddp.distributed.group import Launch
 from jddp.distributed.identity import LOOPBACK, check_address
 from jddp.distributed.join import START
 from jddp.distributed.launcher import NodeRunner, supervise
 from jddp.ground.errors import UsageError
+from jddp.ground.files import expand
 from jddp.ground.names.plugins import tool
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jddp.config.cli import Parser
-from jddp.config.permissions import expand
 from jddp.distributed.command import run_command
 from jddp.ground.errors import UsageError, file_errors, show
+from jddp.ground.files import expand
 from jddp.ground.names.plugins import tool
 
 # A wheel carries the files inside the package, a checkout has them in examples/project.

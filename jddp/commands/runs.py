@@ -17,9 +17,9 @@ from typing import Any
 
 from jddp.checkpoint.storage import local_copy
 from jddp.config.cli import Parser, add_run_arguments, share_gpus
-from jddp.config.permissions import expand
 from jddp.distributed.command import run_command
 from jddp.ground.errors import FileSystemError, UsageError, printable, show
+from jddp.ground.files import expand
 from jddp.ground.names.plugins import tool
 from jddp.ground.typing import Record
 from jddp.trainer.reports.files import as_json

@@ -20,7 +20,6 @@ from pathlib import Path
 from jddp.config.cli import Parser, add_config_arguments, share_gpus
 from jddp.config.files import dump_values, load_config
 from jddp.config.keys import describe_keys
-from jddp.config.permissions import private_cache
 from jddp.config.schema import Config
 from jddp.distributed.command import lasting_streams, leave_job, tell
 from jddp.distributed.exits import process
@@ -29,6 +28,7 @@ from jddp.distributed.gpus import add_flag
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.signals import stop_signals
 from jddp.ground.errors import Error, ExitCode, report, show
+from jddp.ground.files import private_cache
 from jddp.ground.names.plugins import tool
 
 EXAMPLES = """\

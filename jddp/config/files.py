@@ -21,9 +21,9 @@ from yaml import YAMLError
 
 from jddp.config.keys import REMOVED, ConfigMistakes, Mistake
 from jddp.config.options import DdpConfig, WordedSection
-from jddp.config.permissions import expand
 from jddp.config.schema import Config
 from jddp.ground.errors import ConfigError
+from jddp.ground.files import expand
 from jddp.ground.names import did_you_mean
 from jddp.ground.typing import JsonObject, Settings
 

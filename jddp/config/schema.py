@@ -14,8 +14,8 @@ from pydantic.functional_validators import AfterValidator
 
 from jddp.config.keys import ConfigMistakes, describe_mistakes, keys_of
 from jddp.config.options import DdpConfig, NamedSection, Section, WithArguments, option
-from jddp.config.permissions import expand, is_url
 from jddp.ground.errors import ConfigError
+from jddp.ground.files import expand, is_url
 from jddp.ground.names import direction_of
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import jax
 from jax.typing import ArrayLike
 
-from jddp.config.permissions import folder_or_url
 from jddp.data import Epochs, TrainBatches, eval_batches
 from jddp.data.batches import Share
 from jddp.distributed.coordination import agree, from_first, refuse_unjoined, take_sigterm_back
@@ -28,6 +27,7 @@ from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import refuse_padding
 from jddp.engine.state import TrainState, by_path
 from jddp.ground.errors import ConfigError, FileSystemError, OutOfMemoryError
+from jddp.ground.files import folder_or_url
 from jddp.ground.names import refuses_unknown
 from jddp.ground.names.plugins import RUN_ENDED, added
 from jddp.ground.names.synonyms import OF_FIT

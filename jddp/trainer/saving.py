@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jddp.checkpoint.checkpoints import SECONDS, CheckpointFolder
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.reader import Restored
-from jddp.config.permissions import absolute
 from jddp.distributed.coordination import from_first
 from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState, is_float
 from jddp.ground.errors import ConfigError, Error, FileSystemError, NumericsError, UsageError
+from jddp.ground.files import absolute
 from jddp.trainer.reports.files import from_plain, to_plain
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Keep, Options, Progress

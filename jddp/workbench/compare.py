@@ -19,10 +19,10 @@ from pathlib import Path
 
 from jddp.config.cli import Parser
 from jddp.config.files import flatten, read_yaml
-from jddp.config.permissions import expand
 from jddp.config.schema import effect_of
 from jddp.distributed.command import run_command
 from jddp.ground.errors import UsageError, show
+from jddp.ground.files import expand
 from jddp.ground.names import MODES, choose_mode, few
 from jddp.ground.typing import JsonObject, Record
 from jddp.trainer.reports.files import MetricsFile

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jddp.config.cli import Parser
-from jddp.config.permissions import expand
 from jddp.distributed.command import run_command
 from jddp.ground.errors import UsageError, file_errors, show
-from jddp.ground.files import replace_file
+from jddp.ground.files import expand, replace_file
 
 # A run directory has at least one of these.
 FILES = ("metrics.jsonl", "config.yaml", "manifest.json", "logs", "checkpoints")

@@ -23,10 +23,10 @@ from pathlib import Path
 import yaml
 
 from jddp.config.files import load_config
-from jddp.config.permissions import expand
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.signals import Hearing
 from jddp.ground.errors import ConfigError, Error, ExitCode, UsageError, report, show
+from jddp.ground.files import expand
 from jddp.ground.names import few
 from jddp.workbench.compare import compare_runs, is_run, read_runs
 

@@ -22,10 +22,10 @@ from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.checkpoint.folders import find_damage
 from jddp.commands.training import _turn_on_cache
 from jddp.config.files import dump_values, flatten, load_config, read_yaml
-from jddp.config.permissions import private_cache, refuse_foreign
 from jddp.config.schema import Config
 from jddp.distributed.join import bind_address
 from jddp.ground.errors import ConfigError, Error, FileSystemError
+from jddp.ground.files import private_cache, refuse_foreign
 
 PACKAGE = Path(jddp.__file__).parent
 RUN_CODE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jddp.config.files import flatten, load_config, with_overrides
-from jddp.config.permissions import absolute, folder_or_url
 from jddp.config.schema import Config
 from jddp.config.versions import source_hash, versions
 from jddp.data import DataSet, Order, TrainBatches, WorkerBatches, eval_batches, load_weights
@@ -35,6 +34,7 @@ from jddp.engine.initial_state import Misfit
 from jddp.engine.mesh import count_processes, make_mesh
 from jddp.engine.state import TrainState
 from jddp.ground.errors import ConfigError, DataError, report
+from jddp.ground.files import absolute, folder_or_url
 from jddp.ground.names.plugins import OPTIONS, find
 from jddp.ground.typing import Batch, Batches, JsonObject
 from jddp.inspection.layers import num_outputs

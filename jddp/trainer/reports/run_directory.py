@@ -34,11 +34,10 @@ from typing import IO
 
 from jddp.checkpoint.storage import storage_at
 from jddp.config.files import dump_values, flatten, read_yaml
-from jddp.config.permissions import refuse_foreign
 from jddp.config.schema import default_of, effect_of
 from jddp.distributed.signals import in_forked_children
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, file_errors, words_of
-from jddp.ground.files import make_folder, opener
+from jddp.ground.files import make_folder, opener, refuse_foreign
 from jddp.ground.typing import JsonObject, Settings
 from jddp.trainer.reports.files import MetricsFile, logging_to
 

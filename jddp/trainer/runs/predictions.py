@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from jddp.config.permissions import absolute
 from jddp.config.schema import Config
 from jddp.data import ArrayExamples, eval_batches
 from jddp.data.examples import Examples
@@ -27,7 +26,7 @@ from jddp.data.transforms import LARGEST, Transform, Transformed, normalize
 from jddp.distributed.identity import resolve_identity
 from jddp.engine.state import by_path
 from jddp.ground.errors import DataError, FileSystemError, UsageError, file_errors
-from jddp.ground.files import replace_file
+from jddp.ground.files import absolute, replace_file
 from jddp.ground.typing import JsonObject
 from jddp.trainer.job.data import listed_transforms
 from jddp.trainer.runs.opened import kept_of_data, open_run
