@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from jddp.config.keys import REMOVED, ConfigMistakes, Mistake
 from jddp.config.options import DdpConfig, WordedSection
@@ -34,7 +33,7 @@ DEFAULT_PRESET = "fashion_mnist_cnn"
 PRESETS = [folder / "configs" for folder in Path(__file__).parents[1:3]]
 OWN = ("model", "data", "loss")  # sections whose target makes a job yours; the first names it
 NO_OVERRIDE = "not of the form key.path=value, e.g. train.num_steps=100"
-NOT_READABLE = (ConfigError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
+NOT_READABLE = (ConfigError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException)
 # Sections for which a word may stand: `ddp.strategy=zero1`.
 WORDED = {
     f"ddp.{name}": field.annotation

@@ -10,7 +10,6 @@ row stays on its side when others are added after it.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TypeVar
 
@@ -28,7 +27,7 @@ Spec = dict[str, tuple[tuple[int, ...], np.dtype]]
 _NUM_FINGERPRINT_ROWS = 64
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class DataSet(Shown):
     """Training examples and test examples.
 
@@ -55,7 +54,7 @@ class DataSet(Shown):
         return "\n".join([self.description, *arrays])
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Streams:
     """Batches of one process that come one after the other, of examples without numbers.
 
@@ -79,7 +78,7 @@ class Streams:
 OpenStreams = Callable[[int, int, Share], Streams]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class DataSource:
     """A data set that can be loaded, with the shapes of one example, known before loading.
 
@@ -98,7 +97,7 @@ class DataSource:
     spec: Spec
     load: Callable[[], DataSet]
     augment: tuple[Transform, ...] = ()
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tokenizer: str = ""
     open_streams: OpenStreams | None = None
     bytes_per_token: float | None = None

@@ -14,10 +14,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax import P
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
-from jax.typing import ArrayLike
 
 from jddp.distributed.coordination import awaiting, collect, computing
 from jddp.engine.mesh import HostOrDevice, axis_of, is_key, over_replicas, platform, sharded
@@ -66,7 +63,7 @@ _DAY_SECONDS = 86_400.0  # A watchdog decides sooner.
 
 
 @functools.cache
-def connect(mesh: Mesh, groups: Groups | None) -> None:
+def connect(mesh: jax.sharding.Mesh, groups: Groups | None) -> None:
     """Connects the devices of all processes, once for a mesh; every process calls it.
 
     On CPUs each group of devices connects at its first collective: the group of all replicas, the
@@ -80,7 +77,7 @@ def connect(mesh: Mesh, groups: Groups | None) -> None:
     def replica(x: jax.Array) -> list[jax.Array]:
         return [jax.lax.psum(x, axis, axis_index_groups=each) for each in every]
 
-    add = over_replicas(replica, mesh, P(axis), P())
+    add = over_replicas(replica, mesh, jax.P(axis), jax.P())
     local = np.ones(len(mesh.local_devices), np.int32)
     ones = jax.make_array_from_process_local_data(sharded(mesh), local)
     with awaiting(range(jax.process_count())):
@@ -97,7 +94,7 @@ def from_process_zero(tree: Tree) -> Tree:
     with awaiting(range(jax.process_count())):
         found = multihost_utils.broadcast_one_to_all(data)
 
-    def restore(x: HostOrDevice, own: ArrayLike) -> ArrayLike:
+    def restore(x: HostOrDevice, own: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
         if not is_key(own):
             return x
         return jax.random.wrap_key_data(jax.numpy.asarray(x), impl=jax.random.key_impl(own))

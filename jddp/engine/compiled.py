@@ -22,8 +22,6 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
-from jax.stages import Wrapped
 
 from jddp.distributed.coordination import computing
 from jddp.engine.calls import call
@@ -84,7 +82,7 @@ class Call(NamedTuple):
     """
 
     planned: Planned
-    run: Wrapped
+    run: jax.stages.Wrapped
     state: TrainState
     inputs: Inputs
 
@@ -109,11 +107,11 @@ class CompiledSteps:
     def __init__(
         self,
         spec: Step,
-        mesh: Mesh,
+        mesh: jax.sharding.Mesh,
         *,
-        init: Wrapped,
+        init: jax.stages.Wrapped,
         donate: bool,
-        remake: Callable[[Mesh], "CompiledSteps"],
+        remake: Callable[[jax.sharding.Mesh], "CompiledSteps"],
     ) -> None:
         self.spec = spec
         self.mesh = mesh
@@ -126,7 +124,7 @@ class CompiledSteps:
         self.plans = Plans(spec, mesh, self.rows)
         self._hook_plans: list[BucketPlan] = []  # the last plan for which hook state was made
         # Programs by the function that makes them and the form of all rows.
-        self._jitted: dict[Hashable, tuple[Planned, Wrapped]] = {}
+        self._jitted: dict[Hashable, tuple[Planned, jax.stages.Wrapped]] = {}
         self._make_step = functools.partial(make_step, donate=donate)
         self._remake = remake
 
@@ -167,7 +165,7 @@ class CompiledSteps:
         bound._constants = replicate(constants, self.mesh)
         return bound
 
-    def on(self, mesh: Mesh) -> "CompiledSteps":
+    def on(self, mesh: jax.sharding.Mesh) -> "CompiledSteps":
         """The steps of the same options on another mesh, also of devices that are not there."""
         other = self._remake(mesh)
         other._constants = shapes_of(self._constants)
@@ -376,8 +374,8 @@ class CompiledSteps:
             )
 
     def _jitted_for(
-        self, make: Callable[..., Wrapped], state: TrainState, inputs: Inputs
-    ) -> tuple[Planned, Wrapped]:
+        self, make: Callable[..., jax.stages.Wrapped], state: TrainState, inputs: Inputs
+    ) -> tuple[Planned, jax.stages.Wrapped]:
         # Kept by hand, not in the cache of `jax.jit`, since each form of rows has its own plan.
         form = make, form_key(inputs)
         if form not in self._jitted:
@@ -484,7 +482,7 @@ class Trainable(Protocol):
     latest: TrainState | None
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> jax.sharding.Mesh:
         """The mesh of devices."""
 
     @property

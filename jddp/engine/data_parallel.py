@@ -28,7 +28,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from jddp.config.options import (
     BatchNormConfig,
@@ -128,7 +127,7 @@ class DataParallel(Shown):
         optimizer: optax.GradientTransformation,
         loss_fn: LossFn,
         *,
-        mesh: Mesh | Sequence[jax.Device] | int | None = None,
+        mesh: jax.sharding.Mesh | Sequence[jax.Device] | int | None = None,
         strategy: str | Strategy = "ddp",
         reduction: str | Reduction | None = None,
         batch_norm: str | SyncBatchNorm = "sync",

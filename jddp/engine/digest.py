@@ -17,9 +17,6 @@ from collections.abc import Hashable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import P, lax
-from jax.sharding import Mesh, NamedSharding
-from jax.stages import Wrapped
 from jaxtyping import Array, UInt32
 
 from jddp.distributed.coordination import computing
@@ -88,9 +85,11 @@ def find_divergence(found: Found, tree: PyTree) -> str | None:
 
 
 @functools.cache
-def _on(mesh: Mesh, placed: Sequence[NamedSharding]) -> Wrapped:
+def _on(
+    mesh: jax.sharding.Mesh, placed: Sequence[jax.sharding.NamedSharding]
+) -> jax.stages.Wrapped:
     def on_replica(leaves: list[Array]) -> UInt32[Array, "replicas leaves"]:
-        replica = lax.axis_index(axis_of(mesh))
+        replica = jax.lax.axis_index(axis_of(mesh))
         found, groups = [], _alike(leaves, placed)
         for group in groups:
             sharding = placed[group[0]]
@@ -105,13 +104,13 @@ def _on(mesh: Mesh, placed: Sequence[NamedSharding]) -> Wrapped:
                 found.append(jax.vmap(digest, in_axes=(0, None))(alike, part))
         places = np.argsort(np.concatenate(groups))
         # Every process gets all digests: each must find a mismatch by itself, and name the replica.
-        return lax.all_gather(jnp.concatenate(found)[places], axis_of(mesh))
+        return jax.lax.all_gather(jnp.concatenate(found)[places], axis_of(mesh))
 
-    function = over_replicas(on_replica, mesh, (list(placed),), P())
+    function = over_replicas(on_replica, mesh, (list(placed),), jax.P())
     return jax.jit(function, compiler_options=_OPTIONS)
 
 
-def _alike(leaves: list[Array], placed: Sequence[NamedSharding]) -> list[list[int]]:
+def _alike(leaves: list[Array], placed: Sequence[jax.sharding.NamedSharding]) -> list[list[int]]:
     """Indices of small leaves of equal shape, whose digests are computed together."""
     # XLA takes long to compile separate operations for each of many scalars. A large leaf stays
     # alone, since it would be copied: large leaves of one shape call one function.
@@ -127,13 +126,13 @@ def _alike(leaves: list[Array], placed: Sequence[NamedSharding]) -> list[list[in
 def _digest(x: Array, part: int | Array, *, dim: int, num: int) -> UInt32[Array, ""]:
     """The digest of a device's part of an array, number `part` of `num` along a dim."""
     words = _words(x)
-    place = lax.iota(jnp.uint32, words.size)
+    place = jax.lax.iota(jnp.uint32, words.size)
     # Number of words of this part that are contiguous in the whole array: all words with the same
     # index along the dims before the divided one.
     run = np.uint32(max(words.size // max(math.prod(x.shape[:dim]), 1), 1))
     place += run * jnp.asarray(part).astype(jnp.uint32)
     if dim:
-        place += (lax.iota(jnp.uint32, words.size) // run) * run * np.uint32(num - 1)
+        place += (jax.lax.iota(jnp.uint32, words.size) // run) * run * np.uint32(num - 1)
     # The place is mixed in, or the sum would not change when two elements change places. All that
     # follows is one-to-one: xor-shifts and products with odd numbers, as MurmurHash3 ends.
     mixed = words * np.uint32(0x9E3779B1) + place * np.uint32(0x85EBCA77)
@@ -154,7 +153,7 @@ def _words(x: Array) -> UInt32[Array, "words"]:
     elif _num_bits(x.dtype) < 8:
         x = x.astype(jnp.float32)  # float32 holds each of the few numbers.
     # Bits, and not values: -0 equals 0, and NaN does not equal itself.
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(32, _num_bits(x.dtype))}"))
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(32, _num_bits(x.dtype))}"))
     return bits.reshape(-1).astype(jnp.uint32)
 
 

@@ -23,9 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import P, lax
-from jax.sharding import Mesh
-from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
 from jddp.engine.calls import from_all_processes
@@ -171,7 +168,7 @@ def optimizer_params(params: Params, kept: Mapping[str, Any]) -> Params:
     return jax.tree.unflatten(jax.tree.structure(params), values.values())
 
 
-def make_evaluate(step: Step, mesh: Mesh) -> Wrapped:
+def make_evaluate(step: Step, mesh: jax.sharding.Mesh) -> jax.stages.Wrapped:
     """Returns `evaluate(key, values, number, inputs, valid)` over the mesh.
 
     It takes the sums of evaluation batch `number` over all replicas; "examples" counts rows.
@@ -191,10 +188,10 @@ def make_evaluate(step: Step, mesh: Mesh) -> Wrapped:
 
         return step.replicas.evaluate(one, jax.random.fold_in(key, number), inputs.rows, valid)
 
-    return step.replicas.jit(_mapped(step, replica, mesh, P()))
+    return step.replicas.jit(_mapped(step, replica, mesh, jax.P()))
 
 
-def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
+def make_predict(step: Step, mesh: jax.sharding.Mesh, function: LossFn) -> jax.stages.Wrapped:
     """Returns `predict`, called as `evaluate` is: the results of `function` for each row."""
 
     def replica(
@@ -202,7 +199,7 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
     ) -> PyTree:
         # Folded with batch and replica: with one key, a model that samples while it is evaluated
         # would use the same numbers for every batch.
-        key = jax.random.fold_in(jax.random.fold_in(key, number), lax.axis_index(step.axis))
+        key = jax.random.fold_in(jax.random.fold_in(key, number), jax.lax.axis_index(step.axis))
         named = name_arguments(function, inputs.constants, key)
         model = step.model
         outputs = read(lambda x: model.evaluate(named, *model.whole(*x), inputs.rows, key))
@@ -214,11 +211,11 @@ def make_predict(step: Step, mesh: Mesh, function: LossFn) -> Wrapped:
                 )
         return outputs
 
-    return jax.jit(_mapped(step, replica, mesh, P(step.axis)))
+    return jax.jit(_mapped(step, replica, mesh, jax.P(step.axis)))
 
 
 def _mapped(
-    step: Step, replica: Callable[..., PyTree], mesh: Mesh, out_specs: P
+    step: Step, replica: Callable[..., PyTree], mesh: jax.sharding.Mesh, out_specs: jax.P
 ) -> Callable[..., PyTree]:
     """Maps a replica's function, which calls others with the values of the model."""
     inputs = input_specs(mesh)
@@ -235,14 +232,17 @@ def _mapped(
                 key, lambda f: source.run(lambda x: f((x, model_state)), params), *others
             )
 
-        given = (P(), (shardings(layouts, mesh), P()), P(), inputs, inputs.rows)
+        given = (jax.P(), (shardings(layouts, mesh), jax.P()), jax.P(), inputs, inputs.rows)
         return over_replicas(one, mesh, given, out_specs)(key, values, *others)
 
     return call
 
 
 def evaluate_exactly(
-    run: Callable[[Batch, HostOrDevice], Sums], batches: Batches, mesh: Mesh, num_shares: int
+    run: Callable[[Batch, HostOrDevice], Sums],
+    batches: Batches,
+    mesh: jax.sharding.Mesh,
+    num_shares: int,
 ) -> Metrics:
     """Returns the means of the sums of `run`, over all rows of `batches`.
 
@@ -264,7 +264,10 @@ def evaluate_exactly(
 
 
 def sums_of(
-    run: Callable[[Batch, HostOrDevice], Sums], batches: Batches, mesh: Mesh, num_shares: int
+    run: Callable[[Batch, HostOrDevice], Sums],
+    batches: Batches,
+    mesh: jax.sharding.Mesh,
+    num_shares: int,
 ) -> Iterator[Sums]:
     """Sums of `run` for each batch, or their shapes; refuses padding as `evaluate_exactly`."""
     for placed in _place(batches, mesh, num_shares):
@@ -276,7 +279,7 @@ def sums_of(
 
 
 def predict_rows(
-    run: Callable[[Batch, HostOrDevice], PyTree], batches: Batches, mesh: Mesh
+    run: Callable[[Batch, HostOrDevice], PyTree], batches: Batches, mesh: jax.sharding.Mesh
 ) -> PyTree:
     """Returns the results of `run` for all rows of `batches` of this process, in their order.
 
@@ -335,7 +338,7 @@ class _Placed(NamedTuple):
     room: int
 
 
-def _place(batches: Batches, mesh: Mesh, num_shares: int) -> Iterator[_Placed]:
+def _place(batches: Batches, mesh: jax.sharding.Mesh, num_shares: int) -> Iterator[_Placed]:
     check_batches(batches, "evaluate and predict take")
     room = 0
     for batch in map(as_arrays, batches):

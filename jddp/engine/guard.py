@@ -25,8 +25,6 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jddp.engine.micro_batches import Scale, View
@@ -120,7 +118,9 @@ class Guard:
         return after, {**metrics, "loss_scale": self.scale(before)}
 
 
-def limited(limit: ArrayLike | None, before: TrainState, after: TrainState, loss: Array) -> Outcome:
+def limited(
+    limit: jax.typing.ArrayLike | None, before: TrainState, after: TrainState, loss: Array
+) -> Outcome:
     """Returns the state before a step whose loss is above the limit; None is no limit."""
     if limit is None:
         return after, {}
@@ -152,7 +152,7 @@ def find_nonfinite(
     # finding is taken.
     if view.differs or any(layout.is_per_replica for layout in layouts):
         with jax.named_scope("metrics"):
-            found = lax.pmax(found, view.axis)
+            found = jax.lax.pmax(found, view.axis)
     return found
 
 

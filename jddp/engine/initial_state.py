@@ -14,9 +14,6 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import P, lax
-from jax.sharding import Mesh
-from jax.stages import Wrapped
 from jaxtyping import Array
 
 from jddp.engine.calls import call, connect, from_process_zero
@@ -189,7 +186,7 @@ def fit_weights(given: Tree, wanted: Tree, *, partial: bool) -> tuple[Tree, Load
     return jax.tree.unflatten(jax.tree.structure(wanted), values), loaded
 
 
-def make_init(step: Step, mesh: Mesh) -> Wrapped:
+def make_init(step: Step, mesh: jax.sharding.Mesh) -> jax.stages.Wrapped:
     """Returns `init(seed, inputs, params, model_state)`, run on every device of the mesh.
 
     It takes the seed of the base key; example rows, or None where the model has its values, with
@@ -226,8 +223,8 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         seed: Array, inputs: Inputs, params: Params, model_state: ModelState | None
     ) -> TrainState:
         parts = shardings(given_layouts(step, params), mesh)
-        trained = P() if params is None else freeze(parts, {}, step.model.frozen)[0]
-        enter, leave = (P(), P(), parts, P()), (trained, P())
+        trained = jax.P() if params is None else freeze(parts, {}, step.model.frozen)[0]
+        enter, leave = (jax.P(), jax.P(), parts, jax.P()), (trained, jax.P())
         made, state = over_replicas(replica, mesh, enter, leave)(seed, inputs, params, model_state)
         state = state.replace(params=made)
         step.optimizer.check(state.params)
@@ -239,7 +236,7 @@ def make_init(step: Step, mesh: Mesh) -> Wrapped:
         shapes = jax.eval_shape(lambda x: x, state.params)
         if params is None and step.placement.division is not None:
             own = functools.partial(own_parts, step.placement.division, platform(mesh) == "cpu")
-            state = state.replace(params=over_replicas(own, mesh, (P(),), placed)(state.params))
+            state = state.replace(params=over_replicas(own, mesh, (jax.P(),), placed)(state.params))
         state = step.average.init(state)
         start = functools.partial(step.optimizer.init, shapes=shapes)
         optimizer = over_replicas(start, mesh, (placed,), layout)
@@ -263,8 +260,8 @@ def own_parts(division: Division, is_on_cpu: bool, params: Params) -> Params:
             return division.own(x)
         # XLA:CPU would fuse the slice with the operations that make the values, and round values in
         # another way than where they stay whole. It cannot know that this branch is always taken.
-        is_replica = lax.axis_index(AXIS_HERE.get()) >= 0
-        return lax.cond(is_replica, division.own, lambda x: jnp.zeros_like(division.own(x)), x)
+        is_replica = jax.lax.axis_index(AXIS_HERE.get()) >= 0
+        return jax.lax.cond(is_replica, division.own, lambda x: jnp.zeros_like(division.own(x)), x)
 
     return jax.tree.map(own, params)
 
@@ -279,7 +276,7 @@ def given_layouts(step: Step, params: Params) -> PyTree:
 
 
 def put_given(
-    step: Step, mesh: Mesh, values: tuple[Params, ModelState | None]
+    step: Step, mesh: jax.sharding.Mesh, values: tuple[Params, ModelState | None]
 ) -> tuple[Params, ModelState | None]:
     """Puts given values on the mesh, array by array: no device holds a divided array as a whole."""
     params, model_state = values

@@ -12,7 +12,6 @@ from contextvars import ContextVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import P, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import Array
 
@@ -154,7 +153,7 @@ def over_replicas(
     return call
 
 
-Placed = P | NamedSharding
+Placed = jax.P | NamedSharding
 
 
 def _relabelled(placed: Placed, tree: PyTree, *, leaves: bool) -> PyTree:
@@ -165,7 +164,7 @@ def _relabelled(placed: Placed, tree: PyTree, *, leaves: bool) -> PyTree:
     if not isinstance(placed, NamedSharding) or not _has_groups(placed.mesh):
         return tree
     mesh, own = placed.mesh, placed.spec
-    every = P(*(name and mesh.axis_names for name in own))
+    every = jax.P(*(name and mesh.axis_names for name in own))
     before, after = (every, own) if leaves else (own, every)
     same = jax.shard_map(lambda x: x, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)
     return same(tree)
@@ -173,7 +172,7 @@ def _relabelled(placed: Placed, tree: PyTree, *, leaves: bool) -> PyTree:
 
 def input_specs(mesh: Mesh) -> Inputs:
     """Specs of the inputs of a step: rows split, all others on every device."""
-    return Inputs(P(axis_of(mesh)), P(), P())
+    return Inputs(jax.P(axis_of(mesh)), jax.P(), jax.P())
 
 
 def _first_devices(num_devices: int) -> list[jax.Device]:
@@ -193,12 +192,12 @@ def _first_devices(num_devices: int) -> list[jax.Device]:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of arrays that are the same on every device."""
-    return NamedSharding(mesh, P())
+    return NamedSharding(mesh, jax.P())
 
 
 def sharded(mesh: Mesh) -> NamedSharding:
     """The sharding of arrays that are split by rows over the devices."""
-    return NamedSharding(mesh, P(axis_of(mesh)))
+    return NamedSharding(mesh, jax.P(axis_of(mesh)))
 
 
 def platform(mesh: Mesh) -> str:
@@ -249,7 +248,7 @@ def _fetch(x: HostOrDevice) -> HostOrDevice:
         return x
     # The array is divided over devices of other processes: gathers this array alone.
     assert isinstance(x.sharding, NamedSharding)
-    gather = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))
+    gather = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, jax.P()))
     return gather(x).addressable_data(0)
 
 
@@ -361,7 +360,7 @@ def all_gather(tree: PyTree, axis: str | None = None) -> PyTree:
     """
     # Its transpose is a reduce-scatter: the gradient of a row, which all replicas use, is summed
     # where the row came from.
-    return jax.tree.map(lambda x: lax.all_gather(x, axis or AXIS_HERE.get(), tiled=True), tree)
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, axis or AXIS_HERE.get(), tiled=True), tree)
 
 
 def replica_key(state: TrainState, name: str = "replica") -> Array:
@@ -388,4 +387,4 @@ def _replica_keys(key: Array, step: Array, rows: NamedSharding, name: str) -> Ar
     # resumed run needs no other state, whatever happened between.
     key = jax.random.fold_in(key, step)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(rows.mesh.size))
-    return lax.with_sharding_constraint(jax.vmap(lambda key: stream(key, name))(keys), rows)
+    return jax.lax.with_sharding_constraint(jax.vmap(lambda key: stream(key, name))(keys), rows)

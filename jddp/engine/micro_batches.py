@@ -26,7 +26,6 @@ from typing import NamedTuple, final
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.engine.state import Inputs, TrainState, is_float, widened
@@ -88,7 +87,7 @@ class View:
         with jax.named_scope("metrics"):
             # Only for the report: each replica clips by its own norm, and metrics must leave the
             # step equal on all replicas.
-            return lax.pmean(x, self.axis)
+            return jax.lax.pmean(x, self.axis)
 
     def shards(self, grads: Grads) -> Grads:
         """Returns the replica's shard of the gradient."""
@@ -102,7 +101,7 @@ def view_of_shards(axis: str) -> View:
         with jax.named_scope("metrics"):
             # Squares are added, and the root is taken of their sum. Zeros that pad shards add
             # nothing.
-            return jnp.sqrt(lax.psum(optax.tree.norm(grads, squared=True), axis))
+            return jnp.sqrt(jax.lax.psum(optax.tree.norm(grads, squared=True), axis))
 
     return View(axis, norm, lambda grads, gather: gather(grads), is_divided=True)
 
@@ -121,7 +120,7 @@ def view_of_parts(axis: str, dims: tuple[int | None, ...], groups: Groups) -> Vi
         parts = [x for x, dim in zip(leaves, dims, strict=True) if dim is not None]
         others = [x for x, dim in zip(leaves, dims, strict=True) if dim is None]
         with jax.named_scope("metrics"):
-            squares = lax.psum(optax.tree.norm(parts, squared=True), axis)
+            squares = jax.lax.psum(optax.tree.norm(parts, squared=True), axis)
             if groups.num > 1:
                 # Each group has every part; a sum over one group alone might round in its own way.
                 squares /= groups.num
@@ -402,7 +401,7 @@ class MicroBatches:
         def take(i: Number) -> MicroBatch:
             # Indexed, and not given to the scan to iterate over: with overlap the last micro-batch
             # is taken outside of it.
-            part = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
+            part = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
             return *jax.tree.map(part, (rows, keys)), inputs.constants
 
         return take
@@ -450,5 +449,5 @@ class MicroBatches:
         # activations are in memory at a time.
         zeros = jax.tree.map(jnp.zeros_like, widened(state.params))
         first = Accumulated(zeros, state.model_state, {})
-        total, sums = lax.scan(add, first, jnp.arange(num))
+        total, sums = jax.lax.scan(add, first, jnp.arange(num))
         return total._replace(sums=jax.tree.map(lambda x: x.sum(0), sums))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import final
 
 import jax
-from jax import lax
 
 from jddp.engine.micro_batches import WHOLE, Loss, ParameterSource, Pullback, View, view_of_parts
 from jddp.engine.state import Divided, Layout, Replicated, name_of
@@ -175,7 +174,7 @@ def _after(pullback: Pullback, params: Params, value: jax.Array) -> Pullback:
     mine = {id(x) for x in jax.tree.leaves(params)}
     leaves, treedef = jax.tree.flatten(pullback)
     places = [i for i, x in enumerate(leaves) if id(x) in mine]
-    later, _ = lax.optimization_barrier(([leaves[i] for i in places], value))
+    later, _ = jax.lax.optimization_barrier(([leaves[i] for i in places], value))
     for i, x in zip(places, later, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)

@@ -25,11 +25,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import optax
-from jax import P
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
-from jax.sharding import AbstractMesh, Mesh
-from jax.tree_util import tree_leaves_with_path
-from jax.typing import ArrayLike
 
 from jddp.engine.calls import call
 from jddp.engine.mesh import RowSplit, over_replicas
@@ -71,7 +67,12 @@ class Traced:
     inputs: tuple[str, ...]
 
 
-def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inputs) -> Traced:
+def trace(
+    step: Step,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    state: TrainState,
+    inputs: Inputs,
+) -> Traced:
     """Traces a replica's forward and backward pass. Computes nothing.
 
     Args:
@@ -89,15 +90,15 @@ def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inpu
 
     # Mapped as the step is: a model may name the axis of the replicas. Nothing is reduced, so specs
     # that are not true do no harm.
-    program = over_replicas(replica, mesh, P(), P())
+    program = over_replicas(replica, mesh, jax.P(), jax.P())
     forward, results = jax.make_jaxpr(program, return_shape=True)(state, inputs)
     (backward,) = traced
     step.replicas.check(forward.jaxpr)
     # Looks at both passes: a custom backward pass may use random numbers where the forward pass
     # does not.
     draws = has_random_bits(forward.jaxpr) or has_random_bits(backward.traced.jaxpr)
-    names = [name_of(path) for path, _ in tree_leaves_with_path((state, inputs))]
-    paths = [path for path, _ in tree_leaves_with_path(state.model_state)]
+    names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path((state, inputs))]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state.model_state)]
     return Traced(
         ready=backward.ready,
         sums=results[0],
@@ -110,7 +111,10 @@ def trace(step: Step, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inpu
 
 
 def trace_loss(
-    passes: MicroBatches, mesh: Mesh | AbstractMesh, state: TrainState, inputs: Inputs
+    passes: MicroBatches,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    state: TrainState,
+    inputs: Inputs,
 ) -> Jaxpr:
     """Traces the loss of a micro-batch of one replica, whose inputs are the parameters.
 
@@ -130,7 +134,7 @@ def trace_loss(
 
         traced.append(jax.make_jaxpr(loss)(state.params))
 
-    jax.eval_shape(over_replicas(replica, mesh, P(), P()), state, inputs)
+    jax.eval_shape(over_replicas(replica, mesh, jax.P(), jax.P()), state, inputs)
     return traced[0].jaxpr
 
 
@@ -174,7 +178,7 @@ class Plans:
       rows: Division of rows into micro-batches.
     """
 
-    def __init__(self, spec: Step, mesh: Mesh, rows: RowSplit) -> None:
+    def __init__(self, spec: Step, mesh: jax.sharding.Mesh, rows: RowSplit) -> None:
         self._spec = spec
         self._mesh = mesh
         self._rows = rows
@@ -335,7 +339,7 @@ def _text(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], labels: Mapping[Var, str]) -> 
     return [own.pretty_print(use_color=False), *labeled, *map(_value, _constants(eqns))]
 
 
-def _constants(eqns: Iterable[JaxprEqn]) -> Iterator[ArrayLike]:
+def _constants(eqns: Iterable[JaxprEqn]) -> Iterator[jax.typing.ArrayLike]:
     """The arrays that are constants of programs inside equations."""
     for eqn in eqns:
         params = [*eqn.params.values()]
@@ -346,7 +350,7 @@ def _constants(eqns: Iterable[JaxprEqn]) -> Iterator[ArrayLike]:
                 yield from _constants(x.eqns)
 
 
-def _value(x: ArrayLike) -> str:
+def _value(x: jax.typing.ArrayLike) -> str:
     """Type and digest of a constant; the type alone where other processes have parts of it."""
     kind = str(jax.typeof(x))
     if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):

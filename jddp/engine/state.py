@@ -17,8 +17,6 @@ from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-from jax import P
-from jax.sharding import NamedSharding
 
 from jddp.ground.typing import (
     Batch,
@@ -51,9 +49,9 @@ class Layout:
         """Number of replicas that have the whole leaf together; None for all."""
         return None
 
-    def spec(self, axis: str) -> P:
+    def spec(self, axis: str) -> jax.P:
         """The partition spec of such a leaf."""
-        return P(axis)
+        return jax.P(axis)
 
     def one_device_shape(self, shape: Shape) -> Shape:
         """The shape that a leaf of `shape` on the mesh has on a single device."""
@@ -64,9 +62,9 @@ class Layout:
 class Replicated(Layout):
     """The same on every replica."""
 
-    def spec(self, axis: str) -> P:
+    def spec(self, axis: str) -> jax.P:
         """The partition spec of such a leaf."""
-        return P()
+        return jax.P()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +116,9 @@ class Divided(Layout):
         """Number of replicas of a group."""
         return self.num
 
-    def spec(self, axis: str) -> P:
+    def spec(self, axis: str) -> jax.P:
         """The partition spec of such a leaf."""
-        return P(*[None] * self.dim, axis)
+        return jax.P(*[None] * self.dim, axis)
 
 
 @jax.tree_util.register_dataclass
@@ -258,7 +256,7 @@ def shapes_of(tree: Tree) -> Tree:
     return jax.eval_shape(lambda x: x, tree)
 
 
-def stack_rows(tree: Tree, layouts: PyTree, rows: NamedSharding, num: int) -> Tree:
+def stack_rows(tree: Tree, layouts: PyTree, rows: jax.sharding.NamedSharding, num: int) -> Tree:
     """Gives each of `num` replicas its row of every per-replica leaf; the tree may be donated."""
     if not any(layout.is_per_replica for layout in jax.tree.leaves(layouts)):
         return tree
@@ -275,7 +273,7 @@ def stack_rows(tree: Tree, layouts: PyTree, rows: NamedSharding, num: int) -> Tr
     return jax.jit(lambda tree: jax.tree.map(stack, tree, layouts), donate_argnums=donated)(tree)
 
 
-def merge_rows(tree: Tree, layouts: PyTree, everywhere: NamedSharding) -> Tree:
+def merge_rows(tree: Tree, layouts: PyTree, everywhere: jax.sharding.NamedSharding) -> Tree:
     """Averages the rows of every per-replica leaf; the rest is left as it is."""
     leaves, treedef = jax.tree.flatten(tree)
     kinds = tuple(jax.tree.leaves(layouts))
@@ -287,7 +285,7 @@ def merge_rows(tree: Tree, layouts: PyTree, everywhere: NamedSharding) -> Tree:
 # One function serves all calls: `jax.jit` of a new one would compile for each evaluation.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _merge(
-    leaves: list[jax.Array], kinds: tuple[Layout, ...], everywhere: NamedSharding
+    leaves: list[jax.Array], kinds: tuple[Layout, ...], everywhere: jax.sharding.NamedSharding
 ) -> list[jax.Array]:
     # Every device gets all rows before their mean is taken: so the mean is the same on any number
     # of devices.

@@ -23,7 +23,6 @@ Where there are two, the base class describes what a part promises the step, and
 one. An option chooses a part, once and in the part's own module; the step itself tests no option.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,10 +30,7 @@ from typing import ClassVar, Protocol, final, runtime_checkable
 
 import jax
 import optax
-from jax import P, lax
 from jax.extend.core import Jaxpr
-from jax.sharding import Mesh
-from jax.stages import Wrapped
 from jaxtyping import Array, Float
 
 from jddp.engine.guard import Average, Clip, Guard, limited
@@ -115,7 +111,9 @@ class Replicas:
         """
         return num_devices
 
-    def jit(self, function: Function, options: XlaOptions = None, donated: Places = ()) -> Wrapped:
+    def jit(
+        self, function: Function, options: XlaOptions = None, donated: Places = ()
+    ) -> jax.stages.Wrapped:
         """Returns the function jitted, with options of XLA and the donated arguments."""
         return jax.jit(function, compiler_options=options, donate_argnums=donated)
 
@@ -140,7 +138,7 @@ class Replicas:
         """Returns gradients, sums and new state of the rows of this device."""
         # The key depends on the replica's number: with one key for all, dropout would drop the same
         # units on each.
-        key = key_of_replica(state, lax.axis_index(self.axis))
+        key = key_of_replica(state, jax.lax.axis_index(self.axis))
         return backward(state, inputs, key, loss_scale)
 
     def sum(self, sums: Sums) -> Sums:
@@ -149,7 +147,7 @@ class Replicas:
 
     def mean_count(self, sums: Sums) -> Float[Array, ""]:
         """Returns the mean number of valid entries of a replica, from the sums over all."""
-        return sums["loss"].count / lax.axis_size(self.axis)
+        return sums["loss"].count / jax.lax.axis_size(self.axis)
 
     def separate(self, function: Callable[..., Tree], state: TrainState, *given: PyTree) -> Tree:
         """Returns `function(*given)`, kept apart from the computation of its arguments or not."""
@@ -157,7 +155,7 @@ class Replicas:
 
     def evaluate(self, function: Evaluate, key: Array, rows: Batch, valid: Array) -> Sums:
         """Returns `function(rows, valid, key)` summed over all replicas."""
-        key = jax.random.fold_in(key, lax.axis_index(self.axis))
+        key = jax.random.fold_in(key, jax.lax.axis_index(self.axis))
         return sum_over_replicas(function(rows, valid, key), axis=self.axis)
 
 
@@ -424,7 +422,7 @@ def global_mean(
     # Gradients of sums have been averaged; divided by the mean count they are the global mean.
     count = step.sync.count(state, local.count, step.replicas.mean_count(sums))
     grads = mean_tree(grads, count * local.units.cotangent)
-    comm_state = dataclasses.replace(state.comm_state, hook=hook)
+    comm_state = replace(state.comm_state, hook=hook)
     after = state.replace(model_state=local.model_state, comm_state=comm_state)
     return grads, after, means(sums)
 
@@ -441,8 +439,8 @@ def replica_gradients(
 
 
 def make_step(
-    spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState, *, donate: bool
-) -> Wrapped:
+    spec: Step, plan: BucketPlan, mesh: jax.sharding.Mesh, layouts: TrainState, *, donate: bool
+) -> jax.stages.Wrapped:
     """Returns `step(state, inputs)` over the mesh, which returns a new state and global metrics."""
     spec = spec.placed(layouts.params)
 
@@ -451,21 +449,23 @@ def make_step(
         return spec.replicas.leave(state, layouts), metrics
 
     placed = shardings(layouts, mesh)
-    mapped = over_replicas(step, mesh, (placed, input_specs(mesh)), (placed, P()))
+    mapped = over_replicas(step, mesh, (placed, input_specs(mesh)), (placed, jax.P()))
     # Old and new state share memory: without donation a step needs parameters and optimizer state
     # twice.
     donated = (0,) if donate else ()
     return spec.replicas.jit(mapped, compiler_options(spec.reducer, mesh.devices.flat[0]), donated)
 
 
-def make_gradients(spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState) -> Wrapped:
+def make_gradients(
+    spec: Step, plan: BucketPlan, mesh: jax.sharding.Mesh, layouts: TrainState
+) -> jax.stages.Wrapped:
     """Returns `gradients(state, inputs)` over the mesh: both are global, the state is kept."""
     # Local steps average no gradients, but this function returns the mean.
-    spec = dataclasses.replace(spec, sync=EVERY_STEP).placed(layouts.params)
+    spec = replace(spec, sync=EVERY_STEP).placed(layouts.params)
 
     def gradients(state: TrainState, inputs: Inputs) -> tuple[Grads, Metrics]:
         return replica_gradients(spec, plan, spec.replicas.enter(state, layouts), inputs)
 
     in_specs = (shardings(layouts, mesh), input_specs(mesh))
-    mapped = over_replicas(gradients, mesh, in_specs, P())
+    mapped = over_replicas(gradients, mesh, in_specs, jax.P())
     return spec.replicas.jit(mapped, compiler_options(spec.reducer, mesh.devices.flat[0]))

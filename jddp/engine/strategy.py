@@ -22,8 +22,6 @@ from typing import final
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jddp.config.options import Reduction
@@ -91,7 +89,7 @@ class Strategy:
         return Replicas(axis, model)
 
     def packed(
-        self, layout: hooks.BucketLayout, hook: hooks.CommHook | None, mesh: Mesh
+        self, layout: hooks.BucketLayout, hook: hooks.CommHook | None, mesh: jax.sharding.Mesh
     ) -> hooks.Packed:
         """Returns the packing of gradients, with its hook and the name of a custom one."""
         on_network = count_processes(mesh) > 1
@@ -99,7 +97,7 @@ class Strategy:
             layout, hook, platform(mesh), on_network=on_network, is_sharded=self.shards_optimizer
         )
 
-    def placement(self, reducer: Reducer, mesh: Mesh) -> Placement:
+    def placement(self, reducer: Reducer, mesh: jax.sharding.Mesh) -> Placement:
         """Returns the placement of parameters.
 
         Args:
@@ -176,7 +174,7 @@ class FSDP(Strategy):
             )
         return Groups(size, num_replicas // size)
 
-    def placement(self, reducer: Reducer, mesh: Mesh) -> Placement:
+    def placement(self, reducer: Reducer, mesh: jax.sharding.Mesh) -> Placement:
         """Returns the placement of divided parameters; on one device they are whole."""
         groups = self.groups(mesh.size)
         if groups.size == 1:
@@ -295,7 +293,7 @@ class LocalSteps(Strategy, Synchronization):
             return local.grads.tree(), hook
         # A collective stands in a branch, so all replicas must take the same one: the counts of
         # steps and of skipped steps are the same everywhere.
-        return lax.cond(
+        return jax.lax.cond(
             self._is_plain(state),
             lambda: reducer(local.grads, hook, plan, local.units),
             lambda: (local.grads.tree(), hook),
@@ -336,7 +334,7 @@ class LocalSteps(Strategy, Synchronization):
             # without a message.
             branches.append(lambda params, outer: (params, {**outer, "params": params}))
         chosen = jnp.where(taken <= self.start, 2, is_due)
-        params, outer = lax.switch(chosen, branches, params, before.comm_state.outer)
+        params, outer = jax.lax.switch(chosen, branches, params, before.comm_state.outer)
         comm_state = dataclasses.replace(after.comm_state, outer=outer)
         return after.replace(params=params, opt_state=opt_state, comm_state=comm_state)
 
@@ -376,7 +374,12 @@ def choose_strategy(strategy: str | Strategy) -> Strategy:
 
 
 def choose_reducer(
-    reduction: Reduction, strategy: Strategy, batch_norm: str, mesh: Mesh, *, is_scaled: bool
+    reduction: Reduction,
+    strategy: Strategy,
+    batch_norm: str,
+    mesh: jax.sharding.Mesh,
+    *,
+    is_scaled: bool,
 ) -> tuple[Reducer, bool]:
     """Returns the reducer of the gradients, and whether it works inside the backward pass.
 

@@ -24,8 +24,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax import P, lax
-from jax.sharding import Mesh
 
 from jddp.config.versions import versions
 from jddp.distributed import coordination
@@ -206,7 +204,7 @@ class Exchange(NamedTuple):
 
 
 def measure_all_reduce(
-    mesh: Mesh, sizes: Sequence[int] = SIZES
+    mesh: jax.sharding.Mesh, sizes: Sequence[int] = SIZES
 ) -> tuple[list[Exchange], list[Finding]]:
     """Times sums of whole numbers over all devices, and checks their results.
 
@@ -215,7 +213,7 @@ def measure_all_reduce(
     total = mesh.size * (mesh.size - 1) // 2
     own = [i for i, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
     ranks = np.array(own, np.float32)[:, None]
-    run = jax.jit(over_replicas(lambda x: lax.psum(x[0], AXIS), mesh, P(AXIS), P()))
+    run = jax.jit(over_replicas(lambda x: jax.lax.psum(x[0], AXIS), mesh, jax.P(AXIS), jax.P()))
 
     def median_seconds(rows: jax.Array | np.ndarray) -> float:
         # The first run may compile.

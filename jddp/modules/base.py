@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.tree_util import DictKey
 
 from jddp.ground.errors import ConfigError, UsageError
 from jddp.ground.names import match_paths
@@ -106,7 +105,7 @@ Frozen = Sequence[str] | Callable[[str], bool]
 
 def is_frozen(path: Path) -> bool:
     """Whether a leaf of the other state is a parameter that is not trained."""
-    return path[0] == DictKey(COLLECTION)
+    return path[0] == jax.tree_util.DictKey(COLLECTION)
 
 
 def freeze(params: Params, model_state: ModelState, frozen: Frozen) -> tuple[Params, ModelState]:

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
 from jddp.ground.errors import ConfigError
@@ -71,7 +70,7 @@ class Sync:
     @property
     def num_replicas(self) -> int:
         """Number of replicas, inside a mapped function."""
-        return self.logical_replicas or lax.axis_size(self.axis)
+        return self.logical_replicas or jax.lax.axis_size(self.axis)
 
     def rule(self, kinds: Sequence[str]) -> str | None:
         """The declared rule of the first of these kinds that has one."""
@@ -81,8 +80,8 @@ class Sync:
     def add(self, rows: Array) -> Array:
         """Adds rows over all replicas; rows of logical replicas in one order."""
         if self.logical_replicas is None:
-            return lax.psum(rows[0], self.axis)
-        return add_in_pairs(lax.all_gather(rows, self.axis, tiled=True))
+            return jax.lax.psum(rows[0], self.axis)
+        return add_in_pairs(jax.lax.all_gather(rows, self.axis, tiled=True))
 
     @property
     def groups(self) -> list[list[int]] | None:
@@ -90,14 +89,14 @@ class Sync:
         size = self.group_size
         if size is None:
             return None
-        num_replicas = lax.axis_size(self.axis)
+        num_replicas = jax.lax.axis_size(self.axis)
         if size == num_replicas:
             return None
         return [list(range(first, first + size)) for first in range(0, num_replicas, size)]
 
     def psum(self, x: Array) -> Array:
         """Sums over the replicas of a group."""
-        return lax.psum(x, self.axis, axis_index_groups=self.groups)
+        return jax.lax.psum(x, self.axis, axis_index_groups=self.groups)
 
     def kept(self, var: Array, count: Array) -> Array:
         """The variance for the running statistics, from the variance of `count` values."""
@@ -137,17 +136,17 @@ def on_all_rows(call: Callable[..., object], args: Any, kwargs: Any, sync: Sync)
     if sync.num_replicas == 1:
         return call(*args, **kwargs)
     num = len(next(x for x in jax.tree.leaves((args, kwargs)) if jnp.ndim(x)))
-    size = sync.group_size or lax.axis_size(sync.axis)
+    size = sync.group_size or jax.lax.axis_size(sync.axis)
 
     def gather(x: Array) -> Array:
         if jnp.shape(x)[:1] != (num,):
             return x
-        return lax.all_gather(x, sync.axis, axis_index_groups=sync.groups, tiled=True)
+        return jax.lax.all_gather(x, sync.axis, axis_index_groups=sync.groups, tiled=True)
 
     def own(y: Array) -> Array:
         if jnp.shape(y)[:1] != (num * size,):
             return y
-        return lax.dynamic_slice_in_dim(y, lax.axis_index(sync.axis) % size * num, num)
+        return jax.lax.dynamic_slice_in_dim(y, jax.lax.axis_index(sync.axis) % size * num, num)
 
     args, kwargs = jax.tree.map(gather, (args, kwargs))
     return jax.tree.map(own, call(*args, **kwargs))
@@ -169,7 +168,9 @@ def name_axis(layer: Any, path: str, sync: Sync, *, is_synced: bool) -> None:
     """Replaces the axis that a layer names, such as the axis of another program's mesh."""
     is_inner = False  # Whether it is an axis of a `vmap` inside the model.
     with contextlib.suppress(NameError):
-        is_inner = layer.axis_name not in (None, sync.axis) and lax.axis_size(layer.axis_name) > 0
+        is_inner = (
+            layer.axis_name not in (None, sync.axis) and jax.lax.axis_size(layer.axis_name) > 0
+        )
     if not is_inner:
         # A bound Linen module is frozen.
         object.__setattr__(layer, "axis_name", sync.axis if is_synced else None)
@@ -186,7 +187,7 @@ def move(momentum: float, running: Array, batch: Array, count: Array) -> Array:
     # Both are weighted: the rounding of a choice of two results depends on how XLA fuses it.
     old = jnp.where(count > 0, momentum, 1.0).astype(running.dtype)
     new = jnp.where(count > 0, 1 - momentum, 0.0).astype(running.dtype)
-    return lax.stop_gradient(old * running + new * batch.astype(running.dtype))
+    return jax.lax.stop_gradient(old * running + new * batch.astype(running.dtype))
 
 
 def moments(layer: Any, x: Array, mask: Array | None, sync: Sync) -> tuple[Array, Array, Array]:

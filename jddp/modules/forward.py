@@ -15,8 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.core import eval_jaxpr
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array, Float
 
@@ -53,7 +51,7 @@ def find_varying(
 
     def evaluate() -> Tree:
         leaves = jax.tree.leaves(tuple(given))
-        return like_results(eval_jaxpr(traced.jaxpr, traced.consts, *leaves))
+        return like_results(jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *leaves))
 
     equalize = functools.partial(_equalize, axis=axis)
     found = follow(traced.jaxpr, jax.tree.leaves(tuple(labels)), equalize)
@@ -184,8 +182,10 @@ def settle(
     is_late = sync.logical_replicas is not None
     source: Array | int = 0
     if model.batch_norm == "broadcast" and mask is not None:
-        here = jnp.where((mask > 0).any(), lax.axis_index(sync.axis), lax.axis_size(sync.axis))
-        source = lax.pmin(here, sync.axis)
+        here = jnp.where(
+            (mask > 0).any(), jax.lax.axis_index(sync.axis), jax.lax.axis_size(sync.axis)
+        )
+        source = jax.lax.pmin(here, sync.axis)
 
     def agree(path: Path, before: Array, after: Array, label: int) -> Array:
         if label == EQUAL or model.keeps_own(path, after):
@@ -195,11 +195,11 @@ def settle(
             return after if is_late else combine(path, rule, before, after[None], sync)
         is_statistic = not STATISTICS.isdisjoint(kinds)
         if is_statistic and model.batch_norm == "broadcast":
-            is_source = lax.axis_index(sync.axis) == source
-            chosen = lax.psum(jnp.where(is_source, after, 0), sync.axis)
-            return jnp.where(source < lax.axis_size(sync.axis), chosen, before)
+            is_source = jax.lax.axis_index(sync.axis) == source
+            chosen = jax.lax.psum(jnp.where(is_source, after, 0), sync.axis)
+            return jnp.where(source < jax.lax.axis_size(sync.axis), chosen, before)
         if is_statistic and label == GROUPED:
-            return lax.pmean(after, sync.axis)
+            return jax.lax.pmean(after, sync.axis)
         raise _undeclared(path, [*kinds, ""][0], is_statistic=is_statistic)
 
     return jax.tree_util.tree_map_with_path(agree, old, new, labels)
@@ -235,7 +235,7 @@ def combine(path: Path, rule: str, before: Array, rows: Array, sync: Sync) -> Ar
       ConfigError: If the rule does not fit the dtype of the leaf.
     """
     if rule == "first":
-        return lax.all_gather(rows[0], sync.axis)[0]
+        return jax.lax.all_gather(rows[0], sync.axis)[0]
     if not jnp.issubdtype(rows.dtype, jnp.number if rule == "sum" else jnp.inexact):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         raise ConfigError(

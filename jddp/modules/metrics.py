@@ -19,8 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from jddp.ground.errors import ConfigError
@@ -154,7 +152,7 @@ def weigh(
 
 
 def _sum_mean(name: str, mean: Mean, mask: Array | None, num_rows: int) -> Sum:
-    def add_up(x: ArrayLike) -> Array:
+    def add_up(x: jax.typing.ArrayLike) -> Array:
         x = _widened(jnp.asarray(x))
         if x.ndim and mask is not None:  # The weights are in it already.
             x = jnp.where(_align(name, x.shape, mask) > 0, x, 0.0)
@@ -223,7 +221,7 @@ def _sum_whole(x: Array, dims: tuple[int, ...]) -> Array:
 
     zero = jnp.uint32(0)
     words = x.astype(jnp.uint32), jnp.where(x < 0, ~zero, zero)
-    low, high = lax.reduce(words, (zero, zero), add, dims)
+    low, high = jax.lax.reduce(words, (zero, zero), add, dims)
     return jnp.stack([low & 0xFFFF, low >> 16, high & 0xFFFF, high >> 16], axis=-1)
 
 
@@ -260,7 +258,7 @@ def count_valid_rows(mask: Array) -> Float[Array, ""]:
 
 def sum_over_replicas(sums: Sums, *, axis: str) -> Sums:
     """Adds totals and counts over `axis`: one all-reduce for all scalars, and one per array."""
-    return add_sums(sums, lambda x: lax.psum(x, axis), ndim=0)
+    return add_sums(sums, lambda x: jax.lax.psum(x, axis), ndim=0)
 
 
 def add_sums(sums: Sums, add: Callable[[Array], Array], *, ndim: int) -> Sums:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.tree_util import DictKey
 from jaxtyping import Array
 
 from jddp.ground.errors import ConfigError
@@ -82,7 +81,7 @@ class NnxModel(FlaxModel):
     def kinds_at(self, path: Path) -> Sequence[str]:
         """The variable's classes."""
         return self._kinds.get(
-            tuple(entry.key for entry in path[1:] if isinstance(entry, DictKey)), []
+            tuple(entry.key for entry in path[1:] if isinstance(entry, jax.tree_util.DictKey)), []
         )
 
     def rebuild(self, params: Params, model_state: ModelState) -> nnx.Module:

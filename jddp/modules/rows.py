@@ -17,7 +17,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import Partial
 
 from jddp.ground.errors import ConfigError, DataError
 from jddp.ground.typing import TRANSFORM, Batch, Shaped, Tree
@@ -86,7 +85,11 @@ def as_arrays(batch: Batch) -> Batch:
     for name, column in batch.items():
         if name == TRANSFORM and callable(column):
             # A `Partial` is a tree without leaves, equal to any other of the same function.
-            kept[name] = column if isinstance(column, Partial) else Partial(column)
+            kept[name] = (
+                column
+                if isinstance(column, jax.tree_util.Partial)
+                else jax.tree_util.Partial(column)
+            )
             continue
         try:
             convert = partial(_array, f"batch[{name!r}]")

@@ -31,9 +31,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.typing import ArrayLike
 
 from jddp.ground.typing import Grads, PyTree
 from jddp.reduce.hooks import GradBucket
@@ -79,10 +77,12 @@ def _ready(jaxpr: Jaxpr) -> tuple[int | None, ...]:
     return tuple(None if isinstance(v, Literal) else finished.get(v) for v in jaxpr.outvars)
 
 
-def _open(jaxpr: Jaxpr, consts: Sequence[ArrayLike], args: Sequence[ArrayLike]) -> list[ArrayLike]:
+def _open(
+    jaxpr: Jaxpr, consts: Sequence[jax.typing.ArrayLike], args: Sequence[jax.typing.ArrayLike]
+) -> list[jax.typing.ArrayLike]:
     """Evaluates equation by equation, and inlines the calls of jitted functions."""
     inputs = (*jaxpr.constvars, *jaxpr.invars)
-    values: dict[Var, ArrayLike] = dict(zip(inputs, (*consts, *args), strict=True))
+    values: dict[Var, jax.typing.ArrayLike] = dict(zip(inputs, (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jit":
             inner = eqn.params["jaxpr"]
@@ -94,7 +94,7 @@ def _open(jaxpr: Jaxpr, consts: Sequence[ArrayLike], args: Sequence[ArrayLike]) 
 
 
 def evaluate(
-    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: Mapping[Var, ArrayLike]
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: Mapping[Var, jax.typing.ArrayLike]
 ) -> dict[Var, jax.Array]:
     """Returns the results of some equations of a jaxpr, from the values of earlier variables."""
     made = [var for eqn in eqns for var in eqn.outvars]
@@ -102,7 +102,9 @@ def evaluate(
     # the cache must be the same in every process.
     given = [v for v in dict.fromkeys(v for e in eqns for v in variables(e)) if v in values]
     piece = jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=list(eqns))
-    return dict(zip(made, eval_jaxpr(piece, (), *map(values.__getitem__, given)), strict=True))
+    return dict(
+        zip(made, jax.core.eval_jaxpr(piece, (), *map(values.__getitem__, given)), strict=True)
+    )
 
 
 def variables(eqn: JaxprEqn) -> list[Var]:

@@ -17,7 +17,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jddp.ground.numbers import add_in_pairs
 from jddp.ground.typing import Tree
@@ -48,10 +47,10 @@ class Exchange:
 
     def gather(self, part: jax.Array, axis: str) -> jax.Array:
         """Returns the parts of all replicas, (replicas, part)."""
-        return lax.all_gather(part, axis, axis_index_groups=self.members)
+        return jax.lax.all_gather(part, axis, axis_index_groups=self.members)
 
     def _mean(self, rows: jax.Array, axis: str) -> jax.Array:
-        return lax.psum_scatter(rows, axis, axis_index_groups=self.members) / len(rows)
+        return jax.lax.psum_scatter(rows, axis, axis_index_groups=self.members) / len(rows)
 
 
 VECTORS = Exchange()
@@ -65,7 +64,7 @@ class AllToAll(Exchange):
     """
 
     def _mean(self, rows: jax.Array, axis: str) -> jax.Array:
-        own = lax.all_to_all(
+        own = jax.lax.all_to_all(
             rows, axis, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=self.members
         )
         # In half precision a small gradient would vanish next to a large partial sum. The wire

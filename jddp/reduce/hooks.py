@@ -34,7 +34,6 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jddp.ground.errors import ConfigError, check_choice
 from jddp.ground.typing import HookState, PyTree, Tree
@@ -188,8 +187,8 @@ def varies(x: jax.Array, axis: str) -> bool:
 def _pmean(tree: Tree, axis: str) -> Tree:
     # XLA:CPU would copy the arrays that a single replica sends to itself. Under check_vma=True the
     # type needs the collective even so.
-    is_alone = lax.axis_size(axis) == 1 and not varies(lax.axis_index(axis), axis)
-    return tree if is_alone else lax.pmean(tree, axis)
+    is_alone = jax.lax.axis_size(axis) == 1 and not varies(jax.lax.axis_index(axis), axis)
+    return tree if is_alone else jax.lax.pmean(tree, axis)
 
 
 def mean_hook(average: TakeMean = _pmean) -> CommHook:
@@ -207,7 +206,7 @@ def mean_over(axis: str, tree: Tree, average: TakeMean = _pmean) -> Tree:
     float16 is scaled down on the wire, so that its sum fits where its mean does.
     """
     # float16 ends at 65,504, which a sum of N gradients may pass where their mean does not.
-    small = power_of_two_within(1 / lax.axis_size(axis))
+    small = power_of_two_within(1 / jax.lax.axis_size(axis))
     return _scale_float16(average(_scale_float16(tree, small), axis), 1 / small)
 
 
@@ -309,11 +308,11 @@ class ShardedLeaves(Packing):
 
     def pack(self, leaves: list[jax.Array], axis: str) -> jax.Array:
         """Cuts the leaves, and puts them side by side."""
-        return pack(leaves, lax.axis_size(axis))
+        return pack(leaves, jax.lax.axis_size(axis))
 
     def unpack(self, bucket: GradBucket, axis: str) -> list[jax.Array]:
         """Cuts the replica's rows into its shards of the leaves."""
-        num = lax.axis_size(axis)
+        num = jax.lax.axis_size(axis)
         return leaves_of(bucket, lambda row, of: split(row, [shard_shape(x, num) for x in of]))
 
     def alone(self, leaf: jax.Array, axis: str) -> jax.Array:

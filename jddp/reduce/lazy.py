@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.typing import ArrayLike
@@ -173,7 +172,7 @@ class Lazy:
             return results[: last - first], results[last - first :]
 
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, stacked = lax.scan(body, carry, [*map(_own, slices)], **options)
+        carry, stacked = jax.lax.scan(body, carry, [*map(_own, slices)], **options)
         return [*carry, *stacked]
 
     def _repeated(self, eqn: JaxprEqn, ins: list[Value], of: list[Origin]) -> list[ArrayLike]:
@@ -281,14 +280,14 @@ def _remade(
 
     def run(*ins: ArrayLike) -> list[ArrayLike]:
         given = dict(zip(names, ins, strict=True))
-        given |= {v: lax.stop_gradient(given[v]) for v in fixed}
+        given |= {v: jax.lax.stop_gradient(given[v]) for v in fixed}
         return [*evaluate(jaxpr, [eqn], given).values()]
 
     wholes = [_whole(values[v]) for v in names]
     moving = _moving(run, wholes)
     outs = enumerate(_made_again(run)(*wholes))
     # A call has a gradient for each result; `stop_gradient` drops it where the equation has none.
-    return [x if i in moving else lax.stop_gradient(x) for i, x in outs], moving
+    return [x if i in moving else jax.lax.stop_gradient(x) for i, x in outs], moving
 
 
 def _moving(run: Callable[..., list[ArrayLike]], given: Sequence[ArrayLike]) -> set[int]:
@@ -317,7 +316,7 @@ def _moving(run: Callable[..., list[ArrayLike]], given: Sequence[ArrayLike]) -> 
 def _fixed(values: Sequence[jax.Array], made: Sequence[Origin]) -> tuple[jax.Array, ...]:
     """The inputs of a program; the backward pass leaves out those without a gradient."""
     both = zip(values, made, strict=True)
-    return tuple(x if of.moves else lax.stop_gradient(x) for x, of in both)
+    return tuple(x if of.moves else jax.lax.stop_gradient(x) for x, of in both)
 
 
 def _made_again(run: Callable[..., Tree]) -> Callable[..., Tree]:

@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 
 from jddp.ground.errors import ConfigError, check_choice
 from jddp.ground.typing import MEBIBYTE, Grads, HookState, Params, PyTree
@@ -204,7 +203,7 @@ def average_gradients(
     bucket_mb: float | Sequence[float] = BUCKET_MB,
     layout: str = "auto",
     *,
-    wire_dtype: DTypeLike | None = None,
+    wire_dtype: jax.typing.DTypeLike | None = None,
     comm_hook: CommHook | None = None,
 ) -> optax.GradientTransformation:
     """Returns an optax transformation that averages gradients over `axis`, bucket by bucket.

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 Shape = tuple[int, ...]
 
@@ -77,8 +76,8 @@ def unpack(rows: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
 
 def own_shard(x: jax.Array, axis: str) -> jax.Array:
     """This replica's shard of an array that all replicas have."""
-    num_shards = lax.axis_size(axis)
-    row = lax.dynamic_index_in_dim(cut(x, num_shards), lax.axis_index(axis), keepdims=False)
+    num_shards = jax.lax.axis_size(axis)
+    row = jax.lax.dynamic_index_in_dim(cut(x, num_shards), jax.lax.axis_index(axis), keepdims=False)
     return row.reshape(shard_shape(x.shape, num_shards))
 
 
@@ -100,7 +99,7 @@ def whole(x: jax.Array, dim: int | None, axis: str, groups: Groups) -> jax.Array
     """An array from the parts of a group of replicas."""
     if dim is None:
         return x
-    return lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups.members)
+    return jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups.members)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Flat:
 
     def whole(self, part: jax.Array, shape: Shape) -> jax.Array:
         """Gathers the shards of all replicas."""
-        (array,) = unpack(lax.all_gather(part.ravel(), self.axis), [shape])
+        (array,) = unpack(jax.lax.all_gather(part.ravel(), self.axis), [shape])
         return array
 
 
@@ -149,7 +148,7 @@ class AlongDim:
     @property
     def _place(self) -> jax.Array:
         """The place of this replica in its group."""
-        return lax.axis_index(self.axis) % self.num
+        return jax.lax.axis_index(self.axis) % self.num
 
     def part_shape(self, shape: Shape) -> Shape:
         """Returns the shape of a part."""
@@ -164,7 +163,7 @@ class AlongDim:
         if dim is None:
             return x
         size = x.shape[dim] // self.num
-        return lax.dynamic_slice_in_dim(x, self._place * size, size, dim)
+        return jax.lax.dynamic_slice_in_dim(x, self._place * size, size, dim)
 
     def whole(self, part: jax.Array, shape: Shape) -> jax.Array:
         """Gathers the parts of all replicas."""

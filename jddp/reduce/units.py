@@ -30,7 +30,6 @@ from typing import NamedTuple, NoReturn, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jddp.ground.jaxprs import carried
@@ -270,7 +269,7 @@ class Gather:
         """
         means, peers = [*parts], self.groups.peers
         plan = plan_buckets(means, bucket_bytes=bucket_bytes, wire_dtype=self.wire_dtype)
-        average = functools.partial(lax.pmean, axis_index_groups=peers)
+        average = functools.partial(jax.lax.pmean, axis_index_groups=peers)
         for bucket in plan.buckets:
             with jax.named_scope(BETWEEN):
                 row = _joined([parts[i] for i in bucket.leaves]).astype(bucket.wire_dtype)

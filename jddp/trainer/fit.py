@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 
 import jax
-from jax.typing import ArrayLike
 
 from jddp.data import Epochs, TrainBatches, eval_batches
 from jddp.data.batches import Share
@@ -70,7 +69,7 @@ def fit(
     sinks: Sequence[GivenSink] = (),
     seed: int = 0,
     log_every_steps: int | Epochs = 50,
-    learning_rate: Callable[[int], ArrayLike] | None = None,
+    learning_rate: Callable[[int], jax.typing.ArrayLike] | None = None,
     checks: Checks = CHECKS,
 ) -> Run:
     """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from jddp.engine.data_parallel import DataParallel
 from jddp.engine.mesh import mapped_over, platform
@@ -190,7 +189,7 @@ def _compared(
         without = {"reduction"} if has_all else {"reduction", "strategy"}
         here: dict[str, Any] = {name: x for name, x in options.items() if name not in without}
         # Keeps the axis name of a given mesh; batch norm sees the same micro-batches.
-        here["mesh"] = Mesh(many.mesh.devices.flat[:1], many.mesh.axis_names)
+        here["mesh"] = jax.sharding.Mesh(many.mesh.devices.flat[:1], many.mesh.axis_names)
         here["accumulate_steps"] = spec.backward.num
         one = wrapped(**here)
         values = many.model(state)

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jddp.config.files import flatten, load_config, with_overrides
 from jddp.config.schema import Config
@@ -281,7 +280,7 @@ def train(
     return build(resolved).run(callbacks)
 
 
-def build(config: Config, *, needs_data: bool = True, mesh: Mesh | None = None) -> Job:
+def build(config: Config, *, needs_data: bool = True, mesh: jax.sharding.Mesh | None = None) -> Job:
     """Makes a job: joins the processes, resolves names, makes the mesh, reads the data.
 
     Args:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
-from jax.sharding import Mesh
 
 from jddp.checkpoint import reader
 from jddp.checkpoint.folders import finished
@@ -203,7 +202,7 @@ def open_run(
     loss_fn: LossFn | None = None,
     checkpoint: int | str | None = None,
     params: str | None = None,
-    mesh: Mesh | Sequence[jax.Device] | int | None = None,
+    mesh: jax.sharding.Mesh | Sequence[jax.Device] | int | None = None,
     trust: str | None = None,
     overrides: Sequence[str] | None = None,
 ) -> Run:
