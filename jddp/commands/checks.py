@@ -29,13 +29,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jddp.config.cli import (
-    Parser,
-    add_config_arguments,
-    add_target_arguments,
-    check_target,
-    share_gpus,
-)
+from jddp.config import cli
 from jddp.distributed.command import run_command
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
 from jddp.ground.errors import ExitCode, FileSystemError, UsageError, show
@@ -49,11 +43,11 @@ ACCEPTANCE = Path(__file__).parents[2] / "benchmarks" / "gpu_acceptance.py"
 def explain_command(argv: Sequence[str] | None = None) -> int:
     """Runs `jddp explain` and returns its exit code."""
     description = "Compile a step of a job, and list what it sends. Nothing is run."
-    parser = Parser(prog="jddp explain", description=description)
-    add_config_arguments(parser)
+    parser = cli.Parser(prog="jddp explain", description=description)
+    cli.add_config_arguments(parser)
     add = parser.add_argument
     add("--json", action="store_true", help="print one line of JSON instead")
-    add_target_arguments(parser)
+    cli.add_target_arguments(parser)
     scaling = "also model 1, 8, 32 and 128 hosts of the target, with as many rows on each"
     add("--scaling", action="store_true", help=scaling)
     traced = "print the times of a trace instead; with --target next to the modelled times"
@@ -62,7 +56,7 @@ def explain_command(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    check_target(arguments, "scaling")
+    cli.check_target(arguments, "scaling")
     if arguments.target or arguments.trace:
         if arguments.target:
             # JAX is not imported yet. With GPUs here it would compile for these GPUs alone.
@@ -74,7 +68,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     from jddp.inspection.explain import explain
     from jddp.trainer.job.build import build
 
-    share_gpus()  # A job may be running there.
+    cli.share_gpus()  # A job may be running there.
     job = build(config, needs_data=False)
     step = explain(job.ddp, job.batch_spec)
     show(json.dumps(step.as_json()) if arguments.json else str(step))
@@ -84,8 +78,8 @@ def _explain(arguments: argparse.Namespace) -> int:
 def verify_command(argv: Sequence[str] | None = None) -> int:
     """Runs `jddp verify` and returns its exit code."""
     description = "Compare a step of a job on its devices with the same step on one device."
-    parser = Parser(prog="jddp verify", description=description)
-    add_config_arguments(parser)
+    parser = cli.Parser(prog="jddp verify", description=description)
+    cli.add_config_arguments(parser)
     return run_command(lambda: _verify(parser.parse_intermixed_args(argv)))
 
 
@@ -95,7 +89,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     config, name = load_config(arguments.config, arguments.overrides)
     from jddp.trainer.job.build import build
 
-    share_gpus()  # A job may be running there.
+    cli.share_gpus()  # A job may be running there.
     report = build(config).verify()
     show(f"{name}: {report}")
     return ExitCode.DONE if report.passed else ExitCode.REPLICA_MISMATCH
@@ -106,9 +100,9 @@ def doctor_command(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: _examine(_doctor_parser().parse_args(argv)))
 
 
-def _doctor_parser() -> Parser:
+def _doctor_parser() -> cli.Parser:
     about = "Check for causes of failed jobs, and print their fixes."
-    parser = Parser(prog="jddp doctor", description=about)
+    parser = cli.Parser(prog="jddp doctor", description=about)
     add = parser.add_argument
     add("run", type=expand, nargs="?", help="only print the first failures of this run directory")
     shared = "a directory that all processes share (runs)"
@@ -127,7 +121,7 @@ def _examine(arguments: argparse.Namespace) -> int:
         return _accept(arguments)
     if arguments.run is not None:
         return _print_failures(arguments.run)
-    share_gpus()  # A job may be running there.
+    cli.share_gpus()  # A job may be running there.
     from jddp.inspection.doctor import examine
 
     is_fit = examine(arguments.dir, num_devices=arguments.num_devices)

@@ -11,15 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    Strict,
-    ValidationError,
-    model_validator,
-)
+import pydantic
 
 from jddp.config.keys import ConfigMistakes, describe_mistakes
 from jddp.ground.typing import JsonObject
@@ -51,15 +43,17 @@ def option(
       **rules: Bounds of its values, as `pydantic.Field` takes them.
     """
     about: Any = {"effect": effect, "alike": list(alike)}
-    return Field(default, description=description, json_schema_extra=about, **rules)
+    return pydantic.Field(default, description=description, json_schema_extra=about, **rules)
 
 
-class Section(BaseModel):
+class Section(pydantic.BaseModel):
     """A part of the config: immutable, without unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False
+    )
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _empty_is_default(cls, values: object) -> object:
         """A section whose keys are all commented out reads as None."""
@@ -78,14 +72,14 @@ class NamedSection(WithArguments):
     name: str | None = option(None, "A registered name.")
     target: str | None = option(None, "Your own, as package.module:Name.")
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _target_replaces_default_name(cls, values: object) -> object:
         if isinstance(values, dict) and values.get("target") is not None:
             return {"name": None, **values}
         return values
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _one_of_both(self) -> "NamedSection":
         if (self.name is None) == (self.target is None):
             raise ValueError("give either 'name' or 'target'")
@@ -106,7 +100,7 @@ class WordedSection(Section):
         """Returns the values for which the word stands, by key."""
         return {cls.WORD: word}
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _word_is_spelled_out(cls, values: object) -> object:
         return cls.of_word(values) if isinstance(values, str) else values
@@ -143,7 +137,7 @@ def _one_line_each(schema: type[Section], called: str) -> Iterator[None]:
     """Describes the mistakes of a section in the words of a config, each after the call's name."""
     try:
         yield
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         mistakes = describe_mistakes(error, schema)
         lines = [x._replace(text=f"{called}: {x.text}") for x in mistakes]
         raise ConfigMistakes(lines) from None
@@ -154,9 +148,11 @@ def _name_of_dtype(given: object) -> object:
     return getattr(getattr(given, "dtype", given), "name", given)
 
 
-HalfPrecision = Annotated[Literal["bfloat16", "float16"] | None, BeforeValidator(_name_of_dtype)]
-Size = Annotated[float, Field(gt=0)]
-Sizes = Annotated[list[Size], Strict(False), Field(min_length=1)]
+HalfPrecision = Annotated[
+    Literal["bfloat16", "float16"] | None, pydantic.BeforeValidator(_name_of_dtype)
+]
+Size = Annotated[float, pydantic.Field(gt=0)]
+Sizes = Annotated[list[Size], pydantic.Strict(False), pydantic.Field(min_length=1)]
 
 
 class OuterConfig(NamedSection):
@@ -194,12 +190,12 @@ class StrategyConfig(WordedSection):
     )
     every: int | None = option(None, "local_steps: steps from one outer step to the next.", ge=1)
     start: int = option(0, "local_steps: number of first steps that average gradients.", ge=0)
-    outer: OuterConfig = Field(default_factory=OuterConfig)
+    outer: OuterConfig = pydantic.Field(default_factory=OuterConfig)
     number: int | None = option(
         None, "logical_replicas: bitwise identical on any CPU devices that divide it.", ge=1
     )
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _keys_belong_to_the_name(self) -> "StrategyConfig":
         fields = type(self).model_fields
         for name, keys in _KEYS_OF_STRATEGIES.items():
@@ -240,7 +236,7 @@ class BucketSection(WordedSection):
 class ReductionConfig(BucketSection):
     """How gradients are averaged."""
 
-    hook: CommHookConfig = Field(default_factory=CommHookConfig)
+    hook: CommHookConfig = pydantic.Field(default_factory=CommHookConfig)
 
 
 class Reduction(ObjectSection, BucketSection):
@@ -277,7 +273,7 @@ class BatchNormConfig(WordedSection):
     )
     unbiased: bool = option(False, "sync: unbiased running variances, as PyTorch has them.")
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _of_sync_alone(self) -> "BatchNormConfig":
         if self.name != "sync" and (self.group_size is not None or self.unbiased):
             raise ValueError(f"'group_size' and 'unbiased' belong to sync, not to {self.name}")
@@ -343,10 +339,10 @@ class Precision(ObjectSection, PrecisionConfig):
 class DdpConfig(Section):
     """Replication: the options of `jddp.DataParallel`."""
 
-    strategy: StrategyConfig = Field(default_factory=StrategyConfig)
-    reduction: ReductionConfig = Field(default_factory=ReductionConfig)
-    batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig)
-    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    strategy: StrategyConfig = pydantic.Field(default_factory=StrategyConfig)
+    reduction: ReductionConfig = pydantic.Field(default_factory=ReductionConfig)
+    batch_norm: BatchNormConfig = pydantic.Field(default_factory=BatchNormConfig)
+    precision: PrecisionConfig = pydantic.Field(default_factory=PrecisionConfig)
     state: dict[str, Literal["mean", "sum", "first", "per_replica"]] = option(
         {}, "By collection or class: replicas agree by this rule, or keep their own."
     )

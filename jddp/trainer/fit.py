@@ -32,21 +32,12 @@ from jddp.ground.names.plugins import RUN_ENDED, added
 from jddp.ground.names.synonyms import OF_FIT
 from jddp.ground.typing import Batch, Batches
 from jddp.modules.rows import as_arrays
+from jddp.trainer import run
 from jddp.trainer.loop import Loop, run_to_the_end
 from jddp.trainer.prefetch import Source, refuse_same_rows
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.reports.sinks import GivenSink, choose_sinks
 from jddp.trainer.resume import resume
-from jddp.trainer.run import (
-    CHECKS,
-    EVAL_BATCH_SIZE,
-    Callback,
-    Checks,
-    Evaluation,
-    Keep,
-    Options,
-    Run,
-)
 from jddp.trainer.watching import watching
 
 
@@ -59,19 +50,19 @@ def fit(
     num_steps: int | None = None,
     num_epochs: float | None = None,
     state: TrainState | Callable[[Batch], TrainState] | None = None,
-    evaluate: Batches | Mapping[str, object] | Evaluation | None = None,
+    evaluate: Batches | Mapping[str, object] | run.Evaluation | None = None,
     eval_every_steps: int | Epochs | None = None,
     run_dir: str | Path | None = None,
     save_every_steps: int | Epochs | None = None,
-    keep: int | Keep = 3,
+    keep: int | run.Keep = 3,
     resume: str = "auto",
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[run.Callback] = (),
     sinks: Sequence[GivenSink] = (),
     seed: int = 0,
     log_every_steps: int | Epochs = 50,
     learning_rate: Callable[[int], jax.typing.ArrayLike] | None = None,
-    checks: Checks = CHECKS,
-) -> Run:
+    checks: run.Checks = run.CHECKS,
+) -> run.Run:
     """Trains for `num_steps`, with evaluation, progress, metrics and checkpoints.
 
     Args:
@@ -149,20 +140,20 @@ def fit(
             seed=seed,
             multiple_of=ddp.steps.rows.num_micro_batches,
         )
-    evaluation = evaluate if isinstance(evaluate, Evaluation) else Evaluation(evaluate)
+    evaluation = evaluate if isinstance(evaluate, run.Evaluation) else run.Evaluation(evaluate)
     if isinstance(evaluation.batches, Mapping):
-        size = global_batch_size or EVAL_BATCH_SIZE
+        size = global_batch_size or run.EVAL_BATCH_SIZE
         tests = eval_batches(evaluation.batches, global_batch_size=size)
         evaluation = dataclasses.replace(evaluation, batches=tests)
     if state is not None and not callable(state):
         ddp.check(state)
-    options = Options(
+    options = run.Options(
         num_steps=num_steps,
         num_epochs=num_epochs,
         log_every_steps=log_every_steps,
         eval_every_steps=eval_every_steps,
         save_every_steps=save_every_steps,
-        keep=keep if isinstance(keep, Keep) else Keep(keep),
+        keep=keep if isinstance(keep, run.Keep) else run.Keep(keep),
         resume=resume,
         evaluation=evaluation,
         learning_rate=learning_rate,
@@ -177,7 +168,7 @@ def fit(
 
 SECONDS = 600.0  # Limit for process 0 to write the remaining records.
 log = logging.getLogger("jddp")
-METHODS = [name for name in vars(Callback) if name.startswith("on_")]
+METHODS = [name for name in vars(run.Callback) if name.startswith("on_")]
 FirstState = TrainState | Callable[[Batch], TrainState]
 # Words of a device that is out of memory. `tests/trainer/test_out_of_memory.py` has whole messages.
 WORDS = (
@@ -198,7 +189,9 @@ _OTHER_USES = (
 )
 
 
-def start(ddp: Trainable, batches: Batches, options: Options, state: FirstState | None) -> Run:
+def start(
+    ddp: Trainable, batches: Batches, options: run.Options, state: FirstState | None
+) -> run.Run:
     """Trains to the end of the options, resuming from the last checkpoint in the run directory.
 
     Args:
@@ -252,7 +245,7 @@ def start(ddp: Trainable, batches: Batches, options: Options, state: FirstState 
         return _train(ddp, batches, options, state, files, watchdog)
 
 
-def _check_batches(ddp: Trainable, batches: Batches, options: Options) -> None:
+def _check_batches(ddp: Trainable, batches: Batches, options: run.Options) -> None:
     """Refuses periods in epochs of batches that know none, and padding that a loss would count."""
     if not isinstance(batches, TrainBatches):
         for name, every in options.periods.items():
@@ -268,11 +261,11 @@ def _check_batches(ddp: Trainable, batches: Batches, options: Options) -> None:
 def _train(
     ddp: Trainable,
     batches: Batches,
-    options: Options,
+    options: run.Options,
     state: FirstState,
     files: RunDirectory | None,
     watchdog: Watchdog,
-) -> Run:
+) -> run.Run:
     """Trains under a watchdog, while the run directory is held; an error has `run`."""
     source = batches if isinstance(batches, Source) else Source(batches, ddp.shard_batch)
     batch = source.peek()

@@ -32,8 +32,8 @@ from types import ModuleType
 
 import numpy as np
 
+from jddp.data import source
 from jddp.data.examples import ArrayExamples, Examples
-from jddp.data.source import DataSet, DataSource, image_spec, make_data_set, parts_of, source_of
 from jddp.data.transforms import FlipAndShift, Transformed, normalize
 from jddp.ground.errors import ConfigError, DataError, Error
 
@@ -48,7 +48,7 @@ def npy(
     std: float | Sequence[float] = 0.5,
     max_shift: int = 2,
     test_share: float | None = None,
-) -> DataSource:
+) -> source.DataSource:
     """The source of labelled square images in a directory.
 
     Args:
@@ -74,15 +74,15 @@ def npy(
             )
         return image_examples(images, labels, mean=mean, std=std)
 
-    return DataSource(
-        image_spec(*shape),
-        lambda: make_data_set(name, *parts_of(read, test_share)),
+    return source.DataSource(
+        source.image_spec(*shape),
+        lambda: source.make_data_set(name, *source.parts_of(read, test_share)),
         (FlipAndShift(max_shift),),
         {"num_classes": num_classes},
     )
 
 
-def npz(*, directory: Path, test_share: float | None = None) -> DataSource:
+def npz(*, directory: Path, test_share: float | None = None) -> source.DataSource:
     """The source of all arrays in train.npz and test.npz in a directory.
 
     Args:
@@ -92,8 +92,8 @@ def npz(*, directory: Path, test_share: float | None = None) -> DataSource:
     Raises:
       DataError: If the files are missing or damaged, or do not hold examples.
     """
-    parts = parts_of(lambda part: read_npz(directory / f"{part}.npz"), test_share)
-    return source_of(f"npz {directory}", *parts)
+    parts = source.parts_of(lambda part: read_npz(directory / f"{part}.npz"), test_share)
+    return source.source_of(f"npz {directory}", *parts)
 
 
 def load_weights(path: Path) -> np.ndarray:
@@ -131,14 +131,14 @@ FILES = (
 )
 
 
-def fashion_mnist(*, max_shift: int = 2) -> DataSource:
+def fashion_mnist(*, max_shift: int = 2) -> source.DataSource:
     """The source of Fashion-MNIST.
 
     Args:
       max_shift: Largest move of a training image by augmentation, in pixels.
     """
 
-    def load() -> DataSet:
+    def load() -> source.DataSet:
         files = [gzip.decompress((FOLDER / f"{name}.gz").read_bytes()) for name in FILES]
         arrays = map(parse_idx, files)
         test, train = (
@@ -147,10 +147,10 @@ def fashion_mnist(*, max_shift: int = 2) -> DataSource:
         )
         digest = sha256("".join(sha256(file).hexdigest() for file in files).encode()).hexdigest()
         name = "Fashion-MNIST embedded"
-        return make_data_set(name, train, test, sha256_hex=digest, classes=CLASSES)
+        return source.make_data_set(name, train, test, sha256_hex=digest, classes=CLASSES)
 
     sizes = {"num_classes": len(CLASSES)}
-    return DataSource(image_spec(28, 28, 1), load, (FlipAndShift(max_shift),), sizes)
+    return source.DataSource(source.image_spec(28, 28, 1), load, (FlipAndShift(max_shift),), sizes)
 
 
 def image_examples(

@@ -25,18 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from jddp.data import source
 from jddp.data.batches import Share
 from jddp.data.examples import NumpyBatch, RowExamples
-from jddp.data.source import (
-    DataSource,
-    Streams,
-    make_data_set,
-    parts_of,
-    selected_parts,
-    source_of,
-    source_of_streams,
-    spec_of,
-)
 from jddp.data.sources.arrays import check_per_channel, files_of, import_extra, refusing_damage
 from jddp.data.sources.images import MEAN, STD, TEST_MARGIN, decode_image
 from jddp.data.transforms import CropAndFlip, Transformed, normalize
@@ -57,7 +48,7 @@ def hugging_face(
     columns: Sequence[str] | None = None,
     test_share: float | None = None,
     streaming: bool = False,
-) -> DataSource:
+) -> source.DataSource:
     """The source of a data set of Hugging Face.
 
     Args:
@@ -112,13 +103,15 @@ def hugging_face(
 
     name = f"hugging_face {directory or path}"
     if not streaming:
-        return source_of(name, *parts_of(lambda part: StoredRows(*load(part)), test_share))
+        return source.source_of(
+            name, *source.parts_of(lambda part: StoredRows(*load(part)), test_share)
+        )
 
-    def open_streams(size: int, seed: int, share: Share) -> Streams:
+    def open_streams(size: int, seed: int, share: Share) -> source.Streams:
         train = RowStream(*load("train"), size, share, is_endless=True)
-        return Streams(train, RowStream(*load("test"), size, share), f"{name}, a stream")
+        return source.Streams(train, RowStream(*load("test"), size, share), f"{name}, a stream")
 
-    return source_of_streams(name, open_streams)
+    return source.source_of_streams(name, open_streams)
 
 
 def undecoded(
@@ -269,7 +262,7 @@ def webdataset(
     mean: float | Sequence[float] = MEAN,
     std: float | Sequence[float] = STD,
     test_share: float | None = None,
-) -> DataSource:
+) -> source.DataSource:
     """The source of tar files in a directory.
 
     Args:
@@ -286,7 +279,7 @@ def webdataset(
       DataError: If a file is missing or damaged, or a sample lacks a member.
     """
     check_per_channel(mean, std, 3)
-    parts = selected_parts(
+    parts = source.selected_parts(
         lambda part: _samples(directory, part),
         test_share,
         lambda rows, indices: rows.select(indices),
@@ -300,14 +293,14 @@ def webdataset(
         names = "\n".join(map(_place, rows.select_columns(PLACE)))
         labels = np.asarray(rows["label"]).astype(np.int32)
         digests += sha256(names.encode() + labels.tobytes()).hexdigest()
-    data = make_data_set(
+    data = source.make_data_set(
         f"webdataset {directory}",
         Transformed(train, scaling),
         Transformed(test, scaling),
         sha256_hex=sha256(digests.encode()).hexdigest(),
     )
     sizes = {"num_classes": num_classes or int(np.asarray(train.column("label")).max()) + 1}
-    return DataSource(spec_of(data.train), lambda: data, (CropAndFlip(),), sizes)
+    return source.DataSource(source.spec_of(data.train), lambda: data, (CropAndFlip(),), sizes)
 
 
 def _samples(directory: Path, part: str) -> Any:

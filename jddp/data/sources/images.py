@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jddp.data import source
 from jddp.data.examples import NumpyBatch, RowExamples
-from jddp.data.source import DataSet, DataSource, image_spec, make_data_set, selected_parts
 from jddp.data.sources.arrays import check_per_channel, import_extra, refusing_damage
 from jddp.data.transforms import CropAndFlip, Transformed, normalize
 from jddp.ground.errors import DataError, printable
@@ -208,7 +208,7 @@ def image_folder(
     mean: float | Sequence[float] = MEAN,
     std: float | Sequence[float] = STD,
     test_share: float | None = None,
-) -> DataSource:
+) -> source.DataSource:
     """The source of a directory with the folders train and test, or with a folder for each class.
 
     Args:
@@ -227,10 +227,10 @@ def image_folder(
     import_extra("PIL", needed_by="image_folder")
     check_per_channel(mean, std, 3)
 
-    def load() -> DataSet:
+    def load() -> source.DataSet:
         if test_share is not None and {"train", "test"} <= {*_class_folders(directory)}:
             raise DataError(f"{directory} has folders train and test. Leave test_share out.")
-        train, test = selected_parts(
+        train, test = source.selected_parts(
             lambda part: _classified(directory / part, image_size),
             test_share,
             FolderExamples.subset,
@@ -243,7 +243,7 @@ def image_folder(
                 "same class folders."
             )
         test, scaling = replace(test, margin=TEST_MARGIN), normalize(mean, std)
-        return make_data_set(
+        return source.make_data_set(
             f"image_folder {directory}",
             Transformed(train, scaling),
             Transformed(test, scaling),
@@ -254,7 +254,9 @@ def image_folder(
     root = directory if test_share is not None else directory / "train"
     num_folders = num_classes or (len(_class_folders(root)) if root.is_dir() else 0)
     sizes = {"num_classes": num_folders} if num_folders else {}
-    return DataSource(image_spec(image_size, image_size, 3), load, (CropAndFlip(),), sizes)
+    return source.DataSource(
+        source.image_spec(image_size, image_size, 3), load, (CropAndFlip(),), sizes
+    )
 
 
 def images_in(

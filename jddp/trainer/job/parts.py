@@ -28,15 +28,8 @@ from jddp.data.periods import Epochs
 from jddp.data.source import mixed_source
 from jddp.engine.state import TrainState
 from jddp.engine.strategy import FSDP, LocalSteps, Strategy
+from jddp.ground import names
 from jddp.ground.errors import ConfigError, DataError
-from jddp.ground.names import (
-    accepted_names,
-    check_arguments,
-    defaults_of,
-    name_of_callable,
-    named,
-    resolve_target,
-)
 from jddp.ground.names.plugins import ADDED_CALLBACKS, added, tool
 from jddp.ground.typing import JsonObject, LossFn, Settings
 from jddp.modules.base import COLLECTION
@@ -45,20 +38,9 @@ from jddp.trainer.job.data import check_listed, source_of_batches, stream_argume
 from jddp.trainer.reports.sinks import ChosenSink, choose_sinks
 from jddp.trainer.run import Callback
 from jddp.trainer.watching import EarlyStopping, KeepBest
+from jddp.zoo import optimizers
 from jddp.zoo.losses import LOSSES, next_token
 from jddp.zoo.models import MODELS, Module, make_model
-from jddp.zoo.optimizers import (
-    REST,
-    ParameterGroup,
-    Transformation,
-    by_group,
-    factory_of,
-    groups_of,
-    hold_peak,
-    make_optimizer,
-    make_schedule,
-    paths_of,
-)
 
 Schedule = Callable[[int], jax.typing.ArrayLike]
 
@@ -81,7 +63,7 @@ class OptimizerSpec(NamedTuple):
 
 def optimizer_of(
     config: Config, num_steps: int = 1, *, at_peak: bool = False
-) -> tuple[Transformation, Schedule | None]:
+) -> tuple[optimizers.Transformation, Schedule | None]:
     """The optimizer that a config names, and the schedule of parameters outside of all groups.
 
     Args:
@@ -96,14 +78,19 @@ def optimizer_of(
     length: JsonObject = {"num_steps": num_steps, "warmup_steps": section.warmup_steps}
     made: dict[str, Any] = {}
     for name, (factory, peak, kwargs, key) in _specs(config).items():
-        rate = make_schedule(**section.schedule.model_dump(), learning_rate=peak, **length)
+        rate = optimizers.make_schedule(
+            **section.schedule.model_dump(), learning_rate=peak, **length
+        )
         if at_peak:
-            rate = hold_peak(rate, max(num_steps, section.warmup_steps + 1))
-        made[name] = make_optimizer(factory, schedule=rate, kwargs=kwargs, key=key)
-    optimizer, rate = made[REST]
+            rate = optimizers.hold_peak(rate, max(num_steps, section.warmup_steps + 1))
+        made[name] = optimizers.make_optimizer(factory, schedule=rate, kwargs=kwargs, key=key)
+    optimizer, rate = made[optimizers.REST]
     if section.groups:
-        groups = {n: ParameterGroup(section.groups[n].patterns, made[n][0]) for n in section.groups}
-        optimizer = by_group(groups, optimizer)
+        groups = {
+            n: optimizers.ParameterGroup(section.groups[n].patterns, made[n][0])
+            for n in section.groups
+        }
+        optimizer = optimizers.by_group(groups, optimizer)
     return optimizer, rate
 
 
@@ -114,16 +101,16 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
     """
     section = config.optimizer
     specs = _specs(config)
-    frozen = paths_of(state.model_state.get(COLLECTION, {}))
+    frozen = optimizers.paths_of(state.model_state.get(COLLECTION, {}))
     if not (section.groups or frozen):
         return
-    paths = paths_of(state.params)
-    groups = groups_of({name: x.patterns for name, x in section.groups.items()}, paths)
+    paths = optimizers.paths_of(state.params)
+    groups = optimizers.groups_of({name: x.patterns for name, x in section.groups.items()}, paths)
     yield f"{'peak rate':>10}  {'optimizer':12} {'group':12} parameter"
     for path in paths:
         spec = specs[groups[path]]
         rate = spec.kwargs.get("learning_rate", spec.learning_rate)
-        yield f"{rate:10.4g}  {name_of_callable(spec.factory):12} {groups[path]:12} {path}"
+        yield f"{rate:10.4g}  {names.name_of_callable(spec.factory):12} {groups[path]:12} {path}"
     for path in frozen:
         yield f"{'frozen':>10} {'':26}{path}"
 
@@ -131,11 +118,17 @@ def optimizer_table(config: Config, state: TrainState) -> Iterator[str]:
 def _specs(config: Config) -> dict[str, OptimizerSpec]:
     """The optimizer of each group, and the optimizer of the other parameters."""
     section = config.optimizer
-    first = factory_of(named(section, "optimizer"), key="optimizer")
-    specs = {REST: OptimizerSpec(first, section.learning_rate, section.kwargs, "optimizer")}
+    first = optimizers.factory_of(names.named(section, "optimizer"), key="optimizer")
+    specs = {
+        optimizers.REST: OptimizerSpec(first, section.learning_rate, section.kwargs, "optimizer")
+    }
     for name, group in section.groups.items():
         key = f"optimizer.groups.{name}"
-        own = factory_of(named(group, key), key=key) if group.name or group.target else first
+        own = (
+            optimizers.factory_of(names.named(group, key), key=key)
+            if group.name or group.target
+            else first
+        )
         kwargs = {**(section.kwargs if own is first else {}), **group.kwargs}
         specs[name] = OptimizerSpec(own, group.learning_rate or section.learning_rate, kwargs, key)
     return specs  # `by_group` refuses a group with the name of the rest.
@@ -238,9 +231,9 @@ def find_source(config: Config) -> DataSource:
         sources = {part.dir: make(directory=part.dir) for part in data.mixture}
         return mixed_source(sources, [part.weight for part in data.mixture])
     assert data.target is not None
-    found = resolve_target(data.target, key="data.target")
+    found = names.resolve_target(data.target, key="data.target")
     filled = stream_arguments(found, config)
-    check_arguments(found, data.kwargs, key="data.kwargs", filled=filled)
+    names.check_arguments(found, data.kwargs, key="data.kwargs", filled=filled)
     pair = found(**data.kwargs, **filled)
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise _wrong(data, "data", pair, "(train, test)")
@@ -255,8 +248,8 @@ def _model(config: Config, source: DataSource | None) -> tuple[Config, Module]:
     """The model, and the config with the sizes of the model that the data determine."""
     sizes: Settings = {} if source is None else source.sizes
     section = config.model
-    factory = named(section, "model")
-    defaults = defaults_of(MODELS.get(section.name or "", factory))
+    factory = names.named(section, "model")
+    defaults = names.defaults_of(MODELS.get(section.name or "", factory))
     for name, size in sizes.items():
         if name not in section.kwargs and defaults.get(name, size) != size:
             config = with_overrides(config, {f"model.kwargs.{name}": size})
@@ -281,9 +274,9 @@ def _ddp_options(config: Config) -> JsonObject:
 
 def _hook(section: CommHookConfig) -> CommHook | None:
     key = "ddp.reduction.hook"
-    make = named(section, key, COMM_HOOKS, "hook")
-    make = resolve_target(make, key=key) if isinstance(make, str) else make
-    check_arguments(make, section.kwargs, key=f"{key}.kwargs")
+    make = names.named(section, key, COMM_HOOKS, "hook")
+    make = names.resolve_target(make, key=key) if isinstance(make, str) else make
+    names.check_arguments(make, section.kwargs, key=f"{key}.kwargs")
     hook = make(**section.kwargs)
     if make is not mean and not isinstance(hook, CommHook):
         raise _wrong(section, key, hook, "a jddp.CommHook")
@@ -299,7 +292,7 @@ def _wrong(section: NamedSection, key: str, found: object, wanted: str) -> Confi
 def find_loss(config: Config, source: DataSource | None = None) -> LossFn:
     """The loss that a config names, with the bytes of a token, if the source knows them."""
     loss = config.loss
-    found = named(loss, "loss", LOSSES, "loss")
+    found = names.named(loss, "loss", LOSSES, "loss")
     kwargs = dict(loss.kwargs)
     if found is next_token and source is not None and source.bytes_per_token is not None:
         kwargs = {"bytes_per_token": source.bytes_per_token, **kwargs}
@@ -341,14 +334,14 @@ def find_eval_fn(config: Config) -> LossFn | None:
     target, key = config.loss.eval_target, "loss.eval_target"
     if target is None:
         return None
-    found = resolve_target(target, key=key)
+    found = names.resolve_target(target, key=key)
     return _with_arguments(found, {}, key, key)
 
 
 def _with_arguments(function: LossFn, kwargs: Settings, key: str, kwargs_key: str) -> LossFn:
     """A loss with its arguments filled in, which are checked."""
-    filled = accepted_names(function, key=key) - kwargs.keys()  # model, batch, train
-    check_arguments(function, kwargs, key=kwargs_key, filled=filled)
+    filled = names.accepted_names(function, key=key) - kwargs.keys()  # model, batch, train
+    names.check_arguments(function, kwargs, key=kwargs_key, filled=filled)
     return functools.partial(function, **kwargs) if kwargs else function
 
 
@@ -356,8 +349,8 @@ def _strategy(section: StrategyConfig) -> str | Strategy:
     match section.name:
         case "local_steps":
             outer, key = section.outer, "ddp.strategy.outer"
-            made = named(outer, key)
-            optimizer, _ = make_optimizer(
+            made = names.named(outer, key)
+            optimizer, _ = optimizers.make_optimizer(
                 made, schedule=lambda step: 1.0, kwargs=outer.kwargs, key=key
             )
             return LocalSteps(section.every or 0, optimizer, section.start)
@@ -385,8 +378,8 @@ def find_callbacks(config: Config) -> list[Make]:
     found = list[Make]()
     for i, section in enumerate(config.callbacks):
         key = f"callbacks[{i}]"
-        make = named(section, key, CALLBACKS | dict(added(ADDED_CALLBACKS)), "callback")
-        check_arguments(make, section.kwargs, key=f"{key}.kwargs")
+        make = names.named(section, key, CALLBACKS | dict(added(ADDED_CALLBACKS)), "callback")
+        names.check_arguments(make, section.kwargs, key=f"{key}.kwargs")
         found.append(functools.partial(make, **section.kwargs))
     return found
 

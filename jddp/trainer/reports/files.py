@@ -33,15 +33,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from jddp.ground.errors import (
-    ConfigError,
-    FileSystemError,
-    file_errors,
-    printable,
-    printable_lines,
-    report,
-    words_of,
-)
+from jddp.ground import errors
 from jddp.ground.files import SameFolder, make_folder, opener, write_all
 from jddp.ground.typing import JsonObject, Record
 
@@ -67,7 +59,7 @@ class MetricsFile:
         self._folder = folder or SameFolder(path.parent)
         self._waiting: list[tuple[int, bytes]] = []  # step and line
         self._failure: OSError | None = None
-        self.lost: FileSystemError | None = None
+        self.lost: errors.FileSystemError | None = None
 
     def log(self, record: Record) -> None:
         """Adds one line. A number that is not finite, also in an array, is written as null.
@@ -81,7 +73,7 @@ class MetricsFile:
         self._waiting.append((int(record["step"]), line.encode()))
         self._write()
         if self._failure is not None and len(self._waiting) == 1:
-            what = f"{self.path}: cannot be written: {words_of(self._failure)}."
+            what = f"{self.path}: cannot be written: {errors.words_of(self._failure)}."
             log.error("%s Lines are kept in memory until it can.", what)
 
     def close(self) -> None:
@@ -91,8 +83,8 @@ class MetricsFile:
         if self._failure is not None:
             steps = sorted({step for step, _ in self._waiting})
             which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-            self.lost = FileSystemError(
-                f"{self.path}: cannot be written: {words_of(self._failure)}. The records of "
+            self.lost = errors.FileSystemError(
+                f"{self.path}: cannot be written: {errors.words_of(self._failure)}. The records of "
                 f"{which} are lost (lines: {len(self._waiting)}); checkpoints are not."
             )
 
@@ -131,7 +123,7 @@ class MetricsFile:
             size += len(line)
             if record is not None and record.get("split") == "eval":
                 evaluations.append(record)
-        with file_errors(f"{self.path}: cannot be written"):
+        with errors.file_errors(f"{self.path}: cannot be written"):
             if size != self.path.stat().st_size:
                 lines = (line for line, _ in self._lines_until(step))
                 self._folder.replace(self.path.name, lines)
@@ -151,7 +143,7 @@ class MetricsFile:
         """Every line, with its record if it is one."""
         if not self.path.exists():
             return
-        with file_errors(f"{self.path}: cannot be read"), self.path.open("rb") as file:
+        with errors.file_errors(f"{self.path}: cannot be read"), self.path.open("rb") as file:
             for line in file:
                 yield line, _record(line)
 
@@ -219,17 +211,17 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
-        reason = words_of(error) if isinstance(error, OSError) else repr(error)
+        reason = errors.words_of(error) if isinstance(error, OSError) else repr(error)
         if reason not in self._reported:
             self._reported.add(reason)
-            report(f"{self.baseFilename}: cannot be written: {reason}.")
+            errors.report(f"{self.baseFilename}: cannot be written: {reason}.")
 
 
 class _Lines(logging.Formatter):
     """Lines with their time, without characters that would control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable_lines(super().format(record))
+        return errors.printable_lines(super().format(record))
 
 
 class _Events(logging.Formatter):
@@ -238,7 +230,7 @@ class _Events(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).isoformat(timespec="milliseconds")
         event = getattr(record, "event", {"kind": "warning"})
-        return json.dumps({"time": time, **event, "text": printable(record.getMessage())})
+        return json.dumps({"time": time, **event, "text": errors.printable(record.getMessage())})
 
 
 @contextlib.contextmanager
@@ -258,11 +250,11 @@ def logging_to(path: Path, events: Path | None = None) -> Iterator[None]:
             logger.addHandler(handler)
     host = socket.gethostname()
     say(f"begins: process {os.getpid()} on {host}", "begin", host=host)
-    say(f"command: {printable(shlex.join(sys.orig_argv))}")
+    say(f"command: {errors.printable(shlex.join(sys.orig_argv))}")
     try:
         yield
     except BaseException as error:
-        event = {"kind": "failed", "error": printable(f"{type(error).__name__}: {error}")}
+        event = {"kind": "failed", "error": errors.printable(f"{type(error).__name__}: {error}")}
         said.exception("ended by:", extra={"event": event})
         raise
     finally:
@@ -274,7 +266,7 @@ def logging_to(path: Path, events: Path | None = None) -> Iterator[None]:
 
 
 def _opened(path: Path, lines: logging.Formatter) -> _LogFile:
-    with file_errors(f"{path}: cannot be written"):
+    with errors.file_errors(f"{path}: cannot be written"):
         make_folder(path.parent)
         open(path, "ab", opener=opener).close()
         return _LogFile(path, lines)
@@ -302,7 +294,7 @@ def to_plain(value: object, called: str) -> Any:
             back = from_plain(plain)
             if back == value or repr(back) == repr(value):  # NaN is not equal to itself.
                 return plain
-    raise ConfigError(
+    raise errors.ConfigError(
         f"{called} cannot be saved: {str(value)[:80]!r}. Give numbers, text, lists, tuples, dicts."
     )
 
