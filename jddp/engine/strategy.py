@@ -37,11 +37,10 @@ from jddp.ground.typing import ModelState, Params, Path, PyTree, Shaped
 from jddp.modules.base import FlaxModel
 from jddp.reduce import hooks
 from jddp.reduce.backward import Finished
-from jddp.reduce.exchange import exchange_on
 from jddp.reduce.lazy import Lazy
 from jddp.reduce.plan import BucketPlan
 from jddp.reduce.reducer import Reducer, bucket_sizes, choose_layout
-from jddp.reduce.shards import Groups, divided_dim
+from jddp.reduce.shards import Groups, divided_dim, exchange_on
 from jddp.reduce.units import Gather
 
 MEAN = optax.sgd(1.0)

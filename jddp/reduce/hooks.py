@@ -37,9 +37,8 @@ import numpy as np
 
 from jddp.ground.errors import ConfigError, check_choice
 from jddp.ground.typing import HookState, PyTree, Tree
-from jddp.reduce.exchange import exchange_on
 from jddp.reduce.plan import Bucket, BucketPlan
-from jddp.reduce.shards import Shape, own_shard, pack, shard_shape
+from jddp.reduce.shards import Shape, exchange_on, own_shard, pack, shard_shape
 
 
 @runtime_checkable

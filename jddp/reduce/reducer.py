@@ -35,10 +35,9 @@ from jddp.ground.errors import ConfigError, check_choice
 from jddp.ground.typing import MEBIBYTE, Grads, HookState, Params, PyTree
 from jddp.reduce import hooks
 from jddp.reduce.backward import Finished, Gradients
-from jddp.reduce.exchange import VECTORS, Exchange
 from jddp.reduce.hooks import BucketLayout, CommHook, GradBucket, Packing, Units, choose_packing
 from jddp.reduce.plan import BucketPlan, plan_buckets
-from jddp.reduce.shards import Shape, unpack
+from jddp.reduce.shards import VECTORS, Exchange, Shape, unpack
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jddp.ground.jaxprs import carried
 from jddp.ground.typing import PyTree, Shaped, Tree
-from jddp.reduce.exchange import Exchange
 from jddp.reduce.hooks import mean_over
 from jddp.reduce.plan import Bucket, GatheredUnit, plan_buckets
-from jddp.reduce.shards import Groups, Shape
+from jddp.reduce.shards import Exchange, Groups, Shape
 
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
 REMAT = {"checkpoint", "remat2", "remat"}

@@ -11,9 +11,8 @@ import pytest
 from jax import P, lax
 
 from jddp.ground.jaxprs import equations
-from jddp.reduce.exchange import VECTORS, AllToAll, exchange_on
 from jddp.reduce.lazy import ANYTHING, PARAMETERS, Lazy, Origin, forget
-from jddp.reduce.shards import Groups, divided_dim
+from jddp.reduce.shards import VECTORS, AllToAll, Groups, divided_dim, exchange_on
 from jddp.reduce.units import Gather, Part
 
 NUM, WIDTH, LAYERS = 4, 8, 3
