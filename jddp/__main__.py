@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from jddp.config.versions import versions
+from jddp.ground import names
 from jddp.ground.errors import ExitCode, report
-from jddp.ground.names import plugins
 
 COMMANDS = {
     "init": "start a project: a config, a model, a loss and data to change",
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jddp {found.pop('jddp')}")
         print("\n".join(f"  {package} {version}" for package, version in found.items()))
         return ExitCode.DONE
-    if (added := plugins.find(plugins.COMMANDS, name)) is not None:
+    if (added := names.find(names.COMMANDS, name)) is not None:
         return int(added(rest))
     if name in WORKBENCH:
         report(f"{name} needs jddp.workbench, which is not installed. Install the whole package.")

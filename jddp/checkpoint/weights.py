@@ -23,7 +23,7 @@ from jddp.engine.mesh import is_key
 from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, UsageError, file_errors
 from jddp.ground.files import expand
-from jddp.ground.names.plugins import tool
+from jddp.ground.names import tool
 from jddp.ground.typing import PyTree
 
 HostArrays = dict[str, np.ndarray]

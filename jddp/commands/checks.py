@@ -34,7 +34,7 @@ from jddp.distributed.command import run_command
 from jddp.distributed.failure_file import VARIABLE, headline, read_failure
 from jddp.ground.errors import ExitCode, FileSystemError, UsageError, show
 from jddp.ground.files import expand
-from jddp.ground.names.plugins import tool
+from jddp.ground.names import tool
 
 # Only a checkout has this file.
 ACCEPTANCE = Path(__file__).parents[2] / "benchmarks" / "gpu_acceptance.py"

@@ -27,7 +27,7 @@ from jddp.distributed.join import START
 from jddp.distributed.launcher import NodeRunner, supervise
 from jddp.ground.errors import UsageError
 from jddp.ground.files import expand
-from jddp.ground.names.plugins import tool
+from jddp.ground.names import tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from jddp.config.cli import Parser
 from jddp.distributed.command import run_command
 from jddp.ground.errors import UsageError, file_errors, show
 from jddp.ground.files import expand
-from jddp.ground.names.plugins import tool
+from jddp.ground.names import tool
 
 # A wheel carries the files inside the package, a checkout has them in examples/project.
 _ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from jddp.config.cli import Parser, add_run_arguments, share_gpus
 from jddp.distributed.command import run_command
 from jddp.ground.errors import FileSystemError, UsageError, printable, show
 from jddp.ground.files import expand
-from jddp.ground.names.plugins import tool
+from jddp.ground.names import tool
 from jddp.ground.typing import Record
 from jddp.trainer.reports.files import as_json
 from jddp.trainer.reports.lines import columns_of, tables_in

@@ -29,7 +29,7 @@ from jddp.distributed.identity import resolve_identity
 from jddp.distributed.signals import stop_signals
 from jddp.ground.errors import Error, ExitCode, report, show
 from jddp.ground.files import private_cache
-from jddp.ground.names.plugins import tool
+from jddp.ground.names import tool
 
 EXAMPLES = """\
 e.g. jddp train --config gpt_stdlib optimizer.learning_rate=3e-4

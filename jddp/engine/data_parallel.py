@@ -49,8 +49,7 @@ from jddp.engine.planned import Planned
 from jddp.engine.state import TrainState, Values
 from jddp.engine.step import Step
 from jddp.engine.strategy import Strategy, choose_reducer, choose_strategy
-from jddp.ground.names import refuses_unknown
-from jddp.ground.names.plugins import tool
+from jddp.ground.names import refuses_unknown, tool
 from jddp.ground.names.synonyms import OF_DATA_PARALLEL
 from jddp.ground.typing import Batch, Batches, Grads, LossFn, Metrics, Params, PyTree, Shown
 from jddp.modules.base import Frozen, outputs, thaw

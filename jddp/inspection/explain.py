@@ -18,7 +18,7 @@ import jax
 from jddp.engine.compiled import CompiledSteps, Trainable
 from jddp.engine.mesh import platform
 from jddp.engine.step import Synchronization
-from jddp.ground.names.plugins import tool
+from jddp.ground.names import tool
 from jddp.ground.typing import Batch, JsonObject, Shown, in_mebibytes
 from jddp.inspection.collectives import GRADIENTS, PARAMETERS, Collective, collectives, purpose_of
 from jddp.inspection.hlo import read_program

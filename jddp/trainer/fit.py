@@ -27,8 +27,7 @@ from jddp.engine.evaluation import refuse_padding
 from jddp.engine.state import TrainState, by_path
 from jddp.ground.errors import ConfigError, FileSystemError, OutOfMemoryError
 from jddp.ground.files import folder_or_url
-from jddp.ground.names import refuses_unknown
-from jddp.ground.names.plugins import RUN_ENDED, added
+from jddp.ground.names import RUN_ENDED, added, refuses_unknown
 from jddp.ground.names.synonyms import OF_FIT
 from jddp.ground.typing import Batch, Batches
 from jddp.modules.rows import as_arrays

@@ -32,7 +32,7 @@ from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import check_batches
 from jddp.engine.state import TrainState
 from jddp.ground.errors import ConfigError, UsageError, check_choice
-from jddp.ground.names.plugins import tool
+from jddp.ground.names import tool
 from jddp.ground.typing import Batches, JsonObject, LossFn, Metrics, PyTree, Record, Settings, Shown
 from jddp.modules.base import outputs
 from jddp.trainer.reports.files import as_json, from_plain, to_plain

@@ -34,7 +34,7 @@ from jddp.engine.mesh import count_processes, make_mesh
 from jddp.engine.state import TrainState
 from jddp.ground.errors import ConfigError, DataError, report
 from jddp.ground.files import absolute, folder_or_url
-from jddp.ground.names.plugins import OPTIONS, find
+from jddp.ground.names import OPTIONS, find
 from jddp.ground.typing import Batch, Batches, JsonObject
 from jddp.inspection.layers import num_outputs
 from jddp.inspection.verification.findings import Verification

@@ -30,7 +30,7 @@ from jddp.engine.state import TrainState
 from jddp.engine.strategy import FSDP, LocalSteps, Strategy
 from jddp.ground import names
 from jddp.ground.errors import ConfigError, DataError
-from jddp.ground.names.plugins import ADDED_CALLBACKS, added, tool
+from jddp.ground.names import ADDED_CALLBACKS, added, tool
 from jddp.ground.typing import JsonObject, LossFn, Settings
 from jddp.modules.base import COLLECTION
 from jddp.reduce.hooks import CommHook

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jddp.ground.errors import ConfigError
-from jddp.ground.names import did_you_mean, name_of_callable, resolve_target
-from jddp.ground.names.plugins import SINKS, added
+from jddp.ground.names import SINKS, added, did_you_mean, name_of_callable, resolve_target
 from jddp.ground.typing import Record, Settings
 
 MOST_WAITING = 1000  # Number of records that wait; further ones are lost.
