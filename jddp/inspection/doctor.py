@@ -184,7 +184,7 @@ def compare_sight(directory: Path, seen: list[float | None]) -> Iterator[Finding
     yield Finding(OK, f"all see {directory.absolute()}, the last one after {1e3 * latest:,.0f} ms")
 
 
-class Exchange(NamedTuple):
+class AllReduceTime(NamedTuple):
     """The time of an all-reduce.
 
     Attributes:
@@ -205,7 +205,7 @@ class Exchange(NamedTuple):
 
 def measure_all_reduce(
     mesh: jax.sharding.Mesh, sizes: Sequence[int] = SIZES
-) -> tuple[list[Exchange], list[Finding]]:
+) -> tuple[list[AllReduceTime], list[Finding]]:
     """Times sums of whole numbers over all devices, and checks their results.
 
     Every process calls it. Whole numbers have one right sum, in any order.
@@ -222,7 +222,7 @@ def measure_all_reduce(
         )
         return statistics.median(seconds)
 
-    table = list[Exchange]()
+    table = list[AllReduceTime]()
     wrong = list[int]()
     for size in sizes:
         rows = put_rows(np.repeat(ranks, size // 4, axis=1), mesh)
@@ -231,7 +231,7 @@ def measure_all_reduce(
             wrong.append(size)
         seconds = median_seconds(rows)
         moved = 2 * (mesh.size - 1) / mesh.size * size
-        table.append(Exchange(size, seconds, moved / seconds))
+        table.append(AllReduceTime(size, seconds, moved / seconds))
         if float(from_process_zero(np.float64(seconds))) > SLOW_SECONDS:
             break
     if wrong:
