@@ -14,8 +14,7 @@ import numpy as np
 import optax
 
 import jddp
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import collectives, read_program
 from jddp.zoo.losses import cross_entropy
 from jddp.zoo.models import CNN
 

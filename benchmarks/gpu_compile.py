@@ -11,8 +11,7 @@ from gpu_crew import one_line
 from gpu_jax import lower
 from gpu_jobs import JOBS, runs
 
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import collectives, read_program
 from jddp.workbench.described import GPUS, described_mesh
 from jddp.workbench.links import Fabric
 from jddp.workbench.schedule import walk

@@ -33,8 +33,7 @@ import jax
 from step_time import Turn, machine, stepping
 
 from jddp.config.files import load_config
-from jddp.inspection.collectives import Collective, collectives
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import Collective, collectives, read_program
 from jddp.trainer.job.build import build
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

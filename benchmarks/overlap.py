@@ -25,8 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from jddp.inspection.collectives import purpose_of
-from jddp.inspection.hlo import HloProgram
+from jddp.inspection.hlo import HloProgram, purpose_of
 from jddp.workbench.described import GPUS
 from jddp.workbench.schedule import Timeline, Transfer, walk
 

@@ -33,7 +33,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 import jddp
-from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import collectives
 from jddp.workbench.described import GPUS
 from jddp.workbench.schedule import walk
 

@@ -16,8 +16,7 @@ from crew_jddp import data_parallel  # noqa: E402  # The number of devices comes
 from jobs import JOBS  # noqa: E402
 
 import jddp  # noqa: E402
-from jddp.inspection.collectives import collectives  # noqa: E402
-from jddp.inspection.hlo import read_program  # noqa: E402
+from jddp.inspection.hlo import collectives, read_program  # noqa: E402
 
 
 def gradients(ddp, batch):

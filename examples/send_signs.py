@@ -17,8 +17,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 import jddp
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import collectives, read_program
 
 
 def send_signs():

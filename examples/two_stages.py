@@ -24,8 +24,7 @@ from jax.flatten_util import ravel_pytree
 import jddp
 from jddp import distributed
 from jddp.data import TrainBatches, make_source
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import collectives, read_program
 
 AXIS, NUM_MICRO_BATCHES = "stage", 4
 IMAGE, BOUNDARY = (28, 28, 1), (7, 7, 16)  # height, width, channels

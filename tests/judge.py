@@ -9,8 +9,7 @@ from flax import linen as nn
 from oracle import vmapped_step, whole_batch_step, with_metrics
 
 import jddp
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import collectives, read_program
 
 REPLICAS, ROWS, WIDTH = 4, 16, 4
 BUCKET_MB = 80 / 2**20  # Several buckets even of a tiny model.

@@ -20,8 +20,7 @@ from jddp.engine.mesh import platform
 from jddp.engine.step import Synchronization
 from jddp.ground.names import tool
 from jddp.ground.typing import Batch, JsonObject, Shown, in_mebibytes
-from jddp.inspection.collectives import GRADIENTS, PARAMETERS, Collective, collectives, purpose_of
-from jddp.inspection.hlo import read_program
+from jddp.inspection import hlo
 from jddp.inspection.memory import FIELDS, Memory, assigned_memory
 from jddp.reduce.plan import Bucket, BucketPlan
 from jddp.reduce.units import UNIT
@@ -45,7 +44,7 @@ class Explanation(Shown):
     plan: BucketPlan
     num_devices: int
     platform: str
-    compiled: tuple[Collective, ...]
+    compiled: tuple[hlo.Collective, ...]
     sync: Synchronization
     memory: Memory
     prediction: Any = None
@@ -89,7 +88,7 @@ class Explanation(Shown):
             "unused": [*self.plan.unused],
             "notes": [*self.plan.notes],
             "collectives": [
-                {"for": purpose_of(x)}
+                {"for": hlo.purpose_of(x)}
                 | x._asdict()
                 | {"dtypes": [*x.dtypes], "devices": [*x.devices], "pairs": [*map(list, x.pairs)]}
                 for x in self.compiled
@@ -97,12 +96,12 @@ class Explanation(Shown):
             "prediction": self.prediction and self.prediction.as_json(),
         }
 
-    def _runs(self, collective: Collective) -> float:
-        purpose = purpose_of(collective)
+    def _runs(self, collective: hlo.Collective) -> float:
+        purpose = hlo.purpose_of(collective)
         return self.sync.runs(
             collective.num_runs or 1,
-            is_gradient=purpose == GRADIENTS,
-            is_outer=purpose == PARAMETERS,
+            is_gradient=purpose == hlo.GRADIENTS,
+            is_outer=purpose == hlo.PARAMETERS,
         )
 
     def __repr__(self) -> str:
@@ -123,9 +122,9 @@ class Explanation(Shown):
     @property
     def _rows(self) -> list[tuple[str, ...]]:
         """Collectives of a kind: number, MiB, dtype, name, whether asynchronous, and purpose."""
-        kinds: dict[tuple[str, ...], list[Collective]] = {}
+        kinds: dict[tuple[str, ...], list[hlo.Collective]] = {}
         for x in self.compiled:
-            kind = ",".join(x.dtypes), x.op, "yes" if x.is_async else "no", purpose_of(x)
+            kind = ",".join(x.dtypes), x.op, "yes" if x.is_async else "no", hlo.purpose_of(x)
             kinds.setdefault(kind, []).append(x)
         return [
             (f"{len(found)}", in_mebibytes(sum(x.bytes for x in found)), *kind)
@@ -204,7 +203,7 @@ def _explained(steps: CompiledSteps, batch: Batch, compiled: jax.stages.Compiled
         plan=steps.sent(batch),
         num_devices=steps.mesh.size,
         platform=platform(steps.mesh),
-        compiled=collectives(read_program(compiled.as_text() or "")),
+        compiled=hlo.collectives(hlo.read_program(compiled.as_text() or "")),
         sync=steps.spec.sync,
         memory=assigned_memory(compiled, steps, batch, math.inf),
     )

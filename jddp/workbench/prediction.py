@@ -21,8 +21,7 @@ import jax
 from jddp.engine.compiled import CompiledSteps
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import Batch, JsonObject, Shown
-from jddp.inspection.collectives import bucket_of, is_backward, purpose_of
-from jddp.inspection.hlo import HloProgram
+from jddp.inspection.hlo import HloProgram, bucket_of, is_backward, purpose_of
 from jddp.inspection.memory import Memory, assigned_memory
 from jddp.reduce.plan import BucketPlan
 from jddp.workbench.described import CompiledFor, Target, compile_for, num_rows, rows_of_host

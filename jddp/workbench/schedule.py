@@ -23,8 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jddp.ground.errors import UsageError
-from jddp.inspection.collectives import Collective, collectives_of
-from jddp.inspection.hlo import Computation, HloProgram, HloShape, Instruction
+from jddp.inspection import hlo
 from jddp.workbench.described import Gpu
 from jddp.workbench.links import SHARES, Fabric
 
@@ -62,7 +61,9 @@ class Cost:
         return Cost(self.seconds + other.seconds, self.num_products + other.num_products)
 
 
-def cost(program: HloProgram, computation: Computation, instruction: Instruction, gpu: Gpu) -> Cost:
+def cost(
+    program: hlo.HloProgram, computation: hlo.Computation, instruction: hlo.Instruction, gpu: Gpu
+) -> Cost:
     """Returns the cost of one instruction of `computation`.
 
     Raises:
@@ -88,7 +89,7 @@ def cost(program: HloProgram, computation: Computation, instruction: Instruction
     return Cost(max(seconds, by_memory) + gpu.kernel_seconds, bool(operations))
 
 
-def _cost_of_control(program: HloProgram, instruction: Instruction, gpu: Gpu) -> Cost:
+def _cost_of_control(program: hlo.HloProgram, instruction: hlo.Instruction, gpu: Gpu) -> Cost:
     parts = []
     for name in instruction.runs:
         inner = program.computations[name]
@@ -100,7 +101,7 @@ def _cost_of_control(program: HloProgram, instruction: Instruction, gpu: Gpu) ->
     return Cost(once.seconds * times, once.num_products * times)
 
 
-def trip_count(loop: Instruction) -> int:
+def trip_count(loop: hlo.Instruction) -> int:
     """Returns how often a loop runs.
 
     Raises:
@@ -115,7 +116,7 @@ def trip_count(loop: Instruction) -> int:
 
 
 def _operations(
-    program: HloProgram, computation: Computation, instruction: Instruction
+    program: hlo.HloProgram, computation: hlo.Computation, instruction: hlo.Instruction
 ) -> Iterator[tuple[str, float]]:
     """Yields the kind and the operations of each product and convolution, at 16-bit speed."""
     op = instruction.op
@@ -144,7 +145,7 @@ def _operations(
             )
 
 
-def _dims_in(pattern: re.Pattern[str], instruction: Instruction) -> list[int]:
+def _dims_in(pattern: re.Pattern[str], instruction: hlo.Instruction) -> list[int]:
     found = pattern.search(instruction.attributes)
     if not found:
         raise UsageError(f"Product {instruction.name!r} does not say over which dims it sums.")
@@ -152,14 +153,16 @@ def _dims_in(pattern: re.Pattern[str], instruction: Instruction) -> list[int]:
 
 
 def _count_product(
-    computation: Computation, instruction: Instruction, contracted: list[int]
+    computation: hlo.Computation, instruction: hlo.Instruction, contracted: list[int]
 ) -> float:
     left = _operand_shapes(computation, instruction)[0]
     summed = math.prod(left.dims[dim] for dim in contracted)
     return 2 * instruction.shapes[0].size * summed * _slowdown(left)
 
 
-def _count_convolution(computation: Computation, instruction: Instruction, called: str) -> float:
+def _count_convolution(
+    computation: hlo.Computation, instruction: hlo.Instruction, called: str
+) -> float:
     """Counts two operations for each output and each weight that reaches it."""
     labels = _DIM_LABELS.search(instruction.attributes)
     if not labels:
@@ -176,16 +179,20 @@ def _count_convolution(computation: Computation, instruction: Instruction, calle
     return 2 * outputs.size * (weights.size // features) * _slowdown(first)
 
 
-def _operand_shapes(computation: Computation, instruction: Instruction) -> list[HloShape]:
+def _operand_shapes(
+    computation: hlo.Computation, instruction: hlo.Instruction
+) -> list[hlo.HloShape]:
     return [operand.shapes[0] for operand in computation.operands(instruction)]
 
 
-def _slowdown(operand: HloShape) -> float:
+def _slowdown(operand: hlo.HloShape) -> float:
     """How much longer than with 16-bit numbers: 32 bits (as TF32) take twice as long."""
     return max(1.0, operand.bytes / max(1, operand.size) / 2)
 
 
-def _bytes_moved(program: HloProgram, computation: Computation, instruction: Instruction) -> int:
+def _bytes_moved(
+    program: hlo.HloProgram, computation: hlo.Computation, instruction: hlo.Instruction
+) -> int:
     """Bytes read and written; if a fusion only slices an operand, the bytes of the slices."""
     read = 0
     inner = program.computations[instruction.runs[0]] if instruction.op == "fusion" else None
@@ -194,7 +201,7 @@ def _bytes_moved(program: HloProgram, computation: Computation, instruction: Ins
     return read + instruction.bytes
 
 
-def _bytes_read(fusion: Computation, number: int) -> int:
+def _bytes_read(fusion: hlo.Computation, number: int) -> int:
     parameter = next(x for x in fusion.instructions if x.number == number)
     users = [x for x in fusion.instructions if parameter.name in x.operands]
     if users and all(_reads_partly(user, parameter) for user in users):
@@ -202,7 +209,7 @@ def _bytes_read(fusion: Computation, number: int) -> int:
     return parameter.bytes
 
 
-def _reads_partly(user: Instruction, operand: Instruction) -> bool:
+def _reads_partly(user: hlo.Instruction, operand: hlo.Instruction) -> bool:
     # An operand that is updated in place is read and written only where it changes.
     is_read = user.op in (*_PARTIAL_READS, "dynamic-update-slice")
     return is_read and user.operands[0] == operand.name
@@ -228,7 +235,7 @@ class Transfer:
     """
 
     name: str
-    collectives: tuple[Collective, ...]
+    collectives: tuple[hlo.Collective, ...]
     bytes: int
     is_async: bool
     needed_seconds: float
@@ -278,7 +285,7 @@ class Timeline:
         return sum(x.waited_seconds for x in self.small) / self.step_seconds
 
 
-def walk(program: HloProgram, gpu: Gpu, network: Fabric) -> Timeline:
+def walk(program: hlo.HloProgram, gpu: Gpu, network: Fabric) -> Timeline:
     """Models one run of a scheduled program.
 
     Args:
@@ -300,7 +307,11 @@ def walk(program: HloProgram, gpu: Gpu, network: Fabric) -> Timeline:
 
 
 def _run(
-    program: HloProgram, computation: Computation, clock: "_Clock", gpu: Gpu, network: Fabric
+    program: hlo.HloProgram,
+    computation: hlo.Computation,
+    clock: "_Clock",
+    gpu: Gpu,
+    network: Fabric,
 ) -> None:
     """Runs a computation once."""
     started: dict[str, _Started | None] = {}  # None once it is over.
@@ -309,7 +320,7 @@ def _run(
             if sent := started.pop(instruction.operands[0]):
                 clock.wait_for(sent)
             continue
-        found = tuple(collectives_of(program, computation, instruction))
+        found = tuple(hlo.collectives_of(program, computation, instruction))
         if found and instruction.runs and instruction.op in _CONTROL:
             for inner in _runs(program, instruction):
                 _run(program, inner, clock, gpu, network)
@@ -325,14 +336,14 @@ def _run(
 _CONTROL = ("while", "call", "conditional")
 
 
-def _runs(program: HloProgram, instruction: Instruction) -> list[Computation]:
+def _runs(program: hlo.HloProgram, instruction: hlo.Instruction) -> list[hlo.Computation]:
     """The computations of a loop or a call, or the branch of a conditional that sends most."""
     inner = [program.computations[name] for name in instruction.runs]
     if instruction.op == "while":
         return inner * trip_count(instruction)
 
-    def sent(branch: Computation) -> int:
-        return sum(x.bytes for x in collectives_of(program, branch, *branch.instructions))
+    def sent(branch: hlo.Computation) -> int:
+        return sum(x.bytes for x in hlo.collectives_of(program, branch, *branch.instructions))
 
     return [max(inner, key=sent)] if instruction.op == "conditional" else inner
 
@@ -342,7 +353,7 @@ class _Started:
     """A transfer under way: when it will be over, and the time computed before it started."""
 
     name: str
-    collectives: tuple[Collective, ...]
+    collectives: tuple[hlo.Collective, ...]
     bytes: int
     needed: float
     start: float
@@ -363,7 +374,7 @@ class _Clock:
     def now(self) -> float:
         return self.computed.seconds + self._waited
 
-    def start(self, name: str, found: tuple[Collective, ...], network: Fabric) -> _Started:
+    def start(self, name: str, found: tuple[hlo.Collective, ...], network: Fabric) -> _Started:
         first, size = found[0], sum(x.bytes for x in found)
         for each in found:
             if each.op not in SHARES:

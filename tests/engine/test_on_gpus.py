@@ -11,7 +11,7 @@ import pytest
 from described import compile_layers
 
 import jddp
-from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import collectives
 from jddp.workbench.described import described_mesh
 from jddp.zoo.losses import cross_entropy, next_token
 from jddp.zoo.models import CNN, GPT

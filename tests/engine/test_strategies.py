@@ -29,8 +29,7 @@ from jddp.engine.digest import as_words, digests, find_divergence
 from jddp.engine.initial_state import put_given
 from jddp.engine.state import Divided, Inputs, Replicated, by_path
 from jddp.ground.errors import ConfigError
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import collectives, read_program
 from jddp.modules.base import thaw
 from jddp.reduce.shards import shard_shape
 

@@ -20,9 +20,8 @@ from jddp.data import ArrayExamples, TrainBatches, WorkerBatches, eval_batches
 from jddp.data.source import make_data_set
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import Shown
-from jddp.inspection.collectives import collectives as collectives_of
-from jddp.inspection.collectives import is_backward
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import collectives as collectives_of
+from jddp.inspection.hlo import is_backward, read_program
 from jddp.trainer.run import Run
 from jddp.workbench.described import Target
 

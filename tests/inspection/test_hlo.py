@@ -6,8 +6,7 @@ import pytest
 from networks import Network
 
 from jddp.ground.errors import UsageError
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import HloShape, read_program
+from jddp.inspection.hlo import HloShape, collectives, read_program
 from jddp.workbench.described import GPUS
 from jddp.workbench.schedule import cost, walk
 

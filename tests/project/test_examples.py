@@ -14,8 +14,7 @@ from states import close
 from sweeps import swept
 
 import jddp
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import collectives, read_program
 from jddp.reduce.plan import plan_buckets
 
 EXAMPLES = ROOT / "examples"

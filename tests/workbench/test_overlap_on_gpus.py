@@ -9,7 +9,7 @@ from networks import make_network
 from runs import ROOT
 from sweeps import swept
 
-from jddp.inspection.collectives import collectives
+from jddp.inspection.hlo import collectives
 from jddp.workbench.described import GPUS, target_config
 from jddp.workbench.schedule import LARGE_BYTES, walk
 

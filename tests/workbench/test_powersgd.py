@@ -29,8 +29,7 @@ from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
 import jddp
 from jddp.checkpoint.checkpoints import CheckpointFolder
 from jddp.ground.errors import ConfigError
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import collectives, read_program
 
 SIDES = 8, 6
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jddp.ground.errors import ConfigError
-from jddp.inspection.collectives import Collective
+from jddp.inspection.hlo import Collective
 from jddp.inspection.memory import Memory
 from jddp.reduce.plan import Bucket, BucketPlan, GatheredUnit
 from jddp.workbench.described import Target

@@ -9,8 +9,7 @@ from judge import STRATEGIES, host
 from sweeps import swept
 from tiny import take_steps, wrapped
 
-from jddp.inspection.collectives import collectives
-from jddp.inspection.hlo import read_program
+from jddp.inspection.hlo import collectives, read_program
 from jddp.zoo.losses import next_token
 from jddp.zoo.models import GPT
 from jddp.zoo.tiles import tiled_cross_entropy
