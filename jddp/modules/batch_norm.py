@@ -19,7 +19,7 @@ of their rows, and the axes that layers name.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from jaxtyping import Array, Float
 
 from jddp.ground.errors import ConfigError
 from jddp.ground.numbers import add_in_pairs
+from jddp.ground.typing import PyTree
 
 _REGISTERED: set[type] = set()
 
@@ -131,7 +132,9 @@ def is_registered(layer: object) -> bool:
     return not _REGISTERED.isdisjoint(type(layer).__mro__)
 
 
-def on_all_rows(call: Callable[..., object], args: Any, kwargs: Any, sync: Sync) -> object:
+def on_all_rows(
+    call: Callable[..., object], args: Sequence[PyTree], kwargs: Mapping[str, PyTree], sync: Sync
+) -> object:
     """Calls a layer with the rows of all replicas, and keeps this replica's results."""
     if sync.num_replicas == 1:
         return call(*args, **kwargs)

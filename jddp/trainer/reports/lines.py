@@ -32,7 +32,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
@@ -210,7 +210,7 @@ def tables_in(record: Record, columns: int) -> Iterator[str]:
             yield from array_lines(value, columns)
 
 
-def array_lines(values: Sequence[Any], columns: int) -> list[str]:
+def array_lines(values: Sequence[object], columns: int) -> list[str]:
     """Returns lines for a list, or nested lists of equal lengths, as numpy prints arrays.
 
     Args:
