@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict
+from runs import refused
 from states import close
 from sweeps import swept
 
 from jddp.ground.errors import ConfigError
 from jddp.zoo import attention as tiled
+from jddp.zoo.attention import Attention
 from jddp.zoo.models import (
     CNN,
     CNN_NNX,
@@ -128,18 +131,59 @@ def test_dropout_acts_in_training_only(name):
     np.testing.assert_array_equal(outputs(1, train=False), outputs(2, train=False))
 
 
-def test_attention_is_computed_by_what_was_named(monkeypatch):
-    kernels = []
-    attend = partial(jax.nn.dot_product_attention, implementation="xla")
+def test_attention_is_chosen_while_tracing_and_named_once(monkeypatch, caplog):
+    caplog.set_level("INFO", "jddp")
+    tiled._report.cache_clear()
+    kernels, attend = [], jax.nn.dot_product_attention
 
     def note(*arrays, implementation, **options):
         kernels.append(implementation)
-        return attend(*arrays, **options)
+        if arrays[0].dtype == jnp.float32 and implementation == "cudnn":
+            raise NotImplementedError("cuDNN computes in 16 bits.")
+        return attend(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", note)
     model, inputs = TINY["gpt"]
-    jax.eval_shape(model.clone(attention="cudnn").init, jax.random.key(0), inputs)
-    assert kernels == ["cudnn", "cudnn"]  # two blocks
+
+    def trace(**options):
+        kernels.clear()
+        jax.eval_shape(model.clone(**options).init, jax.random.key(0), inputs)
+        return set(kernels)
+
+    assert trace() == trace(attention="xla") == {"xla"}
+    with refused(ConfigError, "no GPU"):
+        trace(attention="cudnn")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert trace(dtype=jnp.bfloat16) == {"cudnn"}
+    assert "xla" in trace(dtype=jnp.float32)
+    with refused(ConfigError, "16 bits"):
+        trace(attention="cudnn", dtype=jnp.float32)
+    assert [x.removeprefix("attention ") for x in caplog.messages] == [
+        "xla: this process computes on no GPU",
+        "xla: chosen",
+        "cudnn",
+        "xla: cuDNN computes in 16 bits",
+    ]
+
+
+def test_attention_fits_the_layers_of_linen_and_nnx_and_refuses_dropped_weights():
+    x, mask = jax.random.normal(jax.random.key(0), (2, 5, 8)), np.tri(5, dtype=bool)[None, None]
+    sizes = {"num_heads": 2, "qkv_features": 8}
+    for options in ({}, {"mask": mask}):
+        plain = nn.MultiHeadDotProductAttention(**sizes)
+        variables = plain.init(jax.random.key(1), x)
+        got = plain.clone(attention_fn=Attention()).apply(variables, x, **options)
+        np.testing.assert_allclose(got, plain.apply(variables, x, **options), atol=1e-6)
+        layers = (
+            nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0), **attend)
+            for attend in ({}, {"attention_fn": Attention()})
+        )
+        np.testing.assert_allclose(*(layer(x, **options) for layer in layers), atol=1e-6)
+    drops = nn.MultiHeadDotProductAttention(
+        **sizes, dropout_rate=0.5, attention_fn=Attention(), deterministic=False
+    )
+    with refused(ConfigError, "dropout_rate"):
+        drops.init(jax.random.key(1), x)
 
 
 def test_gpt_does_not_see_the_future():
@@ -162,7 +206,7 @@ def test_attention_in_tiles_is_attention_with_its_gradient(monkeypatch, mask):
             options = {"mask": mask, "is_causal": is_causal}
             got, want = (
                 jax.vjp(partial(attend, **options), *arrays.astype(dtype))
-                for attend in (tiled.attend_in_tiles, jax.nn.dot_product_attention)
+                for attend in (Attention("xla"), jax.nn.dot_product_attention)
             )
             ends = (jax.tree.leaves((x, pullback(x))) for x, pullback in (got, want))
             for one, other in zip(*ends, strict=True):

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jddp.ground.errors import ConfigError, check_choice
-from jddp.zoo.attention import attend_in_tiles
+from jddp.zoo.attention import Attention
 
 
 class Block(nn.Module):
@@ -101,8 +101,8 @@ class Transformer(nn.Module):
         and False "none".
       scan_layers: Whether to compile one block and loop over it. The parameters of all blocks are
         stacked along a leading dim, and compiling takes as long for a hundred blocks as for one.
-      attention: Implementation of the attention: "xla" on any device, or "cudnn" in one kernel
-        without weights in memory, on NVIDIA GPUs in 16 bits (`jax.nn.dot_product_attention`).
+      attention: Implementation of the attention: "xla" on any device; "cudnn" in one kernel without
+        weights in memory, on NVIDIA GPUs in 16 bits; or "auto": cuDNN's where it applies.
       norm_epsilon: Number added to the variances of the layer norms: 1e-5 in GPT-2, 1e-6 in ViT,
         1e-12 in the ViT of Hugging Face.
       gelu: "tanh", as in GPT-2 and in Google's ViT, or "exact", as in PyTorch's ViTs (see `Block`).
@@ -115,7 +115,7 @@ class Transformer(nn.Module):
     dropout_rate: float = 0.0
     remat: str | bool = "none"
     scan_layers: bool = False
-    attention: str = "xla"
+    attention: str = "auto"
     norm_epsilon: float = 1e-6
     gelu: str = "tanh"
     dtype: DTypeLike | None = None
@@ -133,10 +133,8 @@ class Transformer(nn.Module):
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
         remat = {"True": "blocks", "False": "none"}.get(str(self.remat), self.remat)
         check_choice("remat", remat, ("none", "attention", "blocks"))
-        check_choice("attention", self.attention, ("xla", "cudnn"))
-        by_jax = partial(jax.nn.dot_product_attention, implementation=self.attention)
-        is_tiled = remat == "attention" and self.attention == "xla"
-        attend = partial(attend_in_tiles if is_tiled else by_jax, is_causal=is_causal)
+        attention = Attention(self.attention, in_tiles=remat == "attention")
+        attend = partial(attention, is_causal=is_causal)
         # Inside a scan, XLA cannot merge the recomputation with the forward pass.
         block = nn.remat(Block, prevent_cse=not self.scan_layers) if remat == "blocks" else Block
         options = inits | {"gelu": self.gelu, "norm_epsilon": self.norm_epsilon}
