@@ -139,7 +139,7 @@ def config_keys(modules: Modules) -> list[str]:
     classes = [node for tree in config for node in tree.body if isinstance(node, ast.ClassDef)]
     sections = {"BaseModel"}
     for _ in classes:  # as often as a class can be derived from another
-        sections |= {node.name for node in classes if sections & {*map(ast.unparse, node.bases)}}
+        sections |= {node.name for node in classes if sections & {*map(_last_name, node.bases)}}
     return [
         f"{section.name}.{field.target.id}"
         for section in classes
@@ -147,6 +147,10 @@ def config_keys(modules: Modules) -> list[str]:
         for field in section.body
         if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation)
     ]
+
+
+def _last_name(node: ast.expr) -> str:
+    return ast.unparse(node).rpartition(".")[2]
 
 
 def functions(node: ast.AST, name: str = "") -> Iterator[tuple[Function, str]]:
