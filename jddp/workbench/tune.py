@@ -1,8 +1,9 @@
 """`jddp tune [--config FILE]... [key.path=value]...`: with which keys is a step fastest?
 
-Takes a job as `jddp.train` does, and tries sizes and forms of its buckets: on the devices at hand,
-alternating with the config as it is, or modelled for GPUs that need not be there (`--target`). With
-`--batch` it finds the largest batch that fits. Nothing is trained, and the data may be absent.
+Takes a job as `jddp.train` does, and tries sizes and forms of its buckets, and with a GPT what is
+computed again and the number of micro-batches: on the devices at hand, alternating with the config
+as it is, or modelled for GPUs that need not be there (`--target`). With `--batch` it finds the
+largest batch that fits. Nothing is trained, and the data may be absent.
 """
 
 import argparse
@@ -25,7 +26,6 @@ from jddp.ground.errors import ExitCode, file_errors, report, show
 
 if TYPE_CHECKING:
     from jddp.config.schema import Config
-    from jddp.workbench.described import Target
     from jddp.workbench.tuning import Scorer
 
 
@@ -107,17 +107,12 @@ def _largest(arguments: argparse.Namespace, config: "Config", score: "Scorer", h
 
 
 def _num_devices(arguments: argparse.Namespace, config: "Config") -> int:
-    if (target := _target(arguments)) is not None:
-        return target.fabric.num_devices
+    if arguments.target is not None:
+        from jddp.workbench.described import Target
+
+        topology = arguments.topology or "1x8"
+        return Target.named(arguments.target, topology, arguments.link).fabric.num_devices
     import jax
 
     num = config.mesh.num_devices
     return jax.device_count() if num == "auto" else num
-
-
-def _target(arguments: argparse.Namespace) -> "Target | None":
-    from jddp.workbench.described import Target
-
-    if arguments.target is None:
-        return None
-    return Target.named(arguments.target, arguments.topology or "1x8", arguments.link)

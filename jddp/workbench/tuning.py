@@ -4,8 +4,10 @@
     print(found)                     # a table, and the keys of the best
     found.best.keys                  # {"ddp.reduction.bucket_mb": [1.0, 50.0]}
 
-Only keys that change the content and the time of messages are tried: results are the same but for
-rounding. One key is varied after another, each from the best so far.
+Only keys that leave the batch and the loss as they are are tried: results are the same but for
+rounding, and for the masks of dropout. One key is varied after another, each from the best so far.
+Transformers of the zoo are also asked for what their backward pass computes again, and for their
+micro-batches. No other model is: micro-batches change the statistics of batch norm.
 
 A score is the time and the memory of a step, modelled for described GPUs or measured here.
 """
@@ -184,6 +186,8 @@ def largest_batch(config: Config, score: Scorer, *, multiple_of: int) -> Largest
 
 AS_IT_IS = "the config as it is"
 _SAME = 1.001  # Ratio up to which times are equal: candidates may give the same buckets.
+TILES = (2048, 1024, 4096)  # The first is the default of `next_token`.
+TRANSFORMERS = ("gpt", "gpt2", "vit", "vit_b16")
 BUCKETS = ([1.0, 10.0], [1.0, 50.0], [1.0, 100.0], [5.0, 25.0], [25.0], [100.0], [1000.0])
 
 
@@ -312,7 +316,16 @@ def tune(
 def _choices(config: Config) -> Iterator[tuple[str, list[object]]]:
     """Keys and the values to try, without the values of the config."""
     reduction, strategy = config.ddp.reduction, config.ddp.strategy
-    known = {
+    known: dict[str, tuple[object, Sequence[object]]] = {}
+    if config.model.name in TRANSFORMERS:
+        remat = config.model.kwargs.get("remat", "none")
+        word = {True: "blocks", False: "none"}.get(remat, remat)
+        known["model.kwargs.remat"] = (word, ("none", "attention", "blocks"))
+        known["ddp.accumulate_steps"] = (config.ddp.accumulate_steps, (1, 2, 4, 8))
+    if config.loss.name == "next_token":
+        size = config.loss.kwargs.get("tile_size", TILES[0])
+        known["loss.kwargs.tile_size"] = (size, TILES)
+    known |= {
         "ddp.reduction.bucket_mb": (reduction.bucket_mb, BUCKETS),
         "ddp.reduction.layout": (reduction.layout, ("leaf", "flat")),
         "ddp.reduction.overlap": (reduction.overlap, (True, False)),
@@ -335,9 +348,8 @@ def _row(candidate: Candidate) -> str:
     assert score is not None
     share = score.exposed_share
     waits = "" if share is None else f"{share:.1%}"
-    name = str(candidate) or AS_IT_IS
-    too_large = "" if score.fits else "  does not fit"
-    return f"{1e3 * score.seconds:>10.2f} {waits:>7} {score.bytes / 1e9:>6.1f}  {name}{too_large}"
+    name = (str(candidate) or AS_IT_IS) + ("" if score.fits else "  does not fit")
+    return f"{1e3 * score.seconds:>10.2f} {waits:>7} {score.bytes / 1e9:>6.1f}  {name}"
 
 
 def _finite(limit: float) -> float | None:

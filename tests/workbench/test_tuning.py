@@ -51,6 +51,24 @@ def test_each_key_is_varied_from_the_best_so_far_and_the_best_is_a_config(tmp_pa
     assert "not tried, for want of time: 11 or more" in str(found)
 
 
+def test_a_gpt_is_asked_for_remat_and_for_its_micro_batches_under_the_limit_of_memory():
+    def score(config):
+        remat, steps = config.model.kwargs["remat"], config.ddp.accumulate_steps
+        needed = 90 if remat == "none" and steps < 4 else 40
+        return Score(
+            0.010 + 0.002 * (remat in (True, "blocks")) + 1e-3 * steps, needed * GB, 80 * GB
+        )
+
+    config = with_overrides(
+        small(accumulate_steps=4), {"model.name": "gpt", "model.kwargs.remat": True}
+    )
+    found = tune(config, score, "modelled")
+    tried = [x.keys.get("model.kwargs.remat") for x in found.candidates[1:3]]
+    assert tried == ["none", "attention"]
+    assert found.best.score.fits
+    assert found.best.keys["model.kwargs.remat"] == "none"
+
+
 def test_a_config_that_cannot_be_bettered_stays_and_one_that_does_not_fit_is_named():
     same = tune(small(), lambda config: Score(0.01, GB, math.inf), "measured")
     assert same.verdict == "The config is as fast as any candidate."
