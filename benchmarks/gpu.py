@@ -324,6 +324,13 @@ def main() -> None:
     )
     parser.add_argument("--compile-only", action="store_true", help="compile, without a GPU")
     parser.add_argument(
+        "--sizes",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="with --compile-only: other arguments of the models, such as remat=attention",
+    )
+    parser.add_argument(
         "--target",
         default="h100_sxm",
         help="a key of modelled.gpus.GPUS, or a file that --out made",
@@ -335,7 +342,8 @@ def main() -> None:
         sys.path.insert(0, str(ROOT))
         from gpu_compile import compile_all
 
-        compile_all(arguments.only, arguments.target)
+        sizes = dict(text.split("=") for text in arguments.sizes)
+        compile_all(arguments.only, arguments.target, sizes)
     else:
         race(arguments)
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from gpu_crew import one_line
 from gpu_jax import lower
-from gpu_jobs import JOBS, runs
+from gpu_jobs import JOBS, Job, runs
 
 from jddp.inspection.hlo import collectives, read_program
 from jddp.workbench.described import GPUS, described_mesh
@@ -19,8 +19,8 @@ from jddp.workbench.schedule import walk
 NUM_DEVICES = {"by_hand": 1, "jddp": 1, "jddp_of_8": 8, "jddp_sync_of_8": 8}
 
 
-def compile_all(names: list[str], target: str) -> None:
-    """Prints a row for each program, and a line of JSON.
+def compile_all(names: list[str], target: str, sizes: dict[str, str]) -> None:
+    """Prints a row for each program, and a line of JSON; `sizes` are arguments of the models.
 
     TFLOP are those of the compiled products and convolutions, where one of 32 bits counts twice;
     modelled is the time that the schedule takes at the rates of `GPUS["h100_sxm"]`. Attention is
@@ -32,13 +32,15 @@ def compile_all(names: list[str], target: str) -> None:
         f"{'exchanges':>9} {'large':>5} {'modelled':>9}"
     )
     results: dict[str, dict[str, dict[str, Any]]] = {}
+    words = {name: {"true": True, "false": False}.get(x, x) for name, x in sizes.items()}
     for name in names:
+        job = replace(JOBS[name], sizes=JOBS[name].sizes | words)
         for contender, num_devices in NUM_DEVICES.items():
-            if not runs(contender, JOBS[name]):
+            if not runs(contender, job):
                 continue
             results.setdefault(name, {})[contender] = row = {}
             try:
-                row |= compile_one(name, contender, gpu, num_devices)
+                row |= compile_one(name, contender, gpu, num_devices, job)
             except jax.errors.JaxRuntimeError as error:  # of XLA, which runs no kernels to choose
                 row["failure"] = one_line(str(error))
                 print(f"{name:10} {contender:14} {row['failure']}", flush=True)
@@ -53,10 +55,13 @@ def compile_all(names: list[str], target: str) -> None:
     print(json.dumps({"jax": jax.__version__, "target": target, "results": results}))
 
 
-def compile_one(name: str, contender: str, gpu: str, num_devices: int) -> dict[str, float]:
-    """What one program needs and does on each device."""
+def compile_one(
+    name: str, contender: str, gpu: str, num_devices: int, job: Job | None = None
+) -> dict[str, float]:
+    """What one program needs and does on each device; of a job in place of the one of that name."""
+    job = job or JOBS[name]
     mesh = described_mesh(gpu, devices_per_host=num_devices)
-    compiled = lower(JOBS[name], contender, mesh).compile()
+    compiled = lower(job, contender, mesh).compile()
     memory, program = compiled.memory_analysis(), read_program(compiled.as_text())
     fabric = Fabric(1, num_devices, GPUS["h100_sxm"].links)
     timeline = walk(program, GPUS["h100_sxm"], fabric)
@@ -67,7 +72,7 @@ def compile_one(name: str, contender: str, gpu: str, num_devices: int) -> dict[s
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "flops": walk(program, counting, fabric).compute_seconds,
-        "formula_flops": JOBS[name].flops_per_row() * JOBS[name].rows,
+        "formula_flops": job.flops_per_row() * job.rows,
         "exchanges": len(collectives(program)),
         "large": len(timeline.large),
         "modelled_seconds": timeline.step_seconds,
