@@ -128,7 +128,7 @@ def as_saved(words: jax.Array, dtype: str) -> jax.Array:
 
 # If several reads or writes fail, the first error is raised. Asyncio would print the others. Python
 # would print errors that TensorStore reports later, to a loop that orbax has closed.
-_REFUSED = re.compile("os_error_code=|'OSError'")
+_REFUSED = re.compile("os_error_code=|'(OS|FileNotFound)Error'")
 _LATE = "Event loop is closed"
 
 
