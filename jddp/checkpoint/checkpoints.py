@@ -32,7 +32,7 @@ import logging
 import shutil
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ from jddp.ground.files import make_folder
 from jddp.ground.typing import PyTree, Settings
 
 DeviceArrays = Mapping[str, jax.Array]
+Part = Callable[[], object]  # Waits until a part of a checkpoint is written.
 log = logging.getLogger("jddp")
 
 SECONDS = 1800.0  # Limit for a process to write its part.
@@ -156,7 +157,7 @@ class CheckpointFolder:
         text = json.dumps({**beside, "step": step}, default=_number_or_text) + "\n"
         shapes = jax.tree.map(_shape, arrays)
         snapshot = Snapshot(step, shapes, digests(arrays), reader.layouts_of(state, layouts), text)
-        reason, parts = "", list[ocp.future.Future]()
+        reason, parts = "", list[Part]()
         if self._is_apart:
             arrays = _replicated(arrays)
         try:
@@ -173,26 +174,24 @@ class CheckpointFolder:
     def _folder(self, step: int) -> Path:
         return self._directory / f"{step}.new"
 
-    def _copy(self, folder: Path, arrays: DeviceArrays) -> list[ocp.future.Future]:
-        """Copies arrays to the host, and returns the futures of writing them."""
+    def _copy(self, folder: Path, arrays: DeviceArrays) -> list[Part]:
+        """Copies arrays to the host, and returns functions that wait until they are written."""
         written = {name: x for name, x in arrays.items() if x.size}  # Orbax refuses empty arrays.
         arguments = ocp.args.PyTreeSave(written, ocdbt_target_data_file_size=FILE_BYTES)
 
-        def begin() -> list[ocp.future.Future]:
+        def begin() -> list[Part]:
             save = self._handler.async_save(epath.Path(folder), args=arguments)
-            return self._loop.run_until_complete(save) or []
+            return [part.result for part in self._loop.run_until_complete(save) or []]
 
         # It runs in another thread: a notebook runs its own event loop in this one.
         return self._thread.submit(begin).result()
 
-    def _finish(
-        self, saved: Snapshot, parts: list[ocp.future.Future], reason: str
-    ) -> FileSystemError | None:
+    def _finish(self, saved: Snapshot, parts: list[Part], reason: str) -> FileSystemError | None:
         """Completes a checkpoint when its parts are written; returns the error if it cannot.
 
         Args:
           saved: The snapshot to complete.
-          parts: Futures of writing the arrays of this process.
+          parts: Functions that wait until the arrays of this process are written.
           reason: Reason why this process cannot write them; empty if it can.
 
         Raises:
@@ -200,7 +199,7 @@ class CheckpointFolder:
         """
         for part in parts:
             try:
-                part.result()
+                part()
             except (OSError, ValueError, RuntimeError) as error:
                 reason = reason or _why(error)
         step, name = saved.step, self._directory.name
