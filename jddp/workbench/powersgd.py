@@ -20,7 +20,6 @@ from typing import TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
@@ -42,7 +41,7 @@ class State(TypedDict, total=False):
 ROUNDING = 1e-5
 
 # Products need full float32: the default on GPUs may be TF32, whose rounding exceeds `ROUNDING`.
-_product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 def powersgd(
@@ -123,7 +122,7 @@ class _PowerSGD:
             # not, they would wait forever for each other's collectives.
             begins = state["step"] >= self.start_step
             compress = functools.partial(self._compress, axis)
-            bucket, state = lax.cond(
+            bucket, state = jax.lax.cond(
                 begins, compress, lambda b, s: (mean_over(axis, b), s), bucket, state
             )
         return bucket, {**state, "step": state["step"] + int(bucket.is_last)}
@@ -212,11 +211,11 @@ def _orthonormal(x: Float[Array, "m r"]) -> Float[Array, "m r"]:
     """
 
     def add_column(i: Array, done: Array) -> Array:
-        column = lax.dynamic_slice_in_dim(x, i, 1, axis=1)
+        column = jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)
         rest = column - _product(done, _product(done.T, column))
         adds_nothing = jnp.linalg.norm(rest) <= ROUNDING * jnp.linalg.norm(column)
         rest = _unit(jnp.where(adds_nothing, 0, rest))
         rest = _unit(rest - _product(done, _product(done.T, rest)))
-        return lax.dynamic_update_slice_in_dim(done, rest, i, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(done, rest, i, axis=1)
 
-    return lax.fori_loop(0, x.shape[1], add_column, jnp.zeros_like(x))
+    return jax.lax.fori_loop(0, x.shape[1], add_column, jnp.zeros_like(x))

@@ -106,14 +106,13 @@ def _report(choice: str) -> None:
 
 
 def _in_tiles(query: Array, key: Array, value: Array, mask: Array | None, is_causal: bool) -> Array:
-    num_queries, num_keys = query.shape[1], key.shape[1]
-    size = TILE_SIZE if is_causal else num_queries
-    sees = jnp.tri(num_queries, num_keys, dtype=bool) | (not is_causal)
-    sees = sees[None, None] if mask is None else sees[None, None] & mask
+    t, s = query.shape[1], key.shape[1]
+    size = TILE_SIZE if is_causal else t
+    sees = (jnp.tri(t, s, dtype=bool)[None, None] | (not is_causal)) & (mask is None or mask)
     outputs = []
-    for start in range(0, num_queries, size):
+    for start in range(0, t, size):
         rows = slice(start, start + size)
-        columns = slice(start + size if is_causal else num_keys)
+        columns = slice(start + size if is_causal else s)
         tile = query[:, rows], key[:, columns], value[:, columns], sees[..., rows, columns]
         outputs.append(jax.checkpoint(_attend)(*tile))
     return jnp.concatenate(outputs, axis=1)

@@ -14,8 +14,9 @@ import jddp
 from jddp.commands.summary import opening
 from jddp.config.schema import Config
 from jddp.data import make_source
+from jddp.data.packing import pack_items
 from jddp.data.source import spec_of
-from jddp.data.sources.tokens import PackedExamples, TokenExamples, pack_items, source_files
+from jddp.data.sources.tokens import PackedExamples, TokenExamples, source_files
 from jddp.ground.errors import ConfigError, DataError
 from jddp.trainer.job.build import build, train
 from jddp.workbench.tokenize import BYTES, write_tokens

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Initializer
 from jax import Array
-from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jddp.ground.errors import ConfigError, check_choice
@@ -54,7 +53,7 @@ class Block(nn.Module):
     output_init: Initializer = nn.initializers.xavier_uniform()
     norm_epsilon: float = 1e-6
     gelu: str = "tanh"
-    dtype: DTypeLike | None = None
+    dtype: jax.typing.DTypeLike | None = None
 
     @nn.compact
     def __call__(
@@ -118,7 +117,7 @@ class Transformer(nn.Module):
     attention: str = "auto"
     norm_epsilon: float = 1e-6
     gelu: str = "tanh"
-    dtype: DTypeLike | None = None
+    dtype: jax.typing.DTypeLike | None = None
 
     def apply_blocks(
         self,
