@@ -52,10 +52,11 @@ def explain_command(argv: Sequence[str] | None = None) -> int:
     add("--scaling", action="store_true", help=scaling)
     traced = "print the times of a trace instead; with --target next to the modelled times"
     add("--trace", type=Path, metavar="RUN_DIR", help=traced)
-    return run_command(lambda: _explain(parser.parse_intermixed_args(argv)))
+    return run_command(lambda: explain_job(parser.parse_intermixed_args(argv)))
 
 
-def _explain(arguments: argparse.Namespace) -> int:
+def explain_job(arguments: argparse.Namespace) -> int:
+    """Compiles a step of a job, and prints its report; returns the exit code."""
     cli.check_target(arguments, "scaling")
     if arguments.target or arguments.trace:
         if arguments.target:

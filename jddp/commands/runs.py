@@ -79,7 +79,7 @@ def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
     run = {name: chosen.pop(name) for name in ("run_dir", "checkpoint", "params", "trust")}
     if (data is None) != (out is None):
         raise UsageError(
-            "--data needs --out FILE; --prompt prints a text, without --out. See --help."
+            "--data needs --out FILE; --prompt prints its text, without it. See --help."
         )
     share_gpus()  # The run may still train.
     if prompt is not None:
@@ -152,8 +152,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from jddp.checkpoint import folders, reader
-    from jddp.checkpoint.weights import export
+    from jddp.checkpoint import folders, reader, weights
 
     file, names = arguments.file, arguments.names
     directory = folders.directory_of(arguments.run)
@@ -167,6 +166,6 @@ def _export(arguments: argparse.Namespace) -> None:
     elif names:
         tool("names")(folder, file, names)
     else:
-        export(folder, file)
+        weights.export(folder, file)
     sizes = [x.stat().st_size for x in ([file] if file.is_file() else file.iterdir())]
     show(f"step {step} is in {file}, {sum(sizes) / 2**20:.2g} MiB")

@@ -17,7 +17,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from jddp.config.cli import Parser, add_config_arguments, share_gpus
+from jddp.commands.checks import explain_job
+from jddp.config import cli
 from jddp.config.files import dump_values, load_config
 from jddp.config.keys import describe_keys
 from jddp.config.schema import Config
@@ -27,14 +28,11 @@ from jddp.distributed.failure_file import RESULT, describe_failure, write_failur
 from jddp.distributed.gpus import add_flag
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.signals import stop_signals
-from jddp.ground.errors import Error, ExitCode, report, show
+from jddp.ground.errors import Error, ExitCode, UsageError, report, show
 from jddp.ground.files import private_cache
 from jddp.ground.names import tool
 
-EXAMPLES = """\
-e.g. jddp train --config gpt_stdlib optimizer.learning_rate=3e-4
-     jddp train --sweep seed=0,1,2 optimizer.learning_rate=1e-3,3e-3
-"""
+EXAMPLE = "e.g. jddp train --config gpt_stdlib optimizer.learning_rate=3e-4 --dry-run"
 
 
 @lasting_streams()
@@ -54,13 +52,18 @@ def _start(arguments: argparse.Namespace) -> int:
         return ExitCode.DONE
     if arguments.sweep:
         return int(tool("sweep")(arguments))
+    cli.check_target(arguments)
+    if arguments.target:
+        if not arguments.dry_run:
+            raise UsageError("--target needs --dry-run: a job trains on the devices at hand.")
+        return explain_job(arguments)
     config, name = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
         print(dump_values(config.model_dump()), end="")
         return ExitCode.DONE
     add_flag(os.environ)
     if arguments.dry_run:
-        share_gpus()  # A job may be running there.
+        cli.share_gpus()  # A job may be running there.
     else:
         if not arguments.find_rate:  # It leaves no run.
             from jddp.trainer.reports.run_directory import RunDirectory
@@ -116,21 +119,21 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     sections = textwrap.fill(f"sections: {' '.join(Config.model_fields)}", 78)
-    parser = Parser(
+    parser = cli.Parser(
         prog="jddp train",
         usage="%(prog)s [--config FILE]... [key.path=value]... [--dry-run]",
         description="Train a Flax model, as configured. The same command again resumes.",
-        epilog=f"{sections}\n\n{EXAMPLES}",
+        epilog=f"{sections}\n\n{EXAMPLE}",
     )
-    add_config_arguments(parser)
+    cli.add_config_arguments(parser)
     add = parser.add_argument
     either = parser.add_mutually_exclusive_group().add_argument
-    either("--dry-run", action="store_true", help="compile, and print the memory of a run")
-    rates = "try rising learning rates, and suggest one"
-    either("--find-rate", action="store_true", help=rates)
+    either("--dry-run", action="store_true", help="compile, print the memory, train nothing")
+    either("--find-rate", action="store_true", help="try rising learning rates, and suggest one")
+    cli.add_target_arguments(parser)
+    parser.set_defaults(json=False, scaling=False, trace=None)  # The report is for people.
     add("--print-config", action="store_true", help="print the resolved config")
-    sweep = "train each combination of values, and compare the runs"
-    add("--sweep", nargs="+", metavar="key.path=a,b", help=sweep)
+    add("--sweep", nargs="+", metavar="key.path=a,b", help="train and compare all combinations")
     add("--help-keys", action="store_true", help="print every key, its default and its meaning")
     return parser.parse_intermixed_args(argv)
 

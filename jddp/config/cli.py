@@ -37,11 +37,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="a run directory, or its URL")
     add("--checkpoint", metavar="WHICH", help="a step, best, or best/STEP (the newest step)")
-    add(
-        "--params",
-        choices=["params", "ema"],
-        help="parameters to use (default: those that the run evaluated with)",
-    )
+    params = "parameters to use (default: the ones that the run evaluated with)"
+    add("--params", choices=["params", "ema"], help=params)
     trust = "import what the run's config names: the model's class, or all of it"
     add("--trust", choices=["package", "config"], help=trust)
 
@@ -54,12 +51,11 @@ def share_gpus() -> None:
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of devices that need not be there: their kind, topology and links."""
     add = parser.add_argument
-    target = "model the step on h100, h200 or a100; or compile it for TPUs: v4, v5e, v5p or v6e"
+    target = "GPUs: h100, h200 or a100; TPUs: v4, v5e, v5p or v6e"
     add("--target", metavar="DEVICE", help=target)
-    shape = "HOSTSxGPUS of the target (default: 1x8), or the chips of TPUs, such as 2x4"
-    add("--topology", metavar="SHAPE", help=shape)
-    link = "assume another link of the target: nvlink=300GB/s,2us, nic=25GB/s,14us"
-    add("--link", action="append", default=[], metavar="NAME=BANDWIDTH,LATENCY", help=link)
+    add("--topology", metavar="SHAPE", help="HOSTSxGPUS (1x8), or the chips of TPUs, such as 2x4")
+    link = "assume another link, such as nic=25GB/s,14us"
+    add("--link", action="append", default=[], metavar="NAME=VALUE", help=link)
 
 
 def check_target(arguments: argparse.Namespace, *more: str) -> None:

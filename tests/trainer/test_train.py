@@ -114,6 +114,7 @@ MISTAKES = [
     (["data.global_batch_size=1000"], 65, "examples, but one global batch needs 1000"),
     (["model.init_from=no.safetensors"], 2, "model.init_from: no.safetensors does not exist"),
     (["model.init_from=nowhere", "--dry-run"], 2, "model.init_from: nowhere does not exist"),
+    (["--target", "h100"], 2, "--target needs --dry-run: a job trains on the devices at hand."),
     (["model.target=mine:Lien"], 2, "module 'mine' has no 'Lien'. Did you mean 'Line'?"),
     (["data.kwargs.num_broken_rows=1"], 65, "array 'y' holds NaN or infinity"),
     (["optimizer.learning_rate=1e30", "run.dir=runs/nan"], 80, "The loss is "),

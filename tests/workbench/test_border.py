@@ -13,7 +13,7 @@ from house import PACKAGE
 ROOT = PACKAGE.parent
 QUICK = ["ground", "config/test_versions.py", "engine/test_mesh.py", "trainer/test_spikes.py"]
 REFUSED = ["report x", "tune", "compare x", "train --sweep seed=0,1", "launch --ray -m jddp.train"]
-REFUSED += ["explain --target h100", "data tokenize a b"]
+REFUSED += ["explain --target h100", "train --dry-run --target h100", "data tokenize a b"]
 REFUSED += ["train --dry-run ddp.strategy=logical_replicas ddp.strategy.number=8"]
 
 

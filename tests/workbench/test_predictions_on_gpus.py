@@ -60,7 +60,10 @@ def test_the_command_prints_a_step_for_more_hosts(capsys):
     assert (told["num_hosts"], told["devices_per_host"]) == (2, 4)
     assert told["links"]["nic"]["bytes_per_second"] == 25e9
     assert main([*JOB, *words]) == 0
-    assert capsys.readouterr().out.startswith("Modelled: 32-bit gradients of")
+    printed = capsys.readouterr().out
+    assert printed.startswith("Modelled: 32-bit gradients of")
+    assert train([*JOB, "--dry-run", *words]) == 0
+    assert capsys.readouterr().out == printed
 
 
 def test_a_step_is_scaled_by_the_program_of_eight_hosts_and_slower_networks():
