@@ -16,6 +16,8 @@ from typing import NamedTuple
 FILE = Path(__file__).with_suffix(".toml")
 HEADER = "# The most that each figure of sizes.py may be. scripts/check lowers it; none rises.\n"
 Ceilings = Mapping[str, int]
+# Issue Y (48) may add 700 code lines, a tenth of them imports: by so much its commits may raise.
+ISSUE_Y = {"code lines of jddp/": 700, "code lines of the core": 700, "lines of imports": 70}
 
 
 class Figure(NamedTuple):
@@ -114,10 +116,10 @@ def lowest_ever(file: Path = FILE) -> dict[str, int]:
 
 
 def raised(ceilings: Ceilings, lowest: Ceilings, figures: Iterable[Figure]) -> list[str]:
-    """The figures whose ceilings are above their lowest, or were dropped."""
+    """The figures whose ceilings are above their lowest and its allowance, or were dropped."""
     names = [figure.name for figure in figures if figure.name in lowest]
     return [
         f"{name} ({ceilings.get(name, 'dropped')}, was {lowest[name]})"
         for name in names
-        if name not in ceilings or ceilings[name] > lowest[name]
+        if name not in ceilings or ceilings[name] > lowest[name] + ISSUE_Y.get(name, 0)
     ]

@@ -20,6 +20,12 @@ def commit(file):
         subprocess.run(["git", *command], cwd=file.parent, check=True)
 
 
+def test_a_raise_beyond_the_allowance_of_issue_y_is_refused():
+    name = "code lines of the core"
+    for ceiling, wrong in ((1700, []), (1701, [f"{name} (1701, was 1000)"])):
+        assert ceilings.raised({name: ceiling}, {name: 1000}, [Figure(name, 1000, 8)]) == wrong
+
+
 @pytest.mark.parametrize("later", [{"lines": 90, "names": 10}, {"lines": 90}])
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_a_ceiling_falls_with_its_figure_and_is_never_raised_or_dropped(file, later, is_committed):
