@@ -68,6 +68,9 @@ class TrainConfig(Section):
     check_replicas_every_steps: int | None = option(
         500, "Steps between bitwise comparisons of all replicas; or null.", "none", ge=1
     )
+    replay_every_steps: int | None = option(
+        None, "Steps between steps that two devices compute, bitwise compared.", "rounding", ge=1
+    )
     max_consecutive_skips: int = option(
         10, "Steps skipped in a row (ddp.skip_nonfinite) that end the run.", "none", ge=1
     )

@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -51,7 +51,7 @@ from jddp.engine.state import (
     own_layouts,
     shapes_of,
 )
-from jddp.engine.step import Step, make_gradients, make_step
+from jddp.engine.step import Step, make_step
 from jddp.ground.errors import UsageError
 from jddp.ground.typing import (
     Batch,
@@ -70,6 +70,10 @@ from jddp.modules.base import refuse_constants
 from jddp.modules.rows import as_arrays
 from jddp.reduce.plan import BucketPlan
 
+StepFunction = Callable[[TrainState, Inputs], Any]
+Maker = Callable[..., StepFunction]  # of spec, plan, mesh, layouts and donate, as `make_step`
+Made = TypeVar("Made", bound=StepFunction)
+
 
 class Call(NamedTuple):
     """A call of a jitted function.
@@ -82,7 +86,7 @@ class Call(NamedTuple):
     """
 
     planned: Planned
-    run: jax.stages.Wrapped
+    run: StepFunction
     state: TrainState
     inputs: Inputs
 
@@ -124,8 +128,8 @@ class CompiledSteps:
         self.plans = Plans(spec, mesh, self.rows)
         self._hook_plans: list[BucketPlan] = []  # the last plan for which hook state was made
         # Programs by the function that makes them and the form of all rows.
-        self._jitted: dict[Hashable, tuple[Planned, jax.stages.Wrapped]] = {}
-        self._make_step = functools.partial(make_step, donate=donate)
+        self._jitted: dict[Hashable, tuple[Planned, Any]] = {}
+        self._donate = donate
         self._remake = remake
 
     def __str__(self) -> str:
@@ -307,7 +311,7 @@ class CompiledSteps:
         *,
         latest: TrainState | None = None,
         loss_limit: float | None = None,
-        updates: bool = True,
+        make: Maker = make_step,
     ) -> Call:
         """Returns the call of a step, with `DataParallel.step`'s arguments; compiles nothing yet.
 
@@ -317,7 +321,7 @@ class CompiledSteps:
           constants: Constants of the loss.
           latest: A state of these steps, if there is one.
           loss_limit: Loss above which the step changes nothing.
-          updates: Whether it is a whole step, and not the step as far as its averaged gradients.
+          make: Function that makes the program: the whole step, or as far as averaged gradients.
 
         Raises:
           UsageError: If it is no state of these steps, or if a hook has state of buckets that these
@@ -326,7 +330,6 @@ class CompiledSteps:
         limit = None if loss_limit is None else np.float32(loss_limit)
         inputs = self.inputs(self.placed(batch), constants)._replace(loss_limit=limit)
         self.check(state, latest, inputs)
-        make = self._make_step if updates else make_gradients
         return Call(*self._jitted_for(make, state, inputs), state, inputs)
 
     def check(
@@ -374,8 +377,8 @@ class CompiledSteps:
             )
 
     def _jitted_for(
-        self, make: Callable[..., jax.stages.Wrapped], state: TrainState, inputs: Inputs
-    ) -> tuple[Planned, jax.stages.Wrapped]:
+        self, make: Callable[..., Made], state: TrainState, inputs: Inputs
+    ) -> tuple[Planned, Made]:
         # Kept by hand, not in the cache of `jax.jit`, since each form of rows has its own plan.
         form = make, form_key(inputs)
         if form not in self._jitted:
@@ -387,7 +390,8 @@ class CompiledSteps:
                     "These rows use other parameters than those that the hook was made for: "
                     "its state is of other buckets. Give init a batch that uses them too."
                 )
-            run = make(self.spec, planned.plan, self.mesh, self.layouts(state))
+            layouts = self.layouts(state)
+            run = make(self.spec, planned.plan, self.mesh, layouts, donate=self._donate)
             self._jitted[form] = planned, run
         return self._jitted[form]
 
@@ -404,12 +408,13 @@ class CompiledSteps:
           accumulate_steps: Number of micro-batches of a step; by default the number in the options.
         """
         state, inputs = self.abstract_state(batch), self.inputs(batch)
-        planned, run = self._jitted_for(self._make_step, state, inputs)
+        planned, run = self._jitted_for(make_step, state, inputs)
         if accumulate_steps is not None:
             # The plan stays: micro-batches change when gradients are finished, not which they are.
             backward = dataclasses.replace(self.spec.backward, num=accumulate_steps)
             spec = dataclasses.replace(self.spec, backward=backward)
-            run = self._make_step(spec, planned.plan, self.mesh, self.layouts(state))
+            layouts = self.layouts(state)
+            run = make_step(spec, planned.plan, self.mesh, layouts, donate=self._donate)
         return call(run.lower, state, self._global(inputs))
 
     def lower_init(self, batch: Batch) -> jax.stages.Lowered:
@@ -440,7 +445,7 @@ class CompiledSteps:
         """
         inputs = self.inputs(batch)
         state = self.abstract_state(batch) if state is None else state
-        _, run = self._jitted_for(self._make_step, state, inputs)
+        _, run = self._jitted_for(make_step, state, inputs)
         return call(run.trace, state, self._global(inputs))
 
     def program(self, state: TrainState, batch: Batch) -> Program:
@@ -499,9 +504,17 @@ class Trainable(Protocol):
         """Places this process's rows on its devices."""
 
     def step(
-        self, state: TrainState, batch: Batch, *, loss_limit: float | None = None
+        self,
+        state: TrainState,
+        batch: Batch,
+        *,
+        loss_limit: float | None = None,
+        make: Maker = make_step,
     ) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step; returns at once. Only `on_spike="skip"` gives a limit."""
+        """Takes one optimizer step; returns at once.
+
+        Only `on_spike="skip"` gives a limit, and only `replay_every_steps` makes another program.
+        """
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Grads, Metrics]:
         """The gradients of a step, and its metrics."""

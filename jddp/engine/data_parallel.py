@@ -39,7 +39,7 @@ from jddp.config.options import (
 from jddp.distributed.coordination import refuse_unjoined
 from jddp.engine import evaluation
 from jddp.engine.calls import run_compiled
-from jddp.engine.compiled import Call, CompiledSteps
+from jddp.engine.compiled import Call, CompiledSteps, Maker
 from jddp.engine.guard import Average, Clip, choose_guard
 from jddp.engine.initial_state import Loaded, make_first, make_init
 from jddp.engine.mesh import HostOrDevice, copy_off_mesh, make_mesh, platform
@@ -47,7 +47,7 @@ from jddp.engine.micro_batches import MicroBatches
 from jddp.engine.optimizer import choose_optimizer
 from jddp.engine.planned import Planned
 from jddp.engine.state import TrainState, Values
-from jddp.engine.step import Step
+from jddp.engine.step import Step, make_gradients, make_step
 from jddp.engine.strategy import Strategy, choose_reducer, choose_strategy
 from jddp.ground.names import refuses_unknown, tool
 from jddp.ground.names.synonyms import OF_DATA_PARALLEL
@@ -294,6 +294,7 @@ class DataParallel(Shown):
         constants: PyTree = None,
         *,
         loss_limit: float | None = None,
+        make: Maker = make_step,
     ) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step; returns at once, with results still being computed.
 
@@ -304,6 +305,8 @@ class DataParallel(Shown):
           constants: Argument of `loss_fn` of that name: never split, never differentiated.
           loss_limit: Loss of the global batch above which the step changes nothing but counts, and
             is counted in "skipped"; the same on every process. Other limits compile nothing again.
+          make: Function that makes the program. With `jddp.engine.replay.ReplayedStep` gradients
+            are computed on two devices each and compared before the update; the call waits for it.
 
         Returns:
           The new state, and global means: "loss", the metrics of `loss_fn`, "count" (the valid
@@ -314,9 +317,12 @@ class DataParallel(Shown):
         Raises:
           ConfigError: If the rows do not divide over the devices, or a shape is wrong.
           UsageError: If the state has already been given to a step.
+          ReplicaMismatchError: If a replayed step differs, with the device that is wrong.
         """
         latest = self._executor.latest
-        call = self.steps.step_for(state, batch, constants, latest=latest, loss_limit=loss_limit)
+        call = self.steps.step_for(
+            state, batch, constants, latest=latest, loss_limit=loss_limit, make=make
+        )
         return self._executor.send(call)
 
     def gradients(
@@ -334,7 +340,7 @@ class DataParallel(Shown):
           structure of `state.params`; and the metrics.
         """
         latest = self._executor.latest
-        call = self.steps.step_for(state, batch, constants, latest=latest, updates=False)
+        call = self.steps.step_for(state, batch, constants, latest=latest, make=make_gradients)
         return run_compiled(call.run, call.state, call.inputs)
 
     def shard_batch(self, batch: Batch) -> Batch:

@@ -390,6 +390,13 @@ def replica_step(
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on one replica's share of the batch."""
     local = step.replicas.run(step.backward, step.guard.scale, state, inputs)
+    return replica_update(step, plan, state, local, inputs.loss_limit)
+
+
+def replica_update(
+    step: Step, plan: BucketPlan, state: TrainState, local: Local, loss_limit: Array | None
+) -> tuple[TrainState, Metrics]:
+    """A step from its local gradients on: their mean over the replicas, and the update."""
     grads, after, metrics = global_mean(step, plan, state, local)
 
     def update(grads: Grads, loss: Array) -> tuple[Params, OptState, Metrics]:
@@ -407,7 +414,7 @@ def replica_step(
     # The guard comes last, so that a step that is not finite changes nothing but counts, whatever
     # part made it so. The verdict is the same on every replica.
     after, verdict = step.guard.accept(state, after, (metrics["loss"], grads), step.view)
-    after, limit = limited(inputs.loss_limit, state, after, metrics["loss"])
+    after, limit = limited(loss_limit, state, after, metrics["loss"])
     return after, {**metrics, **norm, **verdict, **limit}
 
 
@@ -457,9 +464,13 @@ def make_step(
 
 
 def make_gradients(
-    spec: Step, plan: BucketPlan, mesh: jax.sharding.Mesh, layouts: TrainState
+    spec: Step, plan: BucketPlan, mesh: jax.sharding.Mesh, layouts: TrainState, *, donate: bool
 ) -> jax.stages.Wrapped:
-    """Returns `gradients(state, inputs)` over the mesh: both are global, the state is kept."""
+    """Returns `gradients(state, inputs)` over the mesh: both are global.
+
+    The state is kept, whether a step would donate it or not.
+    """
+    del donate
     # Local steps average no gradients, but this function returns the mean.
     spec = replace(spec, sync=EVERY_STEP).placed(layouts.params)
 

@@ -63,8 +63,14 @@ def trace_backward(pullback: Callable[[jax.Array], PyTree]) -> Backward:
     traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(one)
     # A jitted function is one equation: all its gradients would be finished at its end. In a model
     # that is jitted as a whole, no bucket could be sent before the end.
-    opened = jax.make_jaxpr(lambda one: _open(traced.jaxpr, traced.consts, [one]))(one)
-    return Backward(opened, jax.tree.structure(shapes), _ready(opened.jaxpr))
+    inlined = opened(traced)
+    return Backward(inlined, jax.tree.structure(shapes), _ready(inlined.jaxpr))
+
+
+def opened(traced: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with the calls of jitted functions inlined."""
+    given = [v.aval for v in traced.jaxpr.invars]
+    return jax.make_jaxpr(lambda *given: _open(traced.jaxpr, traced.consts, given))(*given)
 
 
 def _ready(jaxpr: Jaxpr) -> tuple[int | None, ...]:

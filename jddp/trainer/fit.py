@@ -24,6 +24,7 @@ from jddp.distributed.coordination import agree, from_first, refuse_unjoined, ta
 from jddp.distributed.watchdog import Watchdog
 from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import refuse_padding
+from jddp.engine.replay import refuse_replay
 from jddp.engine.state import TrainState, by_path
 from jddp.ground.errors import ConfigError, FileSystemError, OutOfMemoryError
 from jddp.ground.files import folder_or_url
@@ -232,6 +233,8 @@ def start(
         agree("call of fit", {name: str(value) for name, value in facts.items()})
     for callback in watching(options.callbacks):
         callback.check_options(options)
+    if options.checks.replay_every_steps is not None:
+        refuse_replay(ddp.steps.spec, ddp.mesh)
     _check_batches(ddp, batches, options)
     if options.run_dir is None:
         with Watchdog(options.checks.limits, None) as watchdog:

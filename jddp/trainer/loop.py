@@ -213,9 +213,11 @@ class Loop:
                 break
             with jax.profiler.TraceAnnotation(DATA), self.reporter.clock.measure("data"):
                 batch = next(self.source)
+            options = self.numerics.options(run.progress)
+            if "make" in options:
+                self.watchdog.enter("compile", run.step)  # A replay compiles at its first step.
             with self.profile.step(run.step + 1, run.state), self.reporter.clock.measure("devices"):
-                limits = self.numerics.limits(run.progress)
-                run.state, metrics = self.ddp.step(run.state, batch, **limits)
+                run.state, metrics = self.ddp.step(run.state, batch, **options)
             position = self.source.position
             run.progress = replace(
                 run.progress, step=run.step + 1, before=self.reached, position=position

@@ -36,6 +36,7 @@ from jddp.engine.digest import digests, find_divergence
 from jddp.engine.evaluation import own_rows
 from jddp.engine.guard import LEAST
 from jddp.engine.mesh import mesh_of
+from jddp.engine.replay import ReplayedStep
 from jddp.engine.state import TrainState, by_path
 from jddp.ground.errors import NumericsError, ReplicaMismatchError, words_of
 from jddp.ground.files import SameFolder, make_folder, replace_file
@@ -173,11 +174,15 @@ class Numerics:
     run_dir: SameFolder | None
     checks: Checks
 
-    def limits(self, progress: Progress) -> dict[str, float]:
-        """Options of the next step that leave out its update if its loss is a spike."""
-        if self.checks.on_spike != "skip":
-            return {}
-        return {"loss_limit": limit_after(window_at(progress.losses, progress.step + 1))}
+    def options(self, progress: Progress) -> JsonObject:
+        """Options of the next step: to replay it, and to leave out its update if it is a spike."""
+        number, every = progress.step + 1, self.checks.replay_every_steps
+        options: JsonObject = {}
+        if every and number % every == 0:
+            options["make"] = ReplayedStep
+        if self.checks.on_spike == "skip":
+            options["loss_limit"] = limit_after(window_at(progress.losses, number))
+        return options
 
     def look(
         self, progress: Progress, sent: Sent, state: TrainState

@@ -488,6 +488,8 @@ class Checks:
         If False, a first batch that several processes have is refused. With
         `jddp.data.TrainBatches` and `eval_batches` each process reads its own rows.
       limits: Seconds that a phase may take before its processes are reported as hanging.
+      replay_every_steps: Steps between replayed steps, whose gradients are computed on two devices
+        and compared before the update; None for none.
 
     Raises:
       ConfigError: If a number is not positive, or the action is unknown.
@@ -498,12 +500,14 @@ class Checks:
     on_spike: str | None = "warn"
     same_batches: bool = False
     limits: Limits = dataclasses.field(default_factory=Limits)
+    replay_every_steps: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses numbers that are not positive, and an unknown action."""
         check_choice("on_spike", self.on_spike, ("warn", "skip", None))
         check_counts(
             check_replicas_every_steps=self.replicas_every_steps,
+            replay_every_steps=self.replay_every_steps,
             max_consecutive_skips=self.max_consecutive_skips,
         )
 
@@ -597,6 +601,7 @@ class Options:
             "keep": self.keep.newest,
             "keep_every_steps": self.keep.every_steps,
             "check_replicas_every_steps": self.checks.replicas_every_steps,
+            "replay_every_steps": self.checks.replay_every_steps,
             "max_consecutive_skips": self.checks.max_consecutive_skips,
             "on_spike": self.checks.on_spike,
             "eval_params": self.evaluation.params,

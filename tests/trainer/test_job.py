@@ -475,6 +475,7 @@ def test_a_default_is_the_same_in_a_config_and_in_a_call():
     assert jddp.Evaluation(None) == jddp.Evaluation(None, *limits)
     assert own["checks"] == jddp.Checks(
         replicas_every_steps=length["check_replicas_every_steps"],
+        replay_every_steps=length["replay_every_steps"],
         max_consecutive_skips=length["max_consecutive_skips"],
         on_spike=length["on_spike"],
         limits=Limits(),

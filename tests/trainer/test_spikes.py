@@ -97,9 +97,9 @@ def test_a_spike_has_its_numbers_and_one_line_for_a_row_of_them():
 def test_a_limit_is_known_before_the_loss_of_the_step_before_it_is_and_does_not_depend_on_it():
     losses, skip = noisy(2, 130), looking("skip")
     early, late = (look(x)[2] for x in (losses[:-1], losses))
-    assert skip.limits(early) == skip.limits(late)
-    assert skip.limits(Progress()) == {"loss_limit": math.inf}
-    assert looking().limits(late) == looking(None).limits(late) == {}
+    assert skip.options(early) == skip.options(late)
+    assert skip.options(Progress()) == {"loss_limit": math.inf}
+    assert looking().options(late) == looking(None).options(late) == {}
 
 
 def test_a_loss_at_the_limit_is_none_and_the_next_number_of_float32_is_one():

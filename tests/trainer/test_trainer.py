@@ -270,6 +270,18 @@ def test_a_replica_that_drifts_off_by_one_bit_is_named_and_not_saved(plain, tmp_
         jddp.fit(plain, batches(), num_steps=2, state=bent(first))
 
 
+def test_a_replayed_step_that_differs_is_not_taken_and_names_the_device(plain, tmp_path):
+    options = {"checks": jddp.Checks(replicas_every_steps=None, replay_every_steps=2)}
+    want, got = fit(plain, endless(), None), fit(plain, endless(), None, **options)
+    assert_same(got.state, want.state)
+    options["callbacks"] = [at(3, lambda run: setattr(run, "state", bent(run.state)))]
+    message = r"^Step 4, .*device 0 .* or device 1 .* is params/Dense_0/kernel\."
+    with pytest.raises(Mismatch, match=message) as caught:
+        fit(plain, endless(), tmp_path, save_every_steps=None, **options)
+    assert caught.value.exit_code == 76
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
 def test_a_signal_interrupts_a_run_and_the_same_call_resumes_it(plain, tmp_path, capsys):
     def train(run_dir, *callbacks):
         rarely = {"eval_every_steps": 80, "save_every_steps": 60}

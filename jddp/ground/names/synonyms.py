@@ -46,6 +46,7 @@ jddp.Evaluation        train.eval_params       eval_params
 jddp.Evaluation        train.limit_eval_batches limit_val_batches limit_eval_batches
 jddp.Checks            train.max_consecutive_skips max_consecutive_skips
 jddp.Checks            train.check_replicas_every_steps check_replicas_every_steps
+jddp.Checks            train.replay_every_steps replay_every_steps
 jddp.Checks            train.on_spike          on_spike spike_detection
 jddp.Checks            -                       same_batches limits
 fit.batches            -                       data train_dataset train_dataloader train_dataloaders

@@ -131,6 +131,7 @@ class Job:
                 learning_rate=self.learning_rate,
                 checks=Checks(
                     replicas_every_steps=train.check_replicas_every_steps,
+                    replay_every_steps=train.replay_every_steps,
                     max_consecutive_skips=train.max_consecutive_skips,
                     on_spike=train.on_spike,
                     limits=Limits(step_seconds=config.watchdog.step_seconds),

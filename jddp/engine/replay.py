@@ -1,0 +1,269 @@
+"""A step that is replayed: its gradients are computed on two devices each before they count.
+
+A device that computes a wrong number raises no error, and after the mean over the replicas every
+parameter has it. Here the rows of each replica are computed again on the next device, and digests
+of all that a replica computes are compared before the mean is taken.
+
+    device            0          1          2
+    first             rows 0     rows 1     rows 2      local gradients, their digests
+    second            rows 2     rows 0     rows 1      digests alone
+    third             rows 1     rows 2     rows 0      only if digests differ: two are right
+    update            mean ─► clip ─► optimizer ─► ...  of the first gradients
+
+All three are one program, on a mesh whose devices are turned. The replicas keep their numbers, and
+with these their random numbers and the order of all sums, so equal devices give equal bits. Rows
+are sent. State that is the same everywhere is not: each device computes with its own copy.
+
+With synchronized batch norm a wrong number reaches all replicas, through sums. So what a replica
+sends is compared too, in the order of the program: the first array that differs is from the device
+that was wrong. A collective inside a loop, or a rematerialized layer, is not seen.
+"""
+
+import functools
+import platform
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import jax
+import numpy as np
+from jax.core import eval_jaxpr
+from jax.sharding import Mesh
+from jaxtyping import Array, UInt32
+
+from jddp.distributed.coordination import gather
+from jddp.engine import mesh as meshes
+from jddp.engine.calls import connect, run_compiled
+from jddp.engine.digest import digests
+from jddp.engine.micro_batches import Local
+from jddp.engine.state import CommState, Inputs, TrainState, name_of
+from jddp.engine.step import Step, replica_update
+from jddp.ground.errors import ConfigError, ReplicaMismatchError
+from jddp.ground.jaxprs import axes_of
+from jddp.ground.typing import Batch, Grads, Metrics, ModelState, Params, PyTree, Tree
+from jddp.modules.metrics import Sums
+from jddp.reduce.backward import Finished, opened, variables
+from jddp.reduce.plan import BucketPlan
+from jddp.reduce.reducer import compiler_options
+
+SECONDS = 600.0  # Limit for other processes to name their hosts.
+
+
+class Computed(NamedTuple):
+    """All that the replicas compute with and compute, in the order of the program.
+
+    Attributes:
+      params: Parameters, as each device has them.
+      model_state: Other state of the model, as each device has it.
+      rows: Rows of each replica.
+      sent: Arrays that replicas send while they compute, a row for each, by number and layer.
+      gradients: Local gradients, a row for each replica, as are the rest.
+      sums: Sums of the loss and metrics.
+      new_state: The model's other state after the rows.
+    """
+
+    params: Params
+    model_state: ModelState
+    rows: Batch
+    sent: dict[str, Array]
+    gradients: Grads
+    sums: Sums
+    new_state: ModelState
+
+
+def refuse_replay(spec: Step, mesh: Mesh) -> None:
+    """Refuses steps whose replicas have no local gradients that another device could compute.
+
+    Raises:
+      ConfigError: If it is such a step, or there is one device.
+    """
+    reason = ""
+    if mesh.size == 1:
+        reason = "there is one device, and none to compare it with"
+    elif spec.placement.division is not None:
+        reason = "with strategy='fsdp' no replica has the gradients of its rows. Choose 'zero1'"
+    elif spec.replicas.num is not None:
+        reason = "with logical replicas a device sums the gradients of several. Choose 'ddp'"
+    if reason:
+        raise ConfigError(f"A step cannot be replayed (replay_every_steps): {reason}.")
+
+
+class ReplayedStep:
+    """`step(state, inputs)` over the mesh, which replays the step before it updates anything.
+
+    Args:
+      spec: The parts of the step.
+      plan: The buckets.
+      mesh: The devices.
+      layouts: Layouts of the state.
+      donate: Whether the update reuses the memory of the state.
+
+    Raises:
+      ConfigError: If such a step cannot be replayed.
+    """
+
+    def __init__(
+        self, spec: Step, plan: BucketPlan, mesh: Mesh, layouts: TrainState, *, donate: bool
+    ) -> None:
+        refuse_replay(spec, mesh)
+        self._spec, self._mesh, self._layouts = spec, mesh, layouts
+        self._options = compiler_options(spec.reducer, mesh.devices.flat[0])
+        self._computations: dict[int, jax.stages.Wrapped] = {}
+
+        def update(
+            state: TrainState, results: PyTree, loss_limit: Array | None
+        ) -> tuple[TrainState, Metrics]:
+            state = spec.replicas.enter(state, layouts)
+            grads, sums, model_state = jax.tree.map(lambda x: x[0], results)
+            units = spec.backward.units(state.params, sums, spec.guard.scale(state))
+            local = Local(Finished(grads), sums, model_state, units)
+            state, metrics = replica_update(spec, plan, state, local, loss_limit)
+            return spec.replicas.leave(state, layouts), metrics
+
+        placed = meshes.shardings(layouts, mesh)
+        in_specs = (placed, jax.P(spec.axis), jax.P())
+        mapped = meshes.over_replicas(update, mesh, in_specs, (placed, jax.P()))
+        donated = (0, 1) if donate else ()
+        self._update = jax.jit(mapped, compiler_options=self._options, donate_argnums=donated)
+
+    def __call__(self, state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
+        """Takes the step if both computations are equal.
+
+        Raises:
+          ReplicaMismatchError: If they differ, with the device that a third one finds wrong.
+        """
+        first = self._compute(state, inputs, turns=0)
+        words = [digests(x) for x in (first, self._compute(state, inputs, turns=1))]
+        if not np.array_equal(words[0], words[1]):
+            words.append(digests(self._compute(state, inputs, turns=2 % self._mesh.size)))
+            raise ReplicaMismatchError(self._describe([*map(np.asarray, words)], first, state))
+        results = first.gradients, first.sums, first.new_state
+        return run_compiled(self._update, state, results, inputs.loss_limit)
+
+    def _compute(self, state: TrainState, inputs: Inputs, turns: int) -> Computed:
+        """Computes the rows of replica r on device r + turns, up to its local gradients."""
+        state, inputs = _needed(state), inputs._replace(loss_limit=None)
+        mesh = meshes.make_mesh([*np.roll(self._mesh.devices, -turns)], meshes.axis_of(self._mesh))
+        if turns not in self._computations:
+            connect(mesh, None)
+            self._computations[turns] = self._make_computation(mesh)
+        state, inputs = turned((state, inputs), self._mesh, mesh, turns)
+        results, sent = run_compiled(self._computations[turns], state, inputs)
+        return Computed(state.params, state.model_state, inputs.rows, sent, *results)
+
+    def _make_computation(self, mesh: Mesh) -> jax.stages.Wrapped:
+        spec, layouts = self._spec, _needed(self._layouts)
+
+        def run(state: TrainState, inputs: Inputs) -> PyTree:
+            local = spec.replicas.run(spec.backward, spec.guard.scale, state, inputs)
+            return local.grads.tree(), local.sums, local.model_state
+
+        def compute(state: TrainState, inputs: Inputs) -> PyTree:
+            state = spec.replicas.enter(state, layouts)
+            return jax.tree.map(lambda x: x[None], with_sent(run, spec.axis, state, inputs))
+
+        in_specs = (meshes.shardings(layouts, mesh), meshes.input_specs(mesh))
+        mapped = meshes.over_replicas(compute, mesh, in_specs, jax.P(spec.axis))
+        return jax.jit(mapped, compiler_options=self._options)
+
+    def _describe(self, words: Sequence[np.ndarray], first: Computed, state: TrainState) -> str:
+        leaf, suspects = suspects_of(words)
+        paths = jax.tree_util.tree_leaves_with_path(first)
+        hosts = gather("replay/hosts", platform.node(), timeout_seconds=SECONDS)
+        wrong = " or ".join(
+            f"device {x.id} (process {x.process_index}, host {hosts[x.process_index]})"
+            for x in self._mesh.devices.flat[suspects]
+        )
+        return (
+            f"Step {int(state.step) + 1}, computed again on other devices, differs: {wrong} is "
+            f"wrong. The first array that differs is {name_of(paths[leaf][0])}. The step is not "
+            "taken, and nothing is saved after it. Exclude the device, and start again: the run "
+            "resumes from its last checkpoint."
+        )
+
+
+def _needed(state: TrainState) -> TrainState:
+    """The part of a state, or of its layouts, that gradients depend on."""
+    comm_state = CommState(loss_scale=state.comm_state.loss_scale)
+    return state.replace(opt_state=(), ema_params=None, ema_state=None, comm_state=comm_state)
+
+
+def with_sent(
+    run: Callable[..., PyTree], axis: str, *arguments: PyTree
+) -> tuple[PyTree, dict[str, Array]]:
+    """Runs a replica's function; returns its results, and what it sends to other replicas.
+
+    Args:
+      run: Function of trees of arrays.
+      axis: Name of the axis of the replicas.
+      arguments: Arguments of the function.
+
+    Returns:
+      The results; and each array that enters a collective, by its number and the layer.
+    """
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
+    inlined = opened(traced)
+    jaxpr, num = inlined.jaxpr, len(inlined.jaxpr.outvars)
+    sent = [(eqn, v) for eqn in jaxpr.eqns if axis in axes_of(eqn) for v in variables(eqn)]
+    names = [f"{i:04} {eqn.source_info.name_stack}" for i, (eqn, _) in enumerate(sent)]
+    more = jaxpr.replace(outvars=[*jaxpr.outvars, *(v for _, v in sent)])
+    results = eval_jaxpr(more, inlined.consts, *jax.tree.leaves(arguments))
+    local = jax.tree.unflatten(jax.tree.structure(shapes), results[:num])
+    return local, dict(zip(names, results[num:], strict=True))
+
+
+def turned(tree: Tree, mesh: Mesh, other: Mesh, turns: int) -> Tree:
+    """The same arrays on a mesh of the same devices, in which replica r is on device r + turns.
+
+    Arrays that are the same everywhere stay where they are; what each device has of another one is
+    sent to the device that has its replica now.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    split = [i for i, x in enumerate(leaves) if not x.is_fully_replicated]
+    if turns and split:
+        sent = run_compiled(_sender(mesh, turns), [leaves[i] for i in split])
+        leaves = [sent[split.index(i)] if i in split else x for i, x in enumerate(leaves)]
+
+    def rename(x: jax.Array) -> jax.Array:
+        sharding = meshes.replicated(other) if x.is_fully_replicated else meshes.sharded(other)
+        by_device = {shard.device: shard.data for shard in x.addressable_shards}
+        parts = [by_device[device] for device in other.local_devices]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+    return cast(Tree, jax.tree.unflatten(treedef, map(rename, leaves)))
+
+
+@functools.cache
+def _sender(mesh: Mesh, turns: int) -> jax.stages.Wrapped:
+    axis, num = meshes.axis_of(mesh), mesh.size
+    pairs = [(i, (i + turns) % num) for i in range(num)]
+
+    def send(parts: list[Array]) -> list[Array]:
+        return [jax.lax.ppermute(x, axis, pairs) for x in parts]
+
+    return jax.jit(meshes.over_replicas(send, mesh, jax.P(axis), jax.P(axis)))
+
+
+def suspects_of(words: Sequence[UInt32[np.ndarray, "replicas leaves"]]) -> tuple[int, list[int]]:
+    """The first leaf of which two computations differ, and the devices that may be wrong.
+
+    Computation k has replica r on device r + k, the third one on two devices on device r again.
+
+    Args:
+      words: Digests of three computations, of which the first two differ.
+
+    Returns:
+      The number of the leaf, and one device, or several where the computations cannot tell.
+    """
+    first, second, third = words
+    num, differ = len(first), first != second
+    leaf = int(differ.any(0).argmax())
+    suspects = set[int]()
+    for replica in np.flatnonzero(differ[:, leaf]).tolist():
+        devices = [(replica + k) % num for k in range(3)]
+        if third[replica, leaf] == second[replica, leaf]:
+            suspects.add(devices[0])
+        elif third[replica, leaf] == first[replica, leaf] and num > 2:
+            suspects.add(devices[1])
+        else:  # Of two devices that stay different, either may be wrong.
+            suspects.update(devices)
+    return leaf, sorted(suspects)
