@@ -4,7 +4,8 @@
     JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 9 --process 0
 
 The default job runs on two processes under one `jddp launch`. In each round a process is killed
-after a random number of steps. A phase ends when the launcher prints the line that ends it:
+at a random moment, when it has taken a step. A phase ends when the launcher prints the line that
+ends it:
 
     detect      the launcher names the process that was killed
     stop        the other process has ended, and both are started again
@@ -42,6 +43,7 @@ PHASES = {
     "first step": r"^\[0\] step \d+/",
 }
 STEP = PHASES["first step"]
+PAUSE_SECONDS = 8.0, 14.0  # From a first step to the next kill: processes that wait are ready.
 
 
 def worker_of(launcher: int, number: int) -> int:
@@ -64,10 +66,10 @@ def wait_for(lines: Iterator[str], pattern: str, seen: list[str]) -> float:
 
 
 def kill_one(job: subprocess.Popen[str], lines: Iterator[str], number: int) -> dict[str, float]:
-    """Kills a process after a random number of steps; returns the seconds of each phase."""
+    """Kills a process at a random moment after a step; returns the seconds of each phase."""
     seen: list[str] = []
-    for _ in range(random.randrange(15, 45)):
-        wait_for(lines, STEP, seen)
+    wait_for(lines, STEP, seen)
+    time.sleep(random.uniform(*PAUSE_SECONDS))
     began = last = time.perf_counter()
     os.kill(worker_of(job.pid, number), signal.SIGKILL)
     seconds = {}

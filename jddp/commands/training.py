@@ -8,6 +8,7 @@ shutdown barrier for minutes.
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from jddp.config.files import dump_values, load_config
 from jddp.config.keys import describe_keys
 from jddp.config.schema import Config
 from jddp.distributed.command import lasting_streams, leave_job, tell
-from jddp.distributed.exits import process
+from jddp.distributed.exits import WAITS, process
 from jddp.distributed.failure_file import RESULT, describe_failure, write_failure
 from jddp.distributed.gpus import add_flag
 from jddp.distributed.identity import resolve_identity
@@ -33,6 +34,19 @@ from jddp.ground.files import private_cache
 from jddp.ground.names import tool
 
 EXAMPLE = "e.g. jddp train --config gpt_stdlib optimizer.learning_rate=3e-4 --dry-run"
+
+
+def wait_for_turn() -> None:
+    """Does the imports of a training, and waits until the launcher needs this process.
+
+    `jddp.distributed.spares` starts such a process. It exits if it is not needed.
+    """
+    _turn_on_cache()
+    importlib.import_module("jddp.commands.summary")
+    if not (line := sys.stdin.readline()):
+        sys.exit(ExitCode.DONE)
+    del os.environ[WAITS]
+    os.environ.update({name: x for name, x in json.loads(line).items() if x is not None})
 
 
 @lasting_streams()

@@ -167,14 +167,18 @@ class Worker(subprocess.Popen[bytes]):
 
     Attributes:
       number: Number of the process in the job.
+      environ: The environment variables of the process.
       log: File for its output.
     """
 
+    input = subprocess.DEVNULL
+
     def __init__(self, number: int, command: Sequence[str], environ: dict[str, str], log: Path):
         pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-        pipes["stdin"] = subprocess.DEVNULL
+        pipes["stdin"] = self.input
         super().__init__(command, bufsize=0, env=environ, start_new_session=True, **pipes)
         self.number = number
+        self.environ = environ
         self.log = log
         self._prefix = f"[{number}] ".encode()
         self._file = log.open("ab", buffering=0)
@@ -239,12 +243,17 @@ class Worker(subprocess.Popen[bytes]):
         return rest
 
 
+Take = Callable[[int, dict[str, str]], Worker | None]
+
+
 class Group:
     """All processes of one attempt on this machine.
 
     Args:
       launch: Command and number of processes.
       place: Numbers and coordinator of the processes in this attempt.
+      take: Function that returns a process that waits for its turn, by its number and environment
+        variables; or None.
 
     Attributes:
       running: The processes that run.
@@ -257,7 +266,7 @@ class Group:
       FileSystemError: If the folder for logs cannot be written.
     """
 
-    def __init__(self, launch: Launch, place: Place):
+    def __init__(self, launch: Launch, place: Place, take: Take = lambda number, environ: None):
         self.began = time.monotonic()
         self.failure_file = file = launch.logs.absolute() / f"failure_{place.job}.json"
         environs = environments(launch, place, os.environ | {VARIABLE: str(file)})
@@ -275,7 +284,9 @@ class Group:
         try:
             for number, environ in enumerate(environs, start=place.first):
                 log = launch.logs / f"process_{number}.log"
-                self.running.append(Worker(number, [sys.executable, *launch.command], environ, log))
+                command = [sys.executable, *launch.command]
+                worker = take(number, environ) or Worker(number, command, environ, log)
+                self.running.append(worker)
                 self._guard_running()
         except BaseException:
             self.close()
