@@ -40,3 +40,14 @@ def close(got, want, rtol=1e-5, atol=1e-6):
 def copied(tree):
     """A copy that outlives the donation of the original, on the same devices."""
     return jax.tree.map(jnp.copy, tree)
+
+
+def bent(array, device, place, mask):
+    """The array, whose copy on one device of this process has the bits of a mask flipped."""
+    copies = [np.array(shard.data) for shard in array.addressable_shards]
+    copies[device].view(np.uint32).flat[place] ^= np.uint32(mask)
+    placed = [
+        jax.device_put(x, shard.device)
+        for x, shard in zip(copies, array.addressable_shards, strict=True)
+    ]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)

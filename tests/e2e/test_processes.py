@@ -141,6 +141,15 @@ def test_two_folders_that_are_saved_at_one_step_are_each_complete_or_refused(tmp
     assert finished(tmp_path / "best") == [4]
 
 
+def test_a_step_is_replayed_on_devices_of_other_processes_and_each_names_the_wrong_one(tmp_path):
+    jobs = of_job(JAX_NUM_CPU_DEVICES="2")
+    (first, _), (second, _) = run_module("workers.two", tmp_path, jobs, SECONDS, "replays")
+    assert first == second
+    assert first.startswith("loss ")
+    wrong = r"device \d+ \(process 1, host \S+\) is wrong.* differs is params/Conv_0/kernel\."
+    assert re.search(wrong, first.splitlines()[-1])
+
+
 @pytest.mark.slow
 def test_what_one_process_asks_all_do_at_one_step_and_what_all_ask_at_that_one(tmp_path):
     run_two("asks", tmp_path)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from states import assert_same, copied
+from states import assert_same, bent, copied
 from tiny import Of, make_batch
 
 import jddp
@@ -70,17 +70,6 @@ def wrapped(*, is_normed, num_devices=NUM_DEVICES, **options):
     return jddp.DataParallel(model, optax.adam(1e-2), loss_fn, mesh=num_devices, **options)
 
 
-def bent(array, device, place, bit):
-    """The array, whose copy on one device has one bit flipped."""
-    copies = [np.array(shard.data) for shard in array.addressable_shards]
-    copies[device].view(np.uint32).flat[place] ^= np.uint32(1 << bit)
-    placed = [
-        jax.device_put(x, shard.device)
-        for x, shard in zip(copies, array.addressable_shards, strict=True)
-    ]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)
-
-
 class Faults:
     """One `DataParallel`, and steps of it with a bit flipped on one device."""
 
@@ -105,10 +94,10 @@ class Faults:
         """Takes a step; returns the device and the array that are named, or None."""
         state, masks = copied(self.state), dict(self.clean)
         if kind == "parameters":
-            kernel = bent(state.params["kernel"], device, place, bit)
+            kernel = bent(state.params["kernel"], device, place, 1 << bit)
             state = state.replace(params={**state.params, "kernel": kernel})
         else:
-            masks[kind] = bent(masks[kind], device, place, bit)
+            masks[kind] = bent(masks[kind], device, place, 1 << bit)
         try:
             self.ddp.step(state, self.batch, masks, make=ReplayedStep)
         except ReplicaMismatchError as error:
@@ -117,7 +106,7 @@ class Faults:
         return None
 
 
-def check(faults, number, seed=0):
+def check(faults, number, seed):
     """Flips bits at random; each is named."""
     rng, sync = np.random.default_rng(seed), faults.is_normed
     leaves = {"parameters": "params/kernel", "gradients": "gradients/kernel"}
@@ -132,17 +121,12 @@ def check(faults, number, seed=0):
         assert leaf.startswith(leaves[kind]), (kind, place, bit, faults.only, leaf)
 
 
+@pytest.mark.parametrize("number", [10, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("is_normed, strategy", [(False, "zero1"), (True, "ddp")])
 def test_one_flipped_bit_is_named_with_its_device_and_its_first_array(
-    monkeypatch, is_normed, strategy
+    monkeypatch, is_normed, strategy, number
 ):
-    check(Faults(monkeypatch, is_normed=is_normed, strategy=strategy), 10)
-
-
-@pytest.mark.long
-def test_a_thousand_flipped_bits_are_named(monkeypatch):
-    for is_normed in (False, True):
-        check(Faults(monkeypatch, is_normed=is_normed), 500, seed=1)
+    check(Faults(monkeypatch, is_normed=is_normed, strategy=strategy), number, seed=number)
 
 
 RIGHT, WRONG, OTHER = 1, 2, 3
@@ -191,13 +175,9 @@ def test_a_replayed_step_equals_the_step(options):
     assert_same(got, want)
 
 
-def test_equal_devices_raise_no_false_alarm():
-    take_steps(wrapped(is_normed=True), 200)
-
-
-@pytest.mark.long
-def test_equal_devices_raise_no_false_alarm_in_many_steps():
-    take_steps(wrapped(is_normed=True), 100_000)
+@pytest.mark.parametrize("num_steps", [200, pytest.param(100_000, marks=pytest.mark.long)])
+def test_equal_devices_raise_no_false_alarm(num_steps):
+    take_steps(wrapped(is_normed=True), num_steps)
 
 
 @pytest.mark.parametrize(

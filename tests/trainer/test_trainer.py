@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import states
 from flax import nnx
 from runs import at, calling, contents, printed, records
 from states import assert_same, copied
@@ -242,11 +243,7 @@ def test_what_has_changed_since_a_run_of_objects_was_broken_off_is_said(tmp_path
 
 def bent(state):
     """The state, one parameter of which is one bit off on replica 1."""
-    kernel = state.params["Dense_0"]["kernel"]
-    copies = [np.array(shard.data) for shard in kernel.addressable_shards]
-    copies[1].view(np.uint32).reshape(-1)[3] ^= 1
-    arrays = [jax.device_put(x, device) for x, device in zip(copies, jax.devices(), strict=False)]
-    kernel = jax.make_array_from_single_device_arrays(kernel.shape, kernel.sharding, arrays)
+    kernel = states.bent(state.params["Dense_0"]["kernel"], device=1, place=3, mask=1)
     layer = state.params["Dense_0"] | {"kernel": kernel}
     return state.replace(params=state.params | {"Dense_0": layer})
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import jax
 import optax
-from tiny import MLP, loss_fn, make_batch
+from states import bent
+from tiny import MLP, ConvNet, loss_fn, make_batch
 
 import jddp
 from jddp import distributed
 from jddp.checkpoint import checkpoints
 from jddp.checkpoint.checkpoints import CheckpointFolder
-from jddp.ground.errors import FileSystemError
+from jddp.engine.replay import ReplayedStep
+from jddp.ground.errors import FileSystemError, ReplicaMismatchError
 
 LENGTH, AT = 40, 4  # steps of a run, and the step at which a callback acts
 
@@ -121,6 +123,26 @@ def two_folders(folder):
             print(name, "is saved")
         except FileSystemError as error:
             print(name, "is refused:", error)
+
+
+# Steps are replayed, with batch norm over both processes; then a device of process 1 has one wrong
+# bit of a parameter.
+
+
+def replays(folder):
+    net, batch = ConvNet(dropout_rate=0.3), next(endless())
+    ddp = jddp.DataParallel(net, optax.sgd(0.1), loss_fn, strategy="zero1")
+    state = ddp.init(0, batch)
+    for _ in range(3):
+        state, metrics = ddp.step(state, batch, make=ReplayedStep)
+    print("loss", metrics["loss"])
+    layer = state.params["Conv_0"]
+    kernel = bent(layer["kernel"], device=1, place=0, mask=jax.process_index() << 20)
+    state = state.replace(params=state.params | {"Conv_0": layer | {"kernel": kernel}})
+    try:
+        ddp.step(state, batch, make=ReplayedStep)
+    except ReplicaMismatchError as error:
+        print(error)
 
 
 if __name__ == "__main__":
