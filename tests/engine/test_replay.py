@@ -59,10 +59,8 @@ def loss_fn(model, batch, train, constants):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
 
 
-CLEAN = {
-    "activations": np.zeros((ROWS, WIDTH), np.uint32),
-    "gradients": np.zeros(KERNEL, np.uint32),
-}
+SHAPES = {"activations": (ROWS, WIDTH), "gradients": KERNEL}
+CLEAN = {kind: np.zeros(shape, np.uint32) for kind, shape in SHAPES.items()}
 
 
 def wrapped(*, is_normed, num_devices=NUM_DEVICES, **options):
@@ -75,58 +73,71 @@ class Faults:
 
     def __init__(self, monkeypatch, **options):
         self.ddp, self.is_normed = wrapped(**options), options["is_normed"]
-        mesh = self.ddp.mesh
-        self.batch = make_batch(ROWS * mesh.size)
-        self.clean = jax.tree.map(lambda x: jax.device_put(x, replicated(mesh)), CLEAN)
+        self.batch = make_batch(ROWS * self.ddp.mesh.size)
+        self.clean = jax.device_put(CLEAN, replicated(self.ddp.mesh))
         self.state = self.ddp.init(0, self.batch, constants=self.clean)
-        self.only = None  # the one computation that the fault is in; None for all
         turned = replay.turned
 
         def turned_with_fault(tree, mesh, other, turns):
-            state, inputs = tree
-            if self.only not in (None, turns):
-                inputs = inputs._replace(constants=self.clean)
-            return turned((state, inputs), mesh, other, turns)
+            if len(tree) == 2:  # not results on their way back
+                tree = tree[0], tree[1]._replace(constants=self.masks_of(turns))
+            return turned(tree, mesh, other, turns)
 
         monkeypatch.setattr(replay, "turned", turned_with_fault)
 
-    def step(self, kind, device, place, bit):
-        """Takes a step; returns the device and the array that are named, or None."""
-        state, masks = copied(self.state), dict(self.clean)
+    def step(self, kind, device, place, bit, only=None, add_noise=lambda masks: masks):
+        """Takes a step; returns the device and the array that are named, or None.
+
+        The fault is in the computation of so many turns only, or in all.
+        """
+        state, masks = copied(self.state), self.clean
         if kind == "parameters":
             kernel = bent(state.params["kernel"], device, place, 1 << bit)
             state = state.replace(params={**state.params, "kernel": kernel})
-        else:
-            masks[kind] = bent(masks[kind], device, place, 1 << bit)
+        elif kind is not None:
+            masks = masks | {kind: bent(masks[kind], device, place, 1 << bit)}
+        self.masks_of = lambda turns: add_noise(masks if only in (None, turns) else self.clean)
         try:
-            self.ddp.step(state, self.batch, masks, make=ReplayedStep)
+            self.ddp.step(state, self.batch, self.clean, make=ReplayedStep)
         except ReplicaMismatchError as error:
             leaf = re.search(r"first array that differs is (.*?)\. ", f"{error}")[1]
             return [int(x) for x in re.findall(r"(\d+) \(process", f"{error}")], leaf
         return None
 
 
-def check(faults, number, seed):
-    """Flips bits at random; each is named."""
-    rng, sync = np.random.default_rng(seed), faults.is_normed
-    leaves = {"parameters": "params/kernel", "gradients": "gradients/kernel"}
-    leaves["activations"] = "sent/0000 jvp(loss)/Of/model/Batch" if sync else "gradients/Dense_0/b"
+@pytest.mark.parametrize("number", [10, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("is_normed, strategy", [(False, "zero1"), (True, "ddp")])
+def test_one_flipped_bit_is_named(monkeypatch, is_normed, strategy, number):
+    faults = Faults(monkeypatch, is_normed=is_normed, strategy=strategy)
+    rng, leaves = np.random.default_rng(number), {"parameters": "params/kernel"}
+    leaves["activations"] = "sent/0000 jvp(loss)/Of/model/Batch" if is_normed else "gradients/Dense"
+    leaves["gradients"] = "gradients/kernel"
     for i in range(number):
         kind = ("gradients", "activations", "parameters")[i % 3]
         # A parameter stays wrong; other faults pass, or are there whenever the device computes.
-        faults.only = None if kind == "parameters" else (None, 0, 1)[i // 3 % 3]
-        device, place, bit = map(int, rng.integers((0, 0, 12), (NUM_DEVICES, 32, 31)))
-        devices, leaf = faults.step(kind, device, place, bit)
-        assert devices == [device], (kind, place, bit, faults.only, leaf)
-        assert leaf.startswith(leaves[kind]), (kind, place, bit, faults.only, leaf)
+        only = None if kind == "parameters" else (None, 0, 1)[i // 3 % 3]
+        # Rounding may remove a change of an activation's last bits: no gradient is wrong then.
+        lowest = 12 if kind == "activations" else 0
+        device, place, bit = map(int, rng.integers((0, 0, lowest), (NUM_DEVICES, 32, 32)))
+        devices, leaf = faults.step(kind, device, place, bit, only)
+        assert devices == [device], (kind, place, bit, only, leaf)
+        assert leaf.startswith(leaves[kind]), (kind, place, bit, only, leaf)
 
 
-@pytest.mark.parametrize("number", [10, pytest.param(500, marks=pytest.mark.long)])
-@pytest.mark.parametrize("is_normed, strategy", [(False, "zero1"), (True, "ddp")])
-def test_one_flipped_bit_is_named_with_its_device_and_its_first_array(
-    monkeypatch, is_normed, strategy, number
-):
-    check(Faults(monkeypatch, is_normed=is_normed, strategy=strategy), number, seed=number)
+def test_devices_that_compute_other_bits_each_time_may_differ_by_so_much(monkeypatch, caplog):
+    monkeypatch.setattr(replay, "may_be_noisy", lambda hardware: hardware == "cpu")
+    faults, rng = Faults(monkeypatch, is_normed=True), np.random.default_rng(0)
+
+    def add_noise(masks):
+        bits = rng.integers(8, size=(ROWS, WIDTH), dtype=np.uint32)
+        bits = jax.device_put(bits, replicated(faults.ddp.mesh))
+        return masks | {"activations": masks["activations"] ^ bits}
+
+    for _ in range(50):
+        assert faults.step(None, 0, 0, 0, add_noise=add_noise) is None
+    assert "a GPU computes other bits" in caplog.text
+    for kind, device in (("gradients", 2), ("activations", 1)):
+        assert faults.step(kind, device, 3, 27, add_noise=add_noise)[0] == [device]
 
 
 RIGHT, WRONG, OTHER = 1, 2, 3
@@ -135,8 +146,6 @@ RIGHT, WRONG, OTHER = 1, 2, 3
 @pytest.mark.parametrize(
     "first, second, third, devices",
     [
-        ([RIGHT, WRONG, RIGHT], [RIGHT] * 3, [RIGHT] * 3, [1]),
-        ([RIGHT] * 3, [RIGHT, WRONG, RIGHT], [RIGHT] * 3, [2]),
         ([RIGHT, RIGHT, WRONG], [RIGHT, WRONG, RIGHT], [WRONG, RIGHT, RIGHT], [2]),
         ([WRONG, RIGHT, RIGHT], [OTHER, RIGHT, RIGHT], [RIGHT] * 3, [0, 1, 2]),
         ([RIGHT, WRONG], [RIGHT, RIGHT], [RIGHT, RIGHT], [1]),
@@ -146,33 +155,30 @@ RIGHT, WRONG, OTHER = 1, 2, 3
 def test_the_devices_that_may_be_wrong_are_what_three_computations_tell(
     first, second, third, devices
 ):
-    digests = [np.array([[RIGHT, x] for x in column]) for column in (first, second, third)]
+    digests = np.array([[[RIGHT, x] for x in column] for column in (first, second, third)])
     assert replay.suspects_of(digests) == (1, devices)
 
 
 def take_steps(ddp, num_steps, make=ReplayedStep):
-    rng, constants = np.random.default_rng(0), CLEAN
-    size = ROWS * ddp.mesh.size
-    batches = [make_batch(size, seed=int(x)) for x in rng.integers(0, 99, min(num_steps, 20))]
-    state = ddp.init(0, batches[0], constants=constants)
+    batches = [make_batch(ROWS * ddp.mesh.size, seed=i) for i in range(min(num_steps, 20))]
+    state = ddp.init(0, batches[0], constants=CLEAN)
     for i in range(num_steps):
-        state, metrics = ddp.step(state, batches[i % len(batches)], constants, make=make)
+        state, metrics = ddp.step(state, batches[i % len(batches)], CLEAN, make=make)
     return state, metrics
 
 
-OPTIONS = [
-    {"strategy": "zero1", "accumulate_steps": 2},
-    {"reduction": jddp.Reduction(overlap=True), "ema_decay": 0.9, "max_grad_norm": 1.0},
-    {"batch_norm": "local", "skip_nonfinite": True},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "zero1", "accumulate_steps": 2},
+        {"reduction": jddp.Reduction(overlap=True), "ema_decay": 0.9, "max_grad_norm": 1.0},
+        {"batch_norm": "local", "skip_nonfinite": True},
+    ],
+    ids=str,
+)
 def test_a_replayed_step_equals_the_step(options):
-    want, got = (
-        take_steps(wrapped(is_normed=True, **options), 3, x) for x in (make_step, ReplayedStep)
-    )
-    assert_same(got, want)
+    want = take_steps(wrapped(is_normed=True, **options), 3, make_step)
+    assert_same(take_steps(wrapped(is_normed=True, **options), 3), want)
 
 
 @pytest.mark.parametrize("num_steps", [200, pytest.param(100_000, marks=pytest.mark.long)])
