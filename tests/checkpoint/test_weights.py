@@ -16,16 +16,7 @@ from judge import host
 from runs import refused
 from states import equal
 from sweeps import swept
-from tiny import (
-    MLP,
-    ConvNet,
-    NnxConvNet,
-    Of,
-    make_batch,
-    make_batches,
-    take_steps,
-    wrapped,
-)
+from tiny import MLP, ConvNet, NnxConvNet, Of, make_batch, make_batches, take_steps, wrapped
 
 import jddp
 from jddp.checkpoint.weights import read_weights

@@ -24,11 +24,7 @@ from jddp.engine.optimizer import mixes_elements
 from jddp.ground.errors import ConfigError
 from jddp.reduce.shards import AlongDim, Flat, Groups
 from jddp.trainer.job.parts import optimizer_of
-from jddp.zoo.optimizers import (
-    ParameterGroup,
-    by_group,
-    decay_mask,
-)
+from jddp.zoo.optimizers import ParameterGroup, by_group, decay_mask
 
 ROOT = Path(__file__).resolve().parents[2]
 # Made of the namespace of optax: a new optimizer fails here until it has arguments there.

@@ -9,14 +9,7 @@ import jax
 import numpy as np
 from data_files import file_of, write_images, write_tar
 
-from jddp.data import (
-    ArrayExamples,
-    MixtureOrder,
-    Order,
-    TrainBatches,
-    eval_batches,
-    make_source,
-)
+from jddp.data import ArrayExamples, MixtureOrder, Order, TrainBatches, eval_batches, make_source
 
 WORLDS = (1, 2, 4, 8)
 NUM_EXAMPLES, BATCH, NUM_ROWS = 1_237, 40, 10_000

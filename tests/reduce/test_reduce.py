@@ -24,13 +24,7 @@ from jddp.ground.errors import ConfigError
 from jddp.reduce.backward import Finished
 from jddp.reduce.hooks import MANY, choose_packing
 from jddp.reduce.plan import BucketPlan, plan_buckets
-from jddp.reduce.reducer import (
-    BUCKET_MB,
-    Reducer,
-    bucket_sizes,
-    choose_layout,
-    compiler_options,
-)
+from jddp.reduce.reducer import BUCKET_MB, Reducer, bucket_sizes, choose_layout, compiler_options
 
 MIB = 2**20
 BFLOAT16 = np.dtype(jnp.bfloat16)

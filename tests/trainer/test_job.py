@@ -22,12 +22,7 @@ import jddp
 from jddp.commands.summary import closing, memory_table, opening, preview
 from jddp.config.files import dump_values, load_config, read_stored, read_yaml
 from jddp.config.keys import keys_of
-from jddp.config.options import (
-    BatchNormConfig,
-    PrecisionConfig,
-    ReductionConfig,
-    StrategyConfig,
-)
+from jddp.config.options import BatchNormConfig, PrecisionConfig, ReductionConfig, StrategyConfig
 from jddp.config.schema import Config, effect_of
 from jddp.distributed.watchdog import Limits
 from jddp.ground.errors import ConfigError, DataError, FileSystemError, UsageError

@@ -5,15 +5,7 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 
-from jddp.workbench.charts import (
-    HEIGHT,
-    MOST_POINTS,
-    WIDTH,
-    Series,
-    Thinned,
-    bar,
-    curves,
-)
+from jddp.workbench.charts import HEIGHT, MOST_POINTS, WIDTH, Series, Thinned, bar, curves
 
 
 def drawn(html):

@@ -18,18 +18,7 @@ from sweeps import swept
 from jddp.ground.errors import ConfigError
 from jddp.zoo import attention as tiled
 from jddp.zoo.attention import Attention
-from jddp.zoo.models import (
-    CNN,
-    CNN_NNX,
-    GPT,
-    MLP,
-    MODELS,
-    ViT,
-    gpt2,
-    resnet18,
-    resnet50,
-    vit_b16,
-)
+from jddp.zoo.models import CNN, CNN_NNX, GPT, MLP, MODELS, ViT, gpt2, resnet18, resnet50, vit_b16
 
 IMAGES = jax.random.normal(jax.random.key(0), (4, 8, 8, 3))
 TOKENS = jax.random.randint(jax.random.key(1), (2, 6), 0, 11)
