@@ -13,6 +13,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from jddp.ground.typing import Batch
 from jddp.trainer.numerics import Numerics, ReplicaCheck, Sent
 from jddp.trainer.prefetch import Source, refuse_same_rows
 from jddp.trainer.reporter import Clock, Reporter, measure
+from jddp.trainer.reports.files import say
 from jddp.trainer.reports.run_directory import RunDirectory
 from jddp.trainer.run import Options, Progress, Run, as_period, call_each
 from jddp.trainer.saving import LATEST, Saving
@@ -145,6 +147,7 @@ class Loop:
         self.run.show = self.reporter.note
         self.requests = Requests()
         self.signal: str | None = None
+        self._made_at = time.monotonic()
         self.notes = list[str]()
         limited = getattr(self._evaluation, "limited", None)
         if limited and options.evaluation.limit is not None:
@@ -174,8 +177,9 @@ class Loop:
         """Prints the notes, checks replicas and evaluation, and starts to read batches."""
         run = self.run
         self.reporter.begin()
+        facts = {"step": run.step, "restore_seconds": time.monotonic() - self._made_at}
         for number, note in enumerate(self.notes):
-            self.reporter.note(note, "" if number else "resumed", step=run.step)
+            self.reporter.note(note, "" if number else "resumed", **facts)
         self.reporter.reached = self.reached
         call_each(self.options.callbacks, lambda callback: callback.on_begin(run))
         if self.notes and self._is_due(self.options.eval_every_steps):
@@ -228,6 +232,7 @@ class Loop:
             self.reporter.next(Sent(run.step, metrics, batch, position))
             if run.step == first:
                 jax.block_until_ready(metrics)
+                say(f"first step of this start: {first}", "first step", step=first)
                 process.is_early = False  # From here on there is a step to save.
                 self.reporter.measured(measure(self.ddp, batch))
             self.watchdog.enter("step", run.step)

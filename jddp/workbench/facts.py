@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from jddp.checkpoint.folders import finished
 from jddp.config.files import flatten, read_yaml
@@ -150,7 +151,7 @@ def _add_to(curves: dict[str, Thinned], record: Mapping[str, object]) -> None:
 
 
 MOST_EVENTS = 200  # Maximum number of events of a kind.
-PLAIN = ("begin", "step", "eval", "failed")  # Kinds that leave no mark.
+PLAIN = ("begin", "first step", "step", "eval", "failed")  # Kinds that leave no mark.
 
 
 @dataclass
@@ -162,19 +163,66 @@ class RunStart:
       ended: Time of its last event.
       host: Name of its host; "" if it is not known.
       resumed_from: Step from which it resumed; 0 if from the beginning.
+      restore_seconds: Time to restore the checkpoint, before its first event.
+      stepped: Time of its first report of a step; None before.
+      reported: Time of its last report of a step, or of an evaluation; None before.
       last_step: The last step that it reported.
+      is_in_order: Whether it took all steps, or a signal or a callback has stopped it.
     """
 
     began: datetime
     ended: datetime
     host: str = ""
     resumed_from: int = 0
+    restore_seconds: float = 0.0
+    stepped: datetime | None = None
+    reported: datetime | None = None
     last_step: int = 0
+    is_in_order: bool = False
 
     @property
     def seconds(self) -> float:
         """Time between its first event and its last one."""
         return (self.ended - self.began).total_seconds()
+
+
+class FailureCost(NamedTuple):
+    """The cost of a failure after which the run was started again, or of several; zeros for none.
+
+    Attributes:
+      lost_steps: Number of steps that were taken again, as far as they were reported.
+      lost_seconds: Time that these steps had taken.
+      down_seconds: Time from the last report of a step before the failure until the restore.
+      restore_seconds: Time to restore the checkpoint.
+      step_seconds: Time from then until the first step, or the last event of a start without one.
+    """
+
+    lost_steps: int = 0
+    lost_seconds: float = 0.0
+    down_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+    @property
+    def pause_seconds(self) -> float:
+        """Time from the last report before the failure to the first step after it."""
+        return self.down_seconds + self.restore_seconds + self.step_seconds
+
+
+def cost_between(before: RunStart, after: RunStart) -> FailureCost:
+    """The cost of the failure between two starts; zeros if the first one has ended in order."""
+    lost_steps = max(0, before.last_step - after.resumed_from)
+    if before.is_in_order and not lost_steps:
+        return FailureCost()
+    # The first step is compiled, so the time of a step is the mean of the steps after it.
+    end = before.reported or before.ended
+    stepping = (end - (before.stepped or end)).total_seconds()
+    num_steps = max(1, before.last_step - before.resumed_from - 1)
+    lost_seconds = lost_steps * stepping / num_steps
+    gap = max(0.0, (after.began - end).total_seconds())
+    restore = min(gap, after.restore_seconds)
+    first_step = ((after.stepped or after.ended) - after.began).total_seconds()
+    return FailureCost(lost_steps, lost_seconds, gap - restore, restore, first_step)
 
 
 @dataclass
@@ -200,6 +248,16 @@ class History:
         """Time in which the run was running."""
         return sum(start.seconds for start in self.starts)
 
+    @property
+    def costs(self) -> list[FailureCost]:
+        """For each start after the first, the cost of a failure before it."""
+        return [cost_between(before, after) for before, after in pairwise(self.starts)]
+
+    @property
+    def cost(self) -> FailureCost:
+        """The cost of all failures: the sum of each field."""
+        return FailureCost(*map(sum, zip(*self.costs, strict=True)))
+
     def add(self, event: JsonObject) -> None:
         """Adds an event."""
         at, kind = datetime.fromisoformat(event["time"]), event["kind"]
@@ -209,12 +267,17 @@ class History:
         step = event.get("step", start.last_step)
         if kind == "resumed":
             start.resumed_from = start.last_step = step
-        elif kind == "eval" and start.last_step == step:
-            self.pause_seconds += (at - start.ended).total_seconds()
-        elif kind in ("step", "eval"):
+            start.restore_seconds = float(event.get("restore_seconds", 0.0))
+        elif kind in ("first step", "step", "eval"):
+            if kind == "eval" and start.last_step == step:
+                self.pause_seconds += (at - start.ended).total_seconds()
+            if step > start.resumed_from:
+                start.stepped, start.reported = start.stepped or at, at
             start.last_step = max(start.last_step, step)
         start.ended = at
         self.num_steps = event.get("num_steps", self.num_steps)
+        is_done = 0 < self.num_steps <= start.last_step or kind in ("signal", "stopped")
+        start.is_in_order = (is_done or start.is_in_order) and kind != "failed"
         self.error = event.get("error", "")
         if kind not in PLAIN:
             marks = self.events.setdefault(kind, [])

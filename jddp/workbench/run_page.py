@@ -26,9 +26,9 @@ from jddp.workbench.charts import (
     series_of,
 )
 from jddp.workbench.charts import STYLE as OF_CHARTS
-from jddp.workbench.facts import Facts, read_facts
+from jddp.workbench.facts import Facts, FailureCost, read_facts
 from jddp.workbench.pages import draw_matrix, draw_scores, is_matrix, make_page, table
-from jddp.workbench.verdict import Judgement, in_gib, judge
+from jddp.workbench.verdict import Judgement, cost_of, in_gib, judge
 
 MOST_CHARTS, MOST_DOTS, MOST_WARNINGS, MOST_CLASSES = 24, 60, 20, 40
 # Charts below the charts of metrics, by title: their unit and their fields.
@@ -240,7 +240,8 @@ def _facts(value: object) -> Iterator[str]:
 
 
 def list_starts(facts: Facts) -> str:
-    """When and where the run was started last, and how far each start came."""
+    """When and where the run was started last, how far it came, and the cost of failures."""
+    starts, costs = facts.history.starts, [FailureCost(), *facts.history.costs]
     rows = [
         [
             f"{x.began:%Y-%m-%d %H:%M:%S}",
@@ -248,10 +249,11 @@ def list_starts(facts: Facts) -> str:
             duration(x.seconds),
             f"{x.resumed_from:,}",
             f"{x.last_step:,}",
+            cost_of(cost).replace("; ", "<br>"),
         ]
-        for x in facts.history.starts[-MOST_STARTS:]
+        for x, cost in zip(starts[-MOST_STARTS:], costs[-MOST_STARTS:], strict=False)
     ]
-    heads = ["began", "host", "ran for", "from step", "to step"]
+    heads = ["began", "host", "ran for", "from step", "to step", "cost of the failure before it"]
     return f'<div class="wide">{table(heads, rows, numbers={2, 3, 4})}</div>' if rows else ""
 
 
@@ -344,7 +346,9 @@ def _time(facts: Facts) -> tuple[str, str]:
 def _goodput(facts: Facts) -> tuple[str, str]:
     if facts.goodput is None:
         return "-", "goodput: there is no log"
-    return f"{facts.goodput:.0%}", "goodput: time in steps that were kept"
+    cost = cost_of(facts.history.cost)
+    words = f"; failures: {cost}" if cost else ""
+    return f"{facts.goodput:.0%}", f"goodput: time in steps that were kept{words}"
 
 
 # The sections below verdict and numbers, in order.

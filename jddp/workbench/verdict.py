@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jddp.workbench.charts import At, number, smoothed
-from jddp.workbench.facts import Facts
+from jddp.workbench.facts import Facts, FailureCost
 
 FEWEST = 10  # Minimum number of train records for a loss to be judged.
 SHORTEST = 60.0  # Minimum time in steps for times to be judged.
@@ -227,6 +227,35 @@ def memory_near_limit(facts: Facts) -> Judgement | None:
     )
 
 
+COSTLY = 0.1
+
+
+def costly_failures(facts: Facts) -> Judgement | None:
+    """A large share of the time, in which the run was running or down, went into failures."""
+    history, cost = facts.history, facts.history.cost
+    seconds = history.seconds + cost.down_seconds + cost.restore_seconds
+    share = (cost.lost_seconds + cost.pause_seconds) / (seconds or 1)
+    if share < COSTLY or facts.records.step_seconds < SHORTEST:
+        return None
+    return Judgement(
+        f"failures cost {share:.0%} of the time",
+        f"In all: {cost_of(cost)}.",
+        "Look for their causes in logs/. Save more often (checkpoint.every_steps) where steps are "
+        "lost, and let jddp launch --max-restarts start the run again.",
+    )
+
+
+def cost_of(cost: FailureCost) -> str:
+    """The cost of failures in words; "" if there was none."""
+    if not any(cost):
+        return ""
+    return (
+        f"lost {cost.lost_steps:,} steps ({cost.lost_seconds:,.1f} s); "
+        f"{cost.pause_seconds:,.1f} s until the next step: {cost.down_seconds:,.1f} until it "
+        f"began, {cost.restore_seconds:,.1f} restore, {cost.step_seconds:,.1f} first step"
+    )
+
+
 WAITING = 0.1
 
 
@@ -249,6 +278,7 @@ RULES: tuple[Callable[[Facts], Judgement | None], ...] = (
     at_chance,
     skipped,
     memory_near_limit,
+    costly_failures,
     slow_data,
     overfitting,
 )

@@ -15,12 +15,14 @@ from jddp.workbench.run_page import SECTIONS, draw_run
 
 EVENTS = """\
 10:00:00.000 begin {"host": "node1"}
+10:00:00.900 first step {"step": 1}
 10:00:10.000 step {"step": 10, "num_steps": 40}
 10:00:20.000 step {"step": 20, "num_steps": 40}
 10:00:25.000 eval {"step": 20}
 10:00:26.500 warning {"text": "The disk of \\"node1\\" is <slow>."}
 11:00:00.000 begin {"host": "node2"}
-11:00:01.000 resumed {"step": 10}
+11:00:01.000 resumed {"step": 10, "restore_seconds": 0.7}
+11:00:01.500 first step {"step": 11}
 11:00:02.000 skipped {"step": 13}
 11:00:10.000 step {"step": 20, "num_steps": 40}
 11:00:19.000 spike {"step": 27}
@@ -38,7 +40,7 @@ CLASSES = ["shirt <b>", "boot"]
 def lines_of(events):
     """The lines of a file of events, which are given by time, kind and facts."""
     for event in events.splitlines():
-        time, kind, facts = event.split(" ", 2)
+        time, kind, facts = re.fullmatch(r"(\S+) ([^{]+) (.*)", event).groups()
         yield json.dumps(
             {"time": f"2026-01-01T{time}", "kind": kind, "text": ""} | json.loads(facts)
         )
@@ -101,6 +103,38 @@ def test_starts_and_marks_are_read_from_the_events(run):
     steps = {kind: [mark.step for mark in marks] for kind, marks in history.events.items()}
     assert steps == {"warning": [20], "resumed": [10], "skipped": [13], "spike": [27]}
     assert read_facts(run).goodput == pytest.approx(40 / 56.5)
+
+
+def test_the_page_shows_what_a_failure_cost_in_steps_and_in_seconds_by_phase(run):
+    html = draw_run(read_facts(run))
+    pause = "3,576.5 s until the next step: 3,574.3 until it began, 0.7 restore, 1.5 first step"
+    assert f"lost 10 steps (12.7 s)<br>{pause}</td>" in html
+    assert f"kept; failures: lost 10 steps (12.7 s); {pause}</div>" in html
+
+
+@pytest.mark.parametrize(
+    "end, steps, seconds",
+    [
+        ('signal {"step": 10}', 0, 0),
+        ('stopped {"step": 10}', 0, 0),
+        ('step {"step": 10, "num_steps": 10}', 0, 0),  # All steps were taken.
+        ('step {"step": 12, "num_steps": 12}', 2, 60),  # It died before the last save.
+        ('step {"step": 10, "num_steps": 40}', 0, 60),
+        ('failed {"error": "E"}', 0, 61),
+        ('warning {"text": "slow"}', 0, 61),
+    ],
+)
+def test_a_start_that_ended_in_order_is_no_failure(tmp_path, end, steps, seconds):
+    events = f"""\
+10:00:00 begin {{}}
+10:00:01 step {{"step": 9}}
+10:00:02 {end}
+10:01:00 begin {{}}
+10:01:00 resumed {{"step": 10}}
+10:01:02 step {{"step": 11}}"""
+    (tmp_path / "events").write_text("\n".join(lines_of(events)) + "\n")
+    cost = read_history(tmp_path / "events").cost
+    assert (cost.lost_steps, cost.pause_seconds) == (steps, seconds)
 
 
 def test_arrays_become_a_matrix_scores_of_classes_and_a_curve_and_texts_are_escaped(run):

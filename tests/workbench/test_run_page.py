@@ -5,6 +5,7 @@ from tiny import make_batch, wrapped
 
 import jddp
 from jddp.workbench import run_page
+from jddp.workbench.facts import read_facts
 
 
 class Failing(jddp.Callback):
@@ -34,6 +35,7 @@ def test_a_run_ends_with_its_page_and_a_longer_one_replaces_it(tmp_path):
     page = page_of(tmp_path)
     assert "for 14 of 14 steps<" in page
     assert "resumed from step 12 of 14" in page
+    assert "until the next step" not in page  # The first start has ended in order.
 
 
 def test_a_run_that_fails_has_a_page_that_begins_with_the_error(tmp_path):
@@ -42,6 +44,11 @@ def test_a_run_that_fails_has_a_page_that_begins_with_the_error(tmp_path):
     page = page_of(tmp_path)
     assert "<h1>ended by an error after step 4 of 12</h1>" in page
     assert "ValueError: a &lt;callback&gt; has failed" in page
+    fit(tmp_path)
+    _, after = read_facts(tmp_path).history.starts
+    assert after.restore_seconds > 0
+    assert (after.resumed_from, after.stepped is not None) == (4, True)
+    assert "lost 0 steps (0.0 s)<br>" in page_of(tmp_path)
 
 
 def test_a_page_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch, caplog):

@@ -137,6 +137,13 @@ def test_a_language_model_that_guesses_is_at_chance(make):
     assert records[0].sentence == "at chance: loss 5.53 is no better than guessing among 256 tokens"
 
 
+def test_a_run_that_waits_an_hour_for_its_next_start_says_what_failures_cost(make):
+    found = judge(read_facts(make(run(), events_of((0, 500), (400, 1000)))))[0]
+    assert found.sentence == "failures cost 97% of the time"
+    assert "lost 100 steps" in found.evidence
+    assert "checkpoint.every_steps" in found.next_step
+
+
 def test_a_run_that_an_exception_ended_says_so_first(make):
     failed = {"time": "2026-01-01T01:00:00", "kind": "failed", "text": "", "error": "E: no shard"}
     log = f"{events_of((0, 500))}{json.dumps(failed)}\n"

@@ -12,8 +12,8 @@ the run, each with its time.
 Process 0 also writes `events.jsonl`, which pages read: an object for each line that reports an
 event or is a warning, with its `time`, `kind` and `text`, and the facts of its kind:
 
-    begin: host    step, eval: step, num_steps    resumed, stopped, signal, spike, skipped: step
-    failed: error  warning
+    begin: host    step, eval: step, num_steps    first step, stopped, signal, spike, skipped: step
+    resumed: step, restore_seconds                failed: error  warning
 
 JSON turns keys into text and tuples into lists, and knows no bytes. Values of a run's state that it
 would change are written as the text of a literal, which is read back without running code.
