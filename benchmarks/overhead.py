@@ -11,6 +11,8 @@
               that does nothing else; the same with steps skipped that are not finite, and with a
               dynamic loss scale; and a comparison of all replicas / the 500 steps between two of
               them
+    replay    the default job in `fit` on two devices, with every tenth step replayed: the time of
+              the two steps around a replay, less the time of two others / a step
     reports   the default job's step in `fit` with a record of each step, in a file, and with
               TensorBoard as a sink / without records; and what is added, for one record in fifty
               steps, which is the default
@@ -218,6 +220,29 @@ def watching(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
     }
 
 
+def replay(num_rounds: int, num_steps: int = 100, every: int = 10) -> dict[str, float]:
+    import jddp
+
+    ddp = default_job({"mesh.num_devices": 2})
+    batch = ddp.shard_batch(first_batch())
+    checks = jddp.Checks(replicas_every_steps=None, replay_every_steps=every)
+    steps, added = [], []
+    for number in range(num_rounds + 1):
+        at = moments(ddp, batch, num_steps, checks=checks)
+        if number:  # the first compiles
+            # A callback sees a step when the next one is sent, and a replay waits for both.
+            for step in range(every, num_steps, every):
+                replayed, plain = (at[x] - at[x - 2] for x in (step, step + every // 2))
+                steps.append(plain / 2)
+                added.append((replayed - plain) / (plain / 2))
+    ratio = statistics.median(added)
+    return {
+        "seconds of a step": statistics.median(steps),
+        "time that a replay adds / a step": ratio,
+        "every hundredth step replayed / none": 1 + ratio / 100,
+    }
+
+
 def default_job(overrides: dict[str, Any]) -> Any:
     from jddp.config.files import load_config
     from jddp.trainer.job.build import build
@@ -245,6 +270,12 @@ def bare_loop(ddp: Any, batch: Any, num_steps: int) -> float:
 
 def fitted(ddp: Any, batch: Any, num_steps: int, **options: Any) -> float:
     """Seconds a step in `fit`, between the same two moments."""
+    at = moments(ddp, batch, num_steps, **options)
+    return (at[num_steps + 1] - at[1]) / num_steps
+
+
+def moments(ddp: Any, batch: Any, num_steps: int, **options: Any) -> dict[int, float]:
+    """The moments after each step in `fit`."""
     import jddp
 
     at: dict[int, float] = {}
@@ -256,7 +287,7 @@ def fitted(ddp: Any, batch: Any, num_steps: int, **options: Any) -> float:
     plan = {"num_steps": num_steps + 2, "callbacks": [Moments()], **options}
     with contextlib.redirect_stdout(io.StringIO()):
         jddp.fit(ddp, itertools.repeat(batch), **plan)
-    return (at[num_steps + 1] - at[1]) / num_steps
+    return at
 
 
 def reports(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
@@ -450,6 +481,7 @@ PARTS = {
     "save": save,
     "restart": restart,
     "watching": watching,
+    "replay": replay,
     "reports": reports,
     "goodput": goodput,
     "program": program,
