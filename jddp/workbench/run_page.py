@@ -13,19 +13,7 @@ from pathlib import Path
 
 from jddp.config.schema import default_of
 from jddp.ground.typing import RESERVED
-from jddp.workbench.charts import (
-    SCRIPT,
-    Mark,
-    Series,
-    Thinned,
-    bar,
-    curves,
-    is_drawable,
-    lanes,
-    number,
-    series_of,
-)
-from jddp.workbench.charts import STYLE as OF_CHARTS
+from jddp.workbench import charts
 from jddp.workbench.facts import Facts, FailureCost, read_facts
 from jddp.workbench.pages import draw_matrix, draw_scores, is_matrix, make_page, table
 from jddp.workbench.verdict import Judgement, cost_of, in_gib, judge
@@ -61,27 +49,23 @@ def _charts(facts: Facts) -> Iterator[str]:
     train, tests = facts.records.train, facts.records.evaluations
     for name in dict.fromkeys(["loss", *tests, *train]):
         if name == "loss" or name not in _NO_METRICS:
-            yield curves(_beside(train.get(name), tests.get(name)), name)
+            yield charts.curves(_beside(train.get(name), tests.get(name)), name)
     for title, (unit, names) in _OF_STEPS.items():
         found = {name: train[name] for name in names if name in train}
-        if any(map(_is_more_than_zeros, found.values())):
+        if any(x.largest and x.largest.value for x in found.values()):  # More than zeros.
             shown = [
-                series_of(_SHORT.get(name, title), curve, is_smoothed=title not in _NOT_NOISY)
-                for name, curve in found.items()
+                charts.series_of(_SHORT.get(name, title), x, is_smoothed=title not in _NOT_NOISY)
+                for name, x in found.items()
             ]
-            yield curves(shown, title, unit, may_be_logarithmic=title == "gradient norm")
+            yield charts.curves(shown, title, unit, may_be_logarithmic=title == "gradient norm")
 
 
-def _beside(train: Thinned | None, tests: Thinned | None) -> list[Series]:
+def _beside(train: charts.Thinned | None, tests: charts.Thinned | None) -> list[charts.Series]:
     """The curves of training and of the evaluations; a few evaluations get dots."""
-    shown = [series_of("train", train, is_smoothed=True)] if train else []
+    shown = [charts.series_of("train", train, is_smoothed=True)] if train else []
     if tests:
-        shown.append(series_of("eval", tests, is_dotted=len(tests.values) <= MOST_DOTS))
+        shown.append(charts.series_of("eval", tests, is_dotted=len(tests.values) <= MOST_DOTS))
     return shown
-
-
-def _is_more_than_zeros(curve: Thinned) -> bool:
-    return curve.largest is not None and curve.largest.value != 0
 
 
 def draw_times(facts: Facts) -> str:
@@ -98,10 +82,10 @@ def draw_times(facts: Facts) -> str:
         - records.step_seconds
         - history.pause_seconds,
     }
-    step = records.step_seconds / max(records.last_step, 1)
-    note = f"A step takes {number(step)} s, of which {facts.waiting_share:.1%} waits for data."
+    step = charts.number(records.step_seconds / max(records.last_step, 1))
+    note = f"A step takes {step} s, of which {facts.waiting_share:.1%} waits for data."
     trace = "train.profile_steps and jddp explain --trace show what a device does in it."
-    return f'{bar(parts, "s")}<p class="note">{note} {trace}</p>'
+    return f'{charts.bar(parts, "s")}<p class="note">{note} {trace}</p>'
 
 
 def draw_memory(facts: Facts) -> str:
@@ -112,19 +96,20 @@ def draw_memory(facts: Facts) -> str:
         "limit": "memory_limit_bytes",
     }
     found = {name: facts.records.last_train.get(field) for name, field in names.items()}
-    rows = [[name, in_gib(x)] for name, x in found.items() if is_drawable(x)]
+    rows = [[name, in_gib(x)] for name, x in found.items() if charts.is_drawable(x)]
     peak, limit = found["most that was used"], found["limit"]
-    if not is_drawable(peak):
+    if not charts.is_drawable(peak):
         return ""
-    whole = {"used": peak, "free": limit - peak} if is_drawable(limit) else {}
-    shares = {name: x / 2**30 for name, x in whole.items()}
-    return table(["a device", ""], rows, numbers={1}) + (bar(shares, "GiB") if shares else "")
+    sizes = table(["a device", ""], rows, numbers={1})
+    if not charts.is_drawable(limit):
+        return sizes
+    return sizes + charts.bar({"used": peak / 2**30, "free": (limit - peak) / 2**30}, "GiB")
 
 
 def draw_events(facts: Facts) -> str:
     """The events of the run with their steps, and the last warnings in words."""
     found = facts.history.events
-    shown: dict[str, Sequence[Mark]] = {
+    shown: dict[str, Sequence[charts.Mark]] = {
         "resumed": found.get("resumed", ()),
         "skipped steps": found.get("skipped", ()),
         "loss spikes": found.get("spike", ()),
@@ -138,11 +123,11 @@ def draw_events(facts: Facts) -> str:
         for mark in found.get("warning", ())[-MOST_WARNINGS:]
     )
     words = f"<details><summary>warnings</summary><ul>{warned}</ul></details>" if warned else ""
-    return lanes(shown, facts.records.last_step) + words
+    return charts.lanes(shown, facts.records.last_step) + words
 
 
-def _saved(steps: Sequence[int]) -> list[Mark]:
-    return [Mark(step, "a checkpoint that is still there") for step in steps]
+def _saved(steps: Sequence[int]) -> list[charts.Mark]:
+    return [charts.Mark(step, "a checkpoint that is still there") for step in steps]
 
 
 def draw_classes(facts: Facts) -> str:
@@ -153,7 +138,7 @@ def draw_classes(facts: Facts) -> str:
     for name, values in arrays.items():
         if is_matrix(values) and len(values) == len(names) <= MOST_CLASSES:
             parts.append(draw_matrix(name, values, names))
-        elif all(x is None or is_drawable(x) for x in values):
+        elif all(x is None or charts.is_drawable(x) for x in values):
             is_of_classes = len(values) == len(names) <= MOST_CLASSES
             parts.append((draw_scores if is_of_classes else _by_index)(name, values, names))
     step = facts.records.last_evaluation.get("step", 0)
@@ -166,7 +151,7 @@ def draw_classes(facts: Facts) -> str:
 def _by_index(name: str, values: Sequence[float | None], names: Sequence[str]) -> str:
     """A curve over the places of an array, such as the loss by position in a text."""
     found = {i: x for i, x in enumerate(values) if x is not None}
-    return curves([Series(name, [*found], [*found.values()])], name, x="index")
+    return charts.curves([charts.Series(name, [*found], [*found.values()])], name, x="index")
 
 
 _LONGEST = 200  # Maximum number of letters of a value.
@@ -300,8 +285,8 @@ def draw_run(facts: Facts) -> str:
     for title, section in SECTIONS.items():
         if html := section(facts):
             parts.append(f"<h2>{title}</h2>\n{html}")
-    name = Path(facts.name).absolute().name
-    return make_page(f"{name}: a run", "\n".join(parts), style=OF_CHARTS + _STYLE, script=SCRIPT)
+    title = f"{Path(facts.name).absolute().name}: a run"
+    return make_page(title, "\n".join(parts), style=charts.STYLE + _STYLE, script=charts.SCRIPT)
 
 
 def page_of_run(run_dir: Path, name: str) -> dict[str, bytes]:
@@ -334,7 +319,7 @@ def _numbers(facts: Facts) -> str:
 def _result(facts: Facts) -> tuple[str, str]:
     if (best := facts.best) is None:
         return "-", "no evaluation"
-    return number(best.value, 4), f"best {facts.metric}, at step {best.step:,}"
+    return charts.number(best.value, 4), f"best {facts.metric}, at step {best.step:,}"
 
 
 def _time(facts: Facts) -> tuple[str, str]:

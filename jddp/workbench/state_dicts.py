@@ -23,20 +23,8 @@ from jddp.engine.initial_state import Misfit
 from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import JsonObject, PyTree
-from jddp.workbench.library_names import (
-    Entry,
-    Tensors,
-    gpt_config,
-    huggingface_gpt,
-    huggingface_resnet,
-    huggingface_vit,
-    resnet_config,
-    stack_blocks,
-    torchvision_resnet,
-    torchvision_vit,
-    unstack_blocks,
-    vit_config,
-)
+from jddp.workbench import library_names
+from jddp.workbench.library_names import Entry, Tensors, stack_blocks, unstack_blocks
 from jddp.zoo.models import GPT, Module, ResNet, ViT
 from jddp.zoo.models.transformer import Transformer
 
@@ -79,21 +67,21 @@ class Scheme(NamedTuple):
 
 SCHEMES: Mapping[type[Module], Mapping[str, Scheme]] = {
     ResNet: {
-        "torchvision": Scheme(torchvision_resnet),
+        "torchvision": Scheme(library_names.torchvision_resnet),
         "huggingface": Scheme(
-            huggingface_resnet,
+            library_names.huggingface_resnet,
             renames=((r"^resnet\.", ""),),
-            hub_config=resnet_config,
+            hub_config=library_names.resnet_config,
         ),
     },
     ViT: {
         "torchvision": Scheme(
-            torchvision_vit,
+            library_names.torchvision_vit,
             fields=(("pooling", "token"), ("gelu", "exact"), ("norm_epsilon", 1e-6)),
             renames=((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
         ),
         "huggingface": Scheme(
-            huggingface_vit,
+            library_names.huggingface_vit,
             fields=(("pooling", "token"), ("gelu", "exact"), ("norm_epsilon", 1e-12)),
             renames=(
                 (r"^vit\.", ""),
@@ -106,17 +94,17 @@ SCHEMES: Mapping[type[Module], Mapping[str, Scheme]] = {
                 (r"\.mlp\.fc1\.", ".intermediate.dense."),
                 (r"\.mlp\.fc2\.", ".output.dense."),
             ),
-            hub_config=vit_config,
+            hub_config=library_names.vit_config,
         ),
     },
     GPT: {
         "huggingface": Scheme(
-            huggingface_gpt,
+            library_names.huggingface_gpt,
             fields=(("gelu", "tanh"), ("norm_epsilon", 1e-5)),
             renames=((r"^transformer\.", ""),),
             ignored=r"\.attn\.(masked_)?bias$",  # causal masks
             tied=(("lm_head.weight", "wte.weight"),),
-            hub_config=gpt_config,
+            hub_config=library_names.gpt_config,
         ),
     },
 }
