@@ -113,7 +113,8 @@ GPUS = {
         memory_bandwidth=4_800 * 10**9,
         bytes_per_second=3.8e12,
     ),
-    "a100_sxm": Gpu(
+    "a100_sxm": replace(
+        _H100,
         # "NVIDIA A100 Tensor Core GPU" data sheet, column A100 80GB SXM: 80 GB, 2,039 GB/s, and 312
         # TFLOP/s of dense bfloat16. "NVIDIA A100 Tensor Core GPU Architecture" (white paper): 108
         # SMs with 64 FP32 cores, 40 MB of L2, 1,410 MHz.
@@ -124,18 +125,13 @@ GPUS = {
         fpus_per_core=64,
         clock_ghz=1.41,
         l2_cache_bytes=40 * MEBIBYTE,
-        # As above, column 8.0.
+        # As above, column 8.0, whose other figures are the same.
         compute_capability=(8, 0),
-        threads_per_warp=32,
-        block_dim_x=2**31 - 1,
-        registers_per_block=64 * 1024,
-        shared_memory_per_block=48 * 1024,
         shared_memory_per_block_optin=163 * 1024,
         # Assumed: the same shares of the peaks as above.
         product_flops=205e12,
         convolution_flops=142e12,
         bytes_per_second=1.64e12,
-        kernel_seconds=2e-6,
         links=AMPERE,
     ),
 }

@@ -145,9 +145,7 @@ def _add_to(curves: dict[str, Thinned], record: Mapping[str, object]) -> None:
     for name, value in record.items():
         if name in _NO_CURVES or not (value is None or isinstance(value, int | float)):
             continue
-        if name not in curves:
-            curves[name] = Thinned()
-        curves[name].add(step, value)
+        curves.setdefault(name, Thinned()).add(step, value)
 
 
 MOST_EVENTS = 200  # Maximum number of events of a kind.

@@ -101,10 +101,6 @@ def _cells(row: Sequence[float | None]) -> Iterator[str]:
 
 def draw_scores(name: str, values: Sequence[float | None], names: Sequence[str]) -> str:
     """A score of each class, the lowest first."""
-    order = sorted(range(len(values)), key=lambda i: (values[i] is not None, values[i]))
-    rows = [[_score(values[i]), escape(names[i])] for i in order]
+    scores = sorted(zip(values, names, strict=True), key=lambda x: (x[0] is not None, x[0]))
+    rows = [["-" if score is None else number(score), escape(named)] for score, named in scores]
     return f"<div>{table([escape(name), 'class'], rows, numbers={0})}</div>"
-
-
-def _score(value: float | None) -> str:
-    return "-" if value is None else number(value)

@@ -11,7 +11,6 @@ collectives take as long as they would over all hosts. `benchmarks/predictions.p
 same arithmetic with published runs, which reach less.
 """
 
-import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -194,10 +193,6 @@ class ScaledStep:
             return "compiled"
         return f"the schedule of {self.compiled_for} GPUs"
 
-    def as_json(self) -> JsonObject:
-        """Its figures."""
-        return asdict(self)
-
 
 def weak_scaling(target: Target, steps: CompiledSteps, own: CompiledFor) -> tuple[ScaledStep, ...]:
     """Models a step on 1, 8, 32 and 128 hosts, with the rows that each host has.
@@ -251,7 +246,7 @@ def _scaled(target: Target, programs: dict[int, HloProgram]) -> Sequence[ScaledS
 MEGABYTE = 10**6
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class Prediction(Shown):
     """A modelled step; its `str` fits a terminal of 80 columns.
 
@@ -310,15 +305,12 @@ class Prediction(Shown):
         """Whether the step fits; then its bytes sent, and the time that it waits for them."""
         others = self.other_exposed_share
         rest = f", and {others:.1%} for other values," if others >= 0.0005 else ""
+        when = self.rhythm and f", for the step that synchronizes replicas {self.rhythm}"
         step = (
-            f"Modelled{self._when}: {self._sent_in_words} {self.exposed_share:.1%} of the step "
+            f"Modelled{when}: {self._sent_in_words} {self.exposed_share:.1%} of the step "
             f"waits for them{rest} on {self.target}."
         )
         return step if self.memory.fits else f"{self._too_large} {step}"
-
-    @property
-    def _when(self) -> str:
-        return self.rhythm and f", for the step that synchronizes replicas {self.rhythm}"
 
     @property
     def _sent_in_words(self) -> str:
@@ -365,10 +357,8 @@ class Prediction(Shown):
             "sent_bytes_per_device": self.sent_bytes,
             "memory_bytes": self.memory.total,
             "memory_limit_bytes": self.memory.limit,
-            "links": {
-                name: dataclasses.asdict(link) for name, link in self.target.fabric.links.items()
-            },
-            "weak_scaling": [x.as_json() for x in self.scaling],
+            "links": {name: asdict(link) for name, link in fabric.links.items()},
+            "weak_scaling": [asdict(x) for x in self.scaling],
             "transfers": [_group_as_json(x) for x in self.groups],
         }
 
@@ -456,7 +446,7 @@ def model_step(
     prediction = predict(target, own)
     if scaling:
         rows = weak_scaling(target, steps, own)
-        prediction = dataclasses.replace(prediction, scaling=rows)
+        prediction = replace(prediction, scaling=rows)
     return own, prediction
 
 
