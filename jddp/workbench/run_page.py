@@ -267,14 +267,14 @@ _STYLE = """
 .verdict { border-left: .35em solid #d9730d; padding: .1em 0 .1em .9em }
 .verdict.good { border-color: #2f8f5b } .verdict h1 { margin: .2em 0 } .verdict p { margin: .3em 0 }
 .numbers { display: flex; flex-wrap: wrap; gap: .4em 3em; margin: 1.2em 0 }
-.numbers div { min-width: 8em } .numbers b { display: block; font-size: 1.7em; line-height: 1.2 }
+.numbers div { min-width: 8em; max-width: 24em }
+.numbers b { display: block; font-size: 1.7em; line-height: 1.2 }
 .charts { display: grid; gap: 1.2em 2em; grid-template-columns: repeat(auto-fill, minmax(min(100%,
   420px), 1fr)) }
 .matrix { font-size: .85em } .matrix td { text-align: right; padding: .25em .4em; min-width: 1.8em }
 .matrix th { border: 0; font-weight: normal }
 code, pre { font: .92em ui-monospace, monospace } pre { overflow-x: auto; line-height: 1.5 }
-h3 { font-size: 1em }
-summary { cursor: pointer }
+h3 { font-size: 1em } summary { cursor: pointer } .wide td:last-child { white-space: normal }
 @media print { .charts { grid-template-columns: 1fr 1fr } }
 """
 
