@@ -44,7 +44,7 @@ from jddp.engine.micro_batches import Local
 from jddp.engine.state import CommState, Inputs, TrainState, is_float, name_of
 from jddp.engine.step import Step, replica_update
 from jddp.ground.errors import ConfigError, ReplicaMismatchError
-from jddp.ground.jaxprs import axes_of
+from jddp.ground.jaxprs import axes_of, equations
 from jddp.ground.typing import Batch, Grads, Metrics, ModelState, Params, PyTree, Tree
 from jddp.modules.metrics import Sums
 from jddp.reduce.backward import Finished, evaluate, opened, variables
@@ -58,6 +58,11 @@ LEAST = float(jnp.finfo(jnp.float32).tiny)
 NOISY = (
     "Without XLA_FLAGS=%s a GPU computes other bits each time: replayed steps are compared only to "
     "%d times the difference of two runs on the same GPUs."
+)
+IN_A_LOOP = (
+    "A step cannot be replayed (replay_every_steps): replicas send inside a loop or a remat, as "
+    "for synchronized batch norm with accumulate_steps. Such sums depend on the order of devices, "
+    "and would differ without a fault. Choose batch_norm='local'."
 )
 log = logging.getLogger("jddp")
 
@@ -254,6 +259,9 @@ def with_sent(
 
     Returns:
       The results; and the arrays that enter each collective, by its number and the layer.
+
+    Raises:
+      ConfigError: If it sends inside a loop, and is not for CPUs.
     """
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
     inlined = opened(traced)
@@ -268,6 +276,9 @@ def with_sent(
                 values |= zip(eqn.outvars, _added_in_order(eqn, operands), strict=True)
                 continue
         values |= evaluate(jaxpr, [eqn], values)
+    collectives = [x for x in equations(jaxpr) if axis in axes_of(x) and variables(x)]
+    if len(collectives) > len(sent) and jax.default_backend() != "cpu":
+        raise ConfigError(IN_A_LOOP)
     results = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
     return jax.tree.unflatten(jax.tree.structure(shapes), results), sent
 
