@@ -23,26 +23,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from jddp.distributed import launcher
 from jddp.distributed.failure_file import RESULT, describe_failure
 from jddp.distributed.group import POLL_SECONDS, Group, Launch, Place
 from jddp.distributed.identity import check_address
 from jddp.distributed.join import START, read_seconds
-from jddp.distributed.launcher import (
-    DETERMINISTIC,
-    Failure,
-    first_failure,
-    free_address,
-    kill_overdue,
-)
+from jddp.distributed.launcher import Failure
 from jddp.distributed.signals import Signals
-from jddp.ground.errors import (
-    ConfigError,
-    CoordinatorError,
-    DeviceError,
-    ExitCode,
-    UsageError,
-    report,
-)
+from jddp.ground import errors
+from jddp.ground.errors import ExitCode, report
 
 with suppress(ImportError):  # `RayRunner` reports that Ray is missing.
     import ray.train.collective
@@ -91,7 +80,9 @@ class RayRunner:
 
     def __init__(self, launch: Launch, address: str):
         if "ray.train.v2.jax" not in sys.modules:
-            raise UsageError("a job on Ray needs Ray 2.60 or newer: pip install 'jddp[ray]'.")
+            raise errors.UsageError(
+                "a job on Ray needs Ray 2.60 or newer: pip install 'jddp[ray]'."
+            )
         self._launch = replace(launch, logs=launch.logs.absolute())
         self._address = address
 
@@ -154,14 +145,16 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
     """Runs the process of a worker; raises for Ray to restart all."""
     if not ray.get_runtime_context().runtime_env.get("working_dir"):
         if not os.path.isdir(folder):
-            raise ConfigError(f"{socket.gethostname()} has no folder {folder}; the driver has one.")
+            raise errors.ConfigError(
+                f"{socket.gethostname()} has no folder {folder}; the driver has one."
+            )
         os.chdir(folder)
     os.environ.update(environ)
     context = ray.train.get_context()
     chosen = None
     rank = context.get_world_rank()
     if rank == 0:
-        chosen = free_address(f"{ray.util.get_node_ip_address()}:0"), secrets.token_hex(8)
+        chosen = launcher.free_address(f"{ray.util.get_node_ip_address()}:0"), secrets.token_hex(8)
     coordinator, job = ray.train.collective.broadcast_from_rank_zero(chosen)
     place = Place(coordinator, context.get_world_size(), rank, job, "Ray")
 
@@ -181,15 +174,16 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
             if group.is_overdue or (first is not None and first.code != ExitCode.PREEMPTED):
                 break
         group.wait(_MOMENT)
-        late = kill_overdue(group, signal.SIGTERM) if group.is_overdue else None
-        failure = late or first_failure(group, [])  # Found before this process sends signals.
+        late = launcher.kill_overdue(group, signal.SIGTERM) if group.is_overdue else None
+        # Found before this process sends signals.
+        failure = late or launcher.first_failure(group, [])
         group.close(grace_seconds=launch.grace_seconds)
         first = _settle(tell, failure)
         if first is None and os.listdir(new):  # Ray keeps metrics that come with a checkpoint.
             metrics = json.loads(Path(os.environ[RESULT]).read_text())
             with suppress(RuntimeError):  # This node may not see the folder of logs.
                 ray.train.report(metrics, None if place.first else ray.train.Checkpoint(new))
-    ends = {ExitCode.PREEMPTED, *(DETERMINISTIC if launch.max_restarts else ())}
+    ends = {ExitCode.PREEMPTED, *(launcher.DETERMINISTIC if launch.max_restarts else ())}
     if first is not None and first.code not in ends:
         raise RuntimeError(str(first))  # Ray restarts all processes.
 
@@ -212,7 +206,7 @@ def _connect(address: str) -> None:
         ray.init(address=address)
     except (OSError, RuntimeError, ValueError) as error:
         text = f"--ray {address}: no cluster of `ray start --head` answers there"
-        raise CoordinatorError(f"{text} ({' '.join(str(error).split())}).") from error
+        raise errors.CoordinatorError(f"{text} ({' '.join(str(error).split())}).") from error
 
 
 def _missing(each: Mapping[str, int], num_processes: int) -> str:
@@ -237,7 +231,7 @@ def _wait(fitting: Any, board: Any, missing: Any, signals: Signals) -> Exception
         if not said:
             since = time.monotonic()
         elif time.monotonic() - since > seconds:
-            raise DeviceError(f"{said}. Ask for less, or start more nodes.")
+            raise errors.DeviceError(f"{said}. Ask for less, or start more nodes.")
         elif said != before:
             report(f"{said}; waiting for more, at most {seconds} s")
     try:

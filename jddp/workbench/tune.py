@@ -14,13 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jddp.config.cli import (
-    Parser,
-    add_config_arguments,
-    add_target_arguments,
-    check_target,
-    share_gpus,
-)
+from jddp.config import cli
 from jddp.distributed.command import run_command
 from jddp.ground.errors import ExitCode, file_errors, report, show
 
@@ -32,10 +26,10 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     description = "Find the keys with which a job's step is fastest, or its largest batch."
-    parser = Parser(prog="jddp tune", description=description)
-    add_config_arguments(parser)
+    parser = cli.Parser(prog="jddp tune", description=description)
+    cli.add_config_arguments(parser)
     add = parser.add_argument
-    add_target_arguments(parser)
+    cli.add_target_arguments(parser)
     add("--minutes", type=float, default=10.0, help="begin no candidate after these (default: 10)")
     add("--out", type=Path, metavar="FILE", help="write the best keys as a config")
     add("--batch", action="store_true", help="find the largest batch that fits, instead")
@@ -55,7 +49,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     from jddp.config.files import load_config
 
     config, _ = load_config(arguments.config, arguments.overrides)
-    check_target(arguments)
+    cli.check_target(arguments)
     if arguments.out is not None:  # Now, before it takes minutes.
         with file_errors(f"--out {arguments.out} cannot be written"):
             _check_writable(arguments.out)
@@ -84,7 +78,7 @@ def _scorer(arguments: argparse.Namespace) -> "tuple[Scorer, str]":
     from jddp.workbench.tuning import measured, modelled
 
     if arguments.target is None:
-        share_gpus()  # A job may run on the GPUs.
+        cli.share_gpus()  # A job may run on the GPUs.
         return measured(), "measured on the devices at hand"
     topology = arguments.topology or "1x8"
     score = modelled(arguments.target, topology, arguments.link)
