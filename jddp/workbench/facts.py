@@ -22,6 +22,7 @@ from jddp.distributed.failure_file import headline, read_failure
 from jddp.ground.errors import Error, words_of
 from jddp.ground.names import direction_of
 from jddp.ground.typing import JsonObject
+from jddp.trainer.reports.files import record_in
 from jddp.trainer.reports.run_directory import holder_of
 from jddp.workbench.charts import At, Mark, Thinned, is_drawable
 from jddp.workbench.pages import is_matrix
@@ -128,14 +129,8 @@ def read_records(path: Path) -> Records:
 
 
 def _record(line: bytes) -> JsonObject | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict):
-        return None
-    step = record.get("step")
-    return record if type(step) is int and 0 <= step < _MOST_STEPS else None
+    record = record_in(line)
+    return record if record and 0 <= record["step"] < _MOST_STEPS else None
 
 
 def _add_to(curves: dict[str, Thinned], record: Mapping[str, object]) -> None:
@@ -335,17 +330,12 @@ class Facts:
         return next((name for name in names if name in self.records.evaluations), None)
 
     @property
-    def is_larger_better(self) -> bool:
-        """Whether larger values of the metric are better."""
-        return direction_of(self.metric or "loss") == "max"
-
-    @property
     def best(self) -> At | None:
         """The best evaluation; None without one."""
         if self.metric is None:
             return None
         curve = self.records.evaluations[self.metric]
-        return curve.largest if self.is_larger_better else curve.smallest
+        return curve.largest if direction_of(self.metric) == "max" else curve.smallest
 
     @property
     def num_steps(self) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jddp.config.schema import default_of
 from jddp.ground.typing import RESERVED
+from jddp.trainer.reports.lines import duration
 from jddp.workbench import charts
 from jddp.workbench.facts import Facts, FailureCost, read_facts
 from jddp.workbench.pages import draw_matrix, draw_scores, is_matrix, make_page, table
@@ -253,13 +254,6 @@ def list_missing(facts: Facts) -> str:
         found.append("evaluations: there is no record of one")
     items = "".join(f"<li>{escape(x)}</li>" for x in found)
     return f"<ul>{items}</ul>" if items else ""
-
-
-def duration(seconds: float) -> str:
-    """A time as hours, minutes and seconds: "2:31", "1:02:31"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 NAME = "report.html"

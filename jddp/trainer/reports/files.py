@@ -145,7 +145,7 @@ class MetricsFile:
             return
         with errors.file_errors(f"{self.path}: cannot be read"), self.path.open("rb") as file:
             for line in file:
-                yield line, _record(line)
+                yield line, record_in(line)
 
     def _lines_until(self, step: int) -> Iterator[tuple[bytes, JsonObject | None]]:
         """The lines that stay in a run that resumes at a step."""
@@ -168,7 +168,8 @@ def _append(file: IO[bytes], content: bytes) -> None:
         raise
 
 
-def _record(line: bytes) -> JsonObject | None:
+def record_in(line: bytes) -> JsonObject | None:
+    """The record that a line of a metrics file holds; None for any other line."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -109,7 +109,7 @@ def train_line(record: Record, course: Course, columns: int = COLUMNS) -> str:
         in_all = record["epoch"] + (course.num_steps - step) / course.steps_per_epoch
         epoch = f"epoch {_epochs(record['epoch'])}/{_epochs(in_all)}"
     if (seconds := course.step_seconds or record.get("step_seconds")) is not None:
-        left = f"ETA {_duration((course.num_steps - step) * seconds)}"
+        left = f"ETA {duration((course.num_steps - step) * seconds)}"
     rate = record.get("learning_rate")
     # The learning rate is known beforehand, but FLOP/s without a peak mean even less.
     use = (4, mfu(record)) if "mfu" in record else (6, flops(record))
@@ -138,7 +138,8 @@ def _epochs(number: float) -> str:
     return f"{number:.2g}" if number < 10 else f"{number:.0f}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time as hours, minutes and seconds: "2:31", "1:02:31"."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
