@@ -222,12 +222,14 @@ def curves(
     lines = "".join(_line(one, number, axes) for number, one in enumerate(drawn))
     scale = ", logarithmic" if axes.is_logarithmic else ""
     about = f"{unit}{scale}".removeprefix(", ")
+    # The left end and the width in the drawing, and the steps there.
+    places = f"{LEFT} {WIDTH - LEFT - RIGHT} {axes.first} {max(axes.last, axes.first + 1)}"
     names = [one.name for one in drawn]
     legend = "" if names == [title] else _legend(names)
     named = f"<b>{escape(title)}</b>{escape(about)}{legend}"
     return (
         f'<figure class="chart curves"><figcaption>{named}</figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" data-x="{axes.for_script}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" data-x="{places}">'
         f"<title>{escape(title)}</title>{''.join(_grid(axes, x))}{lines}"
         f'<path class="cursor"/></svg><output></output>{_data(drawn)}</figure>'
     )
@@ -330,11 +332,6 @@ class _Axes:
             low, high = math.log10(low), math.log10(high)
         margin = 0.04 * (high - low) or abs(high) / 2 or 1.0
         return cls(min(steps), max(steps), low - margin, high + margin, is_logarithmic)
-
-    @property
-    def for_script(self) -> str:
-        """The left end and the width in the drawing, and the steps there."""
-        return f"{LEFT} {WIDTH - LEFT - RIGHT} {self.first} {max(self.last, self.first + 1)}"
 
     def x(self, step: float) -> float:
         share = (step - self.first) / max(self.last - self.first, 1)

@@ -293,14 +293,11 @@ class ComparedRuns:
         """The verdict, and a row for each run with the settings in which it differs below."""
         keys = ["seed", *differing(self.results)]
         width = max(3, *(len(x.name) for x in self.results))
-        return "\n".join(
-            [
-                *textwrap.wrap(self.verdict, COLUMNS - 1, break_on_hyphens=False),
-                "",
-                f"{'run':<{width}}  {self.metric:>10}     step      last   step s",
-                *itertools.chain.from_iterable(_rows(x, keys, width) for x in self.groups),
-            ]
-        )
+        lines = textwrap.wrap(self.verdict, COLUMNS - 1, break_on_hyphens=False)
+        lines += ["", f"{'run':<{width}}  {self.metric:>10}     step      last   step s"]
+        for group in self.groups:
+            lines += _rows(group, keys, width)
+        return "\n".join(lines)
 
 
 def compare_runs(

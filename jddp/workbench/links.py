@@ -60,7 +60,8 @@ AMPERE = {
     "nic_ll": Link(2.8e9, 2.7e-6, "NCCL, LL"),
 }
 
-_LINK = re.compile(r"(\w+)=([\d.]+) ?([GMT]?)(B|b)/s, ?([\d.]+) ?([mun]?)s")
+_NUMBER = r"(\d+\.?\d*|\.\d+)"
+_LINK = re.compile(rf"\w+={_NUMBER} ?([GMT]?)(B|b)/s, ?{_NUMBER} ?([mun]?)s")
 _SCALES = {"T": 1e12, "G": 1e9, "M": 1e6, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 
@@ -79,20 +80,14 @@ def _read_link(text: str, known: Mapping[str, Link]) -> tuple[str, Link]:
         meant = did_you_mean(name, known.keys())
         raise ConfigError(f"Link {name!r} is unknown.{meant} Known: {', '.join(known)}.")
     found = _LINK.fullmatch(text)
-    try:
-        _, rate, scale, unit, latency, fraction = found.groups() if found else [""] * 6
-        bits = 8 if unit == "b" else 1
-        link = Link(
-            float(rate) * _SCALES[scale] / bits, float(latency) * _SCALES[fraction], "given"
-        )
-    except ValueError:
-        link = Link(0.0, 0.0, "")
-    if not link.bytes_per_second:
+    if not found or not float(found[1]):
         raise ConfigError(
             f"Link {text!r} is not NAME=BANDWIDTH,LATENCY with a bandwidth above 0: for example "
             f"{name}=50GB/s,5us."
         )
-    return name, link
+    rate, scale, unit, latency, fraction = found.groups()
+    bandwidth = float(rate) * _SCALES[scale] / (8 if unit == "b" else 1)
+    return name, Link(bandwidth, float(latency) * _SCALES[fraction], "given")
 
 
 @dataclass(frozen=True)

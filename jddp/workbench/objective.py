@@ -202,15 +202,13 @@ class _Reports(Watching):
         self._trial = trial
 
     def on_eval(self, run: Run, metrics: Mapping[str, float]) -> None:
-        mine = json.dumps(self._is_pruned(run.step, self._sign * self._goodness(metrics)))
+        is_pruned = False
+        if self._trial is not None:
+            self._trial.report(self._sign * self._goodness(metrics), run.step)
+            is_pruned = bool(self._trial.should_prune())  # MedianPruner returns a NumPy bool.
+        mine = json.dumps(is_pruned)
         if json.loads(from_first("objective/pruned", mine, timeout_seconds=SECONDS)):
             run.stop(PRUNED)
-
-    def _is_pruned(self, step: int, value: float) -> bool:
-        if self._trial is None:
-            return False
-        self._trial.report(value, step)
-        return bool(self._trial.should_prune())  # MedianPruner returns a NumPy bool.
 
 
 def _from_first(values: _Values | None) -> _Values | None:

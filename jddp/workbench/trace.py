@@ -222,13 +222,6 @@ class Trace(Shown):
             f"{mean.exposed / mean.span:.1%} and is idle {mean.idle / mean.span:.1%}."
         )
 
-    @property
-    def about(self) -> str:
-        """The steps, in words."""
-        if not self.steps:
-            return "The trace has no steps of a run of jddp: times are of all of it"
-        return f"steps {self.steps[0]} to {self.steps[-1]}, of which times are means"
-
     def as_json(self) -> JsonObject:
         """The same as values of JSON; times are in seconds for each step."""
         num_steps = self.num_steps
@@ -243,7 +236,10 @@ class Trace(Shown):
     def __repr__(self) -> str:
         """A verdict, and a table of the devices."""
         num_steps, wait = self.num_steps, self.data_wait
-        lines = [*textwrap.wrap(self.verdict, 79), "", f"{self.about}; ms"]
+        about = "The trace has no steps of a run of jddp: times are of all of it"
+        if self.steps:
+            about = f"steps {self.steps[0]} to {self.steps[-1]}, of which times are means"
+        lines = [*textwrap.wrap(self.verdict, 79), "", f"{about}; ms"]
         lines.append(_ROW.format("device", "step", "compute", "communication", "exposed", "idle"))
         for name, time in self.devices.items():
             row = (time.span, time.compute, time.communication, time.exposed, time.idle)

@@ -287,7 +287,8 @@ RULES: tuple[Callable[[Facts], Judgement | None], ...] = (
 def healthy(facts: Facts) -> Judgement:
     """Nothing is wrong, as far as rules can tell."""
     best = facts.best
-    starts = count_times(max(1, len(facts.history.starts)))
+    num_starts = max(1, len(facts.history.starts))
+    times = "once" if num_starts == 1 else f"{num_starts:,} times"
     said = "healthy"
     if best is not None:
         said += f": best {facts.metric} {number(best.value)} at step {best.step:,}"
@@ -296,15 +297,10 @@ def healthy(facts: Facts) -> Judgement:
     return Judgement(
         said,
         f"{facts.waiting_share:.1%} of a step waits for data. No step was skipped. The run was "
-        f"started {starts}.",
+        f"started {times}.",
         "Evaluate it on other data, or compare it with another run.",
         is_good=True,
     )
-
-
-def count_times(number: int) -> str:
-    """A number of times in words: "once", "4 times"."""
-    return "once" if number == 1 else f"{number:,} times"
 
 
 def in_gib(size: float) -> str:
