@@ -25,14 +25,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from jddp.ground.errors import (
-    CoordinatorError,
-    Error,
-    ProcessMismatchError,
-    refuse_differences,
-    report,
-    words_of,
-)
+from jddp.ground import errors
 from jddp.ground.typing import JsonObject
 
 POLL_SECONDS = 0.02
@@ -110,7 +103,7 @@ class Notice:
     def give(self, text: str) -> None:
         """Prints the line if it is due."""
         if time.monotonic() > self._at:
-            report(text)
+            errors.report(text)
             self._at = math.inf
 
 
@@ -207,7 +200,7 @@ class RendezvousClient:
                 self._server.send({"kind": self.kind, **asdict(mine)})
                 answer = self._server.receive(max(0, until - time.monotonic()) + _SLACK)
             except ValueError:
-                raise CoordinatorError(
+                raise errors.CoordinatorError(
                     f"the program that listens at {self.address} is not {self.kind} 0 of a "
                     "starting job: the job has started already, or it is another program."
                 ) from None
@@ -215,13 +208,13 @@ class RendezvousClient:
                 self.close()
                 if time.monotonic() > until:
                     text = f"{me} has received nothing from {first} in {seconds:.0f} s."
-                    raise CoordinatorError(text) from error
+                    raise errors.CoordinatorError(text) from error
                 time.sleep(POLL_SECONDS)
         if "error" in answer:
-            kind = CoordinatorError if answer["is_missing"] else ProcessMismatchError
+            kind = errors.CoordinatorError if answer["is_missing"] else errors.ProcessMismatchError
             raise kind(answer["error"])
         if "infos" not in answer:
-            raise CoordinatorError(f"{first} has left the job.")
+            raise errors.CoordinatorError(f"{first} has left the job.")
         return {int(number): info for number, info in answer["infos"].items()}
 
 
@@ -238,11 +231,11 @@ def connect_to(address: str, name: str, until: float) -> socket.socket:
         try:
             return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
         except OSError as error:
-            reason = words_of(error)
+            reason = errors.words_of(error)
         kind = name.partition(" ")[0]
         notice.give(f"{name} is waiting for {kind} 0 at {address}: {reason}")
         if time.monotonic() > until:
-            raise CoordinatorError(
+            raise errors.CoordinatorError(
                 f"{name} cannot reach {kind} 0 at {address}: {reason}, for "
                 f"{time.monotonic() - since:.0f} s. Does {kind} 0 run there, is the port open, "
                 f"was every {kind} given this address?"
@@ -303,8 +296,8 @@ class RendezvousServer:
         """
         try:
             infos = self._wait_for_all(mine, seconds)
-        except Error as error:
-            is_missing = isinstance(error, CoordinatorError)
+        except errors.Error as error:
+            is_missing = isinstance(error, errors.CoordinatorError)
             for client in self._members():
                 client.send({"error": str(error), "is_missing": is_missing})
             raise
@@ -336,7 +329,7 @@ class RendezvousServer:
             which += f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             name = self.kind if len(missing) == 1 else _PLURALS[self.kind]
             if time.monotonic() > until:
-                raise CoordinatorError(
+                raise errors.CoordinatorError(
                     f"{name} {which} of {mine.count} did not connect to {self.address} within "
                     f"{seconds:.0f} s. Was each started, with its own number, and can it reach "
                     "this address?"
@@ -393,14 +386,14 @@ class RendezvousServer:
         seen: dict[int, Member] = {}
         for member in members:
             if (other := seen.setdefault(member.number, member)) is not member:
-                raise ProcessMismatchError(
+                raise errors.ProcessMismatchError(
                     f"two have connected as {self.kind} {member.number}: {other.where}, and "
                     f"{member.where}. Give each its own number."
                 )
         same = (
             (f"{x.number} ({x.where})", {"count": str(x.count)} | x.same) for x in seen.values()
         )
-        refuse_differences(self.kind, "job", same)
+        errors.refuse_differences(self.kind, "job", same)
 
 
 def listen(address: str) -> socket.socket:
@@ -416,8 +409,8 @@ def listen(address: str) -> socket.socket:
         return socket.create_server(place[:2], family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
-        reason = "is taken" if is_taken else f"cannot be used: {words_of(error)}"
-        raise CoordinatorError(
+        reason = "is taken" if is_taken else f"cannot be used: {errors.words_of(error)}"
+        raise errors.CoordinatorError(
             f"port {port} of {host} {reason}. "
             "Give all processes another port, or let jddp.launch choose one."
         ) from error

@@ -27,7 +27,6 @@ import numpy as np
 
 from jddp.config.versions import versions
 from jddp.distributed import coordination
-from jddp.distributed.coordination import agree, gather, process_index
 from jddp.distributed.gpus import ON_PURPOSE, Missing, driver_version, gpu_facts, num_nvidia
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
@@ -83,19 +82,20 @@ def examine(directory: Path, *, num_devices: int) -> bool:
     configure_devices(per_process * identity.num_processes, num_processes=identity.num_processes)
     try:
         initialize(identity)
-        agree("devices", gpu_facts(os.environ))  # Devices that differ would wait at their start.
+        # Devices that differ would wait at their start.
+        coordination.agree("devices", gpu_facts(os.environ))
         missing = require_devices()
     except Error:
         show("\n".join(map(str, findings)))  # A finding may be the reason.
         raise
     findings += check_devices(missing)
     mine = json.dumps(list(map(str, findings)))
-    of_processes = gather("doctor", mine, timeout_seconds=120)
+    of_processes = coordination.gather("doctor", mine, timeout_seconds=120)
     shared = check_job(directory)
     mesh = make_mesh(jax.devices())  # Devices may be of different kinds.
     table, right = measure_all_reduce(mesh)
     shared += right
-    if process_index() == 0:
+    if coordination.process_index() == 0:
         _print(of_processes, shared, table)
     levels = {finding.level for finding in (*findings, *shared)}
     return BAD not in levels

@@ -30,17 +30,9 @@ from jax.typing import ArrayLike
 
 from jddp.ground.jaxprs import carried
 from jddp.ground.typing import PyTree, Tree
+from jddp.reduce import units
 from jddp.reduce.backward import evaluate, variables
-from jddp.reduce.units import (
-    CALLS,
-    FORGOTTEN,
-    REMAT,
-    Gather,
-    Part,
-    forgotten,
-    is_narrowing,
-    plan_units,
-)
+from jddp.reduce.units import Part
 
 # The sources of a value: no divided parameter, divided parameters alone, or anything.
 CONSTANT, PARAMETERS, ANYTHING = range(3)
@@ -71,7 +63,7 @@ def forget(primitive: Primitive, *avals: PyTree, **params: PyTree) -> bool:
     called = params.get("call_jaxpr")
     if not isinstance(called, ClosedJaxpr) or not primitive.name.startswith("custom_vjp_call"):
         return primitive.name != "stop_gradient"  # It equals its operand.
-    return FORGOTTEN not in called.jaxpr.debug_info.func_name
+    return units.FORGOTTEN not in called.jaxpr.debug_info.func_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +76,7 @@ class Lazy:
       keeps: Whether gathered parameters are kept for the backward pass.
     """
 
-    gather: Gather
+    gather: units.Gather
     unit_bytes: tuple[int, ...]
     keeps: bool
 
@@ -123,13 +115,13 @@ class Lazy:
             results = [joined] * len(eqn.outvars)
             name, has_parts = eqn.primitive.name, any(isinstance(x, Part) for x in ins)
             outs: Sequence[Value]
-            if name in CALLS and PARAMETERS in [x.source for x in of]:
+            if name in units.CALLS and PARAMETERS in [x.source for x in of]:
                 outs, results = self._evaluate(eqn.params["jaxpr"], ins, of)
-            elif name in REMAT and has_parts:
+            elif name in units.REMAT and has_parts:
                 outs = self._repeated(eqn, ins, of)
             elif name == "scan" and has_parts:
                 outs = self._scan(eqn, ins, of)
-            elif ins and isinstance(ins[0], Part) and is_narrowing(eqn, ins[0]):
+            elif ins and isinstance(ins[0], Part) and units.is_narrowing(eqn, ins[0]):
                 outs = [self._cast(ins[0], eqn.params["new_dtype"])]
             elif not self.keeps and _is_made_again(eqn, joined):
                 fixed = [v for v in variables(eqn) if not origins[v].moves]
@@ -198,11 +190,12 @@ class Lazy:
         """The inputs of a program, with parts that can be gathered."""
         found = [*given]
         parts = {i: x for i, x in enumerate(given) if isinstance(x, Part)}
-        units = [(x.leaves, x.wire_dtype) for x in plan_units(jaxpr, given, self.unit_bytes)]
-        used = {i for places, _ in units for i in places}
+        plan = units.plan_units(jaxpr, given, self.unit_bytes)
+        gathered = [(x.leaves, x.wire_dtype) for x in plan]
+        used = {i for places, _ in gathered for i in places}
         # A parameter that no equation uses may still be a result.
-        units += [((i,), x.dtype) for i, x in parts.items() if i not in used]
-        for places, dtype in units:
+        gathered += [((i,), x.dtype) for i, x in parts.items() if i not in used]
+        for places, dtype in gathered:
             arrays, dims = [parts[i].array for i in places], [parts[i].dim for i in places]
             gather = functools.cache(functools.partial(self.gather, arrays, dims, dtype))
             for at, i in enumerate(places):
@@ -321,8 +314,8 @@ def _fixed(values: Sequence[jax.Array], made: Sequence[Origin]) -> tuple[jax.Arr
 
 def _made_again(run: Callable[..., Tree]) -> Callable[..., Tree]:
     """Makes a function of parameters alone a call; the backward pass keeps no results of it."""
-    return forgotten(
+    return units.forgotten(
         run,
-        lambda *given: (forgotten(run)(*given), given),
+        lambda *given: (units.forgotten(run)(*given), given),
         lambda given, grads: jax.vjp(run, *given)[1](grads),
     )

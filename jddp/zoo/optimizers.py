@@ -23,14 +23,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jddp.ground import names
 from jddp.ground.errors import ConfigError
-from jddp.ground.names import (
-    accepted_names,
-    check_arguments,
-    find_attribute,
-    match_paths,
-    name_of_callable,
-)
+from jddp.ground.names import find_attribute
 from jddp.ground.typing import Params, Path, PyTree
 
 Arguments = Mapping[str, object]
@@ -62,7 +57,7 @@ def make_schedule(
     """
     key = "optimizer.schedule"
     factory = find_attribute(optax, name, called="optax", key=f"{key}.name", ending="_schedule")
-    accepted = accepted_names(factory, key=f"{key}.name")
+    accepted = names.accepted_names(factory, key=f"{key}.name")
     warms_up = "warmup_steps" in accepted
     length = num_steps - warmup_steps
     filled = dict[str, object]()
@@ -112,13 +107,13 @@ def make_optimizer(
       ConfigError: If optax has no such optimizer, or it does not take these arguments.
     """
     make = factory_of(factory, key=key)
-    accepted = accepted_names(make, key=key)
+    accepted = names.accepted_names(make, key=key)
     filled: dict[str, object] = {"learning_rate": schedule, **dict.fromkeys(MASK_NAMES, decay_mask)}
     arguments = {n: v for n, v in filled.items() if n in accepted} | dict(kwargs)
     optimizer = _call(make, arguments, key=f"{key}.kwargs")
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
-            f"{key}: {name_of_callable(make)} gives {type(optimizer).__name__}, no optimizer."
+            f"{key}: {names.name_of_callable(make)} gives {type(optimizer).__name__}, no optimizer."
         )
     return optimizer, schedule if arguments.get("learning_rate") is schedule else None
 
@@ -150,13 +145,13 @@ def decay_mask(params: Params) -> PyTree:
 
 
 def _call(make: Callable[..., object], arguments: Arguments, *, key: str) -> object:
-    check_arguments(make, arguments, key=key)
+    names.check_arguments(make, arguments, key=key)
     try:
         return make(**arguments)
     except (TypeError, ValueError) as error:
         if not make.__module__.startswith("optax"):
             raise  # An error of your code keeps its traceback.
-        raise ConfigError(f"{key}: {name_of_callable(make)} refuses them: {error}") from error
+        raise ConfigError(f"{key}: {names.name_of_callable(make)} refuses them: {error}") from error
 
 
 REST = "rest"  # Label of the parameters of no group.
@@ -213,7 +208,7 @@ def groups_of(patterns: Mapping[str, Sequence[str]], paths: Sequence[str]) -> di
     """
     found = dict.fromkeys(paths, REST)
     for name, chosen in reversed([*patterns.items()]):
-        matches = match_paths(chosen, paths, key=f"optimizer.groups.{name}.patterns")
+        matches = names.match_paths(chosen, paths, key=f"optimizer.groups.{name}.patterns")
         found |= dict.fromkeys(matches, name)
     return found
 

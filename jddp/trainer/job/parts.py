@@ -11,16 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jddp.config import options
 from jddp.config.files import with_overrides
-from jddp.config.options import (
-    CommHookConfig,
-    NamedSection,
-    Precision,
-    Reduction,
-    Section,
-    StrategyConfig,
-    SyncBatchNorm,
-)
 from jddp.config.schema import Config
 from jddp.data import DataSet, DataSource, count_steps, make_source, source_of
 from jddp.data.examples import Examples, column_of
@@ -119,22 +111,19 @@ def _specs(config: Config) -> dict[str, OptimizerSpec]:
     """The optimizer of each group, and the optimizer of the other parameters."""
     section = config.optimizer
     first = optimizers.factory_of(names.named(section, "optimizer"), key="optimizer")
-    specs = {
-        optimizers.REST: OptimizerSpec(first, section.learning_rate, section.kwargs, "optimizer")
-    }
+    rest = OptimizerSpec(first, section.learning_rate, section.kwargs, "optimizer")
+    specs = {optimizers.REST: rest}
     for name, group in section.groups.items():
         key = f"optimizer.groups.{name}"
-        own = (
-            optimizers.factory_of(names.named(group, key), key=key)
-            if group.name or group.target
-            else first
-        )
+        own = first
+        if group.name or group.target:
+            own = optimizers.factory_of(names.named(group, key), key=key)
         kwargs = {**(section.kwargs if own is first else {}), **group.kwargs}
         specs[name] = OptimizerSpec(own, group.learning_rate or section.learning_rate, kwargs, key)
     return specs  # `by_group` refuses a group with the name of the rest.
 
 
-def period_of(section: Section, prefix: str = "") -> int | Epochs | None:
+def period_of(section: options.Section, prefix: str = "") -> int | Epochs | None:
     """The period that a section has in steps or in epochs; None where it has neither.
 
     Args:
@@ -211,14 +200,14 @@ def resolve_parts(config: Config) -> Parts:
     filled = attempt(functools.partial(_model, source=source))
     loss_fn = attempt(functools.partial(find_loss, source=source))
     eval_fn = attempt(find_eval_fn)
-    options = attempt(_ddp_options)
+    ddp_options = attempt(_ddp_options)
     sinks = attempt(lambda config: choose_sinks(config.report.sinks, key="report.sinks"))
     attempt(find_callbacks)  # Callbacks are made where the run begins.
     attempt(functools.partial(check_listed, source=source))
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     config, model = filled
-    return Parts(config, model, source, loss_fn, eval_fn, options, sinks)
+    return Parts(config, model, source, loss_fn, eval_fn, ddp_options, sinks)
 
 
 def find_source(config: Config) -> DataSource:
@@ -260,19 +249,19 @@ def _ddp_options(config: Config) -> JsonObject:
     """Options of `DataParallel`, with the objects that the config names."""
     ddp = config.ddp
     hook = _hook(ddp.reduction.hook)
-    norm: str | SyncBatchNorm = ddp.batch_norm.name
+    norm: str | options.SyncBatchNorm = ddp.batch_norm.name
     if norm == "sync":
-        norm = SyncBatchNorm(**ddp.batch_norm.model_dump())
+        norm = options.SyncBatchNorm(**ddp.batch_norm.model_dump())
     objects = {
         "strategy": _strategy(ddp.strategy),
-        "reduction": Reduction(hook=hook, **ddp.reduction.model_dump(exclude={"hook"})),
+        "reduction": options.Reduction(hook=hook, **ddp.reduction.model_dump(exclude={"hook"})),
         "batch_norm": norm,
-        "precision": Precision(**ddp.precision.model_dump()),
+        "precision": options.Precision(**ddp.precision.model_dump()),
     }
     return ddp.model_dump(exclude={*objects}) | objects
 
 
-def _hook(section: CommHookConfig) -> CommHook | None:
+def _hook(section: options.CommHookConfig) -> CommHook | None:
     key = "ddp.reduction.hook"
     make = names.named(section, key, COMM_HOOKS, "hook")
     make = names.resolve_target(make, key=key) if isinstance(make, str) else make
@@ -283,7 +272,7 @@ def _hook(section: CommHookConfig) -> CommHook | None:
     return hook
 
 
-def _wrong(section: NamedSection, key: str, found: object, wanted: str) -> ConfigError:
+def _wrong(section: options.NamedSection, key: str, found: object, wanted: str) -> ConfigError:
     """The error for a target that returns another kind of object."""
     given = f"{key}.target: {section.target} returns {type(found).__name__}."
     return ConfigError(f"{given} It must return {wanted}.")
@@ -345,7 +334,7 @@ def _with_arguments(function: LossFn, kwargs: Settings, key: str, kwargs_key: st
     return functools.partial(function, **kwargs) if kwargs else function
 
 
-def _strategy(section: StrategyConfig) -> str | Strategy:
+def _strategy(section: options.StrategyConfig) -> str | Strategy:
     match section.name:
         case "local_steps":
             outer, key = section.outer, "ddp.strategy.outer"
