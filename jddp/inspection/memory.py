@@ -70,14 +70,14 @@ class Memory(Shown):
 
     def __repr__(self) -> str:
         """A table of 80 columns: memory that it needs on a device, and the device's own."""
-        sizes = (f"  {name:<15}{_in_mib(x):>12}" for name, x in self._rows.items())
-        return "\n".join(["memory per device, MiB", *sizes])
-
-    @property
-    def _rows(self) -> dict[str, float]:
         rows = {field.replace("_", " "): getattr(self, field) for field in FIELDS}
-        start = {"start (init)": self.start} if self.start else {}
-        return rows | {"sum": self.total, **start, "the device has": self.limit}
+        rows |= {"sum": self.total, **({"start (init)": self.start} if self.start else {})}
+        rows["the device has"] = self.limit
+        lines = ["memory per device, MiB"]
+        for name, x in rows.items():
+            size = "unknown" if x == math.inf else f"{x / 2**20:,.2f}"
+            lines.append(f"  {name:<15}{size:>12}")
+        return "\n".join(lines)
 
     def cuts(self, num_rows: int) -> Iterator[int]:
         """Numbers of micro-batches with which a step is estimated to fit, in rising order."""
@@ -166,10 +166,6 @@ def limit_bytes(devices: Sequence[jax.Device]) -> int | None:
 def _known(devices: Sequence[jax.Device], name: str) -> list[int]:
     known = [(device.memory_stats() or {}).get(name) for device in devices]
     return [x for x in known if x]
-
-
-def _in_mib(size: float) -> str:
-    return "unknown" if size == math.inf else f"{size / 2**20:,.2f}"
 
 
 def in_words(size: float) -> str:

@@ -359,9 +359,7 @@ def join(config: Config, num_devices: int | str) -> None:
     initialize(identity)
     agree("config or version", _facts(config))
     missing = require_devices()
-    if process_index() != 0:
-        return
-    if missing is not None:
+    if process_index() == 0 and missing is not None:
         report(f"JAX runs on CPUs. {missing} {ON_PURPOSE}")
 
 

@@ -78,16 +78,14 @@ def predict_file(run_dir: str | Path, data: Path, out: Path, **chosen: Any) -> i
 
 
 def _rows_of(path: Path, config: Config, kept: JsonObject) -> Examples:
-    """The rows of a folder of images or a file of arrays, prepared like the test rows."""
+    """The rows of a folder of images or a file of arrays, prepared like the test rows.
+
+    Arrays of images of uint8 and uint16 are scaled.
+    """
     if path.is_dir():
         if config.data.name not in OF_IMAGES:
             raise UsageError(f"--data {path} is a folder, but the run was not trained on images.")
         return images_in(path, **config.data.kwargs)
-    return _arrays_in(path, config, kept)
-
-
-def _arrays_in(path: Path, config: Config, kept: JsonObject) -> Examples:
-    """The rows of a file of arrays; images of uint8 and uint16 are scaled."""
     if path.suffix not in (".npz", ".npy"):
         raise UsageError(f"--data {path}: rows are read from .npz and .npy. Convert them.")
     if path.suffix == ".npz":
