@@ -65,8 +65,7 @@ class Either(nn.Module):
 
 
 def make_rows(num=ROWS, *, seed=0):
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(num, WIDTH)).astype(np.float32)
+    x = np.random.default_rng(seed).normal(size=(num, WIDTH)).astype(np.float32)
     return {"x": x, "y": np.sin(x).sum(-1)}
 
 

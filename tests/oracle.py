@@ -35,8 +35,7 @@ def whole_batch_step(model, optimizer, loss_fn, *, max_grad_norm=None, ema_decay
         return losses, metrics, {**model_state, **written}
 
     def nnx_(params, model_state, batch):
-        graph = nnx.graphdef(model)
-        module = nnx.merge(graph, params, model_state["rngs"], model_state["rest"])
+        module = nnx.merge(nnx.graphdef(model), params, model_state["rngs"], model_state["rest"])
         module.train()
         losses, metrics = loss_fn(module, batch, True)
         rest = nnx.to_pure_dict(nnx.split(module, nnx.Param, nnx.RngState, ...)[3])
@@ -78,8 +77,7 @@ def update_with_loss(optimizer, grads, state, loss):
 
 def vmapped_step(ddp, num_replicas, batch):
     """The step of `ddp` with its replicas side by side on one device."""
-    plan = ddp.steps.planned(batch).plan
-    replica = functools.partial(replica_step, ddp.steps.spec, plan)
+    replica = functools.partial(replica_step, ddp.steps.spec, ddp.steps.planned(batch).plan)
     mapped = jax.vmap(replica, in_axes=(None, 0), axis_name="data")
 
     @jax.jit

@@ -41,9 +41,8 @@ def compiling_as_here():
 
 def run_python(*arguments, folder=None, **variables):
     """Runs Python to its end, on CPUs; returns its exit code and what it said."""
-    command = [sys.executable, *map(str, arguments)]
     options = {"cwd": folder, "env": environment(**variables), "capture_output": True}
-    return subprocess.run(command, text=True, **options)
+    return subprocess.run([sys.executable, *map(str, arguments)], text=True, **options)
 
 
 def free_port():

@@ -23,10 +23,12 @@ class Of(nn.Module):
         return self.body(self, *inputs, **options)
 
 
-class MLP(nn.Module):
+class Tiny(nn.Module):
     dtype: jnp.dtype = jnp.float32
     dropout_rate: float = 0.0
 
+
+class MLP(Tiny):
     @nn.compact
     def __call__(self, x, train):
         x = nn.relu(nn.Dense(16, dtype=self.dtype)(x))
@@ -34,10 +36,7 @@ class MLP(nn.Module):
         return nn.Dense(NUM_CLASSES, dtype=self.dtype)(x)
 
 
-class ConvNet(nn.Module):
-    dtype: jnp.dtype = jnp.float32
-    dropout_rate: float = 0.0
-
+class ConvNet(Tiny):
     @nn.compact
     def __call__(self, x, train):
         x = nn.Conv(4, (3, 3), use_bias=False, dtype=self.dtype)(x.reshape(-1, 4, 4, 1))
@@ -46,10 +45,7 @@ class ConvNet(nn.Module):
         return nn.Dense(NUM_CLASSES, dtype=self.dtype)(x.mean((1, 2)))
 
 
-class Recurrent(nn.Module):
-    dtype: jnp.dtype = jnp.float32
-    dropout_rate: float = 0.0
-
+class Recurrent(Tiny):
     @nn.compact
     def __call__(self, x, train):
         x = nn.RNN(nn.GRUCell(8, dtype=self.dtype))(x.reshape(-1, 4, 4))[:, -1]
@@ -71,11 +67,8 @@ class Block(nn.Module):
         return x + nn.Dense(8, dtype=self.dtype)(y), None
 
 
-class Transformer(nn.Module):
+class Transformer(Tiny):
     """Two layers in one scan."""
-
-    dtype: jnp.dtype = jnp.float32
-    dropout_rate: float = 0.0
 
     @nn.compact
     def __call__(self, x, train):

@@ -109,8 +109,7 @@ def test_every_leaf_comes_back_as_it_was(checkpoints, tmp_path):
     restored = checkpoints.restore(like=state)
     assert_same(restored.state, state)
     assert (restored.step, restored.beside) == (7, beside)
-    values = read_newest(tmp_path / "checkpoints", ["params"])["params"]
-    assert values["no units"].shape == (0, 3)
+    assert read_newest(tmp_path / "checkpoints", ["params"])["params"]["no units"].shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -240,12 +239,10 @@ def test_a_checkpoint_says_how_every_array_lies(every_layout):
     assert layouts["model_state/batch_stats/BatchNorm_0/mean"] == {"per_replica": "mean"}
     assert layouts["comm_state/hook"] == {"per_replica": "sum"}
     values = read_newest(directory, ["params", "model_state"])
-    mean = np.asarray(statistics_of(state)).mean(0)
     got = values["model_state"]["batch_stats"]["BatchNorm_0"]["mean"]
-    np.testing.assert_allclose(got, mean, rtol=1e-6)
+    np.testing.assert_allclose(got, np.asarray(statistics_of(state)).mean(0), rtol=1e-6)
     # A run starts from it, whatever its replicas had of their own.
-    begun = ddp.init(0, make_batch(), params=values)
-    np.testing.assert_array_equal(statistics_of(begun)[3], got)
+    np.testing.assert_array_equal(statistics_of(ddp.init(0, make_batch(), params=values))[3], got)
 
 
 ONE = {"shape": [1], "dtype": "float32", "digest": "00000000", "layout": "replicated"}

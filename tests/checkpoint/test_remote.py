@@ -134,8 +134,7 @@ def test_a_run_of_another_config_is_refused_at_a_url_before_the_first_is_ended(u
     first, second, third = (RunDirectory(url, is_writer=True) for _ in range(3))
     with first.held({"a": 1}, {}):
         put(first.storage, 10)
-    refused = pytest.raises(ConfigError, match="a run of another config")
-    with refused, second.held({"a": 2}, {}):
+    with pytest.raises(ConfigError, match="a run of another config"), second.held({"a": 2}, {}):
         pass
     put(first.storage, 20)
     with third.held({"a": 1}, {}):

@@ -149,8 +149,7 @@ def test_a_checkpoint_cannot_be_kept_outside_of_its_run_nor_lead_there(run_dir, 
     with contextlib.closing(CheckpointFolder(folder, keep=1)) as checkpoints:
         assert checkpoints.steps() == [3]  # A link is no checkpoint.
     (folder / "secret").write_text("x")
-    sums = folder / "3" / "SHA256SUMS"
-    sums.write_text(f"# 1 files\n{'0' * 64}  ../secret\n")
+    (folder / "3" / "SHA256SUMS").write_text(f"# 1 files\n{'0' * 64}  ../secret\n")
     assert find_damage(folder / "3") == "../secret is missing, or a link"
 
 

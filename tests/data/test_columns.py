@@ -25,10 +25,6 @@ COLUMNS = {
 }
 
 
-def reads_all(model, batch, train):
-    return loss_fn(model, batch, train)[0] + (batch["extra"] != 0)
-
-
 def calls(ddp, state, batch):
     return {
         "step": lambda: ddp.step(state, batch),
@@ -61,7 +57,7 @@ def test_a_column_without_numbers_is_left_out_with_one_notice(column, caplog):
 @pytest.mark.parametrize("name", ["text", "unequal rows"])
 def test_a_column_without_numbers_that_the_loss_reads_is_refused_by_name(name):
     batch = make_batch(NUM_ROWS)
-    ddp = wrapped(loss=reads_all)
+    ddp = wrapped(loss=lambda m, b, train: loss_fn(m, b, train)[0] + (b["extra"] != 0))
     state = ddp.init(0, {**batch, "extra": np.zeros(NUM_ROWS, np.float32)})
     for call in calls(ddp, state, {**batch, "extra": COLUMNS[name]}).values():
         with pytest.raises(ConfigError, match=r"reads batch\['extra'\], which holds .*Encode it"):
@@ -91,15 +87,13 @@ def test_lists_other_byte_orders_and_masked_arrays_are_read_as_they_are_meant():
         {"x": np.ma.MaskedArray(x, False), "y": y},
     ):
         assert ddp.evaluate(state, [given]) == want
-    missing = np.ma.MaskedArray(x, x == x.max())
     with pytest.raises(DataError, match=r"^batch\['x'\] is a masked array.*batch\['mask'\]"):
-        ddp.evaluate(state, [{"x": missing, "y": y}])
+        ddp.evaluate(state, [{"x": np.ma.MaskedArray(x, x == x.max()), "y": y}])
 
 
 def test_keys_are_rows_as_numbers_are():
     def draws(model, batch, train):
-        noise = jax.vmap(jax.random.uniform)(batch["key"])
-        return loss_fn(model, batch, train)[0] * 0 + noise
+        return loss_fn(model, batch, train)[0] * 0 + jax.vmap(jax.random.uniform)(batch["key"])
 
     ddp, keys = wrapped(loss=draws), jax.random.split(jax.random.key(0), NUM_ROWS - 1)
     batch = {**make_batch(NUM_ROWS - 1), "key": keys}  # which do not divide over two devices
@@ -115,10 +109,6 @@ def test_a_batch_of_no_numbers_at_all_is_refused():
         wrapped().init(0, (np.array(["x"]), np.ones(1)))
 
 
-def loss_of_pairs(model, batch, train):
-    return loss_fn(model, {"x": batch[0], "y": batch[1]}, train)
-
-
 @pytest.mark.slow  # Needs jddp[peers].
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loader_of_pytorch_trains_and_is_evaluated_as_arrays_are(num_workers):
@@ -131,7 +121,7 @@ def test_a_loader_of_pytorch_trains_and_is_evaluated_as_arrays_are(num_workers):
     options |= {"multiprocessing_context": "spawn"} if num_workers else {}
     loader = torch.utils.data.DataLoader(tensors, **options)
     arrays = [(rows["x"][i : i + 8], rows["y"][i : i + 8]) for i in range(0, 32, 8)]
-    ddp = wrapped(loss=loss_of_pairs, mesh=4)
+    ddp = wrapped(loss=lambda m, b, train: loss_fn(m, {"x": b[0], "y": b[1]}, train), mesh=4)
     got = jddp.fit(ddp, loader, num_steps=4, evaluate=loader)
     want = jddp.fit(ddp, arrays, num_steps=4, evaluate=arrays)
     equal(got.state.params, want.state.params)

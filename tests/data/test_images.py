@@ -23,7 +23,6 @@ COLOUR = RNG.integers(0, 256, (SIZE, SIZE, 3), np.uint8)
 DEEP = RNG.integers(0, 2**16, (SIZE, SIZE), np.uint16)  # 16 bits
 IN_8_BITS = np.rint(DEEP / 257)
 PALETTE = RNG.integers(0, 256, (256, 3), np.uint8)
-CMYK = np.dstack([COLOUR, ALPHA])
 
 
 def smooth(height=60, width=80):
@@ -104,7 +103,7 @@ KINDS = {
         with_palette(), on_white(PALETTE[GREY], GREY), transparency=bytes(range(256))
     ),
     "CMYK": kind(
-        Image.fromarray(CMYK, "CMYK"),
+        Image.fromarray(np.dstack([COLOUR, ALPHA]), "CMYK"),
         np.rint((255.0 - COLOUR) * (255.0 - ALPHA[..., None]) / 255),
         "TIFF",
     ),

@@ -126,8 +126,7 @@ def test_any_position_is_found_by_itself_and_seeds_and_sources_differ():
     assert draws.shape == (350, 2)
     assert len(np.unique(draws)) == draws.size  # also of an example's later passes
     np.testing.assert_array_equal(draws[3], order.uniform(positions[3:4], 2)[0])
-    other = MixtureOrder((50, 50), (0.5, 0.5), seed=2)
-    assert (other.examples_at(positions) != one_by_one).any()
+    assert (MixtureOrder((50, 50), (0.5, 0.5), seed=2).examples_at(positions) != one_by_one).any()
     epoch = order.examples_at(np.arange(100))
     assert [x for x in epoch if x < 50] != [x - 50 for x in epoch if x >= 50]
     large = MixtureOrder((2**33, 3), (1 / 3, 2 / 3), seed=0)
@@ -146,8 +145,7 @@ def test_wrong_weights_of_a_mixture_are_refused():
 
 
 def test_batches_of_a_mixture_resume_at_their_position():
-    numbers = np.split(np.arange(13), [9])
-    examples = Concatenated([ArrayExamples({"x": x}) for x in numbers])
+    examples = Concatenated([ArrayExamples({"x": x}) for x in np.split(np.arange(13), [9])])
 
     order = MixtureOrder((9, 4), (0.4, 0.6), seed=5)
     want = order.examples_at(np.arange(72)).reshape(12, 6)
@@ -167,9 +165,8 @@ def test_a_mixture_of_different_data_is_refused_and_names_both():
     narrow, wide = (source_of("s", {"x": x}, {"x": x}) for x in (np.ones((4, 2)), np.ones((4, 3))))
     with pytest.raises(ConfigError, match=r"one holds x \(2,\) .* and two x \(3,\)"):
         mixed_source({"one": narrow, "two": wide}, [1, 1])
-    other = replace(narrow, tokenizer="other.json")
     with pytest.raises(ConfigError, match=r"two x .* tokenizer 'other.json'"):
-        mixed_source({"one": narrow, "two": other}, [1, 1])
+        mixed_source({"one": narrow, "two": replace(narrow, tokenizer="other.json")}, [1, 1])
 
 
 def test_a_mixture_trains_on_shares_and_is_tested_on_all():

@@ -171,8 +171,7 @@ def test_a_column_that_would_be_fetched_or_decoded_by_others_is_refused_or_left_
     path = str(tmp_path / "rows")
     with pytest.raises(DataError, match=message):
         source(path=path)
-    examples = source(path=path, columns=["x"]).load().train
-    assert rows_of(examples)["x"].tolist() == [1.0]
+    assert rows_of(source(path=path, columns=["x"]).load().train)["x"].tolist() == [1.0]
 
 
 def damaged(data, rng):
@@ -216,8 +215,7 @@ def write_tars(folder, members):
 
 
 def streams(directory, size, seed=0, share=WHOLE, **kwargs):
-    found = source(directory, streaming=True, **kwargs)
-    return found.open_streams(size, seed, share)
+    return source(directory, streaming=True, **kwargs).open_streams(size, seed, share)
 
 
 def first(num_batches, batches):

@@ -92,8 +92,7 @@ def test_items_fit_into_as_few_rows_as_by_best_fit_decreasing(capacity):
     rng = np.random.default_rng(capacity)
     for num_items in (0, 1, 2, 30, 300):
         lengths = rng.integers(1, capacity + 1, num_items)
-        rows = pack_items(lengths, capacity)
-        filled = np.bincount(rows, weights=lengths)
+        filled = np.bincount(pack_items(lengths, capacity), weights=lengths)
         assert len(filled) == best_fit_decreasing(lengths, capacity)
         assert (filled > 0).all()
         assert not num_items or filled.max() <= capacity
@@ -168,11 +167,9 @@ def test_a_document_in_a_packed_row_has_the_logits_that_it_has_alone(options):
     documents = some_documents()
     tokens, segments = row_of(*documents)
     packed = apply(tokens, segments=segments)[0]
-    ends = np.cumsum(LENGTHS)
-    for document, logits in zip(documents, np.split(packed, ends)[:3], strict=True):
-        alone = apply(document[None])[0]
+    for document, logits in zip(documents, np.split(packed, np.cumsum(LENGTHS))[:3], strict=True):
         # Sums over the keys of a row have another order than over those of a document.
-        np.testing.assert_allclose(logits, alone, atol=2e-6)
+        np.testing.assert_allclose(logits, apply(document[None])[0], atol=2e-6)
     one = apply(tokens, segments=np.ones_like(segments))
     np.testing.assert_allclose(one, apply(tokens), atol=2e-6)
     assert np.abs(packed[5:] - one[0][5:]).max() > 0.01  # which segments do change
@@ -191,25 +188,22 @@ def packed_batch():
     lengths = np.random.default_rng(0).integers(2, 20, 40)
     tokens = np.random.default_rng(1).integers(0, 32, lengths.sum())
     begins = np.cumsum(lengths) - lengths
-    examples = PackedExamples(tokens, documents=[begins], sequence_length=12)
-    return examples.take(np.arange(16))
+    return PackedExamples(tokens, documents=[begins], sequence_length=12).take(np.arange(16))
 
 
 @pytest.mark.parametrize("options", swept({"parts": {"accumulate_steps": 2}, "plain": {}}, every=2))
 def test_steps_of_packed_rows_on_devices_equal_those_on_one(options):
     batch = packed_batch()
     assert 0 < batch["mask"].mean() < 1
-    counts = batch["mask"].reshape(4, -1).sum(1)
-    assert len({*counts}) > 1  # so a mean of means would be another
+    assert len({*batch["mask"].reshape(4, -1).sum(1)}) > 1  # so a mean of means would be another
     report = jddp.verify(make(), optax.sgd(0.1), next_token, batch, mesh=4, **options)
     assert report.passed, report
 
 
 def test_a_model_without_segments_is_refused():
     batch = packed_batch()
-    model = nn.Embed(32, 32)
     with pytest.raises(ConfigError, match="holds segments, .*documents=cross"):
-        jddp.DataParallel(model, optax.sgd(0.1), next_token, mesh=2).init(0, batch)
+        jddp.DataParallel(nn.Embed(32, 32), optax.sgd(0.1), next_token, mesh=2).init(0, batch)
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,8 @@ def test_processes_send_images_as_bytes_and_the_transforms_of_one_process(on_dev
     examples = image_examples(images, np.arange(24), mean=0.5, std=0.25)
     plan = {"global_batch_size": 4, "seed": 0, "num_epochs": 1, "on_device": on_device}
     plan |= {"transforms": [CropAndFlip()]}
-    one = TrainBatches(examples, **plan)
     with contextlib.closing(WorkerBatches(TrainBatches(examples, **plan), num_workers=2)) as two:
-        for want, got in zip(one, two, strict=True):
+        for want, got in zip(TrainBatches(examples, **plan), two, strict=True):
             assert got["image"].dtype == (np.uint8 if on_device else np.float32)
             assert got.pop(TRANSFORM, None) == want.pop(TRANSFORM, None)
             equal(got, want)

@@ -279,8 +279,7 @@ def test_a_mistake_in_the_arguments_is_one_line(capsys, arguments, reported):
 
 
 def test_an_exit_by_the_code_of_a_user_is_an_error_of_its_command():
-    called = r"called sys.exit: SystemExit\(0\)"
-    with pytest.raises(RuntimeError, match=called), owned_process():
+    with pytest.raises(RuntimeError, match=r"called sys.exit: SystemExit\(0\)"), owned_process():
         sys.exit(0)
 
 

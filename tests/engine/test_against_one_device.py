@@ -135,12 +135,9 @@ def test_whole_numbers_are_bitwise_equal_with_any_strategy_on_any_number_of_devi
         jax.tree.map(np.testing.assert_array_equal, ends[-1], ends[0])
 
 
-DRAWN = ("lecun_normal", "orthogonal", "normal", "uniform", "xavier_uniform")
-
-
 def drawn(m, x):
     """Parameters by many initializers, of shapes whose parts end in the middle of a vector."""
-    for name in DRAWN:
+    for name in ("lecun_normal", "orthogonal", "normal", "uniform", "xavier_uniform"):
         for rows, width in ((8, 5), (72, 33), (15, 8)):
             initializer = getattr(nn.initializers, name)()
             x = x + m.param(f"{name}_{rows}_{width}", initializer, (rows, width)).sum()

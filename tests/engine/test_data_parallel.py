@@ -13,6 +13,7 @@ import tiny
 from flax import linen as nn
 from flax import nnx
 from judge import host
+from runs import at
 from states import close, equal
 from sweeps import swept
 from tiny import (
@@ -33,7 +34,6 @@ from jddp.data import TrainBatches, eval_batches
 from jddp.engine.compiled import Call
 from jddp.engine.data_parallel import Executor
 from jddp.ground.errors import ConfigError, DataError, UsageError
-from jddp.trainer.run import Callback
 
 wrapped = functools.partial(tiny.wrapped, mesh=None)
 
@@ -301,8 +301,7 @@ def test_fit_knows_the_names_of_its_options_before_it_reads_a_batch():
 @pytest.mark.parametrize("model", swept(["mlp", "nnx"], every=2))
 def test_a_state_of_another_model_is_refused_by_name_and_one_of_another_object_taken(model):
     batch = make_batch()
-    wide = Of(lambda m, x, train: nn.Dense(4)(nn.Dense(17)(x)))
-    other = tiny.wrapped(model=wide).init(0, batch)
+    other = tiny.wrapped(model=Of(lambda m, x, train: nn.Dense(4)(nn.Dense(17)(x)))).init(0, batch)
     ddp, elsewhere = (tiny.wrapped(model=MODELS[model]()) for _ in range(2))
     same = elsewhere.init(1, batch)
     reported = "parameters of another model"
@@ -327,13 +326,12 @@ def test_what_is_no_state_of_a_device_or_of_others_is_refused_by_name():
     ddp, batch = tiny.wrapped(), make_batch()
     state = ddp.init(0, batch)
     run = jddp.fit(ddp, [batch], num_steps=1, state=state)
-    other = tiny.wrapped(mesh=4).init(0, batch)
     for given, message in (
         (None, "NoneType is none"),
         (state.params, "dict is none"),
         (run, "Run is none"),
         (jax.device_get(state), r"on the devices.*init\(params=state.params\)"),
-        (other, "^This state lies on other devices"),
+        (tiny.wrapped(mesh=4).init(0, batch), "^This state lies on other devices"),
     ):
         for call in calls_of(ddp, batch):
             with pytest.raises(UsageError, match=message):
@@ -375,13 +373,12 @@ def test_a_model_with_fp8_layers_is_refused(kind):
         tiny.wrapped(model=model).init(0, batch)
 
 
-def no_such_key(model, batch, train):
-    return loss_fn(model, {"x": batch["image"], "y": batch["y"]}, train)
-
-
 @pytest.mark.parametrize("model", ["mlp", "nnx"])
 def test_a_key_that_the_batch_lacks_is_named_beside_those_that_it_has(model):
-    ddp, batch = tiny.wrapped(MODELS[model](), loss=no_such_key), make_batch()
+    def loss(model, batch, train):
+        return loss_fn(model, {**batch, "x": batch["image"]}, train)
+
+    ddp, batch = tiny.wrapped(MODELS[model](), loss=loss), make_batch()
     state = ddp.init(0, {"image": batch["x"], "y": batch["y"]})
     reported = r"loss_fn reads batch\['image'\], and the batch holds x, y\."
     calls = [
@@ -493,17 +490,14 @@ def test_a_batch_may_be_overwritten_by_the_next_in_fit_a_step_and_an_evaluation(
     equal(state.params, want.state.params)
 
 
-class Fails(Callback):
-    def on_step(self, run, metrics):
-        if metrics["step"] == 4:
-            raise ValueError("mine")
+def fail(run):
+    raise ValueError("mine")
 
 
 def test_a_saved_position_stays_where_it_was_though_the_iterator_moves_its_own(tmp_path):
     with pytest.raises(ValueError, match="mine"):
-        jddp.fit(tiny.wrapped(), Reused(), num_steps=8, run_dir=tmp_path, callbacks=[Fails()])
-    batches = Reused()
-    run = jddp.fit(tiny.wrapped(), batches, num_steps=8, run_dir=tmp_path)
+        jddp.fit(tiny.wrapped(), Reused(), num_steps=8, run_dir=tmp_path, callbacks=[at(4, fail)])
+    run = jddp.fit(tiny.wrapped(), Reused(), num_steps=8, run_dir=tmp_path)
     equal(
         run.state.params,
         jddp.fit(tiny.wrapped(), make_batches(8, rows=16), num_steps=8).state.params,

@@ -98,8 +98,7 @@ def test_a_model_is_traced_once_to_make_it_and_once_for_each_form_of_rows(option
     traced = []
 
     def counting(model, batch, train):
-        kind = "init" if model.is_initializing() else "train" if train else "eval"
-        traced.append(kind)
+        traced.append("init" if model.is_initializing() else "train" if train else "eval")
         return loss_fn(model, batch, train)
 
     ddp = jddp.DataParallel(MLP(dropout_rate=0.1), optax.sgd(0.1), counting, **options)

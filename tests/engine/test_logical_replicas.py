@@ -76,17 +76,12 @@ OFTEN = ("adam", "lamb", "nesterov")
 ALL = [x if x in OFTEN else pytest.param(x, marks=pytest.mark.long) for x in OPTIMIZERS]
 
 
-def squares(model, batch, train):
-    return jnp.square(model(batch["x"], train=train)).sum(-1)
-
-
-ODD = {"model": Of(lambda m, x, train: nn.Dense(5)(x)), "loss": squares}
+ODD = {"model": Of(lambda m, x: nn.Dense(5)(x)), "loss": lambda m, b: jnp.square(m(b["x"])).sum(-1)}
 
 
 def optimizer_fusions(num):
     """Operations of each fused computation of the compiled step that has some of the optimizer."""
-    ddp = wrapped(num, optimizer=MOMENTUM, **ODD)
-    text = ddp.steps.lower(BATCHES[0]).compile().as_text()
+    text = wrapped(num, optimizer=MOMENTUM, **ODD).steps.lower(BATCHES[0]).compile().as_text()
     bodies = re.findall(r"^%?\S*fused\S* [^\n]*\{\n(.*?)^\}", text, re.S | re.M)
     fused = [body for body in bodies if "optimizer_update" in body]
     return sorted(sorted(re.findall(r"= \S+ ([\w-]+)\(", body)) for body in fused)
@@ -152,16 +147,14 @@ def test_a_run_moved_from_eight_devices_to_one_and_to_four_ends_with_the_same_bi
             run = jddp.fit(ddp, BATCHES * 3, num_steps=num_steps, run_dir=tmp_path / folder)
         return bits(run.state.params)
 
-    moved = params("moved", [(8, 2), (1, 4), (4, 6)])
-    assert moved == params("stayed", [(8, 6)])
+    assert params("moved", [(8, 2), (1, 4), (4, 6)]) == params("stayed", [(8, 6)])
 
 
 @pytest.mark.parametrize("layout", swept(["leaf", "flat"], every=2))
 def test_the_bytes_are_those_of_a_ring(layout):
     ddp = wrapped(4, reduction=jddp.Reduction(layout=layout))
-    state = ddp.init(0, BATCHES[0])
     gradients = [x for x in sent(ddp, BATCHES[0]) if "bucket_" in x.op_name]
-    padded = sum(4 * -(-x.size // 4) for x in jax.tree.leaves(state.params))
+    padded = sum(4 * -(-x.size // 4) for x in jax.tree.leaves(ddp.init(0, BATCHES[0]).params))
     for op in ("all-to-all", "all-gather"):
         assert sum(x.num_elements for x in gradients if x.op == op) == padded
     assert {x.op for x in gradients} == {"all-to-all", "all-gather"}
@@ -196,5 +189,4 @@ def test_a_loss_in_tiles_is_refused_and_all_logits_at_once_are_not():
     batch = {"tokens": np.arange(16 * 9, dtype=np.int32).reshape(16, 9) % 24}
     with pytest.raises(ConfigError, match="tile_size"):
         wrapped(8, model=model, loss=next_token).steps.lower(batch)
-    at_once = functools.partial(next_token, tile_size=None)
-    wrapped(8, model=model, loss=at_once).steps.lower(batch)
+    wrapped(8, model=model, loss=functools.partial(next_token, tile_size=None)).steps.lower(batch)

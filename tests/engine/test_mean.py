@@ -112,11 +112,9 @@ def test_evaluation_is_exact_over_partial_and_empty_batches(loss, options):
 
 
 def test_padded_training_batches_are_masked_for_arrays_and_refused_for_scalars():
-    rows = make_batch(37)
     plan = {"seed": 0, "num_epochs": 4, "multiple_of": 8}
-    batches = TrainBatches(ArrayExamples(rows), global_batch_size=32, **plan)
-    run = jddp.fit(wrapped(as_arrays), batches, num_steps=4)
-    assert int(run.state.step) == 4
+    batches = TrainBatches(ArrayExamples(make_batch(37)), global_batch_size=32, **plan)
+    assert int(jddp.fit(wrapped(as_arrays), batches, num_steps=4).state.step) == 4
     with pytest.raises(UsageError, match="jddp.Mean of totals and counts per row"):
         jddp.fit(wrapped(as_scalars), batches, num_steps=4)
 

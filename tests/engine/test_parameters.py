@@ -368,5 +368,4 @@ def test_sam_is_evaluated_with_the_parameters_before_its_adversarial_step():
 
 def test_parameters_that_have_the_names_of_such_a_state_are_evaluated_as_they_are():
     params = {name: jnp.ones(2) for name in ("z", "b1", "weight_sum", "cache", "steps_since_sync")}
-    found = optimizer_params(params, by_path(optax.adam(0.1).init(params)))
-    equal(found, params)
+    equal(optimizer_params(params, by_path(optax.adam(0.1).init(params))), params)

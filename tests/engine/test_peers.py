@@ -60,8 +60,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("is_pmap, model, axis", swept(BY_HAND, every=3))
 def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap, model, axis):
-    schedule = optax.cosine_decay_schedule(0.1, 10)
-    optimizer = optax.sgd(schedule, momentum=0.9, nesterov=True)
+    optimizer = optax.sgd(optax.cosine_decay_schedule(0.1, 10), momentum=0.9, nesterov=True)
     ddp = jddp.DataParallel(model, optimizer, loss_fn, mesh=jax.make_mesh((8,), (axis,)))
     state = ddp.init(seed=0, batch=next(image_batches()))
     variables = ddp.model(state)

@@ -82,8 +82,7 @@ def make_loss(form):
                 total = (losses * batch["weights"]).sum()
                 return jddp.Mean(total, batch["weights"].sum()), {"accuracy": right}
             case "arrays":
-                mean = jddp.Mean(losses * batch["weights"], batch["weights"])
-                return mean, {"accuracy": right}
+                return jddp.Mean(losses * batch["weights"], batch["weights"]), {"accuracy": right}
         return losses, {"accuracy": right}
 
     return loss_fn
@@ -211,8 +210,7 @@ def change_what_is_refused(model, options, reduction):
 
 def halves(bucket, state, axis):
     """A mean by hand: not `lax.pmean`, and with no state."""
-    size = lax.axis_size(axis)
-    return jax.tree.map(lambda x: lax.psum(x / size, axis), bucket), state
+    return jax.tree.map(lambda x: lax.psum(x / lax.axis_size(axis), axis), bucket), state
 
 
 def make_batch(case, number):

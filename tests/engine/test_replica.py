@@ -119,8 +119,7 @@ def test_what_is_declared_per_replica_differs_and_no_digest_minds(make, kind):
 def test_a_replica_without_valid_rows_keeps_its_state_and_counts_the_step():
     make, kind = WANDERERS["linen"]
     batch = make_batch() | {"mask": np.float32(np.arange(16) < 2)}  # the rows of replica 0
-    ddp = wrapped(make(), state={kind: "per_replica"}, batch_norm="local")
-    state, _ = take_steps(ddp, [batch])
+    state, _ = take_steps(wrapped(make(), state={kind: "per_replica"}, batch_norm="local"), [batch])
     own = host(state.model_state["own"])
     assert [bool(row.any()) for row in own["w"]] == [True, *[False] * 7]
     assert own["calls"].tolist() == [1] * 8

@@ -131,9 +131,8 @@ def of_one_branch(model, batch):
 
 @pytest.mark.parametrize("options", [{}, {"regather": False}, {"group_size": 2}], ids=str)
 def test_several_forward_passes_and_an_unused_branch_are_those_of_one_device(options):
-    batches = [make_rows(seed=i) for i in range(3)]
     more = {"mesh": 4, "strategy": jddp.FSDP(**options), "max_grad_norm": 0.1}
-    ddp, state = hold(Either(), of_one_branch, batches, **more)
+    ddp, state = hold(Either(), of_one_branch, [make_rows(seed=i) for i in range(3)], **more)
     assert {path[0] for path in ddp.plan.unused} == {"b"}
     layouts = jax.tree.leaves(ddp.steps.layouts(state).params)
     assert {x.num for x in layouts if isinstance(x, Divided)} == {options.get("group_size", 4)}
@@ -171,8 +170,7 @@ def test_what_travels_is_each_parameter_twice_and_each_gradient_once():
         ]
         read = sent(ddp)
         divided = sum(x.size for x in jax.tree.leaves(ddp.steps.abstract_state(make_rows()).params))
-        units = ddp.steps.planned(make_rows()).plan.units
-        assert {x.num_passes for x in units} == {1 + regather}
+        assert {x.num_passes for x in ddp.steps.planned(make_rows()).plan.units} == {1 + regather}
         # XLA:CPU drops the barrier that keeps the second gather apart from the first.
         assert sum(x.num_elements for x in read if x.op == "all-gather") == divided
         assert sum(x.num_elements for x in read if x.op == "all-to-all") == divided

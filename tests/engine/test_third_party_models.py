@@ -196,10 +196,9 @@ def test_a_loss_reads_what_its_model_has_sown(collection):
 
 
 def test_what_is_no_flax_module_is_told_what_would_be():
-    pair = collections.namedtuple("Transformed", "init apply")(len, len)
     for model, message in (
         (lambda params, x: x, "model is function"),
-        (pair, "model is Transformed"),
+        (collections.namedtuple("Transformed", "init apply")(len, len), "model is Transformed"),
         (MLP, "model is the class MLP"),
         ({"params": {}}, "model is dict"),
     ):
@@ -265,8 +264,7 @@ def test_a_model_may_keep_a_cache_while_it_is_evaluated():
         return nn.Dense(1)(x)[:, 0]
 
     ddp = wrapped(Of(decoder), loss=squares)
-    state = ddp.init(0, make_rows())
-    assert ddp.evaluate(state, [make_rows(), make_rows(5)])["examples"] == 21
+    assert ddp.evaluate(ddp.init(0, make_rows()), [make_rows(), make_rows(5)])["examples"] == 21
 
 
 def test_a_model_that_trains_where_it_has_keys_for_dropout_is_evaluated_without():

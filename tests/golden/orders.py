@@ -37,10 +37,9 @@ ORDERS = {
 
 def rows(order, num_processes):
     """The first rows of a run, as its processes read them, in the order of the global batch."""
-    examples = ArrayExamples({"x": np.arange(NUM_EXAMPLES)})
     readers = [
         TrainBatches(
-            examples,
+            ArrayExamples({"x": np.arange(NUM_EXAMPLES)}),
             global_batch_size=BATCH,
             order=ORDERS[order](),
             process_index=process,

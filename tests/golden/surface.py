@@ -31,8 +31,7 @@ def names():
     for name, value in public().items():
         found[name] = signature(value)
         if inspect.isclass(value):
-            members = {**vars(value), **getattr(value, "__annotations__", {})}
-            for member in sorted(members):
+            for member in sorted({**vars(value), **getattr(value, "__annotations__", {})}):
                 if not member.startswith("_"):
                     found[f"{name}.{member}"] = signature(vars(value).get(member))
     return found

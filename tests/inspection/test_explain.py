@@ -82,8 +82,7 @@ def test_the_command_explains_the_step_of_a_job_and_runs_nothing(tmp_path, monke
     assert main([*job, "mesh.num_devices=2"]) == 0
     assert capsys.readouterr().out.startswith("A step sends ")
     assert main([*job, "mesh.num_devices=1", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["verdict"] == "Nothing is sent: there is one device."
+    assert json.loads(capsys.readouterr().out)["verdict"] == "Nothing is sent: there is one device."
     assert main([*job, "model.nme=mlp"]) == 2
     assert not list(tmp_path.iterdir())
 
@@ -171,8 +170,7 @@ KIB = 1 / 1024
 
 def step_collectives(model, **options):
     ddp, batch = wrapped(model, mesh=None, **options), make_batch()
-    text = ddp.steps.lower(batch).compile().as_text()
-    return ddp.steps.planned(batch).plan, collectives(text)
+    return ddp.steps.planned(batch).plan, collectives(ddp.steps.lower(batch).compile().as_text())
 
 
 @pytest.mark.parametrize("bucket_mb", [0.1 * KIB, 0.5 * KIB, 25])

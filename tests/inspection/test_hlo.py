@@ -96,8 +96,7 @@ def test_an_instruction_is_read_with_its_shapes_operands_and_attributes():
 
 def test_texts_without_percent_signs_are_read_alike_and_parameters_have_a_number():
     old = last(make_program("%r = f32[2]{0} add(f32[2]{0} %v, f32[2]{0} %x.2), metadata={}"))
-    new = last(make_program("r = f32[2]{0} add(v, x.2), metadata={}"))
-    assert old == new
+    assert old == last(make_program("r = f32[2]{0} add(v, x.2), metadata={}"))
     program = make_program("%c = s32[2]{0} constant({1, 2})")  # which has no operands
     assert [x.number for x in program.entry.instructions] == [0, 1, 2, None]
     assert (program.entry.instructions[1].name, last(program).operands) == ("x", ())

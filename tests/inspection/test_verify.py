@@ -163,10 +163,7 @@ def test_products_are_compared_exactly_on_a_gpu_which_is_told_unless_training_do
 
 
 def test_products_of_a_precision_that_the_model_names_are_allowed_its_roundings(gpu):
-    def coarse(m, x, train):
-        return nn.Dense(NUM_CLASSES, precision="default")(x)
-
-    report = verified(Of(coarse))
+    report = verified(Of(lambda m, x, train: nn.Dense(NUM_CLASSES, precision="default")(x)))
     assert report.passed, report
     assert {x.allowed for x in report.comparisons} == {8 * 2**-11, 0.05}
 
@@ -182,8 +179,7 @@ def test_what_is_not_finite_on_both_is_named_and_nothing_else_guessed():
 @pytest.mark.slow
 def test_random_numbers_of_the_host_or_of_one_key_are_found():
     draw = np.random.default_rng().uniform
-    report = verified(loss=lambda *given: loss_fn(*given)[0] * draw(1, 2))
-    assert "Two traces" in report.findings[0]
+    assert "Two traces" in verified(loss=lambda *given: loss_fn(*given)[0] * draw(1, 2)).findings[0]
     assert "not from the key of the step" in verified(**ONE_KEY).findings[0]
 
 

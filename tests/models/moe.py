@@ -63,6 +63,5 @@ def loss_fn(model, batch, train):
 
 
 def make_batch(rows, seed):
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(NUM_TOKENS, size=(rows, LENGTH), dtype=np.int32)
+    tokens = np.random.default_rng(seed).integers(NUM_TOKENS, size=(rows, LENGTH), dtype=np.int32)
     return {"tokens": tokens, "next": (3 * tokens + 1) % NUM_TOKENS}

@@ -49,6 +49,5 @@ def loss_fn(model, batch, train):
 
 
 def make_batch(rows, seed):
-    rng = np.random.default_rng(seed)
-    first, by = rng.integers(NUM_TOKENS, size=(2, rows, 1), dtype=np.int32)
+    first, by = np.random.default_rng(seed).integers(NUM_TOKENS, size=(2, rows, 1), dtype=np.int32)
     return {"tokens": (first + by * np.arange(LENGTH + 1, dtype=np.int32)) % NUM_TOKENS}

@@ -22,8 +22,7 @@ class VAE(nn.Module):
         if train:
             noise = jax.random.normal(self.make_rng("noise"), mean.shape)
             z = mean + jnp.exp(0.5 * log_variance) * noise
-        logits = nn.Dense(SIZE)(nn.tanh(nn.Dense(self.width)(z)))
-        return logits, mean, log_variance
+        return nn.Dense(SIZE)(nn.tanh(nn.Dense(self.width)(z))), mean, log_variance
 
 
 def loss_fn(model, batch, train):

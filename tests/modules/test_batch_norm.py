@@ -344,8 +344,7 @@ def test_a_batch_or_a_group_without_a_valid_row_leaves_the_statistics_as_they_we
     if isinstance(mode, jddp.SyncBatchNorm):
         state, x = ddp.step(state, rows(num_valid=8))[0], rows()["x"][:8]
         # The mean of both groups: one moves halfway, as its momentum says, the other stays.
-        new = x.mean(0), x.var(0)
-        want = [0.75 * a + 0.25 * b for a, b in zip(before, new, strict=True)]
+        want = [0.75 * a + 0.25 * b for a, b in zip(before, (x.mean(0), x.var(0)), strict=True)]
         close(statistics(state), want, rtol=1e-4, atol=0)
 
 
@@ -353,8 +352,7 @@ def test_a_batch_or_a_group_without_a_valid_row_leaves_the_statistics_as_they_we
 @pytest.mark.parametrize("overlap, parts", [(False, 4), (True, 2)])
 def test_running_statistics_move_once_a_step_however_many_micro_batches(kind, overlap, parts):
     """The judge moves them once, towards the mean of the micro-batches' own."""
-    reduction = jddp.Reduction(overlap=overlap)
-    ddp = wrapped(kind(), mesh=2, accumulate_steps=parts, reduction=reduction)
+    ddp = wrapped(kind(), mesh=2, accumulate_steps=parts, reduction=jddp.Reduction(overlap=overlap))
     batch = {name: x for name, x in rows(16).items() if name != "mask"}
     state = ddp.init(0, batch)
     old = statistics(state)

@@ -62,8 +62,7 @@ class ResidualBlock(nn.Module):
 
 
 def convolution(num_inputs, num_outputs, size, stride):
-    padding = size // 2
-    conv = nn.Conv2d(num_inputs, num_outputs, size, stride, padding, bias=False)
+    conv = nn.Conv2d(num_inputs, num_outputs, size, stride, size // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight)
     return conv
 

@@ -168,8 +168,7 @@ def page(name):
 
 
 def test_every_public_name_has_a_page_in_one_group():
-    grouped = [name for group in STAGE["API"].values() for name in group]
-    assert sorted(grouped) == PUBLIC
+    assert sorted(name for group in STAGE["API"].values() for name in group) == PUBLIC
 
 
 def test_every_key_of_a_config_has_its_type_default_and_effect():
@@ -213,8 +212,7 @@ def test_every_field_of_the_files_of_a_run_is_in_the_page(tmp_path):
     fields = [set(json.loads(line)) for line in lines]
     fields.append(set(json.loads((tmp_path / "manifest.json").read_text())))
     fields.append(set(json.loads((folder / "run.json").read_text())))
-    arrays = json.loads((folder / "arrays.json").read_text())
-    fields += [set(about) for about in arrays.values()]
+    fields += [set(about) for about in json.loads((folder / "arrays.json").read_text()).values()]
     assert not set.union(*fields) - named - {"accuracy"}
 
 
@@ -298,8 +296,7 @@ def test_the_program_and_the_config_of_the_tutorial_run(tmp_path):
 def test_the_program_of_the_page_on_sweeps_runs_its_trials(tmp_path):
     job = {"model": {"name": "mlp"}, "mesh": {"num_devices": 2}, "train": {"num_steps": 4}}
     (tmp_path / "a.yaml").write_text(json.dumps(job | {"data": {"global_batch_size": 1000}}))
-    printed = run_page("sweeps", lambda block: True, tmp_path)
-    assert "{'learning_rate': 0." in printed
+    assert "{'learning_rate': 0." in run_page("sweeps", lambda block: True, tmp_path)
     (study,) = (tmp_path / "runs" / "a").iterdir()
     assert len([*study.iterdir()]) == 10
 

@@ -112,8 +112,7 @@ def test_stages_send_boundaries_and_have_the_loss_and_gradients_of_the_whole_mod
     def whole(rows):
         boundary = stages[0](rows[0], batch["image"])
         of_heads = [head(row, boundary) for head, row in zip(stages[1:], rows[1:], strict=True)]
-        losses = [two_stages["cross_entropy"](x, batch["label"]) for x in of_heads]
-        return jnp.stack(losses).mean()
+        return jnp.stack([two_stages["cross_entropy"](x, batch["label"]) for x in of_heads]).mean()
 
     want_loss, want = jax.value_and_grad(whole)(jax.device_get(rows))
     loss, got = gradients(rows, batch)

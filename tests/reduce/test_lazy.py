@@ -156,8 +156,7 @@ def gradients(program, w, x, *, keeps=False, exchange=VECTORS):
         traced = jax.make_jaxpr(program)(jax.ShapeDtypeStruct(w.shape, w.dtype), x)
 
         def loss(part):
-            given = [Part(part, dim, w.shape), x]
-            return lazy.evaluate(traced, given, [MOVED, GIVEN])[0]
+            return lazy.evaluate(traced, [Part(part, dim, w.shape), x], [MOVED, GIVEN])[0]
 
         return jax.grad(loss if keeps else jax.checkpoint(loss, policy=forget))(part)
 
@@ -286,8 +285,7 @@ def test_nothing_made_of_parameters_alone_is_kept_for_the_backward_pass(name):
         kept.extend(leaf.shape for leaf in jax.tree.leaves(pullback) if leaf is not part)
         return value
 
-    spec = P(*[None] * dim, "data")
-    jax.eval_shape(on_replicas(replica, (spec, P()), P()), w, x)
+    jax.eval_shape(on_replicas(replica, (P(*[None] * dim, "data"), P()), P()), w, x)
     assert kept
     assert not [shape for shape in kept if shape[-2:] == (WIDTH, WIDTH)]
 

@@ -381,8 +381,7 @@ def test_a_hook_may_take_its_gradients_one_by_one(place):
 
     def reduce(bucket, comm_state, axis):
         seen.append(([x.shape for x in bucket.leaves], bucket.planned.shapes, len(bucket.values)))
-        leaves = [lax.pmean(x, axis) for x in bucket.leaves]
-        return bucket.with_leaves(leaves), comm_state
+        return bucket.with_leaves([lax.pmean(x, axis) for x in bucket.leaves]), comm_state
 
     def gradients(hook):
         model = nn.Sequential([nn.Dense(256), nn.Dense(256), nn.Dense(4)])
@@ -396,8 +395,7 @@ def test_a_hook_may_take_its_gradients_one_by_one(place):
 
 
 def test_a_hook_that_remembers_needs_a_batch_to_plan_by():
-    reduction = jddp.Reduction(hook=counting([], []))
-    ddp = tiny.wrapped(NnxConvNet(nnx.Rngs(0)), reduction=reduction)
+    ddp = tiny.wrapped(NnxConvNet(nnx.Rngs(0)), reduction=jddp.Reduction(hook=counting([], [])))
     with pytest.raises(jddp.Error, match="init needs batch="):
         ddp.init()
     batch = make_batch()
@@ -449,8 +447,7 @@ RETURNED = {
 @in_both_places
 @pytest.mark.parametrize("reduce, gradient", RETURNED.values(), ids=RETURNED)
 def test_what_a_hook_returns_is_the_gradient(reduce, gradient, place):
-    hook = stateless(reduce)
-    options = joined(place, reduction=jddp.Reduction(hook=hook))
+    options = joined(place, reduction=jddp.Reduction(hook=stateless(reduce)))
     ddp = wrapped(PLANE, lambda m, b: m(b["rank"]), optimizer=optax.sgd(1.0), **options)
     state, _ = ddp.step(ddp.init(0, RANKS), RANKS)
     np.testing.assert_array_equal(state.params["w"], np.full((2, 2), -gradient))

@@ -1,5 +1,7 @@
 """Class weights: the weighted mean of PyTorch, over all replicas."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,15 +26,12 @@ def weighted_mean(logits, labels):
     return (of_rows * losses).sum() / of_rows.sum()
 
 
-def weighted_loss(model, batch, train):
-    return cross_entropy(model, batch, train, class_weights=WEIGHTS)
-
-
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_the_loss_is_the_weighted_mean_of_pytorch_however_classes_are_spread(num_devices):
     x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
     batch = {"x": x, "label": LABELS}  # with eight devices only two of them have rare classes
-    ddp = jddp.DataParallel(nn.Dense(3), optax.sgd(1.0), weighted_loss, mesh=num_devices)
+    loss = functools.partial(cross_entropy, class_weights=WEIGHTS)
+    ddp = jddp.DataParallel(nn.Dense(3), optax.sgd(1.0), loss, mesh=num_devices)
     state = ddp.init(seed=0, batch=batch)
     before = jax.device_get(state.params)
     logits = x @ before["kernel"] + before["bias"]

@@ -121,8 +121,7 @@ def test_a_config_evaluates_records_and_saves_by_epoch(mine):
     assert [record["step"] for record in run.evaluations] == [2, 4, 5, 7]
     assert {path.name for path in Path("run/checkpoints").iterdir()} == {"4", "7"}
     again = build(load_config(["run/config.yaml"], [])[0])
-    text = opening(again, "again", "", columns=80)
-    assert "checkpoints every epoch" in text
+    assert "checkpoints every epoch" in opening(again, "again", "", columns=80)
     assert "jddp predict run --data FILE --out FILE" in closing(again, run, columns=80)
 
 
@@ -401,15 +400,13 @@ def test_a_config_evaluates_by_its_own_function_in_training_and_afterwards(mine)
     assert "close" in run.metrics
     assert "within" not in run.metrics
     assert "within" in run.eval_metrics
-    opened = jddp.open_run("run", trust="config")
-    assert opened.evaluate() == pytest.approx(run.evaluate())
+    assert jddp.open_run("run", trust="config").evaluate() == pytest.approx(run.evaluate())
     with pytest.raises(ConfigError, match="loss.eval_target: module 'mine' has no 'withn'"):
         build(own_config(loss={**EVALUATED, "eval_target": "mine:withn"}))
 
 
 def test_code_that_evaluates_is_imported_only_where_it_is_trusted(mine):
-    loss = {"name": "mean_squared_error", "eval_target": "mine:within"}
-    train(own_config(loss=loss))
+    train(own_config(loss={"name": "mean_squared_error", "eval_target": "mine:within"}))
     key = "loss.eval_target 'mine:within', which the run directory names, is not imported"
     with pytest.raises(UsageError, match=key):
         open_run("run", model=None, trust="package").evaluate([{"x": X, "y": X[:, :1]}])
@@ -420,9 +417,8 @@ def test_code_that_evaluates_is_imported_only_where_it_is_trusted(mine):
 
 
 def test_the_config_of_a_run_may_have_keys_of_an_earlier_version(tmp_path, caplog):
-    removed = {"best_mode": "max", "keep_best": 1}
     stored = own_config(checkpoint={"best_metric": "accuracy"}).model_dump()
-    stored["checkpoint"] |= removed
+    stored["checkpoint"] |= {"best_mode": "max", "keep_best": 1}
     stored["train"]["stop"] = {"metric": None, "patience": 3, "mode": "auto", "min_delta": 0.0}
     path = tmp_path / "config.yaml"
     path.write_text(dump_values(stored))
@@ -485,8 +481,7 @@ def test_a_changed_key_is_refused_until_it_is_allowed(mine, capsys):
     assert train(of_steps(3), **rate, **{"checkpoint.allow_changed": [*rate]}).step == 3
     assert "optimizer.learning_rate 0.05 -> 0.5" in printed(capsys)
     (later,) = json.loads(Path("run/manifest.json").read_text())["later_starts"]
-    changed = ["train.num_steps 2 -> 3", "optimizer.learning_rate 0.05 -> 0.5"]
-    assert later["changed"] == changed
+    assert later["changed"] == ["train.num_steps 2 -> 3", "optimizer.learning_rate 0.05 -> 0.5"]
     assert train(of_steps(4), **rate).step == 4
     assert read_yaml(Path("run/config.yaml"))["optimizer"]["learning_rate"] == 0.5
 

@@ -189,13 +189,9 @@ VALUES = [
 ]
 
 
-def through_json(value):
-    return from_plain(json.loads(json.dumps(to_plain(value, "state"))))
-
-
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_values_come_back_equal(value):
-    found = through_json(value)
+    found = from_plain(json.loads(json.dumps(to_plain(value, "state"))))
     assert found == value or repr(found) == repr(value)  # NaN
     assert type(found) is type(value) or isinstance(value, dict)
 

@@ -54,8 +54,7 @@ FIELDS = {
 @given(st.builds(Progress, **FIELDS))
 def test_any_progress_that_is_written_is_read_back_equal(progress):
     assert FIELDS.keys() == {field.name for field in dataclasses.fields(Progress)}
-    text = json.dumps(progress.to_json())
-    assert Progress.from_json(progress.step, json.loads(text)) == progress
+    assert Progress.from_json(progress.step, json.loads(json.dumps(progress.to_json()))) == progress
 
 
 NUM_ROWS, BAD = 576, 60  # a spike needs losses before it
@@ -140,8 +139,7 @@ def test_periods_in_steps_and_in_parts_of_an_epoch_stand_side_by_side(plain):
 
 def test_the_padding_of_a_last_batch_is_no_part_of_an_epoch(plain):
     given = {"global_batch_size": 12, "num_epochs": 2, "evaluate": make_batch(6), **EACH}
-    run = jddp.fit(plain, make_batch(NUM_EXAMPLES), **given)
-    assert epochs_of(run, "eval") == {2: 1.2, 4: 2.0}
+    assert epochs_of(jddp.fit(plain, make_batch(NUM_EXAMPLES), **given), "eval") == {2: 1.2, 4: 2.0}
 
 
 @pytest.mark.parametrize("size", [2, 8, 16])

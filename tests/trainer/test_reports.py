@@ -42,8 +42,7 @@ def test_a_run_directory_is_made_with_config_and_manifest_which_come_back_withou
 
 
 def test_all_processes_check_and_only_the_writer_writes(tmp_path):
-    reader = prepared(tmp_path / "new", is_writer=False)
-    reader.metrics.log({"step": 1})
+    prepared(tmp_path / "new", is_writer=False).metrics.log({"step": 1})
     assert not (tmp_path / "new").exists()
     begun(tmp_path)
     before = contents(tmp_path)
@@ -111,9 +110,8 @@ def test_a_start_on_other_versions_is_added_to_the_manifest_or_makes_one_after_a
     prepared(tmp_path)
     (tmp_path / "manifest.json").unlink()
     prepared(tmp_path)
-    newer = {**MANIFEST, "versions": {"jax": "0.11"}}
     for _ in range(2):
-        prepared(tmp_path, manifest=newer)
+        prepared(tmp_path, manifest={**MANIFEST, "versions": {"jax": "0.11"}})
     kept = json.loads((tmp_path / "manifest.json").read_text())
     assert kept["versions"] == {"jax": "0.10.2"}
     assert [start["versions"] for start in kept["later_starts"]] == [{"jax": "0.11"}]

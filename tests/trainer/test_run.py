@@ -158,8 +158,7 @@ def test_a_tilde_in_a_path_given_to_the_api_is_the_home_directory(ddp, tmp_path,
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     given = make_batch()
-    run = jddp.fit(ddp, [given], num_steps=1, run_dir="~/run")
-    assert run.run_dir == tmp_path / "run"
+    assert jddp.fit(ddp, [given], num_steps=1, run_dir="~/run").run_dir == tmp_path / "run"
     ddp.init(0, given, params="~/run")
     assert checkpoint_command(["verify", "~/run"]) == 0
     with pytest.raises(UsageError, match="^" + re.escape(f"{tmp_path}/run holds a run")):
@@ -197,14 +196,13 @@ def test_a_second_run_of_a_process_does_not_train_into_the_directory_of_the_firs
 def test_a_url_given_to_the_api_is_refused_before_a_folder_is_made(ddp, tmp_path, monkeypatch, url):
     monkeypatch.chdir(tmp_path)
     given = make_batch()
-    said = r"is a URL, and only a run directory|pip install 'jddp\[s3\]'"
     for call in (
         lambda: jddp.fit(ddp, [given], num_steps=1, run_dir=url),
         lambda: ddp.init(0, given, params=url),
         lambda: jddp.train("gpt_stdlib", **{"run.dir": str(url)}),
         lambda: jddp.open_run(url).model,
     ):
-        with refused(ConfigError, said):
+        with refused(ConfigError, r"is a URL, and only a run directory|pip install 'jddp\[s3\]'"):
             call()
     assert checkpoint_command(["verify", str(url)]) == 2
     assert list(tmp_path.iterdir()) == []
@@ -331,8 +329,7 @@ def test_nothing_of_a_run_is_written_into_another_one_that_takes_its_place(ddp, 
     assert contents(run_dir) == before
     assert failed.value.run.step == NUM_STEPS
     assert trained(tmp_path / "moved") == [1, 2, 3]
-    run = fit_in(tmp_path / "moved", ddp)
-    steps = [x["step"] for x in run.history if x["split"] == "train"]
+    steps = [x["step"] for x in fit_in(tmp_path / "moved", ddp).history if x["split"] == "train"]
     assert trained(tmp_path / "moved") == steps == [*range(1, NUM_STEPS + 1)]
 
 

@@ -34,8 +34,7 @@ def of_objects(request, tmp_path_factory):
     ddp = wrapped(model, batch_norm="local", ema_decay=0.5)
     plan = {"num_steps": 4, "evaluate": jddp.Evaluation(OTHER, "ema"), "eval_every_steps": 2}
     plan |= {"run_dir": tmp_path_factory.mktemp("objects") / "run", "save_every_steps": 2}
-    run = jddp.fit(ddp, make_batches(4), **plan, callbacks=[KeepBest("loss", mode="min")])
-    return run, model
+    return jddp.fit(ddp, make_batches(4), **plan, callbacks=[KeepBest("loss", mode="min")]), model
 
 
 @pytest.mark.parametrize("num_devices", swept([1, 2, 8], every=3))

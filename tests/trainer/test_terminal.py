@@ -119,8 +119,7 @@ LINES = [
 
 @pytest.mark.parametrize("given, columns, middle", LINES)
 def test_a_train_line_has_what_matters_most_and_fits(given, columns, middle):
-    line = train_line(RECORD | given, Course(1170), columns)
-    assert line == f"{HEAD}  {middle}  {END}"
+    assert train_line(RECORD | given, Course(1170), columns) == f"{HEAD}  {middle}  {END}"
 
 
 def report(records=(RECORD,), is_writer=True):

@@ -86,8 +86,7 @@ def test_rates_of_a_batch_of_another_size_are_those_of_its_rows():
 
 def test_kernels_that_no_trace_shows_are_named(monkeypatch, caplog):
     monkeypatch.setattr(reporter, "uncounted", lambda traced: {"while", "pallas_call"})
-    ddp = wrapped()
-    assert measure(ddp, make_batch(8)).per_step["model_flops_per_second"] == 8 * FLOPS_PER_ROW
+    assert measure(wrapped(), make_batch(8)).per_step["model_flops_per_second"] == 8 * FLOPS_PER_ROW
     assert caplog.messages == ["A step has more FLOPs than are reported, in pallas_call, while."]
 
 

@@ -62,7 +62,6 @@ def test_an_object_that_only_adds_is_trained_evaluated_saved_and_resumed(tmp_pat
 def test_a_new_run_evaluates_one_batch_before_its_first_step_without_a_record(tmp_path):
     adding = Adding()
     options = {"run_dir": tmp_path, "evaluate": BATCHES[:2]}
-    run = jddp.fit(adding, BATCHES, num_steps=2, **options)
-    assert [x["step"] for x in run.evaluations] == [2]
+    assert [x["step"] for x in jddp.fit(adding, BATCHES, num_steps=2, **options).evaluations] == [2]
     jddp.fit(adding, BATCHES, num_steps=4, **options)  # resumes: its evaluation has run
     assert adding.seen == [(0, 1), (2, 2), (4, 2)]

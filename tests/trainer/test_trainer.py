@@ -129,8 +129,7 @@ def test_fit_takes_bitwise_the_steps_of_a_bare_loop_on_whatever_can_become_array
 def test_a_dict_of_arrays_is_evaluated_and_predicted_as_fit_takes_it(plain):
     examples = make_batch(24, seed=10)
     run = jddp.fit(plain, batches(), num_steps=2, evaluate=examples, seed=1)
-    want = plain.evaluate(run.state, [examples])
-    assert run.evaluate(examples) == run.evaluate() == want
+    assert run.evaluate(examples) == run.evaluate() == plain.evaluate(run.state, [examples])
     np.testing.assert_array_equal(run.predict(examples), run.predict([examples]))
     for call in (plain.evaluate, plain.predict):
         for wrong in (examples, examples["x"], lambda: [examples]):
@@ -169,8 +168,7 @@ def test_the_metrics_file_holds_a_line_for_each_report(ddp, tmp_path):
 def test_a_state_that_has_steps_behind_it_takes_only_those_that_are_left(plain, tmp_path):
     (want, _), (state, _) = (bare_loop(plain, batches(), num) for num in (NUM_STEPS, 4))
     plan = {"num_steps": NUM_STEPS, "run_dir": tmp_path, "log_every_steps": 1}
-    run = jddp.fit(plain, batches()[4:], state=state, **plan)
-    assert_same(run.state, want)
+    assert_same(jddp.fit(plain, batches()[4:], state=state, **plan).state, want)
     assert [record["step"] for record in records(tmp_path)] == [5, 6]
     assert newest(tmp_path / "checkpoints", want)[0] == NUM_STEPS
     plain.step(state, make_batch(8))
@@ -514,8 +512,7 @@ def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(
     plain, tmp_path, capsys, every
 ):
     plan = {"eval_every_steps": None, "save_every_steps": every}
-    stop = at(2, lambda run: run.stop("enough"))
-    run = fit(plain, batches(), tmp_path, callbacks=[stop], **plan)
+    run = fit(plain, batches(), tmp_path, callbacks=[at(2, lambda run: run.stop("enough"))], **plan)
     # The step after the one that was reported was under way, unless a save had drained the loop.
     assert run.step == (3 if every == 50 else 2)
     assert run.stopped == "enough"
@@ -604,8 +601,7 @@ def test_a_folder_of_one_checkpoint_holds_that_of_the_life_that_saved_last(plain
 def test_a_state_that_is_restored_and_evaluated_is_not_written_again(plain, tmp_path):
     fit(plain, batches(), tmp_path, evaluate=None)
     before = (tmp_path / "checkpoints" / str(NUM_STEPS)).stat().st_ino
-    run = fit(plain, batches(), tmp_path)
-    assert run.eval_metrics["step"] == NUM_STEPS
+    assert fit(plain, batches(), tmp_path).eval_metrics["step"] == NUM_STEPS
     assert (tmp_path / "checkpoints" / str(NUM_STEPS)).stat().st_ino == before
 
 
@@ -624,13 +620,11 @@ def test_callbacks_remember_the_evaluations_before_a_resume_and_the_best_checkpo
     assert f"best loss {best.best:.4g} at step {first}, in {tmp_path}/best/" in printed(capsys)
     kept = sorted([first, *others])
     assert best_of(run) == kept
-    lines = [*reader.checkpoint_lines(tmp_path / "best")]
-    for step, line in zip(kept, lines, strict=True):
+    for step, line in zip(kept, [*reader.checkpoint_lines(tmp_path / "best")], strict=True):
         assert line.split()[0] == str(step)
         assert f"loss {run.evaluations[step - 1]['loss']:.4g}" in line
     for step in (first, others[0]):
-        opened = jddp.open_run(tmp_path, model=MLP(), loss_fn=loss_fn, checkpoint="best")
-        assert opened.step == step
+        assert jddp.open_run(tmp_path, model=MLP(), loss_fn=loss_fn, checkpoint="best").step == step
         next((tmp_path / "best" / str(step)).rglob("arrays.json")).write_text("{}")
 
 
@@ -693,9 +687,7 @@ def test_a_best_checkpoint_that_is_asked_for_later_is_one_that_can_be_kept(
     train(4, [1, 3, 2, 2], [])  # the best state, of step 2, is not kept
     train(4, [1], [jddp.KeepBest("score", mode=mode, keep=keep)])  # has nothing to do
     assert "/best/" not in printed(capsys)
-    best = jddp.KeepBest("score", mode=mode, keep=keep)
-    run = train(7, [0, 1, 2], [best])
-    assert best_of(run) == kept
+    assert best_of(train(7, [0, 1, 2], [jddp.KeepBest("score", mode=mode, keep=keep)])) == kept
     value = {4: 2, 5: 0}[kept[0]]
     assert f"best score {value} at step {kept[0]}, in {tmp_path}/best/{kept[0]}" in printed(capsys)
     assert best_of(train(8, [0.5], [jddp.KeepBest("score", mode=mode, keep=keep)])) == kept

@@ -39,8 +39,7 @@ def test_the_core_passes_its_tests_and_trains_without_the_tools(core):
     paths = [ROOT / "tests" / name for name in QUICK]
     done = run(core, "-m", "pytest", "-q", "-n", 0, "-c", ROOT / "pyproject.toml", *paths)
     assert done.returncode == 0, done.stdout
-    keys = ["train.num_steps=2", "run.dir=run"]
-    done = run(core, "-m", "jddp.train", *keys)
+    done = run(core, "-m", "jddp.train", "train.num_steps=2", "run.dir=run")
     assert done.returncode == 0, done.stderr
     assert (core / "run" / "metrics.jsonl").exists()
     assert not (core / "run" / "report.html").exists()

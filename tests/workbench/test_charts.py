@@ -33,8 +33,7 @@ def test_a_long_curve_is_thinned_to_points_with_the_range_of_their_values():
 
 def test_a_short_curve_is_kept_as_it_is_and_values_that_are_not_finite_are_left_out():
     curve = Thinned()
-    values = [1.0, None, 3, math.nan, math.inf, 10**400, 2.5]
-    for step, value in enumerate(values, 1):
+    for step, value in enumerate([1.0, None, 3, math.nan, math.inf, 10**400, 2.5], 1):
         curve.add(step, value)
     assert (curve.steps, curve.values) == ([1, 3, 7], [1, 3, 2.5])
     assert (curve.smallest, curve.largest) == ((1, 1), (3, 3))

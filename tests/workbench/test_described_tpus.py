@@ -33,8 +33,7 @@ def large(explanation):
 @pytest.mark.aot
 def test_a_fully_sharded_step_gathers_parameters_and_scatters_gradients_on_tpus():
     found = explained("v5e", strategy="fsdp")
-    ops = [x.op for x in large(found)]
-    assert sorted(set(ops)) == ["all-gather", "reduce-scatter"]
+    assert sorted({x.op for x in large(found)}) == ["all-gather", "reduce-scatter"]
     assert "Compiled for 8 x TPU v5 lite on 2 hosts" in str(found)
     assert json.dumps(found.as_json()["prediction"])
 

@@ -58,8 +58,7 @@ def test_a_run_leaves_as_a_state_dict_and_as_a_folder_that_transformers_read(
         assert {*opened.keys()} == tensors.keys()
     config = json.loads((folder / "config.json").read_text())
     assert (config["model_type"], config["n_embd"], config["n_layer"]) == ("gpt2", 8, 1)
-    names = {"README.md", "config.json", "model.safetensors"}
-    assert {x.name for x in folder.iterdir()} == names
+    assert {x.name for x in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"}
 
 
 def test_a_folder_without_names_has_the_arrays_and_the_model_of_the_run(run_dir, tmp_path):

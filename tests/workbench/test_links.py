@@ -25,8 +25,7 @@ def test_a_ring_takes_its_hops_and_the_bytes_that_each_gpu_sends():
     # Twice around: six hops, and 2 * 3/4 of 100 MB at 100 GB/s.
     assert found.seconds == pytest.approx(START + 6e-6 + 1.5e-3)
     assert fabric.sent(100_000_000) == 150_000_000
-    half = fabric.best(100_000_000, "all-gather")
-    assert half.seconds == pytest.approx(START + 3e-6 + 0.75e-3)
+    assert fabric.best(100_000_000, "all-gather").seconds == pytest.approx(START + 3e-6 + 0.75e-3)
     assert fabric.sent(100_000_000, "all-gather") == 75_000_000
 
 
@@ -42,8 +41,7 @@ def test_over_hosts_small_payloads_take_a_tree_and_large_ones_a_ring():
 
 
 def test_where_adapters_are_slow_each_gpu_reduces_its_part_between_hosts():
-    links = TOY | {"nic": Link(1e9, 10e-6, "")}
-    found = Fabric(2, 8, links).best(10**9)
+    found = Fabric(2, 8, TOY | {"nic": Link(1e9, 10e-6, "")}).best(10**9)
     assert found.algorithm == "hierarchical"
     within = 2 * START + 14e-6 + 2 * 7 / 8 * 1e9 / 100e9
     between = START + 20e-6 + 2 * 1 / 2 * 1e9 / 8 / 1e9

@@ -36,8 +36,7 @@ def test_a_trial_trains_with_suggested_values_and_has_the_value_of_its_best_eval
 
 
 def test_a_pruned_trial_ends_at_the_evaluation_that_decided(tmp_path):
-    trials = search(tmp_path, 0)
-    ends = [(x["state"], records(Path(x["run_dir"]))[-1]["step"]) for x in trials]
+    ends = [(x["state"], records(Path(x["run_dir"]))[-1]["step"]) for x in search(tmp_path, 0)]
     assert ends == [("COMPLETE", 6), ("PRUNED", 4)] * 2
 
 
@@ -57,8 +56,7 @@ def test_the_folder_of_a_trial_with_other_values_is_refused(tmp_path):
     def search(num_steps, **others):
         study = optuna.create_study(study_name="anew")  # in memory, so its trials begin at 0
         study.enqueue_trial({"rate": 0.1})
-        options = {"train.num_steps": num_steps, **others}
-        study.optimize(of_loss(tmp_path, **options), n_trials=1)
+        study.optimize(of_loss(tmp_path, **{"train.num_steps": num_steps, **others}), n_trials=1)
         return study.trials[0]
 
     first = search(4)

@@ -175,8 +175,7 @@ def test_an_empty_directory_has_a_page_that_says_so(tmp_path):
 def test_a_damaged_or_foreign_run_has_a_page(run, seed):
     rng = random.Random(seed)
     for name in ("metrics.jsonl", "config.yaml", "manifest.json", "logs/events.jsonl"):
-        text = (run / name).read_text()
-        parts = re.split(r"(\d+(?:\.\d+)?)", text)
+        parts = re.split(r"(\d+(?:\.\d+)?)", (run / name).read_text())
         odd = [rng.choice(ODD) if i % 2 and rng.random() < 0.1 else x for i, x in enumerate(parts)]
         content = bytearray("".join(odd).encode())
         for _ in range(rng.choice([0, 3, 50])):

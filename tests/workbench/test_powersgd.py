@@ -53,17 +53,14 @@ class Linear(nn.Module):
         return jnp.einsum("ij,bij->b", w, x) + x[:, 0] @ b
 
 
-def output(model, batch):
-    return model(batch["x"]).astype(jnp.float32)
-
-
 def matrices(num=16, *, seed=0):
     return np.random.default_rng(seed).normal(size=(num, *SIDES)).astype(np.float32)
 
 
 def linear(hook, model=None, **options):
     options = joined(options, reduction=jddp.Reduction(hook=hook))
-    return wrapped(model or Linear(), output, optimizer=optax.sgd(1.0), **options)
+    options["optimizer"] = optax.sgd(1.0)
+    return wrapped(model or Linear(), lambda m, b: m(b["x"]).astype(jnp.float32), **options)
 
 
 def through(ddp, batches, state=None):
@@ -118,8 +115,7 @@ def test_after_steps_of_zeros_gradients_get_through():
     early, late = np.zeros((2, 16, *SIDES), np.float32)
     early[:, :4, :3] = 1
     late[:, 4:, 3:] = 1
-    hook = powersgd(error_feedback=False)
-    ddp = linear(hook)
+    ddp = linear(powersgd(error_feedback=False))
     state = through(ddp, [{"x": x} for x in (early, 0 * early, 0 * early, late, late)])
     # Twice the late one, or once where a step was needed to find it again.
     w = -host(state.params["w"])

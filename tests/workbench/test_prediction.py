@@ -53,11 +53,10 @@ def prediction(transfers, plan, topology="1x8", **fields):
 
 
 def of_buckets(num, **fields):
-    plan = BucketPlan(tuple(map(bucket, range(num))))
     sent = [transfer(i, f"bucket_{i}", 0.03 + 0.06 * i / num) for i in range(num)]
     sent.append(transfer(num, "metrics", 0.098, size=4, waited=0.1e-3))
     sent[0] = dataclasses.replace(sent[0], waited_seconds=0.4e-3)
-    return prediction(sent, plan, **fields)
+    return prediction(sent, BucketPlan(tuple(map(bucket, range(num)))), **fields)
 
 
 def test_the_verdict_says_what_leaves_and_what_waits():
@@ -88,9 +87,8 @@ def test_the_text_fits_a_terminal_and_lists_each_bucket_and_each_assumption():
 
 
 def test_each_bucket_has_its_algorithm_and_what_that_moves():
-    found = of_buckets(2, topology="8x8")
     sent, by_host = 2 * 63 / 64 * 100_000, 2 * 7 / 8 * 100_000
-    for told in found.as_json()["transfers"][:2]:
+    for told in of_buckets(2, topology="8x8").as_json()["transfers"][:2]:
         assert (told["algorithm"], told["hops"]) == ("tree LL", 2 * (7 + 3))
         assert told["sent_bytes_per_device"] == pytest.approx(sent)
         assert told["sent_bytes_per_host"] == pytest.approx(by_host)
@@ -100,10 +98,9 @@ def test_gathers_are_named_by_the_units_of_their_sizes_forward_and_back():
     units = [GatheredUnit(bucket(i, size), 1, 2) for i, size in enumerate((1000, 8000, 8000))]
     there = "jvp(unit_of_parameters)"
     back = "transpose(jvp())/unit_of_parameters"
-    sizes = [1000, 8000, 8000, 8000, 8000, 1000]
     sent = [
         transfer(i, there if i < 3 else back, 0.01 * i, op="all-gather", size=size)
-        for i, size in enumerate(sizes)
+        for i, size in enumerate([1000, 8000, 8000, 8000, 8000, 1000])
     ]
     found = prediction(sent, BucketPlan((), units=tuple(units)))
     labels = [x.label for x in found.groups]

@@ -1,6 +1,7 @@
 """A run leaves its page, however it ends, and never fails because of it."""
 
 import pytest
+from runs import at
 from tiny import make_batch, wrapped
 
 import jddp
@@ -8,13 +9,8 @@ from jddp.workbench import run_page
 from jddp.workbench.facts import read_facts
 
 
-class Failing(jddp.Callback):
-    """Fails after a step."""
-
-    def on_step(self, run, metrics):
-        """Raises an error after the third step."""
-        if metrics["step"] == 3:
-            raise ValueError("a <callback> has failed")
+def fail(*_):
+    raise ValueError("a <callback> has failed")
 
 
 def fit(run_dir, num_steps=12, **options):
@@ -40,7 +36,7 @@ def test_a_run_ends_with_its_page_and_a_longer_one_replaces_it(tmp_path):
 
 def test_a_run_that_fails_has_a_page_that_begins_with_the_error(tmp_path):
     with pytest.raises(ValueError, match="a <callback> has failed"):
-        fit(tmp_path, callbacks=[Failing()])
+        fit(tmp_path, callbacks=[at(3, fail)])
     page = page_of(tmp_path)
     assert "<h1>ended by an error after step 4 of 12</h1>" in page
     assert "ValueError: a &lt;callback&gt; has failed" in page
@@ -52,10 +48,7 @@ def test_a_run_that_fails_has_a_page_that_begins_with_the_error(tmp_path):
 
 
 def test_a_page_that_cannot_be_made_is_a_warning(tmp_path, monkeypatch, caplog):
-    def fail(facts):
-        raise LookupError("no such thing")
-
     monkeypatch.setattr(run_page, "draw_run", fail)
     assert fit(tmp_path).step == 12
-    assert "report is not written: LookupError('no such thing')" in caplog.messages
+    assert "report is not written: ValueError('a <callback> has failed')" in caplog.messages
     assert not (tmp_path / "report.html").exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_files import rows_of
 
 from jddp.commands.prepare import data_command as main
 from jddp.data import make_source
@@ -13,18 +14,12 @@ from jddp.data.source import spec_of
 from jddp.ground.errors import ConfigError, DataError
 from jddp.workbench.tokenize import BYTES, documents_in, tokenizer_in, write_tokens
 
-
-def take_all(examples):
-    return examples.take(np.arange(len(examples)))
-
-
 TEXTS = [f"document {i} of some length " * (i % 3 + 1) for i in range(40)]
 
 
 def written(tmp_path, tokenizer=None, **options):
     directory = tmp_path / "tokens"
-    index = write_tokens(TEXTS, directory, tokenizer=tokenizer or BYTES, **options)
-    return directory, index
+    return directory, write_tokens(TEXTS, directory, tokenizer=tokenizer or BYTES, **options)
 
 
 def test_text_that_is_written_as_tokens_is_read_back(tmp_path):
@@ -44,7 +39,7 @@ def test_text_that_is_written_as_tokens_is_read_back(tmp_path):
     assert sorted(seen) == sorted(TEXTS)
     assert counts == index["tokens"]
     assert len(documents) > 3
-    predicted = sum(take_all(part)["mask"].sum() for part in (data.train, data.test))
+    predicted = sum(rows_of(part)["mask"].sum() for part in (data.train, data.test))
     assert predicted == sum(counts.values()) - len(TEXTS)  # all but the first of a document
 
 
@@ -70,8 +65,7 @@ def test_a_tokenizer_of_hugging_face_writes_its_own_tokens(tmp_path):
     assert sum(index["bytes"].values()) == sum(len(text) for text in TEXTS)
     source = make_source("tokens", directory=str(directory), kwargs={"sequence_length": 2})
     assert source.bytes_per_token == index["bytes"]["test"] / index["tokens"]["test"] > 3
-    tokens = np.load(directory / "train-00000.npy")
-    texts = " ".join(words[i] for i in tokens).split(" <end>")
+    texts = " ".join(words[i] for i in np.load(directory / "train-00000.npy")).split(" <end>")
     assert set(" ".join(t.split()) for t in texts if t) < {" ".join(t.split()) for t in TEXTS}
     with pytest.raises(ConfigError, match="has no token '<eos>'"):
         tokenizer_in(path, end_of_document="<eos>")

@@ -88,8 +88,7 @@ def write_cases(folder, cases):
 
 
 def loss_fn(model, batch):
-    logits = model(batch["inputs"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"])
 
 
 def train_case(folder, name, **options):

@@ -51,8 +51,7 @@ def work_on():
     """Waits until this process has seen often that the other has left, and might judge it."""
     failure._PATIENCE, seen, listener = 0.0, 0, failure.Listener()
     while seen < 3:
-        others = coordination.published(failure._LEFT)
-        seen += bool(others) and not listener.listen()
+        seen += bool(coordination.published(failure._LEFT)) and not listener.listen()
 
 
 ddp = jddp.DataParallel(nn.Dense(1), optax.sgd(0.1), loss_fn)

@@ -117,8 +117,7 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_sum_of_all_losses():
         state, [{n: x[i] for n, x in rows.items()} for i in np.split(range(9), [4])]
     )
     nats = -np.take_along_axis(log_softmax(table)[tokens[:, :-1]], tokens[:, 1:, None], -1)[..., 0]
-    mean = nats[mask > 0].astype(np.float64).mean()
-    assert found["loss"] == pytest.approx(mean, rel=1e-6)
+    assert found["loss"] == pytest.approx(nats[mask > 0].astype(np.float64).mean(), rel=1e-6)
     assert found["perplexity"] == pytest.approx(np.exp(found["loss"]), rel=1e-12)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / np.log(2) / 3.5, rel=1e-12)
     _, metrics = ddp.step(state, {name: x[:2] for name, x in rows.items()})

@@ -60,8 +60,7 @@ def test_a_wrong_schedule_is_refused_in_its_own_words():
 
 
 def update(optimizer, params=PARAMS):
-    gradients = jax.tree.map(jnp.zeros_like, params)
-    return optimizer.update(gradients, optimizer.init(params), params)[0]
+    return optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)[0]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lamb", "lars", "contrib.muon"])

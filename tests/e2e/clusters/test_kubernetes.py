@@ -262,8 +262,7 @@ def test_a_jobset_without_a_pod_starts_again_and_ends_bitwise_identical(
             wait_until(lambda: any(process.poll() is not None for process in pods.processes))
             for process in pods.processes:  # the Job has failed with the first: it ends the others
                 process.send_signal(signal.SIGTERM)
-            codes = {*pods.codes()}
-            assert ExitCode.PREEMPTED in codes <= {ExitCode.PREEMPTED, -signal.SIGTERM}
+            assert ExitCode.PREEMPTED in {*pods.codes()} <= {ExitCode.PREEMPTED, -signal.SIGTERM}
     with Pods(volume, "jobset", *LONG) as pods:
         pods.start_first_last(is_known=True)
         assert pods.codes() == [0, 0], pods.outputs

@@ -119,8 +119,7 @@ def test_without_a_step_of_several_tasks_there_is_one_process(slurm, folder):
 )
 def test_tasks_of_a_host_take_gpus_of_their_own(slurm, folder, options, ids):
     options = ["--nodes=1", "--ntasks=2", *options.split()]
-    found = ask(slurm, folder, "srun", *options, JAX_PLATFORMS="")
-    assert [one[4] for one in found] == ids
+    assert [one[4] for one in ask(slurm, folder, "srun", *options, JAX_PLATFORMS="")] == ids
 
 
 # What becomes of a job.

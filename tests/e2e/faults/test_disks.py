@@ -94,8 +94,7 @@ def test_checkpoints_that_somebody_removes_are_made_anew(folder, golden):
     with Job(folder, OFTEN) as job:
         job.wait_for(lambda: len(job.saved()) > 1)
         (job.run_dir / "checkpoints").rename(folder / "removed")  # at once, inside a save perhaps
-        removed_at = job.num_steps()
-        job.wait_for_saved(removed_at + 1)
+        job.wait_for_saved(job.num_steps() + 1)
         assert job.codes() == [0], job.outputs
     assert_same_run(job, golden())
 

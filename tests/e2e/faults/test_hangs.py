@@ -96,8 +96,7 @@ def test_a_process_that_is_stopped_or_holds_the_interpreter_s_lock_does_not_answ
     assert "process 1 does not answer" in job.said()
     failure = kept(job)
     # Its host it has reported when it joined.
-    found = (failure["process"], failure["host"], failure["step"])
-    assert found == (1, socket.gethostname(), None)
+    assert (failure["process"], failure["host"], failure["step"]) == (1, socket.gethostname(), None)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +112,7 @@ def test_a_process_that_fails_also_in_saving_ends_the_job_with_its_words(folder,
     assert (failure["process"], failure["exit_code"], failure["phase"]) == (process, 1, "step")
     assert failure["exception"] == {"type": "RuntimeError", "message": "a bug in reading"}
     assert f"process {process} on " in job.said(1 - process)
-    reported = "failed first, with exit code 1: RuntimeError: a bug in reading"
-    assert reported in job.said(1 - process)
+    assert "failed first, with exit code 1: RuntimeError: a bug in reading" in job.said(1 - process)
 
 
 @pytest.mark.parametrize("every", [200, pytest.param(1000, marks=pytest.mark.long)])
