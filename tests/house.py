@@ -7,8 +7,6 @@ import jddp
 PACKAGE = Path(jddp.__file__).parent
 FRONT_DOOR = PACKAGE / "__init__.py"  # Names every room, and imports none until it is asked.
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - {FRONT_DOOR})
-
-
 # Modules of three lines, which are run, `python -m jddp.train`, and never imported.
 DOORS = {PACKAGE / name for name in ("__main__.py", "train.py", "launch.py")}
 

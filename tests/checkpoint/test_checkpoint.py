@@ -39,8 +39,6 @@ from jddp.engine.state import by_path
 from jddp.ground.errors import ConfigError, FileSystemError, UsageError
 
 NUM_REPLICAS = 4
-
-
 wrapped = functools.partial(tiny.wrapped, mesh=NUM_REPLICAS)
 
 

@@ -213,8 +213,6 @@ VALUES = st.recursive(
     max_leaves=12,
 )
 FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-
-
 MAPPINGS = st.dictionaries(st.sampled_from([*Config.model_fields, "x"]), VALUES, max_size=5)
 
 

@@ -136,8 +136,6 @@ def test_a_failure_is_a_sentence_for_people(code, error, sentence):
 
 NCCL = "INTERNAL: NCCL operation ncclGroupEnd() failed:"
 LAST = "Last NCCL warning(error) log entry (may be unrelated)"
-
-
 # Messages as in reports of jax, nccl and the programs named, or in the CUDA plugin 0.10.2.
 LOST = {
     "gloo": "Connection closed by peer [127.0.0.1]:1",

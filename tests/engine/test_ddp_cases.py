@@ -296,8 +296,6 @@ def sometimes(m, x):
 
 
 SOMETIMES = Of(sometimes)
-
-
 UNUSED = ("alone", "branch/scale", "probe/bias", "probe/kernel")
 UNUSED += ("side/dense/bias", "side/dense/kernel", "side/scale")
 

@@ -74,8 +74,6 @@ OPTIMIZERS = {name: getattr(optax, name)(1e-2) for name in NAMES.split()} | {
 }
 OFTEN = ("adam", "lamb", "nesterov")
 ALL = [x if x in OFTEN else pytest.param(x, marks=pytest.mark.long) for x in OPTIMIZERS]
-
-
 ODD = {"model": Of(lambda m, x: nn.Dense(5)(x)), "loss": lambda m, b: jnp.square(m(b["x"])).sum(-1)}
 
 

@@ -19,8 +19,6 @@ from jddp.data import ArrayExamples, TrainBatches
 from jddp.ground.errors import UsageError
 
 VOCAB, LENGTH = 11, 6
-
-
 TAGGER = Of(lambda m, tokens: nn.Dense(VOCAB)(nn.tanh(nn.Embed(VOCAB, 8)(tokens))))
 
 

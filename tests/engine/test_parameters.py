@@ -62,8 +62,6 @@ class TiedNnx(nnx.Module):
 
 
 NO_PARAMETERS = Of(lambda m, x: x.sum(-1))
-
-
 MODELS = {
     "one scalar": lambda: Of(lambda m, x: x.sum(-1) * m.param("w", nn.initializers.ones, ())),
     "a leaf without elements": lambda: Of(lambda m, x: Net()(jnp.append(x, no_units(x), -1))),
@@ -211,8 +209,6 @@ PLACES = {
     "fsdp": {"strategy": "fsdp", "skip_nonfinite": True},
     "local steps": {"strategy": jddp.LocalSteps(2), "batch_norm": "local"},
 }
-
-
 averaging = functools.partial(tiny.wrapped, ConvNet(), ema_decay=DECAY)
 
 
@@ -257,8 +253,6 @@ def test_a_checkpoint_without_averaged_statistics_resumes_from_the_raw_ones(tmp_
 
 
 FREE = optax.contrib.schedule_free_sgd(0.5, warmup_steps=2)
-
-
 OPTIMIZERS = {
     "ddp": (FREE, {}),
     "zero1": (optax.contrib.schedule_free_adamw(0.1), {"strategy": "zero1"}),

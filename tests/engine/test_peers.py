@@ -83,8 +83,6 @@ def test_a_trainer_written_by_hand_gets_the_same_numbers(is_pmap, model, axis):
 
 # Of a custom step, that keeps its map and gets its mean from the optimizer.
 BATCHES = [make_rows(32, seed=seed) for seed in range(NUM_STEPS)]
-
-
 WAYS = {
     "summed by JAX": lambda loss, params: jax.grad(loss)(params),
     "averaged by the user": lambda loss, params: jax.grad(

@@ -25,8 +25,6 @@ MIB = 2**20
 # Sums of 64 losses in another order, over three steps, of the largest entry; a wire of 8 bits of
 # mantissa rounds each replica's gradient, one of 11 bits as well.
 TOLERANCES = {None: 5e-5, "bfloat16": 2**-5, "float16": 2**-8}
-
-
 MEANS = ("mean", "arrays")  # forms of a loss that is a `jddp.Mean`
 
 

@@ -19,8 +19,6 @@ from jddp.modules.metrics import (
 )
 
 ROWS, TABLE = jnp.array([1.0, 2.0, 4.0]), jnp.ones((2, 3))
-
-
 MASKED = {
     "entries": (ROWS, [1, 0, 1], (5, 2)),
     "fractions": (ROWS, [0.5, 0, 1.0], (5, 2)),

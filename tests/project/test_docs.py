@@ -153,8 +153,6 @@ def test_pictures_are_as_their_script_makes_them_and_each_stands_in_a_page_with_
 
 STAGE = runpy.run_path(str(ROOT / "docs" / "stage.py"))
 READ = re.compile(r'environ(?:\.get\(|\.setdefault\(|\[)"([A-Za-z_]+)"|\b(JDDP_[A-Z_]+)\b')
-
-
 OF_DATA = [
     f"data.{name}"
     for name, found in vars(jddp.data).items()

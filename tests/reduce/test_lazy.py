@@ -17,8 +17,6 @@ from jddp.reduce.units import Gather, Part
 
 NUM, WIDTH, LAYERS = 4, 8, 3
 MOVED, GIVEN = Origin(PARAMETERS, moves=True), Origin(ANYTHING, moves=False)
-
-
 DIMS = {(): None, (3,): None, (4, 0): None, (4,): 0, (3, 3, 4, 16): 3, (8, 8): 0, (15, 3): None}
 
 

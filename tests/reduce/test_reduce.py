@@ -57,8 +57,6 @@ def planned(sizes, bucket_bytes, **options):
 
 F32_F64 = [(50, "float32"), (25, "float64")] * 3
 THREE = {name: shape(10) for name in "abc"}
-
-
 BUCKETS = {
     "BKT-1": ([100, 200, 100, 50], 400, [[0], [1], [2], [3]]),
     "BKT-2": (F32_F64, 400, [[0, 2], [1, 3], [4], [5]]),
@@ -429,11 +427,7 @@ def test_a_hook_that_does_nothing_sends_nothing(place):
 
 # Weights of gradient r on replica r, whose rows are r: the mean is (R - 1) / 2.
 PLANE = Of(lambda m, x: m.param("w", nn.initializers.zeros, (2, 2)).sum() * x)
-
-
 RANKS = {"rank": np.arange(4, dtype=np.float32)}
-
-
 RETURNED = {
     "mean": (lax.pmean, 1.5),
     "HK-3, ten times and by two": (

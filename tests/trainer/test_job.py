@@ -69,8 +69,6 @@ def own_config(**changes):
 
 
 X = np.linspace(-1, 1, 40, dtype=np.float32).reshape(-1, 2)  # of `points`
-
-
 OF_EACH = {"batch_norm": "local", "ema_decay": 0.5}
 GIVEN_BACK = [("Line", {}, "params"), ("LineNnx", {}, "params"), ("Line", OF_EACH, "ema")]
 

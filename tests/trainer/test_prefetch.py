@@ -209,8 +209,6 @@ def test_other_values_are_refused_in_one_line(value):
 
 rng = np.random.default_rng(0)
 NOISE = rng.standard_normal((4, 3), np.float32)
-
-
 ALIKE = {
     "constant": {"x": np.ones((8, 32, 32, 3), np.float32)},  # synthetic
     "one row": {"x": np.repeat(NOISE[:1], 80, 0), "y": np.zeros(80)},  # again and again

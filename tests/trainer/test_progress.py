@@ -60,8 +60,6 @@ def test_any_progress_that_is_written_is_read_back_equal(progress):
 NUM_ROWS, BAD = 576, 60  # a spike needs losses before it
 ROWS = {name: np.concatenate([x] * 9) for name, x in make_batch(64).items()}
 ROWS["x"] = np.concatenate([ROWS["x"][: 8 * (BAD - 1)], 1e3 * ROWS["x"][:8], ROWS["x"][8 * BAD :]])
-
-
 ADAPTIVE = functools.cache(lambda: wrapped(optimizer=optax.adam(1e-3)))
 
 

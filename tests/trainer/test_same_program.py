@@ -82,8 +82,6 @@ def digests(**options):
 
 
 own_digests = functools.cache(digests)
-
-
 OTHERS = {
     "an activation": ("model", {"model": MLP(activation="gelu")}),
     "a constant of the model": ("model", {"model": MLP(offset=0.5)}),
