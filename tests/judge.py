@@ -46,8 +46,6 @@ def joined(*given, **more):
 
 
 class Net(nn.Module):
-    """Two layers."""
-
     @nn.compact
     def __call__(self, x):
         x = nn.tanh(nn.Dense(WIDTH, name="first")(x))

@@ -16,18 +16,7 @@ from judge import host
 from runs import at
 from states import close, equal
 from sweeps import swept
-from tiny import (
-    MLP,
-    MODELS,
-    NUM_CLASSES,
-    ConvNet,
-    NnxConvNet,
-    Of,
-    loss_fn,
-    make_batch,
-    make_batches,
-    take_steps,
-)
+from tiny import MLP, MODELS, NUM_CLASSES, ConvNet, NnxConvNet, Of, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp.data import TrainBatches, eval_batches
@@ -450,12 +439,14 @@ def aligned(array):
     return found
 
 
+EIGHT = tiny.make_batches(8, rows=16)
+
+
 class Reused:
     """Batches in one buffer, which the next batch overwrites, and whose state is one dict."""
 
     def __init__(self):
-        self._batches = make_batches(8, rows=16)
-        self._buffer = {name: aligned(x) for name, x in self._batches[0].items()}
+        self._buffer = {name: aligned(x) for name, x in EIGHT[0].items()}
         self._state = {"position": {"next": 0}}
 
     def __iter__(self):
@@ -463,9 +454,9 @@ class Reused:
 
     def __next__(self):
         number = self._state["position"]["next"]
-        if number == len(self._batches):
+        if number == len(EIGHT):
             raise StopIteration
-        for name, x in self._batches[number].items():
+        for name, x in EIGHT[number].items():
             self._buffer[name][:] = x
         self._state["position"]["next"] = number + 1
         return self._buffer
@@ -479,8 +470,8 @@ class Reused:
 
 def test_a_batch_may_be_overwritten_by_the_next_in_fit_a_step_and_an_evaluation():
     ddp = tiny.wrapped()
-    want = jddp.fit(ddp, make_batches(8, rows=16), num_steps=8, evaluate=make_batches(8, rows=16))
-    run = jddp.fit(ddp, Reused(), num_steps=8, evaluate=make_batches(8, rows=16))
+    want = jddp.fit(ddp, EIGHT, num_steps=8, evaluate=EIGHT)
+    run = jddp.fit(ddp, Reused(), num_steps=8, evaluate=EIGHT)
     equal(run.state.params, want.state.params)
     assert ddp.evaluate(run.state, Reused()) == want.evaluate()
     state = ddp.init(0, make_batch())
@@ -498,7 +489,4 @@ def test_a_saved_position_stays_where_it_was_though_the_iterator_moves_its_own(t
     with pytest.raises(ValueError, match="mine"):
         jddp.fit(tiny.wrapped(), Reused(), num_steps=8, run_dir=tmp_path, callbacks=[at(4, fail)])
     run = jddp.fit(tiny.wrapped(), Reused(), num_steps=8, run_dir=tmp_path)
-    equal(
-        run.state.params,
-        jddp.fit(tiny.wrapped(), make_batches(8, rows=16), num_steps=8).state.params,
-    )
+    equal(run.state.params, jddp.fit(tiny.wrapped(), EIGHT, num_steps=8).state.params)

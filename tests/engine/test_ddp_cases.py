@@ -12,22 +12,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from judge import (
-    REPLICAS,
-    ROWS,
-    WIDTH,
-    Either,
-    Net,
-    beside_one_device,
-    host,
-    in_both_places,
-    joined,
-    make_rows,
-    sent,
-    squares,
-    start,
-    wrapped,
-)
+from judge import WIDTH, Either, Net, in_both_places, joined, make_rows, squares, start, wrapped
 from sweeps import swept
 from tiny import Of, take_steps
 
@@ -37,7 +22,7 @@ from jddp.ground.errors import ConfigError
 KERNEL = nn.initializers.normal()
 
 # The place that takes a transformed backward pass apart; the others run it as it is.
-judged = functools.partial(beside_one_device, places=["flat-ready"])
+judged = functools.partial(judge.beside_one_device, places=["flat-ready"])
 
 
 class Layer(nn.Module):
@@ -154,7 +139,6 @@ class Output:
 
 def test_of_nested_outputs_one_may_be_in_the_loss_and_the_other_not():
     """UNU-13: the branch of the other is unused, whatever holds it."""
-
     branches = Of(lambda m, x: {"both": Output([Net(name="a")(x)], (Net(name="b")(x),))})
 
     def loss(model, batch):
@@ -200,7 +184,7 @@ def by_shares(model, batch, *, shares=1):
 def one_sided(users):
     """Rows that make the first `users` of the replicas take branch `a`, and the others `b`."""
     batch = make_rows()
-    takes_a = np.arange(ROWS) // (ROWS // REPLICAS) < users
+    takes_a = np.arange(judge.ROWS) // (judge.ROWS // judge.REPLICAS) < users
     batch["x"][:, 0] = np.where(takes_a, 1, -1) * np.abs(batch["x"][:, 0])
     return batch
 
@@ -208,8 +192,8 @@ def one_sided(users):
 @pytest.mark.parametrize("loss", [by_rows, by_shares])
 def test_a_branch_that_some_replicas_take_gets_the_mean_over_all(loss):
     """UNU-1, UNU-2: none, one, all but one and all; nobody has to know what the others use."""
-    alone = by_rows if loss is by_rows else functools.partial(by_shares, shares=REPLICAS)
-    batches = [one_sided(users) for users in (0, 1, REPLICAS - 1, REPLICAS)]
+    alone = by_rows if loss is by_rows else functools.partial(by_shares, shares=judge.REPLICAS)
+    batches = [one_sided(users) for users in (0, 1, judge.REPLICAS - 1, judge.REPLICAS)]
     ddp, _ = judged(Either(), loss, alone=alone, batches=batches)
     assert ddp.plan.unused == ()
 
@@ -250,7 +234,7 @@ def test_what_travels_depends_neither_on_k_nor_on_the_rows(place):
 
     def collectives(num_parts, rows_of_a_part):
         ddp = wrapped(Net(), accumulate_steps=num_parts, **place)
-        found = sent(ddp, make_rows(REPLICAS * num_parts * rows_of_a_part))
+        found = judge.sent(ddp, make_rows(judge.REPLICAS * num_parts * rows_of_a_part))
         return sorted((x.op, x.dtypes, x.bytes, x.is_in_loop, x.num_runs) for x in found)
 
     want = collectives(1, 2)
@@ -262,7 +246,6 @@ def test_what_travels_depends_neither_on_k_nor_on_the_rows(place):
 @in_both_places
 def test_memory_does_not_grow_with_k(place):
     """What a part may add is its key, and the sum and count of its losses: sixteen bytes."""
-
     wide = Of(lambda m, x: nn.Dense(1)(nn.tanh(nn.Dense(64)(nn.tanh(nn.Dense(64)(x)))))[:, 0])
 
     def temporaries(num_parts):
@@ -275,7 +258,7 @@ def test_memory_does_not_grow_with_k(place):
 
 def test_replicas_may_use_other_layers_in_each_micro_batch():
     """ACC-4: four replicas, four parts, each with a choice of its own; one row in each."""
-    ddp, _ = beside_one_device(Either(), by_shares, alone=by_rows, accumulate_steps=4)
+    ddp, _ = judge.beside_one_device(Either(), by_shares, alone=by_rows, accumulate_steps=4)
     assert ddp.plan.unused == ()
 
 
@@ -312,7 +295,7 @@ def adamw(**options):
 
 def test_unused_parameters_get_zeros_as_on_one_device():
     """UNU-5: which decays them, as one device does."""
-    ddp, state = beside_one_device(SOMETIMES, optimizer=adamw(), rtol=1e-4)
+    ddp, state = judge.beside_one_device(SOMETIMES, optimizer=adamw(), rtol=1e-4)
     assert ddp.plan.unused == UNUSED
     first = start(ddp, make_rows()).params["alone"]
     np.testing.assert_allclose(state.params["alone"], (1 - 0.1 * 0.5) ** 2 * first, rtol=1e-6)
@@ -370,7 +353,7 @@ OPTIMIZERS = {
 def test_every_optimizer_leaves_skipped_parameters_and_their_state_alone(name):
     ddp = wrapped(SOMETIMES, optimizer=OPTIMIZERS[name], unused_parameters="skip", mesh=2)
     state = start(ddp, make_rows())
-    first = host((state.params, state.opt_state))
+    first = judge.host((state.params, state.opt_state))
     state, _ = take_steps(ddp, [make_rows(seed=seed) for seed in range(2)], state)
     trees = map(judge.leaves_with_path, (first, (state.params, state.opt_state)))
     for (path, before), (_, after) in zip(*trees, strict=True):
@@ -390,7 +373,7 @@ class Aliases(nnx.Module):
 
 
 def test_an_unused_weight_of_two_names_is_named_once():
-    ddp, _ = beside_one_device(Aliases(nnx.Rngs(0)), places=["flat-ready"])
+    ddp, _ = judge.beside_one_device(Aliases(nnx.Rngs(0)), places=["flat-ready"])
     assert ddp.plan.unused == ("one/bias", "one/kernel", "other/bias")
 
 
@@ -426,7 +409,7 @@ def test_what_other_batches_use_is_skipped_no_longer_and_what_they_do_not_use_is
     options = {"optimizer": optax.sgd(0.1), **place}
     ddp = wrapped(EXTRA, of_batch, unused_parameters="skip", **options)
     state = start(ddp, WITHOUT)
-    first = host(state.params["extra"]["kernel"])
+    first = judge.host(state.params["extra"]["kernel"])
     for batch in (WITHOUT, WITH):
         state, _ = ddp.step(state, batch)
         assert np.array_equal(state.params["extra"]["kernel"], first) == (batch is WITHOUT)

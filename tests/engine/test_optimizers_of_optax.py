@@ -38,16 +38,12 @@ LAYERS = 3  # which four replicas do not divide
 
 
 class Block(nn.Module):
-    """Two matrices and a bias."""
-
     @nn.compact
     def __call__(self, x, _):
         return x + nn.Dense(judge.WIDTH, use_bias=False)(nn.tanh(nn.Dense(8)(x))), None
 
 
 class Deep(nn.Module):
-    """Layers one by one, or scanned."""
-
     is_scanned: bool
 
     @nn.compact

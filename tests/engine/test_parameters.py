@@ -91,7 +91,6 @@ def test_dtypes_may_be_mixed_and_stay_as_they_are(accumulate_steps, place):
 @in_both_places
 def test_the_imaginary_part_of_a_complex_gradient_arrives(place):
     """NUM-6, in closed form: |w x|^2 has the gradient 2 conj(w) x^2, conjugate as JAX has it."""
-
     square = Of(lambda m, x: jnp.abs(m.param("w", lambda _: jnp.complex64(1 + 2j)) * x) ** 2)
     batch = {"x": np.arange(1, 9, dtype=np.float32)}
     ddp = wrapped(square, lambda m, b: m(b["x"]), optimizer=optax.trace(0.0), **place)

@@ -4,24 +4,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import judge
 import numpy as np
 import optax
 import pytest
 import safetensors.numpy
 from flax import linen as nn
-from judge import (
-    Either,
-    Net,
-    assert_close,
-    hold,
-    host,
-    in_both_places,
-    make_rows,
-    sent,
-    squares,
-    start,
-    wrapped,
-)
+from judge import Either, Net, hold, host, in_both_places, make_rows, sent, squares, start, wrapped
 from tiny import MODELS, Of, loss_fn, make_batch, take_steps
 
 import jddp
@@ -87,7 +76,7 @@ def test_evaluation_prediction_gradients_and_the_model_are_those_of_whole_parame
         words.add(tuple(as_words(digests(state.params), state.params)))
     assert len(words) == 1
     for strategy in found:
-        assert_close(found[strategy], found["ddp"], rtol=1e-6)
+        judge.assert_close(found[strategy], found["ddp"], rtol=1e-6)
 
 
 def test_a_group_whose_copy_differs_is_found():

@@ -38,7 +38,6 @@ def test_the_loss_is_the_weighted_mean_of_pytorch_however_classes_are_spread(num
     padded = ddp.evaluate(state, [batch, {"x": x[:3], "label": LABELS[-3:]}])
     want = weighted_mean(np.r_[logits, logits[:3]], np.r_[LABELS, LABELS[-3:]])
     assert padded["loss"] == pytest.approx(want, rel=1e-5)
-
     state, metrics = ddp.step(state, batch)
     assert float(metrics["loss"]) == pytest.approx(weighted_mean(logits, LABELS), rel=1e-5)
     assert float(metrics["accuracy"]) == pytest.approx((logits.argmax(-1) == LABELS).mean())

@@ -6,22 +6,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import judge
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
 from jax import P
-from judge import (
-    REPLICAS,
-    Net,
-    assert_same_on_all_devices,
-    beside_one_device,
-    host,
-    in_both_places,
-    joined,
-    make_rows,
-    wrapped,
-)
+from judge import REPLICAS, Net, beside_one_device, host, in_both_places, joined, make_rows, wrapped
 from states import assert_same, copied
 from sweeps import swept
 from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
@@ -98,7 +89,7 @@ def test_the_same_gradient_again_and_again_arrives_as_its_best_of_that_rank(plac
     got, best = before - host(state.params["w"]), (u[:, :2] * sizes[:2]) @ v[:2]
     # The third singular value is half of the second: 29 steps leave 2^-58 of it, and rounding.
     np.testing.assert_allclose(got, best, rtol=0, atol=1e-4)
-    assert_same_on_all_devices(state)
+    judge.assert_same_on_all_devices(state)
 
 
 @pytest.mark.parametrize("rank, columns", [(1, 0), (1, 1), (2, 1), (3, 2), (6, 0), (6, 2)])
