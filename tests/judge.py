@@ -37,9 +37,7 @@ def joined(*given, **more):
     for name, value in (pair for each in (*given, more) for pair in each.items()):
         if name == "reduction":
             reductions = [jddp.Reduction.chosen(x, name) for x in (options.get(name), value)]
-            values = [
-                {field: getattr(x, field) for field in x.model_fields_set} for x in reductions
-            ]
+            values = [{key: getattr(x, key) for key in x.model_fields_set} for x in reductions]
             value = jddp.Reduction(**values[0] | values[1])
         options[name] = value
     return options

@@ -11,9 +11,7 @@ class Followed(Exception):
 
 
 @pytest.mark.parametrize(("code", "error", "pauses"), [(-9, None, []), (1, ValueError(), [1.0])])
-def test_a_process_waits_for_its_own_error_unless_another_was_killed(
-    monkeypatch, code, error, pauses
-):
+def test_a_process_waits_for_its_own_error_unless_one_was_killed(monkeypatch, code, error, pauses):
     def follow(first):
         raise Followed
 

@@ -58,9 +58,7 @@ def test_a_process_has_a_gpu_where_there_is_a_file_and_the_platforms_allow_it(ho
         assert gpu_facts({"JAX_PLATFORMS": platforms}) == {"a GPU": want}
 
 
-def test_a_platform_without_a_device_is_an_error_in_one_line_that_names_what_is_missing(
-    host, monkeypatch
-):
+def test_a_platform_without_a_device_is_one_line_that_names_what_is_missing(host, monkeypatch):
     def no_device():
         raise RuntimeError("Unable to load CUDA. Is it installed?\nmore")
 
@@ -71,9 +69,7 @@ def test_a_platform_without_a_device_is_an_error_in_one_line_that_names_what_is_
         join.require_devices()
 
 
-def test_cpus_are_reported_where_a_gpu_was_to_be_expected_and_cpus_were_not_chosen(
-    host, monkeypatch
-):
+def test_cpus_are_reported_where_a_gpu_was_expected_and_cpus_were_not_chosen(host, monkeypatch):
     host(plugins=["cuda12"])
     assert join.require_devices() is None  # JAX_PLATFORMS=cpu
     monkeypatch.setattr(join, "may_use_gpus", lambda wanted: True)

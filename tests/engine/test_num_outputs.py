@@ -158,9 +158,7 @@ def config_of(folder, run_dir=None, **sections):
     return Config(**given | sections)
 
 
-def test_evaluations_have_perplexity_and_bits_per_byte_also_of_a_run_that_is_opened(
-    folder, tmp_path
-):
+def test_evaluations_have_perplexity_and_bits_per_byte_also_of_an_opened_run(folder, tmp_path):
     """A zero byte ends each document, and stands for no byte of it."""
     run = train(config_of(folder, tmp_path / "run"))
     index = json.loads((folder / "tokens" / "tokens.json").read_text())

@@ -69,9 +69,7 @@ def test_a_step_without_memory_ends_with_77_and_another_error_of_xla_stays_what_
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", jddp.LocalSteps(2)])
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
-def test_the_sum_is_what_the_compiler_assigns_and_the_start_holds_the_state(
-    strategy, accumulate_steps
-):
+def test_the_sum_is_the_compiler_s_and_the_start_holds_the_state(strategy, accumulate_steps):
     ddp = wrapped(loss_fn, strategy=strategy, accumulate_steps=accumulate_steps)
     batch = make_batch(8)
     memory = jddp.memory(ddp, batch)

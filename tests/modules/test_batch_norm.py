@@ -229,9 +229,7 @@ OF_LIBRARIES += [NnxForeign(NnxRegisteredNorm)]
 
 @pytest.mark.parametrize("overlap", swept([False, True], every=2))
 @pytest.mark.parametrize("model", OF_LIBRARIES)
-def test_a_library_s_own_batch_norm_with_its_two_names_or_registered_is_that_of_one_device(
-    model, overlap
-):
+def test_a_library_s_batch_norm_with_its_two_names_or_registered_equals_one_device(model, overlap):
     jddp.register_batch_norm(RegisteredNorm)
     assert jddp.register_batch_norm(NnxRegisteredNorm) is NnxRegisteredNorm
     # Each replica has the same row twice, so that both micro-batches are the whole batch.
@@ -315,9 +313,7 @@ BROADCAST = {  # The number of replicas, the first valid row, and the rows whose
 
 @in_both
 @pytest.mark.parametrize("mesh, begin, own", BROADCAST.values(), ids=BROADCAST)
-def test_broadcast_hands_on_the_statistics_of_the_first_replica_with_a_valid_row(
-    kind, mesh, begin, own
-):
+def test_broadcast_sends_statistics_of_the_first_replica_with_a_valid_row(kind, mesh, begin, own):
     """Of an empty batch Flax's layer makes NaN, which would stay in them for good."""
     options = {"batch_norm": "broadcast", "mesh": mesh, "accumulate_steps": len(own)}
     ddp, batch = wrapped(kind(use_mask=True), **options), rows()

@@ -57,9 +57,7 @@ def test_a_step_needs_the_memory_of_one_by_hand():
     assert all(float(ratio) <= 1.05 for *_, ratio in rows)
 
 
-def test_sealed_predictions_are_scored_by_whether_and_how_narrowly_they_hold_the_measured_values(
-    tmp_path,
-):
+def test_sealed_predictions_score_by_whether_and_how_narrowly_they_hold_the_measurements(tmp_path):
     sealed = tmp_path / "sealed.toml"
     sealed.write_text("[H100x8.gpt.jddp]\nstep_ms = [30, 40]\nexposed = [0.0, 0.1]\nmfu = [0, 1]")
     row = {"devices": 8, "median_seconds": 0.02, "speed_over_by_hand": 0.9, "peak_bytes": None}

@@ -223,9 +223,7 @@ def test_sizes_of_buckets_and_options_out_of_their_range_are_refused():
             jddp.average_gradients(**options)
 
 
-def test_only_flat_buckets_are_kept_from_being_merged_and_a_threshold_of_the_user_stands(
-    monkeypatch,
-):
+def test_only_flat_buckets_are_kept_from_being_merged_and_a_user_s_threshold_stands(monkeypatch):
     name = "xla_gpu_all_reduce_combine_threshold_bytes"
     flat, leaf = reduction(layout="flat"), reduction(layout="leaf", bucket_mb=2)
     several = reduction(layout="leaf", bucket_mb=[1, 2, 3])  # of which the last repeats

@@ -123,9 +123,7 @@ def test_a_config_evaluates_records_and_saves_by_epoch(mine):
     assert "jddp predict run --data FILE --out FILE" in closing(again, run, columns=80)
 
 
-def test_checkpoints_stay_as_the_config_says_and_say_with_the_manifest_what_the_run_was(
-    mine, capsys
-):
+def test_checkpoints_stay_as_the_config_says_and_say_with_the_manifest_what_a_run_was(mine, capsys):
     section = {"every_steps": 1, "keep": 1, "keep_every_steps": 2, "best_metric": "loss"}
     length = {"num_steps": 5, "eval_every_steps": 1}
     run = train(own_config(train=length, checkpoint=section, seed=3))

@@ -67,9 +67,7 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize("row, model, options", swept(SKIPPED, every=2))
-def test_a_step_that_is_not_finite_or_above_its_limit_changes_nothing_but_its_counts(
-    row, model, options
-):
+def test_a_step_that_is_not_finite_or_above_its_limit_changes_only_its_counts(row, model, options):
     ddp = wrapped(model, **options)
     state, metrics = take_steps(ddp, [make_batch(8)])
     assert (int(state.skipped), float(metrics["skipped"])) == (0, 0)
@@ -231,9 +229,7 @@ def test_labels_beyond_the_outputs_are_named_before_the_learning_rate(options, w
     assert "learning rate" not in str(caught.value)
 
 
-def test_where_labels_fit_or_outputs_are_not_known_the_learning_rate_is_named(
-    tmp_path, monkeypatch
-):
+def test_where_labels_fit_or_outputs_are_unknown_the_learning_rate_is_named(tmp_path, monkeypatch):
     def of_other_inputs(model, batch, train):
         return loss_fn(model, {**batch, "x": batch["z"]}, train)
 

@@ -141,9 +141,7 @@ def test_the_padding_of_a_last_batch_is_no_part_of_an_epoch(plain):
 
 
 @pytest.mark.parametrize("size", [2, 8, 16])
-def test_an_evaluation_that_was_interrupted_is_repeated_whatever_the_batch_size(
-    plain, tmp_path, size
-):
+def test_an_evaluation_that_was_interrupted_is_repeated_at_any_batch_size(plain, tmp_path, size):
     def break_off(run):  # before the evaluation of the same step
         if run.step == 3:
             raise KeyboardInterrupt

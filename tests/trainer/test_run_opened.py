@@ -161,9 +161,7 @@ def test_commands_leave_the_memory_of_gpus_to_a_run_that_may_still_train(here, g
     assert os.environ.pop("XLA_PYTHON_CLIENT_PREALLOCATE") == "false"
 
 
-def test_metrics_that_are_arrays_are_arrays_in_text_and_lists_in_json_and_in_the_records(
-    here, capsys
-):
+def test_metrics_that_are_arrays_are_arrays_in_text_and_lists_in_json_and_in_records(here, capsys):
     """A run with a confusion matrix, as docs/data.md has it."""
     own = {"model": {"target": "mine:Line"}, "loss": {"target": "mine:table"}}
     run = train(Config(**OWN | own))

@@ -222,9 +222,7 @@ def test_wandb_gets_every_record_and_a_resumed_run_has_the_same_id(plain, tmp_pa
     assert {"step": 4, **values} in second.logged
 
 
-def test_wandb_without_credentials_costs_a_line_and_offline_needs_none(
-    plain, tmp_path, wandb, caplog
-):
+def test_wandb_without_credentials_costs_a_line_and_offline_none(plain, tmp_path, wandb, caplog):
     wandb.is_logged_in = False
     for mode in ("online", "offline"):
         wandb.mode = mode
@@ -302,9 +300,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("given, message", WRONG, ids=[message for _, message in WRONG])
-def test_what_is_no_sink_is_refused_and_a_package_that_is_missing_is_named(
-    monkeypatch, given, message
-):
+def test_what_is_no_sink_is_refused_and_a_missing_package_is_named(monkeypatch, given, message):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=message):
         choose_sinks(given, key="sinks")

@@ -67,9 +67,7 @@ def test_examples_are_images_or_tokens_by_the_names_of_their_arrays():
     assert work(4, x=tokens) == ("ex", None)
 
 
-def test_a_step_that_cannot_be_counted_is_reported_without_flops_and_logged_once(
-    monkeypatch, caplog
-):
+def test_a_step_that_cannot_be_counted_has_no_flops_and_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(reporter, "count_flops", mock.Mock(side_effect=NotImplementedError))
     ddp = wrapped()
     work = measure(ddp, ddp.shard_batch(make_batch(8)))

@@ -508,9 +508,7 @@ def test_a_batch_of_another_form_compiles_again(plain):
 
 
 @pytest.mark.parametrize("every", [2, 50])
-def test_a_run_that_is_stopped_is_evaluated_and_saved_and_then_finished(
-    plain, tmp_path, capsys, every
-):
+def test_a_stopped_run_is_evaluated_and_saved_and_then_finished(plain, tmp_path, capsys, every):
     plan = {"eval_every_steps": None, "save_every_steps": every}
     run = fit(plain, batches(), tmp_path, callbacks=[at(2, lambda run: run.stop("enough"))], **plan)
     # The step after the one that was reported was under way, unless a save had drained the loop.
@@ -693,9 +691,7 @@ def test_a_best_checkpoint_that_is_asked_for_later_is_one_that_can_be_kept(
     assert best_of(train(8, [0.5], [jddp.KeepBest("score", mode=mode, keep=keep)])) == kept
 
 
-def test_callbacks_hear_of_the_beginning_the_end_of_each_epoch_and_a_failure(
-    plain, tmp_path, caplog
-):
+def test_callbacks_hear_of_the_beginning_the_end_of_an_epoch_and_a_failure(plain, tmp_path, caplog):
     """Of twenty examples, eight a step, epochs end inside of steps 3 and 8, and with step 5."""
     first, second = Recorder(), Recorder()
     options = {"run_dir": tmp_path, "num_steps": 8, "log_every_steps": 50}

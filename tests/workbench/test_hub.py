@@ -42,9 +42,7 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_leaves_as_a_state_dict_and_as_a_folder_that_transformers_read(
-    run_dir, tmp_path, capsys
-):
+def test_a_run_leaves_as_state_dict_and_as_folder_that_transformers_read(run_dir, tmp_path, capsys):
     folder, file = tmp_path / "gpt2", tmp_path / "gpt2.safetensors"
     for target in (folder, file):
         assert main(["export", str(run_dir), str(target), "--names", "huggingface"]) == 0

@@ -246,9 +246,7 @@ def volume(folder):
 @pytest.mark.processes
 @pytest.mark.parametrize("is_lost", [False, True], ids=["preempted", "lost"])
 @pytest.mark.parametrize("pod", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_jobset_without_a_pod_starts_again_and_ends_bitwise_identical(
-    volume, golden, pod, is_lost
-):
+def test_a_jobset_without_a_pod_starts_again_and_ends_bitwise_equal(volume, golden, pod, is_lost):
     with Pods(volume, "jobset", *LONG) as pods:
         pods.start_first_last(is_known=is_lost)
         if is_lost:

@@ -42,9 +42,7 @@ def run(folder, how, number, *names, num_devices=1):
         ("answer", 1, 0, (), {}),
     ],
 )
-def test_a_process_that_ends_while_the_other_waits_is_named(
-    folder, how, number, code, names, options
-):
+def test_a_process_that_ends_as_the_other_waits_is_named(folder, how, number, code, names, options):
     codes, said, seconds = run(folder, how, number, *names, **options)
     assert codes[number] == code, said
     assert codes[1 - number] == 81, said

@@ -15,9 +15,7 @@ LOGICAL += PLAIN[2:]
 
 
 @pytest.mark.parametrize("options", [LOGICAL, pytest.param(PLAIN, marks=pytest.mark.long)])
-def test_a_run_resumes_equal_wherever_it_is_carried_with_logical_replicas_bitwise(
-    folder, golden, options
-):
+def test_a_run_resumes_equal_anywhere_and_with_logical_replicas_bitwise(folder, golden, options):
     """Killed on 8 devices, on 1, and on 4 of two processes; finished on 2."""
     for num_processes, num_devices, until in [(1, 8, 100), (1, 1, 250), (2, 4, 400), (1, 2, None)]:
         arguments = [*options, f"mesh.num_devices={num_devices}"]
