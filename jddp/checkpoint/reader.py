@@ -348,6 +348,24 @@ class Damaged(Exception):
     """An array is not the one that was saved; the text names it."""
 
 
+class Saved(NamedTuple):
+    """A state that was saved, before it is read.
+
+    Attributes:
+      step: Number of finished optimizer steps.
+      place: Name of its place, for errors.
+      described: Description of its arrays.
+      beside: The run data.
+      read: Function that reads arrays onto the devices, by shapes and shardings.
+    """
+
+    step: int
+    place: str
+    described: dict[str, JsonObject]
+    beside: JsonObject
+    read: Callable[[Mapping[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
+
+
 def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Restored:
     """Reads a checkpoint.
 
@@ -361,24 +379,32 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
       Damaged: If an array has changed.
       FileSystemError: If it cannot be read.
     """
+
+    def read(target: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            given = ocp.args.StandardRestore(dict(target))
+            arrays: dict[str, jax.Array] = handler.restore(epath.Path(folder / "state"), args=given)
+        return arrays
+
+    described, beside = read_described(folder), read_object(folder / "run.json")
+    saved = Saved(int(folder.name), str(folder.parent), described, beside, read)
+    return put_on_devices(saved, like, layouts)
+
+
+def put_on_devices(saved: Saved, like: TrainState, layouts: TrainState | None) -> Restored:
+    """Reads a state onto the devices of a program, as `restore` does."""
     whole, here = by_path(like), layouts_of(like, layouts)
+    described, there = saved.described, layouts_in(saved.described)
+    # An earlier version averaged only the parameters, and saved no `ema_state`.
+    wanted = {n: x for n, x in whole.items() if n in described or not n.startswith("ema_state/")}
     try:
-        described = read_described(folder)
-        # An earlier version averaged only the parameters, and saved no `ema_state`.
-        wanted = {
-            n: x for n, x in whole.items() if n in described or not n.startswith("ema_state/")
-        }
-        beside = read_object(folder / "run.json")
-        there = layouts_in(described)
         if differ := difference(described, wanted, there, here):
             raise ConfigError(
-                f"{folder.parent}: step {folder.name} is from another model, optimizer or mesh. "
+                f"{saved.place}: step {saved.step} is from another model, optimizer or mesh. "
                 f"Choose another directory, or resume with the job that saved it:\n{differ}"
             )
         target = {n: _to_read(described[n]["shape"], there[n], x) for n, x in wanted.items()}
-        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
-            given = ocp.args.StandardRestore({n: x for n, x in target.items() if x.size})
-            arrays = handler.restore(epath.Path(folder / "state"), args=given)
+        arrays = saved.read({n: x for n, x in target.items() if x.size})
         # Arrays without elements are in no file: orbax refuses them.
         empty = {n: x for n, x in target.items() if not x.size}
         arrays |= {n: jnp.zeros_like(x, device=x.sharding) for n, x in empty.items()}
@@ -386,17 +412,17 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
         raise
     except Exception as error:  # Orbax raises anything for foreign files.
         raise FileSystemError(
-            f"{folder.parent} cannot be read at step {folder.name}: {first_line(error)}"
+            f"{saved.place} cannot be read at step {saved.step}: {first_line(error)}"
         ) from error
     if damage := find_altered(arrays, described):
         raise Damaged(damage)
-    del beside["step"]
     found = {n: _on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()}
     if begun := whole.keys() - found.keys():
         raw = {n: found[n.replace("ema", "model", 1)] for n in begun}
         found |= {n: jnp.array(x, whole[n].dtype) for n, x in raw.items()}
     state = jax.tree.unflatten(jax.tree.structure(like), [found[n] for n in whole])
-    return Restored(int(folder.name), state, beside)
+    beside = {name: x for name, x in saved.beside.items() if name != "step"}
+    return Restored(saved.step, state, beside)
 
 
 def layouts_of(state: TrainState, layouts: TrainState | None) -> Layouts:

@@ -3,7 +3,7 @@
 The errors of a model get a way out, and a watchdog sees what is awaited.
 
     run_compiled(function, *args)
-    example = from_process_zero(example)             # the same arrays on every process
+    example = from_process(0, example)             # the same arrays on every process
     rows = from_all_processes(num_rows, "evaluate")  # a number of each
 """
 
@@ -81,18 +81,18 @@ def connect(mesh: jax.sharding.Mesh, groups: Groups | None) -> None:
     local = np.ones(len(mesh.local_devices), np.int32)
     ones = jax.make_array_from_process_local_data(sharded(mesh), local)
     with awaiting(range(jax.process_count())):
-        from_process_zero(np.int32(0))
+        from_process(0, np.int32(0))
         # Runs second, since it ends only when every device has finished the first one.
         jax.block_until_ready(jax.jit(add)(ones))
 
 
-def from_process_zero(tree: Tree) -> Tree:
-    """The host arrays of process 0, on every process."""
+def from_process(source: int, tree: Tree) -> Tree:
+    """The host arrays of one process, on every process."""
     if jax.process_count() == 1:
         return tree
     data = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
     with awaiting(range(jax.process_count())):
-        found = multihost_utils.broadcast_one_to_all(data)
+        found = multihost_utils.broadcast_one_to_all(data, jax.process_index() == source)
 
     def restore(x: HostOrDevice, own: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
         if not is_key(own):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jddp.engine.calls import call, connect, from_process_zero
+from jddp.engine.calls import call, connect, from_process
 from jddp.engine.compiled import CompiledSteps
 from jddp.engine.mesh import (
     AXIS_HERE,
@@ -66,7 +66,7 @@ def make_first(
     connect(mesh, spec.placement.groups)
     values, loaded = _values(steps, seed, inputs, params, partial=partial, casts=casts)
     # Takes the rows of process 0, so that all processes start with the same state.
-    example = inputs._replace(rows=from_process_zero(steps.example(inputs.rows, values)))
+    example = inputs._replace(rows=from_process(0, steps.example(inputs.rows, values)))
     state = call(steps.init, np.uint32(seed), example, *put_given(spec, mesh, values))
     spec.model.check_kinds(state.model_state)
     planned = steps.plans.of(state, inputs)

@@ -153,6 +153,18 @@ def over_replicas(
     return call
 
 
+@functools.lru_cache(maxsize=64)
+def sender(mesh: Mesh, distance: int, placed: Sequence[NamedSharding]) -> jax.stages.Wrapped:
+    """A function that sends what each device holds of arrays to the device that far away."""
+    axis, num = axis_of(mesh), mesh.size
+    pairs = [(i, (i + distance) % num) for i in range(num)]
+
+    def send(leaves: list[jax.Array]) -> list[jax.Array]:
+        return [jax.lax.ppermute(x, axis, pairs) for x in leaves]
+
+    return jax.jit(over_replicas(send, mesh, ([*placed],), [*placed]))
+
+
 Placed = jax.P | NamedSharding
 
 

@@ -304,7 +304,8 @@ def turned(tree: Tree, mesh: Mesh, other: Mesh, turns: int) -> Tree:
     leaves, treedef = jax.tree.flatten(tree)
     split = [i for i, x in enumerate(leaves) if not x.is_fully_replicated]
     if turns and split:
-        sent = run_compiled(_sender(mesh, turns), [leaves[i] for i in split])
+        placed = (meshes.sharded(mesh),) * len(split)
+        sent = run_compiled(meshes.sender(mesh, turns, placed), [leaves[i] for i in split])
         leaves = [sent[split.index(i)] if i in split else x for i, x in enumerate(leaves)]
 
     def rename(x: jax.Array) -> jax.Array:
@@ -336,17 +337,6 @@ def _distance(x: Array, y: Array) -> Float[Array, ""]:
 def may_be_noisy(hardware: str) -> bool:
     """Whether a device may compute other bits each time: a GPU whose kernels add with atomics."""
     return hardware == "gpu" and DETERMINISTIC not in os.environ.get("XLA_FLAGS", "")
-
-
-@functools.cache
-def _sender(mesh: Mesh, turns: int) -> jax.stages.Wrapped:
-    axis, num = meshes.axis_of(mesh), mesh.size
-    pairs = [(i, (i + turns) % num) for i in range(num)]
-
-    def send(parts: list[Array]) -> list[Array]:
-        return [jax.lax.ppermute(x, axis, pairs) for x in parts]
-
-    return jax.jit(meshes.over_replicas(send, mesh, jax.P(axis), jax.P(axis)))
 
 
 def suspects_of(words: UInt32[np.ndarray, "3 replicas leaves"]) -> tuple[int, list[int]]:

@@ -30,7 +30,7 @@ from jddp.distributed import coordination
 from jddp.distributed.gpus import ON_PURPOSE, Missing, driver_version, gpu_facts, num_nvidia
 from jddp.distributed.identity import resolve_identity
 from jddp.distributed.join import configure_devices, initialize, require_devices
-from jddp.engine.calls import from_process_zero
+from jddp.engine.calls import from_process
 from jddp.engine.mesh import AXIS, make_mesh, over_replicas, put_rows
 from jddp.ground.errors import Error, show
 
@@ -232,7 +232,7 @@ def measure_all_reduce(
         seconds = median_seconds(rows)
         moved = 2 * (mesh.size - 1) / mesh.size * size
         table.append(AllReduceTime(size, seconds, moved / seconds))
-        if float(from_process_zero(np.float64(seconds))) > SLOW_SECONDS:
+        if float(from_process(0, np.float64(seconds))) > SLOW_SECONDS:
             break
     if wrong:
         what = f"Sums of {', '.join(map(str, wrong))} bytes over the devices came out wrong."

@@ -150,6 +150,15 @@ def test_a_step_is_replayed_on_devices_of_other_processes_and_each_names_the_wro
     assert re.search(wrong, first.splitlines()[-1])
 
 
+def test_the_memory_of_two_hosts_is_complete_without_either_of_them(tmp_path):
+    hosts = of_job()
+    for number, variables in enumerate(hosts):
+        (tmp_path / str(number)).mkdir()
+        variables["JDDP_MEMORY_DIR"] = str(tmp_path / str(number))
+    run_module("workers.two", tmp_path, hosts, SECONDS, "keeps_in_memory")
+    assert not [*tmp_path.glob("*/*")]
+
+
 @pytest.mark.slow
 def test_what_one_process_asks_all_do_at_one_step_and_what_all_ask_at_that_one(tmp_path):
     run_two("asks", tmp_path)

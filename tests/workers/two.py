@@ -3,19 +3,22 @@
 import errno
 import itertools
 import json
+import shutil
 import sys
 import threading
 from pathlib import Path
 
 import jax
 import optax
-from states import bent
-from tiny import MLP, ConvNet, loss_fn, make_batch
+from states import assert_same, bent
+from tiny import MLP, ConvNet, loss_fn, make_batch, take_steps
 
 import jddp
 from jddp import distributed
 from jddp.checkpoint import checkpoints
 from jddp.checkpoint.checkpoints import CheckpointFolder
+from jddp.checkpoint.memory import HostMemory
+from jddp.checkpoint.reader import put_on_devices
 from jddp.engine.replay import ReplayedStep
 from jddp.ground.errors import FileSystemError, ReplicaMismatchError
 
@@ -143,6 +146,31 @@ def replays(folder):
         ddp.step(state, batch, make=ReplayedStep)
     except ReplicaMismatchError as error:
         print(error)
+
+
+# Two hosts with a process each, as their folders say. One loses its memory, then the other one.
+
+STRATEGIES = {"zero1": "zero1", "local": jddp.LocalSteps(2)}
+
+
+def keeps_in_memory(folder):
+    for name, strategy in STRATEGIES.items():
+        ddp = jddp.DataParallel(MLP(), optax.adam(0.1), loss_fn, strategy=strategy)
+        state, _ = take_steps(ddp, [next(endless())] * 3)
+        layouts = ddp.steps.layouts(state)
+        for lost in ([0], [1], [0, 1]):
+            own = HostMemory(f"{name}{len(lost)}", state)
+            own.save(2, state, {"lost": lost}, layouts)
+            if jax.process_index() in lost:
+                shutil.rmtree(own.folder)
+            own.close(keeps=True)
+            own = HostMemory(f"{name}{len(lost)}", state)  # as after a restart
+            saved = own.newest()
+            assert (saved is None) == (len(lost) == 2), (name, lost)
+            if saved is not None:
+                assert saved.beside == {"lost": lost}
+                assert_same(put_on_devices(saved, state, layouts).state, state)
+            own.close(keeps=False)
 
 
 if __name__ == "__main__":
