@@ -257,6 +257,11 @@ class CheckpointFolder:
         """Waits until the last checkpoint is written; returns the error if it is not."""
         return None if self._last is None else self._last.result()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no checkpoint is being written."""
+        return self._last is None or self._last.done()
+
     def wait(self) -> None:
         """Waits until the last checkpoint is written.
 

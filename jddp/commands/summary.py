@@ -45,8 +45,8 @@ def opening(job: Job, name: str, detected: str, *, columns: int) -> str:
     processes = f"{num} process{'es' if num > 1 else ''}"
     devices = f"{mesh.size // num} {device.platform} devices"
     head = f"jddp {versions()['jddp']} | jax {jax.__version__} | {processes} x {devices}"
-    every = as_period(period_of(config.checkpoint))
-    when_saved = "at the end" if every is None else f"every {every}"
+    every = period_of(config.checkpoint)
+    when_saved = f"every {as_period(every)}" if as_period(every) else every or "at the end"
     is_named = device.device_kind != device.platform
     facts = {
         "config": name,

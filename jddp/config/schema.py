@@ -201,14 +201,20 @@ class MeshConfig(Section):
 class CheckpointConfig(Section):
     """Checkpointing and resumption."""
 
-    every_steps: int | None = option(
-        None, "Steps between checkpoints; the end is always saved.", "none", ge=1
+    every_steps: Annotated[int, Field(ge=1)] | Literal["continuous"] | None = option(
+        None, "Steps between checkpoints; continuous: when the last is written.", "none"
     )
     every_epochs: float | None = option(
         None, "Epochs between checkpoints; or every_steps.", "none", gt=0
     )
     keep: int = option(3, "Newest checkpoints to keep.", "none", ge=1)
     keep_every_steps: int | None = option(None, "Checkpoints of its multiples stay.", "none", ge=1)
+    memory_every_steps: int | None = option(
+        None,
+        "Steps between states in the hosts' memory; null: 1 % of the time; 0: none.",
+        "none",
+        ge=0,
+    )
     best_metric: str | None = option(None, "Metric whose best state is kept, in <run.dir>/best.")
     resume: Literal["auto", "never", "must", "changed"] = option(
         "auto",

@@ -38,11 +38,11 @@ class Request(NamedTuple):
     """A request that all processes of a job follow.
 
     Attributes:
-      kind: A save, a stop, or the stop that a signal asks for.
+      kind: A save, a save in memory, a stop, or the stop that a signal asks for.
       value: The folder of a save, the reason of a stop, or the name of a signal.
     """
 
-    kind: Literal["save", "stop", "signal"]
+    kind: Literal["save", "memory", "stop", "signal"]
     value: str = ""
 
 

@@ -53,7 +53,7 @@ def fit(
     evaluate: Batches | Mapping[str, object] | run.Evaluation | None = None,
     eval_every_steps: int | Epochs | None = None,
     run_dir: str | Path | None = None,
-    save_every_steps: int | Epochs | None = None,
+    save_every_steps: int | Epochs | str | None = None,
     keep: int | run.Keep = 3,
     resume: str = "auto",
     callbacks: Sequence[run.Callback] = (),
@@ -85,7 +85,8 @@ def fit(
         the end. Epochs are known of examples and of `jddp.data.TrainBatches`.
       run_dir: Directory for metrics and checkpoints, or its URL, such as "s3://bucket/run", for
         which fsspec needs an extra such as `jddp[s3]`; None keeps nothing.
-      save_every_steps: Steps between checkpoints, or epochs; None saves once, at the end.
+      save_every_steps: Steps between checkpoints, or epochs; "continuous" saves when the last save
+        has ended, and None once, at the end.
       keep: Number of newest checkpoints that stay, or a `jddp.Keep`.
       resume: "auto" (resume if there is a checkpoint), "never" (there must be none), "must"
         (there must be one), or "changed" (like "auto", even if model, loss or optimizer changed).

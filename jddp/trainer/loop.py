@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jax
 
-from jddp.data.periods import Epochs, Reached
+from jddp.data.periods import Reached
 from jddp.distributed.coordination import gather, num_processes
 from jddp.distributed.exits import process
 from jddp.distributed.requests import Request, Requests
@@ -34,7 +34,7 @@ from jddp.trainer.prefetch import Source, refuse_same_rows
 from jddp.trainer.reporter import Clock, Reporter, measure
 from jddp.trainer.reports.files import say
 from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.run import Options, Progress, Run, as_period, call_each
+from jddp.trainer.run import Every, Options, Progress, Run, as_period, call_each
 from jddp.trainer.saving import LATEST, Saving
 from jddp.trainer.watching import best_steps, watching
 
@@ -178,6 +178,7 @@ class Loop:
         run = self.run
         self.reporter.begin()
         facts = {"step": run.step, "restore_seconds": time.monotonic() - self._made_at}
+        self.saving.report_memory()
         for number, note in enumerate(self.notes):
             self.reporter.note(note, "" if number else "resumed", **facts)
         self.reporter.reached = self.reached
@@ -243,6 +244,8 @@ class Loop:
             if is_due and not self.is_over:  # At the end `end` does both.
                 with self.reporter.clock.measure("pause"):
                     self._evaluate_and_save()
+            for request in self.saving.due(run.step):
+                self._ask(request)
         self.reporter.next()
         self.profile.close()
         self.act(self.requests.due())
@@ -250,7 +253,7 @@ class Loop:
         if not self.is_over:
             raise Interrupted
 
-    def _is_due(self, *periods: int | Epochs | None) -> bool:
+    def _is_due(self, *periods: Every) -> bool:
         """Whether one of the periods has ended with the last step."""
         before, now = self.run.progress.before, self.reached
         return any(x.ended(before, now) for x in map(as_period, periods) if x is not None)
@@ -323,6 +326,9 @@ class Loop:
             if kind == "save":
                 self.save(value)
                 self.watchdog.enter(phase, run.step)
+            elif kind == "memory":
+                self.reporter.next()  # A restart reads no record of an earlier step again.
+                self.saving.keep_in_memory(run.state, self._progress_to_save())
             elif kind == "stop":
                 run.progress = replace(run.progress, stopped=run.stopped or value)
             else:
@@ -332,15 +338,15 @@ class Loop:
         """Saves the newest state and all that a run resumes from, into a folder of the run."""
         run, callbacks = self.run, self.options.callbacks
         self.watchdog.enter("save", run.step)
-        run.progress = replace(
-            run.progress,
-            best=best_steps(run, callbacks),
-            plan=self.options.settings,
-        )
-        # The evaluations before the last one are in the file of metrics.
-        kept = replace(run.progress, evaluations=run.evaluations[-1:])
-        self.saving.save(where, run.state, kept)
+        self.saving.save(where, run.state, self._progress_to_save())
         call_each(callbacks, lambda callback: callback.on_save(run))
+
+    def _progress_to_save(self) -> Progress:
+        run = self.run
+        best = best_steps(run, self.options.callbacks)
+        run.progress = replace(run.progress, best=best, plan=self.options.settings)
+        # The evaluations before the last one are in the file of metrics.
+        return replace(run.progress, evaluations=run.evaluations[-1:])
 
 
 def run_to_the_end(loop: Loop) -> None:

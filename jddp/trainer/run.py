@@ -43,6 +43,8 @@ from jddp.trainer.reports.sinks import ChosenSink
 log = logging.getLogger("jddp")
 
 
+Every = int | Epochs | str | None  # A period: steps, epochs, or CONTINUOUS.
+CONTINUOUS = "continuous"  # A save begins when the last one has ended.
 EVAL_BATCH_SIZE = 1024  # Default number of examples in a batch of a dict of arrays.
 _NAME = re.compile(r"\w[\w-]*", re.ASCII)
 
@@ -407,7 +409,7 @@ def call_each(callbacks: Sequence[Callback], hook: Callable[[Callback], None]) -
         raise errors[0]
 
 
-def check_counts(**counts: int | None) -> None:
+def check_counts(**counts: int | str | None) -> None:
     """Refuses counts that are not positive whole numbers; accepts None.
 
     Raises:
@@ -416,15 +418,20 @@ def check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is None:
             continue
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        if isinstance(value, bool | str) or not hasattr(value, "__index__"):
             raise ConfigError(f"{name} is a whole number; got {value!r}.")
         if value < 1:
             raise ConfigError(f"{name} is at least 1; got {value}.")
 
 
-def as_period(every: int | Epochs | None) -> Period | None:
-    """The period of an argument, which is a number of steps, or epochs; or None."""
-    return every if every is None or isinstance(every, Epochs) else OptimizerSteps(every)
+def as_period(every: Every) -> Period | None:
+    """The period of an argument, which is a number of steps, or epochs; or None.
+
+    A run that saves continuously has no period: see `Saving.due`.
+    """
+    if isinstance(every, str | None):
+        return None
+    return every if isinstance(every, Epochs) else OptimizerSteps(every)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,6 +441,8 @@ class Keep:
     Attributes:
       newest: Number of newest checkpoints.
       every_steps: Interval in steps; checkpoints at its multiples stay too.
+      memory_every_steps: Steps between states that the hosts keep in memory for a restart; None for
+        as often as this takes one per cent of the time, and 0 for none.
 
     Raises:
       ConfigError: If a number is not positive.
@@ -441,10 +450,12 @@ class Keep:
 
     newest: int = 3
     every_steps: int | None = None
+    memory_every_steps: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses numbers that are not positive."""
         check_counts(keep=self.newest, keep_every_steps=self.every_steps)
+        check_counts(memory_every_steps=self.memory_every_steps or None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -525,7 +536,7 @@ class Options:
       num_epochs: Number of passes over the data, or None. Epochs end with their last example.
       log_every_steps: Steps between train records, or epochs.
       eval_every_steps: Steps between evaluations, or epochs.
-      save_every_steps: Steps between checkpoints, or epochs.
+      save_every_steps: Steps between checkpoints, or epochs; or "continuous".
       keep: The checkpoints that stay.
       resume: "auto", "never", "must" or "changed".
       evaluation: Evaluation batches, iterated again each time.
@@ -546,8 +557,8 @@ class Options:
     num_steps: int | None
     num_epochs: float | None = None
     log_every_steps: int | Epochs = 50
-    eval_every_steps: int | Epochs | None = None
-    save_every_steps: int | Epochs | None = None
+    eval_every_steps: Every = None
+    save_every_steps: Every = None
     keep: Keep = Keep()
     resume: str = "auto"
     evaluation: Evaluation = Evaluation(None)
@@ -564,6 +575,8 @@ class Options:
     def __post_init__(self) -> None:
         """Refuses wrong settings, before anything is compiled or written."""
         steps = {name: x for name, x in self.periods.items() if not isinstance(x, Epochs)}
+        if self.save_every_steps == CONTINUOUS:
+            del steps["save_every_steps"]
         check_counts(num_steps=self.num_steps, **steps)
         check_choice("resume", self.resume, ("auto", "never", "must", "changed"))
         batches = self.evaluation.batches
@@ -579,7 +592,7 @@ class Options:
             raise ConfigError(f"The sink {boards[0]} needs run_dir= (run.dir), where it writes.")
 
     @property
-    def periods(self) -> dict[str, int | Epochs | None]:
+    def periods(self) -> dict[str, Every]:
         """The periods of the run's actions, by name."""
         names = ("log_every_steps", "eval_every_steps", "save_every_steps")
         return {name: getattr(self, name) for name in names}
@@ -600,6 +613,7 @@ class Options:
         return {"num_steps": self.num_steps, **periods} | {
             "keep": self.keep.newest,
             "keep_every_steps": self.keep.every_steps,
+            "memory_every_steps": self.keep.memory_every_steps,
             "check_replicas_every_steps": self.checks.replicas_every_steps,
             "replay_every_steps": self.checks.replay_every_steps,
             "max_consecutive_skips": self.checks.max_consecutive_skips,

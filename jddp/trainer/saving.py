@@ -12,7 +12,10 @@ newest checkpoint, and no checkpoint of another training is removed or replaced.
 
 import contextlib
 import json
+import logging
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +24,23 @@ import jax.numpy as jnp
 
 from jddp.checkpoint.checkpoints import SECONDS, CheckpointFolder
 from jddp.checkpoint.folders import finished
-from jddp.checkpoint.reader import Restored
+from jddp.checkpoint.memory import HostMemory
+from jddp.checkpoint.reader import Damaged, Restored, put_on_devices
 from jddp.distributed.coordination import from_first
+from jddp.distributed.requests import Request
 from jddp.engine.compiled import Trainable
 from jddp.engine.state import TrainState, is_float
 from jddp.ground.errors import ConfigError, Error, FileSystemError, NumericsError, UsageError
 from jddp.ground.files import absolute
-from jddp.trainer.reports.files import from_plain, to_plain
-from jddp.trainer.reports.run_directory import RunDirectory
-from jddp.trainer.run import Keep, Options, Progress
+from jddp.trainer.reports.files import from_plain, say, to_plain
+from jddp.trainer.reports.run_directory import MEMORY, RunDirectory
+from jddp.trainer.run import CONTINUOUS, Keep, Options, Progress
 
 LATEST = "checkpoints"  # the folder to resume from; other folders hold one checkpoint
 BEST = "best"  # the folder of the checkpoints that are kept for their evaluations
+_LEAST_SECONDS = 1.0  # From the first step to the first state in memory, and between two.
+_SHARE = 0.01  # Share of the time that states in memory may take.
+log = logging.getLogger("jddp")
 
 
 @jax.jit
@@ -74,23 +82,83 @@ class Saving:
         self._ddp, self._files, self._options = ddp, files, options
         self._folders: dict[str, CheckpointFolder] = {}
         self._last: dict[str, tuple[int, str | None]] = {}  # step and reason to stop, by folder
+        self._memory: HostMemory | None = None
+        self._no_memory = "nothing"
+        self._due_at: float | None = None  # Time of the next state in memory.
+        self._requested = set[Request]()  # Requests that are not carried out yet.
 
     def restore(self, state: TrainState) -> Restored | None:
-        """The newest checkpoint, placed on the devices like `state`; None if there is none.
+        """The newest state of a run, placed on the devices like `state`; None if there is none.
+
+        It is in the memory of the hosts, or a checkpoint.
 
         Raises:
-          ConfigError: If there must be a checkpoint and there is none, or the other way round.
+          ConfigError: If there must be a checkpoint and there is none, or the other way round; or
+            if memory was asked for that the hosts do not have.
         """
-        latest = self._folder(LATEST)
+        latest, layouts = self._folder(LATEST), self._ddp.steps.layouts(state)
         steps, path = latest.steps(), self._files and self._files.where
-        if not steps and self._options.resume == "must":
+        newest = from_first("newest step", str(max(steps, default=-1)), timeout_seconds=SECONDS)
+        self._open_memory(state)
+        kept = self._memory and self._memory.newest(above=int(newest))
+        if not steps and not kept and self._options.resume == "must":
             raise ConfigError(f"resume='must', but {path} holds no checkpoint: choose its run.dir.")
-        if steps and self._options.resume == "never":
-            found = f"{path} holds a run at step {steps[-1]}"
+        if (steps or kept) and self._options.resume == "never":
+            found = f"{path} holds a run at step {kept.step if kept else steps[-1]}"
             raise ConfigError(f"{found}, and resume='never'. Choose another run.dir.")
-        if (restored := latest.restore(state, self._ddp.steps.layouts(state))) is not None:
+        if kept:
+            try:
+                return put_on_devices(kept, state, layouts)
+            except Damaged as damage:
+                log.error("The state of step %d in memory is damaged: %s.", kept.step, damage)
+        if (restored := latest.restore(state, layouts)) is not None:
             self._last[LATEST] = restored.step, restored.beside.get("stopped")
         return restored
+
+    def _open_memory(self, state: TrainState) -> None:
+        """Opens the memory of the hosts; if only the default asks for it, they may lack it."""
+        every = self._options.keep.memory_every_steps
+        if every == 0:
+            return
+        try:
+            self._memory = HostMemory(self.require_directory().memory_token(), state)
+        except FileSystemError as error:
+            if every is not None:
+                raise ConfigError(f"memory_every_steps={every}: {error} Give null, or 0.") from None
+            self._no_memory = str(error)
+
+    def report_memory(self) -> None:
+        """Writes into the log of the run which memory its states take."""
+        say(f"in memory for a restart: {self._memory or self._no_memory}")
+
+    def due(self, step: int) -> Iterator[Request]:
+        """The saves whose time has come; process 0 requests them for all.
+
+        Args:
+          step: Number of finished steps. The first state in memory comes a second after the first.
+        """
+        now, every = time.monotonic(), self._options.keep.memory_every_steps
+        self._due_at = self._due_at or now + _LEAST_SECONDS
+        requests = {
+            Request("memory"): self._memory is not None
+            and (step % every == 0 if every else now > self._due_at),
+            Request("save", LATEST): self._options.save_every_steps == CONTINUOUS
+            and self._folder(LATEST).is_idle
+            and self._last.get(LATEST) != (step, None),
+        }
+        for request, is_due in requests.items():
+            if is_due and request not in self._requested and jax.process_index() == 0:
+                self._requested.add(request)
+                yield request
+
+    def keep_in_memory(self, state: TrainState, progress: Progress) -> None:
+        """Writes a state into the memory of the hosts, unless a run could not resume from it."""
+        self._requested.discard(Request("memory"))
+        if self._memory is None or not _is_sound(state):
+            return
+        layouts = self._ddp.steps.layouts(state)
+        seconds = self._memory.save(progress.step, state, progress.to_json(), layouts)
+        self._due_at = time.monotonic() + max(seconds / _SHARE, _LEAST_SECONDS)
 
     def save(self, where: str, state: TrainState, progress: Progress) -> None:
         """Starts writing a state, unless it is the one that was saved or restored last.
@@ -98,6 +166,7 @@ class Saving:
         Raises:
           NumericsError: If a run could not resume from it.
         """
+        self._requested.discard(Request("save", where))
         refuse_unsound(progress.step, state)
         if (now := (progress.step, progress.stopped)) != self._last.get(where):
             folder = self._folder(where)
@@ -119,6 +188,10 @@ class Saving:
         for checkpoints in self._folders.values():
             with contextlib.suppress(*ignored):
                 checkpoints.close()
+        if self._memory is not None:  # After an error its states stay.
+            self._memory.close(keeps=failed)
+            if not self._memory.folder.exists():
+                (self.require_directory().path / MEMORY).unlink(missing_ok=True)
 
     def require_directory(self) -> RunDirectory:
         """The run directory.

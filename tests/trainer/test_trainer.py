@@ -68,6 +68,37 @@ def bare_loop(ddp, source, num_steps, *, seed=0):
     return state, metrics
 
 
+def test_a_run_that_ends_without_a_save_resumes_from_memory_bitwise(ddp, tmp_path, capsys):
+    def leave(run):
+        raise KeyboardInterrupt  # As a kill, it saves nothing.
+
+    options = {"num_steps": 8, "keep": jddp.Keep(memory_every_steps=2)}
+    with pytest.raises(KeyboardInterrupt):
+        jddp.fit(ddp, endless(), run_dir=tmp_path / "a", callbacks=[at(5, leave)], **options)
+    assert not [*(tmp_path / "a/checkpoints").iterdir()]
+    got, want = (jddp.fit(ddp, endless(), run_dir=tmp_path / x, **options) for x in "ab")
+    assert "resumed from step 4 of 8" in capsys.readouterr().out
+    assert_same(got.state, want.state)
+    assert "two states of" in (tmp_path / "a/logs/process_0.log").read_text()
+    assert not (tmp_path / "a/memory").exists()
+
+
+def test_continuous_saves_begin_when_the_last_one_has_ended(ddp, tmp_path):
+    saved = []
+
+    def save(run):
+        saved.append(run.step)
+        if len(saved) == 4:
+            run.stop("enough")
+
+    options = {"num_steps": 10**6, "save_every_steps": "continuous", "keep": 9}
+    run = jddp.fit(ddp, endless(), run_dir=tmp_path, callbacks=[calling(on_save=save)], **options)
+    assert saved[:4] == sorted({*saved})
+    assert run.checkpoints == [f"checkpoints/{step}" for step in saved[:4]]
+    with pytest.raises(ConfigError, match="save_every_steps is a whole number; got 'often'"):
+        jddp.fit(ddp, endless(), num_steps=1, save_every_steps="often")
+
+
 def newest(path, like):
     with contextlib.closing(CheckpointFolder(path, keep=1)) as checkpoints:
         return checkpoints.restore(like=like)[:2]

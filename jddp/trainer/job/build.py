@@ -114,7 +114,8 @@ class Job:
         """Trains to the end, resuming from the newest checkpoint if there is one."""
         assert self.data is not None, "build(config) has data unless needs_data=False"
         config = self.config
-        train, place, own = config.train, config.run.dir, make_callbacks(config)
+        train, saved = config.train, config.checkpoint
+        place, own = config.run.dir, make_callbacks(config)
         with contextlib.closing(self.train_batches()) as batches:
             state = self.first_state()
             options = Options(
@@ -122,8 +123,8 @@ class Job:
                 num_epochs=train.num_epochs,
                 log_every_steps=train.log_every_steps,
                 eval_every_steps=period_of(train, "eval_"),
-                save_every_steps=period_of(config.checkpoint),
-                keep=Keep(config.checkpoint.keep, config.checkpoint.keep_every_steps),
+                save_every_steps=period_of(saved),
+                keep=Keep(saved.keep, saved.keep_every_steps, saved.memory_every_steps),
                 resume=config.checkpoint.resume,
                 evaluation=Evaluation(
                     test_batches(config, self.data), train.eval_params, train.limit_eval_batches

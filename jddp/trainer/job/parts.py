@@ -28,7 +28,7 @@ from jddp.modules.base import COLLECTION
 from jddp.reduce.hooks import CommHook
 from jddp.trainer.job.data import check_listed, source_of_batches, stream_arguments
 from jddp.trainer.reports.sinks import ChosenSink, choose_sinks
-from jddp.trainer.run import Callback
+from jddp.trainer.run import Callback, Every
 from jddp.trainer.watching import EarlyStopping, KeepBest
 from jddp.zoo import optimizers
 from jddp.zoo.losses import LOSSES, next_token
@@ -123,7 +123,7 @@ def _specs(config: Config) -> dict[str, OptimizerSpec]:
     return specs  # `by_group` refuses a group with the name of the rest.
 
 
-def period_of(section: options.Section, prefix: str = "") -> int | Epochs | None:
+def period_of(section: options.Section, prefix: str = "") -> Every:
     """The period that a section has in steps or in epochs; None where it has neither.
 
     Args:
@@ -131,7 +131,7 @@ def period_of(section: options.Section, prefix: str = "") -> int | Epochs | None
       prefix: Beginning of the two keys, such as "eval_".
     """
     epochs = getattr(section, f"{prefix}every_epochs")
-    every: int | None = getattr(section, f"{prefix}every_steps")
+    every: int | str | None = getattr(section, f"{prefix}every_steps")
     return every if epochs is None else Epochs(epochs)
 
 

@@ -9,6 +9,7 @@
     logs/            the lines of each process, and the events of the run
     profile/         traces of each process, of the steps that were asked for
     events.*, wandb/ records for TensorBoard, and for Weights & Biases, if they are sinks
+    memory           the name of the run's states in memory, while they may be there
     lock             the process that writes here, while it runs
 
 A directory belongs to the config that it was first used with: a rerun with the same one resumes,
@@ -27,6 +28,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +48,8 @@ KEYS_OF_A_START = {"run.dir", "data.dir", "checkpoint.resume", "checkpoint.allow
 # A schedule without a length has the length of the run: writing that length changes nothing.
 LENGTH_KEYS = {f"optimizer.schedule.kwargs.{x}" for x in ("decay_steps", "transition_steps")}
 # Files and folders of a run whose names a folder of checkpoints could have.
-OWN_NAMES = {"lock", "logs", "nonfinite", "profile", "wandb"}
+OWN_NAMES = {"lock", "logs", "memory", "nonfinite", "profile", "wandb"}
+MEMORY = "memory"
 MISSING = object()
 log = logging.getLogger("jddp")
 
@@ -171,6 +174,22 @@ class RunDirectory:
         if holder and self.storage.is_shared and not self._is_writer:
             wait_until_seen(self.path / "lock", holder)
             self.folder.pin()
+
+    def memory_token(self) -> str:
+        """A name that only this run has, the same on all processes and at each start.
+
+        Raises:
+          FileSystemError: If it cannot be read or written.
+        """
+        from jddp.checkpoint.checkpoints import SECONDS
+        from jddp.distributed.coordination import from_first
+
+        path, token = self.path / MEMORY, ""
+        if self._is_writer:
+            with self._explained():
+                token = path.read_text() if path.exists() else secrets.token_hex(8)
+                self.folder.replace(MEMORY, [token.encode()])
+        return from_first("memory", token, timeout_seconds=SECONDS)
 
     def logging(self, process_index: int) -> contextlib.AbstractContextManager[None]:
         """While open, the lines of this process go into its log file.

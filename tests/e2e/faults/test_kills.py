@@ -1,5 +1,7 @@
 """`kill -9` at any instant: the same command ends as if nothing had been."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,22 @@ def kill_and_go_on(folder, golden, num_kills, seed, *arguments):
 @pytest.mark.slow
 def test_a_run_that_is_killed_five_times_ends_as_one_that_was_not(folder, golden):
     kill_and_go_on(folder, golden, 5, np.random.SeedSequence().entropy)
+
+
+@pytest.mark.slow
+def test_two_processes_resume_from_memory_if_one_is_killed(folder, golden):
+    two = ["mesh.num_devices=auto", "train.num_steps=300"]
+    keys = ["checkpoint.every_steps=null", "checkpoint.memory_every_steps=30"]
+    with Job(folder, *two, *keys, num_processes=2) as job:
+        job.wait_for_step(100)
+        job.processes[1].kill()
+        job.codes()
+    recorded = job.num_steps()
+    job = assert_ends(folder, *two, *keys, num_processes=2)
+    (resumed,) = re.findall(r"resumed from step (\d+)", job.outputs[0][0])
+    assert int(resumed) >= recorded - 50  # A state comes a few steps after the 30th.
+    assert_same_run(job, golden(*two, num_processes=2))
+    assert not (job.run_dir / "memory").exists()
 
 
 @pytest.mark.long
