@@ -59,8 +59,7 @@ class SameFolder:
         """
 
         def open_here(name: str, flags: int) -> int:
-            mode = 0o666 & ~WRITE_BY_OTHERS
-            return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
+            return os.open(name, flags | os.O_NOFOLLOW, 0o666 & ~WRITE_BY_OTHERS, dir_fd=folder)
 
         with self._opened() as folder:
             return open(name, mode, buffering=0, opener=open_here)

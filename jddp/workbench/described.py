@@ -172,11 +172,10 @@ def described_mesh(gpu: str = "h100_sxm", *, num_hosts: int = 1, devices_per_hos
     Raises:
       ConfigError: If the GPU is unknown, or JAX cannot compile for it here.
     """
-    described = "gpu_device_info" in gpu
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
-            target_config=gpu if described else target_config(_gpu(gpu)),
+            target_config=gpu if "gpu_device_info" in gpu else target_config(_gpu(gpu)),
             topology=f"1x{num_hosts}x{devices_per_host}",
         )
     except (NotImplementedError, RuntimeError, ValueError) as error:
@@ -315,8 +314,7 @@ def compile_for(target: Described, steps: CompiledSteps, rows: Batch) -> Compile
 
 def num_rows(batch: Batch) -> int:
     """Number of rows of a batch, whose arrays have equally many."""
-    first: Shaped = jax.tree.leaves(batch)[0]
-    return first.shape[0]
+    return int(jax.tree.leaves(batch)[0].shape[0])
 
 
 def rows_of_host(target: Described, steps: CompiledSteps, batch: Batch) -> Batch:

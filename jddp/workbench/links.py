@@ -138,13 +138,11 @@ class Fabric:
         if not devices:
             return self
         hosts = sorted({device // self.devices_per_host for device in devices})
-        num_stretched = self.num_stretched if self._reach_all(hosts) else 1
-        return Fabric(len(hosts) * num_stretched, len(devices) // len(hosts), self.links)
-
-    def _reach_all(self, hosts: Sequence[int]) -> bool:
-        """Whether the collective spans all hosts rather than one group."""
         distance = hosts[1] - hosts[0] if len(hosts) > 1 else 0
-        return len(hosts) * distance >= self.num_hosts // self.num_stretched
+        # Whether the collective spans all hosts rather than one group.
+        reaches_all = len(hosts) * distance >= self.num_hosts // self.num_stretched
+        num_stretched = self.num_stretched if reaches_all else 1
+        return Fabric(len(hosts) * num_stretched, len(devices) // len(hosts), self.links)
 
     def sent(self, num_bytes: float, op: str = ALL_REDUCE) -> float:
         """Bytes that each GPU sends for a collective of `num_bytes`, whatever the algorithm."""
@@ -179,8 +177,7 @@ class Fabric:
         link = self.links[("nic" if between else "nvlink") + protocol]
         seconds = START_SECONDS[protocol] + link.hop_seconds + num_bytes / link.bytes_per_second
         left = self.devices_per_host * num_bytes if between else 0.0
-        rate = link.bytes_per_second
-        return Choice(_named("send", protocol), seconds, rate, 1, num_bytes, left)
+        return Choice(_named("send", protocol), seconds, link.bytes_per_second, 1, num_bytes, left)
 
     def _ring(self, num_bytes: float, op: str, protocol: str) -> Choice:
         """Each part goes around all GPUs, along every adapter of a host at once."""

@@ -213,6 +213,5 @@ class _Reports(Watching):
 
 def _from_first(values: _Values | None) -> _Values | None:
     """The values of process 0, on every process; None after the last trial."""
-    text = from_first("objective", json.dumps(values), timeout_seconds=SECONDS)
-    found = json.loads(text)
+    found = json.loads(from_first("objective", json.dumps(values), timeout_seconds=SECONDS))
     return None if found is None else _Values(*found)

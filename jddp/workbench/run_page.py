@@ -135,18 +135,17 @@ def draw_classes(facts: Facts) -> str:
     """Metrics of the last evaluation that are arrays: for pairs of classes, classes, others."""
     names = facts.classes
     arrays = {k: x for k, x in facts.records.last_evaluation.items() if isinstance(x, list)}
-    parts = list[str]()
+    shown = ""
     for name, values in arrays.items():
         if is_matrix(values) and len(values) == len(names) <= MOST_CLASSES:
-            parts.append(draw_matrix(name, values, names))
+            shown += draw_matrix(name, values, names)
         elif all(x is None or charts.is_drawable(x) for x in values):
             is_of_classes = len(values) == len(names) <= MOST_CLASSES
-            parts.append((draw_scores if is_of_classes else _by_index)(name, values, names))
+            shown += (draw_scores if is_of_classes else _by_index)(name, values, names)
+    if not shown:
+        return ""
     step = facts.records.last_evaluation.get("step", 0)
-    shown = "".join(filter(None, parts))
-    return (
-        f'<p class="note">At step {step:,}.</p><div class="charts">{shown}</div>' if shown else ""
-    )
+    return f'<p class="note">At step {step:,}.</p><div class="charts">{shown}</div>'
 
 
 def _by_index(name: str, values: Sequence[float | None], names: Sequence[str]) -> str:

@@ -87,8 +87,7 @@ class TensorBoard:
             if kind == "number":
                 self._writer.add_scalar(chart, value, step)
             elif kind == "list":
-                text = _as_typed(array_lines(value, PAGE_COLUMNS))
-                self._writer.add_text(chart, text, step)
+                self._writer.add_text(chart, _as_typed(array_lines(value, PAGE_COLUMNS)), step)
             elif kind == "text":
                 self._writer.add_text(chart, _as_typed(value.splitlines()), step)
             elif kind == "images":

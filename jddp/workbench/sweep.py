@@ -216,7 +216,7 @@ def _conclude(codes: dict[str, int], num_runs: int) -> int:
     return next(iter(failed.values()))
 
 
-class InTurn:
+class InTurn(Hearing):
     """While open, in the main thread, passes the first stop signal on to the command that runs.
 
     The processes stay in the session of this one, so the terminal sends Ctrl-C to both; a second
@@ -226,18 +226,9 @@ class InTurn:
     """
 
     def __init__(self) -> None:
-        self._heard: int | None = None
+        super().__init__(self._pass_on)
+        self._stopped_by: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._hearing = Hearing(self._hear)
-
-    def __enter__(self) -> "InTurn":
-        """Takes the signals."""
-        self._hearing.__enter__()
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        """Restores the earlier handlers."""
-        self._hearing.__exit__(*reason)
 
     def run(self, command: Sequence[str]) -> int:
         """Runs a command to its end.
@@ -246,15 +237,15 @@ class InTurn:
           Its exit code, or 128 plus the number of a signal that ended it; `ExitCode.PREEMPTED`, if
           a stop signal has come before.
         """
-        if self._heard is not None:
+        if self._stopped_by is not None:
             return ExitCode.PREEMPTED
         with subprocess.Popen(command) as self._process:
-            if self._heard is not None:  # A signal came before the process.
-                self._process.send_signal(self._heard)
+            if self._stopped_by is not None:  # A signal came before the process.
+                self._process.send_signal(self._stopped_by)
             code = self._process.wait()
         return code if code >= 0 else 128 - code
 
-    def _hear(self, number: int) -> None:
-        self._heard = number
+    def _pass_on(self, number: int) -> None:
+        self._stopped_by = number
         if self._process is not None:
             self._process.send_signal(number)  # Nothing is sent if it has ended.

@@ -312,8 +312,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
     """Prints the report of `jddp explain`; returns its exit code."""
     trace = None if arguments.trace is None else read_trace(arguments.trace)
     step = None if arguments.target is None else _modelled(arguments)
-    text = _as_text(trace, step)
-    show(json.dumps(_as_json(trace, step)) if arguments.json else text)
+    show(json.dumps(_as_json(trace, step)) if arguments.json else _as_text(trace, step))
     return ExitCode.DONE
 
 

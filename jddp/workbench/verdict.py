@@ -92,7 +92,7 @@ def diverging(facts: Facts) -> Judgement | None:
         return None
     smooth = smoothed(loss.values, max(3, len(loss.values) / 40))
     lowest, end = min(smooth), _end(smooth)
-    noise = NOISE * _noise(loss.values, smooth)
+    noise = NOISE * statistics.median(abs(a - b) for a, b in zip(loss.values, smooth, strict=True))
     if end - lowest <= max(RISE * (smooth[0] - lowest), noise, 0.1 * abs(lowest)):
         return None
     at = loss.steps[smooth.index(lowest)]
@@ -197,11 +197,6 @@ def _best_before_the_end(facts: Facts) -> At | None:
     if tests is None or tests.smallest is None or len(tests.values) < 4:
         return None
     return tests.smallest if tests.smallest.step <= 0.9 * facts.records.last_step else None
-
-
-def _noise(values: list[float], smooth: list[float]) -> float:
-    """The typical distance of values from their smoothed curve."""
-    return statistics.median(abs(a - b) for a, b in zip(values, smooth, strict=True))
 
 
 def _end(values: list[float]) -> float:
