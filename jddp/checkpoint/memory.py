@@ -1,6 +1,6 @@
 """The newest states of a run in the memory of its hosts, for a restart that reads no disk.
 
-    memory = HostMemory(token, state)                     # every process
+    memory = HostMemory(token, state)                 # every process
     memory.save(step, state, {"position": 10})        # returns once it is written
     saved = memory.newest()                           # for `reader.put_on_devices`; or None
     memory.close()                                    # removes all
@@ -159,13 +159,14 @@ class HostMemory:
             log.warning("Step %d is not kept in memory: %s.", step, words_of(error))
         return time.monotonic() - began
 
-    def newest(self, above: int = -1) -> reader.Saved | None:
+    def newest(self, above: int = -1, below: float = math.inf) -> reader.Saved | None:
         """The newest state of which the hosts have every part; all processes call it.
 
         Args:
           above: Steps up to this one are left out.
+          below: This step and later ones are left out.
         """
-        lists = {step: x for step, x in self._read_lists().items() if step > above}
+        lists = {step: x for step, x in self._read_lists().items() if above < step < below}
         mine = {step: [x["parts"] for x in of_host] for step, of_host in lists.items()}
         texts = gather("memory/held", json.dumps(mine), timeout_seconds=SECONDS)
         by_process = [json.loads(text) for text in texts]

@@ -100,17 +100,19 @@ class Saving:
         steps, path = latest.steps(), self._files and self._files.where
         newest = from_first("newest step", str(max(steps, default=-1)), timeout_seconds=SECONDS)
         self._open_memory(state)
-        kept = self._memory and self._memory.newest(above=int(newest))
+        memory = self._memory
+        kept = None if memory is None else memory.newest(above=int(newest))
         if not steps and not kept and self._options.resume == "must":
             raise ConfigError(f"resume='must', but {path} holds no checkpoint: choose its run.dir.")
         if (steps or kept) and self._options.resume == "never":
             found = f"{path} holds a run at step {kept.step if kept else steps[-1]}"
             raise ConfigError(f"{found}, and resume='never'. Choose another run.dir.")
-        if kept:
+        while memory is not None and kept is not None:
             try:
                 return put_on_devices(kept, state, layouts)
             except Damaged as damage:
                 log.error("The state of step %d in memory is damaged: %s.", kept.step, damage)
+            kept = memory.newest(above=int(newest), below=kept.step)
         if (restored := latest.restore(state, layouts)) is not None:
             self._last[LATEST] = restored.step, restored.beside.get("stopped")
         return restored
@@ -188,10 +190,11 @@ class Saving:
         for checkpoints in self._folders.values():
             with contextlib.suppress(*ignored):
                 checkpoints.close()
-        if self._memory is not None:  # After an error its states stay.
-            self._memory.close(keeps=failed)
-            if not self._memory.folder.exists():
-                (self.require_directory().path / MEMORY).unlink(missing_ok=True)
+        memory = self._memory
+        if memory is not None:  # After an error its states stay.
+            memory.close(keeps=failed)
+        if self._files is not None and (memory is None or not memory.folder.exists()):
+            (self._files.path / MEMORY).unlink(missing_ok=True)
 
     def require_directory(self) -> RunDirectory:
         """The run directory.

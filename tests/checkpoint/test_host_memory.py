@@ -94,13 +94,15 @@ def test_two_states_stay_and_the_newest_complete_one_is_read(states):
 
 def test_a_flipped_bit_is_found(states):
     own, save = states
-    state = save(1)
-    path = own.folder / "1.0"
+    save(1)
+    state = save(2)
+    path = own.folder / "2.0"
     content = bytearray(path.read_bytes())
     content[7] ^= 1
     path.write_bytes(content)
     with pytest.raises(Damaged, match="is not the array that was saved"):
         put_on_devices(own.newest(), state, None)
+    assert own.newest(below=2).step == 1
 
 
 def test_replicas_that_differ_are_not_kept(states):
