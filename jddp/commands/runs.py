@@ -78,9 +78,7 @@ def predict_command(argv: Sequence[str] | None = None) -> int:
 def _predict(*, data: Any, out: Any, prompt: str | None, **chosen: Any) -> None:
     run = {name: chosen.pop(name) for name in ("run_dir", "checkpoint", "params", "trust")}
     if (data is None) != (out is None):
-        raise UsageError(
-            "--data needs --out FILE; --prompt prints its text, without it. See --help."
-        )
+        raise UsageError("--data needs --out FILE; --prompt prints a text, without it. See --help.")
     share_gpus()  # The run may still train.
     if prompt is not None:
         from jddp.trainer.runs.opened import open_run

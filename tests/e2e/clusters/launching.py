@@ -48,12 +48,13 @@ def read_proc(pid, what):
 def workers_of(hosts, name, number="JAX_PROCESS_ID"):
     """The processes of a job that run on a host, by their numbers in the job."""
     found = {}
-    for pid in hosts.pids(name):
+    for pid in sorted(hosts.pids(name)):
         if "apart.py" in read_proc(pid, "cmdline"):  # what watches a worker, in its environment
             continue
         for variable in read_proc(pid, "environ").splitlines():
             if variable.startswith(f"{number}="):
-                found[int(variable.partition("=")[2])] = pid
+                # A spare, which may replace it, is younger.
+                found.setdefault(int(variable.partition("=")[2]), pid)
     return found
 
 
