@@ -2,7 +2,6 @@
 
     JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 100
     JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 9 --process 0
-    JAX_PLATFORMS=cpu python benchmarks/restart.py --goodput 30
 
 The default job runs on two processes under one `jddp launch`. In each round a process is killed
 at a random moment, when it has taken a step. A phase ends when the launcher prints the line that
@@ -16,9 +15,6 @@ ends it:
 
 In round 0, which is not counted, it compiles what a resumption needs. Figures are seconds; the
 last line is JSON.
-
-`--goodput MINUTES` kills a process every minute instead. It prints the steps that are finished in
-this time, relative to the steps of as many undisturbed minutes, by the rate of two before.
 """
 
 import argparse
@@ -32,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +43,6 @@ PHASES = {
     "first step": r"^\[0\] step \d+/",
 }
 STEP = PHASES["first step"]
-MINUTE = 60.0
 PAUSE_SECONDS = 8.0, 14.0  # From a first step to the next kill: processes that wait are ready.
 
 
@@ -86,67 +80,27 @@ def kill_one(job: subprocess.Popen[str], lines: Iterator[str], number: int) -> d
     return {**seconds, "all": last - began}
 
 
-@contextlib.contextmanager
-def started(num_kills: int, folder: str) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
-    """A job that may be restarted so often, and its lines; it is stopped and saved at the end."""
-    command = [*LAUNCH, str(num_kills + 1), "--logs", f"{folder}/logs", *JOB]
-    command += [f"run.dir={folder}/run", "train.num_epochs=10000"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, text=True, **pipes) as job:
-        lines = iter(job.stdout)
-        yield job, lines
-        job.send_signal(signal.SIGTERM)
-        for _ in lines:  # Until it has saved.
-            pass
-
-
 def measure(num_rounds: int, process: int | None) -> list[dict[str, float]]:
     """The seconds of each phase in each round."""
-    chosen = (0, 1) if process is None else (process,)
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        started(num_rounds, folder) as (job, lines),
-    ):
-        rounds = [kill_one(job, lines, random.choice(chosen)) for _ in range(num_rounds + 1)]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = [*LAUNCH, str(num_rounds + 1), "--logs", f"{folder}/logs", *JOB]
+        command += [f"run.dir={folder}/run", "train.num_epochs=10000"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, text=True, **pipes) as job:
+            lines = iter(job.stdout)
+            chosen = (0, 1) if process is None else (process,)
+            rounds = [kill_one(job, lines, random.choice(chosen)) for _ in range(num_rounds + 1)]
+            job.send_signal(signal.SIGTERM)
+            for _ in lines:  # Until it has saved.
+                pass
     return rounds[1:]
-
-
-def last_step(run: Path) -> int:
-    """The last step that a run has recorded."""
-    return int(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"])
-
-
-def goodput(minutes: int) -> dict[str, float]:
-    """The share of undisturbed steps that a job takes while a process is killed every minute."""
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        started(minutes, folder) as (job, lines),
-    ):
-        run, seen = Path(folder) / "run", list[str]()
-        wait_for(lines, STEP, seen)
-        kill_one(job, lines, 0)  # It compiles what a resumption needs.
-        time.sleep(MINUTE / 4)  # Until processes that wait are ready.
-        first = last_step(run)
-        time.sleep(2 * MINUTE)
-        begun_at = last_step(run)
-        per_minute = (begun_at - first) / 2
-        for _ in range(minutes):
-            until = time.monotonic() + MINUTE
-            threading.Thread(target=kill_one, args=(job, lines, random.choice((0, 1)))).start()
-            time.sleep(until - time.monotonic())
-        num_steps = last_step(run) - begun_at
-    return {"steps a minute, undisturbed": per_minute, "goodput": num_steps / minutes / per_minute}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--process", type=int, choices=(0, 1), help="kill this one (either)")
-    parser.add_argument("--goodput", type=int, metavar="MINUTES", help="kill one every minute")
     arguments = parser.parse_args()
-    if arguments.goodput:
-        print(json.dumps(goodput(arguments.goodput)))
-        return
     rounds = measure(arguments.rounds, arguments.process)
     figures = {}
     print(f"{'phase':12}{'median':>8}{'longest':>9}{'share':>8}")
