@@ -32,6 +32,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,7 +57,7 @@ log = logging.getLogger("jddp")
 _MACHINE = Path("/proc/sys/kernel/random/boot_id")
 
 # The bounds of a part, as JSON has them, its offset in a file, and the name of the file.
-_Place = tuple[list[list[int]], int, str]
+_Place = list[Any]
 _Parts = dict[Bounds, np.ndarray]
 
 

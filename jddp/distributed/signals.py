@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn, Self
+from typing import NoReturn
 
 from jddp.distributed.exits import exit_now, is_at_prompt, process, show_cursor, write_line
 from jddp.ground.errors import ExitCode
@@ -158,7 +158,7 @@ class Hearing:
         self._heard = set[int]()  # Signals that the thread has received.
         self._open = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Hearing":
         """Starts the thread, and then takes the signals."""
         self._signals = stop_signals()
         self._reads, self._writes = _pipe()

@@ -173,7 +173,7 @@ def _train(commands: Iterator[tuple[str, list[str]]], num_runs: int) -> dict[str
     A signal that comes between two runs counts as the end of the next one.
     """
     codes = dict[str, int]()
-    with InTurn() as turns:
+    with (turns := InTurn()):
         for number, (name, words) in enumerate(commands, 1):
             report(f"run {number:,} of {num_runs:,}: {name}")
             codes[name] = turns.run([sys.executable, "-m", "jddp.train", *words])
