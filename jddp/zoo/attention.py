@@ -28,8 +28,8 @@ TILE_SIZE = 512  # Queries; with fewer an H100 spends more time on slices than i
 class Attention:
     """A function of queries, keys and values for `attention_fn=` of Flax's layers.
 
-    These are Linen's `MultiHeadDotProductAttention` and NNX's `MultiHeadAttention`. The log names
-    the implementation, once for each.
+    These are Linen's `MultiHeadDotProductAttention` and NNX's `MultiHeadAttention`. Python's
+    logger "jddp" names the implementation at level INFO, once for each.
 
     Attributes:
       implementation: "cudnn", "xla", or "auto": cuDNN's on NVIDIA GPUs if its kernel can compute
