@@ -27,11 +27,12 @@ import json
 import os
 import signal
 import threading
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax._src import distributed, xla_bridge
+from jax._src import compiler, distributed, xla_bridge
 from jaxlib import _jax
 
 from jddp.distributed.exits import in_shell
@@ -53,6 +54,16 @@ def num_processes() -> int:
 def process_index() -> int:
     """Number of this process, without initializing devices."""
     return distributed.global_state.process_id or 0
+
+
+def keep_own_programs() -> None:
+    """Lets this process write into JAX's cache of programs, where only process 0 writes.
+
+    For processes on CPUs: JAX's name of a program has the process that compiles it there, so no
+    other process finds what process 0 has written, and would compile all at every start.
+    """
+    as_first = types.SimpleNamespace(process_id=0, client=distributed.global_state.client)
+    vars(compiler)["distributed"] = types.SimpleNamespace(global_state=as_first)
 
 
 def explain_unjoined(environ: Mapping[str, str] = os.environ) -> tuple[str, str] | None:

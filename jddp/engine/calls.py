@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jddp.distributed.coordination import awaiting, collect, computing
+from jddp.distributed.coordination import awaiting, collect, computing, keep_own_programs
 from jddp.engine.mesh import HostOrDevice, axis_of, is_key, over_replicas, platform, sharded
 from jddp.ground.errors import ConfigError
 from jddp.ground.typing import PyTree, Tree
@@ -71,6 +71,7 @@ def connect(mesh: jax.sharding.Mesh, groups: Groups | None) -> None:
     """
     if jax.process_count() == 1 or platform(mesh) != "cpu":
         return
+    keep_own_programs()
     axis = axis_of(mesh)
     every = [None] if groups is None or groups.num == 1 else [None, groups.members, groups.peers]
 

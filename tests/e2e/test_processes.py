@@ -150,6 +150,15 @@ def test_a_step_is_replayed_on_devices_of_other_processes_and_each_names_the_wro
     assert re.search(wrong, first.splitlines()[-1])
 
 
+def test_no_process_compiles_at_the_second_start_what_it_has_compiled_at_the_first(tmp_path):
+    for expected in (range(5, 100), [0]):
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
+        jobs = of_job(**cache, JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1")
+        run_module("workers.two", tmp_path, jobs, SECONDS, "compiles")
+        counts = [json.loads((tmp_path / f"process_{x}.json").read_text()) for x in range(2)]
+        assert all(count in expected for count in counts), counts
+
+
 def test_the_memory_of_two_hosts_is_complete_without_either_of_them(tmp_path):
     hosts = of_job()
     for number, variables in enumerate(hosts):

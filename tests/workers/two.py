@@ -1,5 +1,6 @@
 """A process of a job of two, which runs one of these cases: python -m workers.two FOLDER CASE"""
 
+import collections
 import errno
 import itertools
 import json
@@ -51,6 +52,16 @@ class Recorder(jddp.Callback):
 
     def on_save(self, run):
         self.saved.append(run.step)
+
+
+def compiles(folder):
+    counts = collections.Counter()
+    jax.monitoring.register_event_listener(lambda name, **_: counts.update([name.split("/")[-1]]))
+    ddp, batch = make_ddp(), make_batch(8)
+    ddp.steps.lower(batch)
+    take_steps(ddp, [batch, batch])
+    ddp.evaluate(ddp.latest, [batch])
+    write(folder, counts["compile_requests_use_cache"] - counts["cache_hits"])
 
 
 # One process alone, or both, stop and save: at which steps each run ended and was saved, and why.
