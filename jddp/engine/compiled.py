@@ -407,7 +407,7 @@ class CompiledSteps:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
           accumulate_steps: Number of micro-batches of a step; by default the number in the options.
         """
-        state, inputs = self.abstract_state(batch), self.inputs(batch)
+        state, inputs = self.abstract_state(batch), self._global(self.inputs(batch))
         planned, run = self._jitted_for(make_step, state, inputs)
         if accumulate_steps is not None:
             # The plan stays: micro-batches change when gradients are finished, not which they are.
@@ -415,7 +415,7 @@ class CompiledSteps:
             spec = dataclasses.replace(self.spec, backward=backward)
             layouts = self.layouts(state)
             run = make_step(spec, planned.plan, self.mesh, layouts, donate=self._donate)
-        return call(run.lower, state, self._global(inputs))
+        return call(run.lower, state, inputs)
 
     def lower_init(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the program that makes a first state from a seed, with nothing allocated or run.
@@ -427,7 +427,7 @@ class CompiledSteps:
 
     def _global(self, inputs: Inputs) -> Inputs:
         """The shapes of the rows of all processes together."""
-        num_processes = self.mesh.size // len(self.mesh.local_devices)
+        num_processes = self.rows.num_micro_batches // self.rows.count_micro_batches(inputs.rows)
 
         def everywhere(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             shape = (x.shape[0] * num_processes, *x.shape[1:])
@@ -443,10 +443,10 @@ class CompiledSteps:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
           state: A state, for its shapes, if there is one already.
         """
-        inputs = self.inputs(batch)
+        inputs = self._global(self.inputs(batch))
         state = self.abstract_state(batch) if state is None else state
         _, run = self._jitted_for(make_step, state, inputs)
-        return call(run.trace, state, self._global(inputs))
+        return call(run.trace, state, inputs)
 
     def program(self, state: TrainState, batch: Batch) -> Program:
         """Digests of model, loss and optimizer, of traces that a step makes anyway; runs nothing.

@@ -329,10 +329,10 @@ class RowSplit:
 
     def count_micro_batches(self, batch: Batch) -> int:
         """Micro-batches of all replicas that have rows of this batch."""
-        leaves = jax.tree.leaves(batch)
-        # An array with rows on other processes is the global batch; any other holds this process's
-        # rows.
-        on_all = all(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves)
+        # An array with rows on other processes, or its shape, is the global batch; any other holds
+        # this process's rows.
+        places = [getattr(x, "sharding", None) for x in jax.tree.leaves(batch)]
+        on_all = all(place is not None and not place.is_fully_addressable for place in places)
         return self.num_micro_batches if on_all else self.num_local_micro_batches
 
     def check(self, batch: Batch) -> None:
