@@ -277,13 +277,19 @@ class CheckpointFolder:
         self._handler.close()
         self.wait()
 
-    def restore(self, like: TrainState, layouts: TrainState | None = None) -> Restored | None:
+    def restore(
+        self,
+        like: TrainState,
+        layouts: TrainState | None = None,
+        first: reader.First | None = None,
+    ) -> Restored | None:
         """Reads the newest checkpoint with valid digests onto the devices; None if there is none.
 
         Args:
-          like: State with the structure, shapes and shardings to restore to; not changed.
+          like: State, or its shapes and shardings, to restore to; not changed.
           layouts: Layouts of its leaves; None if all are replicated. The checkpoint may be from
             another number of replicas, and its optimizer sharded or not.
+          first: Function that makes the first state, if `like` has shapes alone.
 
         Raises:
           ConfigError: If the checkpoint is from another model or optimizer than `like`.
@@ -293,7 +299,7 @@ class CheckpointFolder:
         there = self.steps()
         while (step := self._newest_sound()) is not None:
             try:
-                return reader.restore(self._directory / str(step), like, layouts)
+                return reader.restore(self._directory / str(step), like, layouts, first)
             except Damaged as damage:
                 self._set_aside(step, str(damage))
         if there:

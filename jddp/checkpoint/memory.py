@@ -92,7 +92,7 @@ class HostMemory:
         self.hosts = [numbers[name] for name in hosts]
         # The first process of each host.
         self._firsts = [self.hosts.index(number) for number in numbers.values()]
-        self._needed = 2 * parts.bytes_on_host(_numbers(by_path(like)), self.hosts)
+        self._needed = 2 * parts.bytes_on_host(by_path(like), self.hosts)
         free = min(shutil.disk_usage(self.folder).free, 1024 * available_kilobytes())
         free += sum(path.stat().st_size for path in self.folder.iterdir())
         words = f"{self} take more than the {in_mebibytes(free)} MiB that are free."
@@ -141,7 +141,7 @@ class HostMemory:
             raise ReplicaMismatchError(f"Step {step} is not kept in memory: {divergence}.")
         began = time.monotonic()
         described = reader.describe_arrays(arrays, found, reader.layouts_of(state, layouts))
-        numbers = _numbers(arrays)
+        numbers = {n: jax.random.key_data(x) if is_key(x) else x for n, x in arrays.items()}
         about: JsonObject = {"described": described, "beside": beside, "parts": {}}
         about["shapes"] = {name: x.shape for name, x in numbers.items()}
         path = self.folder / f"{step}.{jax.process_index()}"
@@ -257,11 +257,6 @@ def _together(key: str, value: str, reason: str) -> list[str]:
         if against:
             raise FileSystemError(f"process {process}: {against}")
     return [value for value, _ in answers]
-
-
-def _numbers(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays, with the numbers of random keys in their place."""
-    return {name: jax.random.key_data(x) if is_key(x) else x for name, x in arrays.items()}
 
 
 def _sent(part: np.ndarray, source: int) -> np.ndarray:

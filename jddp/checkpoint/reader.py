@@ -366,13 +366,20 @@ class Saved(NamedTuple):
     read: Callable[[Mapping[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
 
 
-def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Restored:
+First = Callable[[], TrainState]  # Makes the first state.
+
+
+def restore(
+    folder: Path, like: TrainState, layouts: TrainState | None, first: First | None = None
+) -> Restored:
     """Reads a checkpoint.
 
     Args:
       folder: Folder of the checkpoint, whose name is its step.
-      like: State with the structure, shapes and shardings to restore to.
+      like: State, or its shapes and shardings, to restore to.
       layouts: Layouts of its leaves; None if all are replicated.
+      first: Function that makes the first state, from which arrays start that are reset; `like` has
+        their values by default.
 
     Raises:
       ConfigError: If it is from another model or optimizer than `like`.
@@ -388,10 +395,12 @@ def restore(folder: Path, like: TrainState, layouts: TrainState | None) -> Resto
 
     described, beside = read_described(folder), read_object(folder / "run.json")
     saved = Saved(int(folder.name), str(folder.parent), described, beside, read)
-    return put_on_devices(saved, like, layouts)
+    return put_on_devices(saved, like, layouts, first)
 
 
-def put_on_devices(saved: Saved, like: TrainState, layouts: TrainState | None) -> Restored:
+def put_on_devices(
+    saved: Saved, like: TrainState, layouts: TrainState | None, first: First | None = None
+) -> Restored:
     """Reads a state onto the devices of a program, as `restore` does."""
     whole, here = by_path(like), layouts_of(like, layouts)
     described, there = saved.described, layouts_in(saved.described)
@@ -416,7 +425,12 @@ def put_on_devices(saved: Saved, like: TrainState, layouts: TrainState | None) -
         ) from error
     if damage := find_altered(arrays, described):
         raise Damaged(damage)
-    found = {n: _on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()}
+    reset = [n for n, x in wanted.items() if _is_reset(arrays[n], x, there[n])]
+    begins = by_path(first()) if reset and first else whole
+    found = {
+        n: begins[n] if n in reset else _on_this_mesh(arrays[n], x, there[n])
+        for n, x in wanted.items()
+    }
     if begun := whole.keys() - found.keys():
         raw = {n: found[n.replace("ema", "model", 1)] for n in begun}
         found |= {n: jnp.array(x, whole[n].dtype) for n, x in raw.items()}
@@ -443,10 +457,14 @@ def _to_read(shape: Sequence[int], layout: Layout, want: jax.Array) -> jax.Shape
     return jax.ShapeDtypeStruct(read.shape, read.dtype, sharding=sharding)
 
 
+def _is_reset(x: jax.Array, want: jax.Array, layout: Layout) -> bool:
+    return x.shape != want.shape and layout == PerReplica("reset")
+
+
 def _on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array:
     """Converts an array that was saved in a layout to the shape and sharding wanted here."""
-    if x.shape == want.shape or layout == PerReplica("reset"):
-        return x if x.shape == want.shape else want
+    if x.shape == want.shape:
+        return x
     if not layout.is_per_replica:
         size = math.prod(layout.one_device_shape(x.shape))
         return _cut_again(size, want.shape, want.sharding)(x)

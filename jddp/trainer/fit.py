@@ -22,6 +22,7 @@ from jddp.data import Epochs, TrainBatches, eval_batches
 from jddp.data.batches import Share
 from jddp.distributed.coordination import agree, from_first, refuse_unjoined, take_sigterm_back
 from jddp.distributed.watchdog import Watchdog
+from jddp.engine.calls import connect
 from jddp.engine.compiled import Trainable
 from jddp.engine.evaluation import refuse_padding
 from jddp.engine.replay import refuse_replay
@@ -275,15 +276,20 @@ def _train(
     if not options.checks.same_batches:
         refuse_same_rows("batches", batch)
     if jax.process_count() > 1:
+        connect(ddp.mesh, ddp.steps.spec.placement.groups)
         program = hashlib.sha256(ddp.steps.lower(batch).as_text().encode()).hexdigest()
         leaves = by_path(ddp.steps.abstract_state(batch)).items()
         same = {name: f"{x.shape} {x.dtype}" for name, x in leaves}
         agree("model, optimizer or batch", same | {"the lowered step": program})
+    like = ddp.steps.abstract_state(batch) if callable(state) else state
+    if options.evaluation.params == "ema" and like.ema_params is None:
+        raise ConfigError("eval_params='ema' needs ema_decay= (ddp.ema_decay), as 0.999.")
+
+    def first() -> TrainState:
+        return state(batch) if callable(state) else jax.tree.map(jax.numpy.copy, state)
+
     with explained(watchdog):
-        state = state(batch) if callable(state) else jax.tree.map(jax.numpy.copy, state)
-        if options.evaluation.params == "ema" and state.ema_params is None:
-            raise ConfigError("eval_params='ema' needs ema_decay= (ddp.ema_decay), as 0.999.")
-        loop = Loop(ddp, source, state, options, files, watchdog)
+        loop = Loop(ddp, source, like, first, options, files, watchdog)
         try:
             try:
                 resume(loop)

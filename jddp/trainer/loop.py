@@ -14,7 +14,7 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,7 +95,8 @@ class Loop:
     Args:
       ddp: A `jddp.DataParallel`, which steps and evaluates.
       source: The training batches.
-      state: Initial state, unless there is a checkpoint.
+      like: The state to start from, or its shapes and shardings.
+      first: Function that makes this state, unless there is a checkpoint.
       options: Length of the run, and periods of its actions.
       files: The run directory, or None.
       watchdog: Watchdog, which gets each step and phase.
@@ -110,24 +111,26 @@ class Loop:
         self,
         ddp: Trainable,
         source: Source,
-        state: TrainState,
+        like: TrainState,
+        first: Callable[[], TrainState],
         options: Options,
         files: RunDirectory | None,
         watchdog: Watchdog,
     ) -> None:
         self.ddp, self.source, self.options = ddp, source, options
+        self.first = first
         self.files, self.watchdog = files, watchdog
         self._evaluation = options.evaluation.batches
         self.run = Run(
             ddp,
-            state,
+            like,
             run_dir=None if files is None else files.path,
             evaluation=self._evaluation,
             eval_params=options.evaluation.params,
             config=copy.deepcopy(options.config),
         )
         self.run.ask = self._ask
-        step = 0 if state.step.is_deleted() else int(state.step)  # A step refuses a deleted state.
+        step = int(like.step) if isinstance(like.step, jax.Array) else 0
         self.run.progress = Progress(
             step,
             source.position,

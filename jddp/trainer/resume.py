@@ -32,12 +32,14 @@ def resume(loop: Loop) -> None:
     """Restores the newest checkpoint, if there is one, and drops the records of later steps."""
     run, files = loop.run, loop.files
     if files is None:
+        run.state = loop.first()
         _count_steps(loop)
         return
     run.progress.to_json()  # A position that cannot be saved is refused now.
-    restored = loop.saving.restore(run.state)
+    restored = loop.saving.restore(run.state, loop.first)
     run.progress = replace(run.progress, program=_program(loop))
     if restored is None:
+        run.state = loop.first()
         _count_steps(loop)
         _resume_records(run, files)
         return

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jddp.checkpoint.checkpoints import SECONDS, CheckpointFolder
 from jddp.checkpoint.folders import finished
 from jddp.checkpoint.memory import HostMemory
-from jddp.checkpoint.reader import Damaged, Restored, put_on_devices
+from jddp.checkpoint.reader import Damaged, First, Restored, put_on_devices
 from jddp.distributed.coordination import from_first
 from jddp.distributed.requests import Request
 from jddp.engine.compiled import Trainable
@@ -87,19 +87,23 @@ class Saving:
         self._due_at: float | None = None  # Time of the next state in memory.
         self._requested = set[Request]()  # Requests that are not carried out yet.
 
-    def restore(self, state: TrainState) -> Restored | None:
-        """The newest state of a run, placed on the devices like `state`; None if there is none.
+    def restore(self, like: TrainState, first: First) -> Restored | None:
+        """The newest state of a run, on the devices; None if there is none.
 
         It is in the memory of the hosts, or a checkpoint.
+
+        Args:
+          like: Shapes and shardings of a state.
+          first: Function that makes the first state.
 
         Raises:
           ConfigError: If there must be a checkpoint and there is none, or the other way round; or
             if memory was asked for that the hosts do not have.
         """
-        latest, layouts = self._folder(LATEST), self._ddp.steps.layouts(state)
+        latest, layouts = self._folder(LATEST), self._ddp.steps.layouts(like)
         steps, path = latest.steps(), self._files and self._files.where
         newest = from_first("newest step", str(max(steps, default=-1)), timeout_seconds=SECONDS)
-        self._open_memory(state)
+        self._open_memory(like)
         memory = self._memory
         kept = None if memory is None else memory.newest(above=int(newest))
         if not steps and not kept and self._options.resume == "must":
@@ -109,21 +113,21 @@ class Saving:
             raise ConfigError(f"{found}, and resume='never'. Choose another run.dir.")
         while memory is not None and kept is not None:
             try:
-                return put_on_devices(kept, state, layouts)
+                return put_on_devices(kept, like, layouts, first)
             except Damaged as damage:
                 log.error("The state of step %d in memory is damaged: %s.", kept.step, damage)
             kept = memory.newest(above=int(newest), below=kept.step)
-        if (restored := latest.restore(state, layouts)) is not None:
+        if (restored := latest.restore(like, layouts, first)) is not None:
             self._last[LATEST] = restored.step, restored.beside.get("stopped")
         return restored
 
-    def _open_memory(self, state: TrainState) -> None:
+    def _open_memory(self, like: TrainState) -> None:
         """Opens the memory of the hosts; if only the default asks for it, they may lack it."""
         every = self._options.keep.memory_every_steps
         if every == 0:
             return
         try:
-            self._memory = HostMemory(self.require_directory().memory_token(), state)
+            self._memory = HostMemory(self.require_directory().memory_token(), like)
         except FileSystemError as error:
             if every is not None:
                 raise ConfigError(f"memory_every_steps={every}: {error} Give null, or 0.") from None

@@ -27,6 +27,9 @@ class Adding:
         empty = {"ema_params": None, "model_state": {}, "opt_state": (), "comm_state": CommState()}
         return replicate(TrainState(**values, **empty, key=jax.random.key(seed)), self.mesh)
 
+    def abstract_state(self, batch):
+        return self.init()
+
     def step(self, state, batch):
         total = state.params["sum"] + batch["x"].sum()
         return state.replace(step=state.step + 1, params={"sum": total}), {"loss": total}

@@ -83,6 +83,19 @@ def test_a_run_that_ends_without_a_save_resumes_from_memory_bitwise(ddp, tmp_pat
     assert not (tmp_path / "a/memory").exists()
 
 
+def test_a_run_that_resumes_makes_no_first_state(ddp, tmp_path):
+    made = []
+
+    def first(batch):
+        made.append(batch)
+        return ddp.init(0, batch)
+
+    for num_steps in (2, 4):
+        run = jddp.fit(ddp, endless(), num_steps=num_steps, run_dir=tmp_path, state=first)
+        assert run.step == num_steps
+    assert len(made) == 1
+
+
 def test_continuous_saves_begin_when_the_last_one_has_ended(ddp, tmp_path):
     saved = []
 
