@@ -425,12 +425,10 @@ def put_on_devices(
         ) from error
     if damage := find_altered(arrays, described):
         raise Damaged(damage)
-    reset = [n for n, x in wanted.items() if _is_reset(arrays[n], x, there[n])]
-    begins = by_path(first()) if reset and first else whole
-    found = {
-        n: begins[n] if n in reset else _on_this_mesh(arrays[n], x, there[n])
-        for n, x in wanted.items()
-    }
+    placed = {n: _on_this_mesh(arrays[n], x, there[n]) for n, x in wanted.items()}
+    is_reset = any(x is None for x in placed.values())
+    begins = by_path(first()) if first and is_reset else whole
+    found = {n: begins[n] if x is None else x for n, x in placed.items()}
     if begun := whole.keys() - found.keys():
         raw = {n: found[n.replace("ema", "model", 1)] for n in begun}
         found |= {n: jnp.array(x, whole[n].dtype) for n, x in raw.items()}
@@ -457,14 +455,10 @@ def _to_read(shape: Sequence[int], layout: Layout, want: jax.Array) -> jax.Shape
     return jax.ShapeDtypeStruct(read.shape, read.dtype, sharding=sharding)
 
 
-def _is_reset(x: jax.Array, want: jax.Array, layout: Layout) -> bool:
-    return x.shape != want.shape and layout == PerReplica("reset")
-
-
-def _on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array:
-    """Converts an array that was saved in a layout to the shape and sharding wanted here."""
-    if x.shape == want.shape:
-        return x
+def _on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array | None:
+    """An array that was saved in a layout, in the shape and sharding wanted here; None if reset."""
+    if x.shape == want.shape or layout == PerReplica("reset"):
+        return x if x.shape == want.shape else None
     if not layout.is_per_replica:
         size = math.prod(layout.one_device_shape(x.shape))
         return _cut_again(size, want.shape, want.sharding)(x)

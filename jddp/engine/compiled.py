@@ -182,7 +182,7 @@ class CompiledSteps:
 
     def planned(self, batch: Batch) -> Planned:
         """The plan for rows of this process, or for their shapes."""
-        inputs = self.inputs(batch)
+        inputs = self._global(self.inputs(batch))
         return self.plans.of(self._first(inputs), inputs)
 
     def abstract_state(self, batch: Batch) -> TrainState:
@@ -195,6 +195,7 @@ class CompiledSteps:
 
     def shapes(self, inputs: Inputs) -> TrainState:
         """Shapes, dtypes and shardings of a state, for inputs of this process or their shapes."""
+        inputs = self._global(inputs)
         state = self._first(inputs)
         comm_state = functools.partial(self.comm_state, self.plans.of(state, inputs))
         state = state.replace(comm_state=jax.eval_shape(comm_state, state.comm_state.outer))

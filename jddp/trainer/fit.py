@@ -275,13 +275,12 @@ def _train(
     batch = source.peek()
     if not options.checks.same_batches:
         refuse_same_rows("batches", batch)
+    like = ddp.steps.abstract_state(batch) if callable(state) else state
     if jax.process_count() > 1:
         connect(ddp.mesh, ddp.steps.spec.placement.groups)
         program = hashlib.sha256(ddp.steps.lower(batch).as_text().encode()).hexdigest()
-        leaves = by_path(ddp.steps.abstract_state(batch)).items()
-        same = {name: f"{x.shape} {x.dtype}" for name, x in leaves}
+        same = {name: f"{x.shape} {x.dtype}" for name, x in by_path(like).items()}
         agree("model, optimizer or batch", same | {"the lowered step": program})
-    like = ddp.steps.abstract_state(batch) if callable(state) else state
     if options.evaluation.params == "ema" and like.ema_params is None:
         raise ConfigError("eval_params='ema' needs ema_decay= (ddp.ema_decay), as 0.999.")
 

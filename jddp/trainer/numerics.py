@@ -118,12 +118,13 @@ class ReplicaCheck:
 
     def __init__(self, every: int | None) -> None:
         self._every = every
-        self._begun: tuple[int, jax.Array, TrainState] | None = None
+        self._begun: tuple[int, jax.Array, dict[str, jax.Array]] | None = None
 
     def begin(self, step: int, state: TrainState) -> None:
         """Digests a state after `step` finished steps, if due; asynchronous."""
         if self._every and step % self._every == 0 and mesh_of(state.step).size > 1:
-            self._begun = step, digests(state), state
+            arrays = by_path(state)  # As a save has them: the same program digests both.
+            self._begun = step, digests(arrays), arrays
 
     def finish(self) -> None:
         """Waits for the comparison that was started, if any.
@@ -133,8 +134,8 @@ class ReplicaCheck:
         """
         if self._begun is None:
             return
-        (step, found, state), self._begun = self._begun, None
-        if (difference := find_divergence(found, state)) is not None:
+        (step, found, arrays), self._begun = self._begun, None
+        if (difference := find_divergence(found, arrays)) is not None:
             raise ReplicaMismatchError(
                 f"After step {step} {difference}. This state is not saved: existing checkpoints "
                 "are from identical replicas. Exclude that device, or look for code whose result "

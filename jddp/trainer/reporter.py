@@ -157,12 +157,7 @@ def measure(ddp: Trainable, batch: Batch) -> Work:
 def _count(work: Work, ddp: Trainable, batch: Batch) -> None:
     """Adds facts from the traced passes and the compiled step."""
     mesh, steps = ddp.mesh, ddp.steps
-    num_processes = mesh.size // len(mesh.local_devices)
-    # Rows of other processes cannot be read, and shapes are all that is needed.
-    rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((len(x) // num_processes, *x.shape[1:]), x.dtype), batch
-    )
-    traced, num_parts = steps.planned(rows).traced, steps.rows.num_micro_batches
+    traced, num_parts = steps.planned(batch).traced, steps.rows.num_micro_batches
     assert traced is not None  # There were rows.
     flops = {kind: x * num_parts for kind, x in count_flops(traced).items()}
     if names := uncounted(traced):
@@ -174,7 +169,7 @@ def _count(work: Work, ddp: Trainable, batch: Batch) -> None:
     _name_examples(work, batch, traced.sums["loss"].num_entries * num_parts)
     if peak_bytes(work.devices) is not None:
         # JAX has kept the program of the step, and compiles nothing again.
-        work.memory = {"predicted_memory_bytes": compiled_bytes(steps.lower(rows).compile())}
+        work.memory = {"predicted_memory_bytes": compiled_bytes(steps.lower(batch).compile())}
         if (limit := limit_bytes(work.devices)) is not None:
             work.memory["memory_limit_bytes"] = limit
 

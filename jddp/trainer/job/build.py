@@ -129,7 +129,7 @@ class Job:
                 evaluation=Evaluation(
                     test_batches(config, self.data), train.eval_params, train.limit_eval_batches
                 ),
-                learning_rate=self.learning_rate,
+                learning_rate=self.learning_rate and jax.jit(self.learning_rate),
                 checks=Checks(
                     replicas_every_steps=train.check_replicas_every_steps,
                     replay_every_steps=train.replay_every_steps,
