@@ -359,7 +359,7 @@ def program(num_rounds: int) -> dict[str, float]:
 
     ddp, batch = default_job({}), first_batch()
     state = ddp.init(0, batch)
-    ddp.steps.trace(batch, state)  # which the first step does
+    ddp.steps.trace(batch)  # which the first step does
     found = []
     for _ in range(num_rounds):
         since = time.process_time()
