@@ -16,8 +16,6 @@
     reports   the default job's step in `fit` with a record of each step, in a file, and with
               TensorBoard as a sink / without records; and what is added, for one record in fifty
               steps, which is the default
-    goodput   the default job, killed a minute after each of its starts: steps that were not lost,
-              in the time that a step takes / all of the time; a round is a life
     program   digests of the default job's model, loss and optimizer, which a run takes once at its
               start, of traces that the step needs anyway: seconds, and seconds of this process
     opened    a run that is opened again: evaluation and prediction on its test data / a bare loop
@@ -141,37 +139,6 @@ def restart(num_rounds: int) -> dict[str, float]:
             process.send_signal(signal.SIGKILL)
             process.wait()
     return {"seconds to the next step": statistics.median(seconds), "longest": max(seconds)}
-
-
-def goodput(num_rounds: int, seconds_of_life: float = 60.0) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jddp.train", f"run.dir={folder}/run"]
-        command += ["train.num_steps=1000000", "train.log_every_steps=10"]
-        metrics = Path(folder, "run", "metrics.jsonl")
-        live(command, lambda: last_step(metrics) > 0)  # compiles
-        shutil.rmtree(Path(folder, "run"))
-        since = time.perf_counter()
-        for number in range(1, num_rounds + 1):
-            end = since + number * seconds_of_life
-            live(command, lambda end=end: time.perf_counter() >= end)
-        wall = time.perf_counter() - since
-        lines = [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
-        seconds = statistics.median(x["step_seconds"] for x in lines if "step_seconds" in x)
-        saved = Path(folder, "run", "checkpoints")
-        kept = max(int(p.name) for p in saved.glob("*") if p.name.isdecimal())
-    return {
-        "seconds in all": wall,
-        "steps that were saved": kept,
-        "seconds of a step": seconds,
-        "productive share of the time": kept * seconds / wall,
-    }
-
-
-def live(command: list[str], is_over: Callable[[], bool]) -> None:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    wait_until(is_over)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -489,7 +456,6 @@ PARTS = {
     "watching": watching,
     "replay": replay,
     "reports": reports,
-    "goodput": goodput,
     "program": program,
     "opened": opened,
     "digest": digest,

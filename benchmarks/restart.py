@@ -2,10 +2,11 @@
 
     JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 100
     JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 9 --process 0
+    JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 30 --every 60
 
 The default job runs on two processes under one `jddp launch`. In each round a process is killed
-at a random moment, when it has taken a step. A phase ends when the launcher prints the line that
-ends it:
+at a random moment, when it has taken a step; with `--every` so many seconds after the last one. A
+phase ends when the launcher prints the line that ends it:
 
     detect      the launcher names the process that was killed
     stop        the other process has ended, and both are started again
@@ -14,7 +15,8 @@ ends it:
     first step  the step is loaded from the cache of compiled programs, and taken
 
 In round 0, which is not counted, it compiles what a resumption needs. Figures are seconds; the
-last line is JSON.
+last line is JSON. "goodput" is the share of the time between the first and the last kill in steps
+that were kept: from resumption to resumption, times the median time of a step.
 """
 
 import argparse
@@ -65,11 +67,14 @@ def wait_for(lines: Iterator[str], pattern: str, seen: list[str]) -> float:
     raise RuntimeError(f"the job has ended before {pattern!r}:\n{''.join(seen[-30:])}")
 
 
-def kill_one(job: subprocess.Popen[str], lines: Iterator[str], number: int) -> dict[str, float]:
-    """Kills a process at a random moment after a step; returns the seconds of each phase."""
+def kill_one(
+    job: subprocess.Popen[str], lines: Iterator[str], number: int, at: float | None
+) -> dict[str, float]:
+    """Kills a process at a time, or a random moment after a step; the seconds of each phase."""
     seen: list[str] = []
     wait_for(lines, STEP, seen)
-    time.sleep(random.uniform(*PAUSE_SECONDS))
+    at = at or time.perf_counter() + random.uniform(*PAUSE_SECONDS)
+    time.sleep(at - time.perf_counter())
     began = last = time.perf_counter()
     os.kill(worker_of(job.pid, number), signal.SIGKILL)
     seconds = {}
@@ -77,11 +82,12 @@ def kill_one(job: subprocess.Popen[str], lines: Iterator[str], number: int) -> d
         now = wait_for(lines, pattern, seen)
         seconds[phase] = now - last
         last = now
-    return {**seconds, "all": last - began}
+    resumed = next(filter(None, (re.search(r"resumed from step (\d+)", line) for line in seen)))
+    return {**seconds, "all": last - began, "killed at": began, "step": int(resumed[1])}
 
 
-def measure(num_rounds: int, process: int | None) -> list[dict[str, float]]:
-    """The seconds of each phase in each round."""
+def measure(num_rounds: int, process: int | None, every: float | None) -> list[dict[str, float]]:
+    """The seconds of each phase in each round; the last round has the goodput, too."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [*LAUNCH, str(num_rounds + 1), "--logs", f"{folder}/logs", *JOB]
         command += [f"run.dir={folder}/run", "train.num_epochs=10000"]
@@ -89,10 +95,19 @@ def measure(num_rounds: int, process: int | None) -> list[dict[str, float]]:
         with subprocess.Popen(command, text=True, **pipes) as job:
             lines = iter(job.stdout)
             chosen = (0, 1) if process is None else (process,)
-            rounds = [kill_one(job, lines, random.choice(chosen)) for _ in range(num_rounds + 1)]
+            rounds = [kill_one(job, lines, random.choice(chosen), None)]
+            first = rounds[0]["killed at"]
+            for number in range(1, num_rounds + 1):
+                at = every and first + number * every
+                rounds.append(kill_one(job, lines, random.choice(chosen), at))
             job.send_signal(signal.SIGTERM)
             for _ in lines:  # Until it has saved.
                 pass
+        text = Path(folder, "run", "metrics.jsonl").read_text()
+    records = map(json.loads, text.splitlines())
+    step_seconds = statistics.median(x["step_seconds"] for x in records if "step_seconds" in x)
+    num_steps, wall = (rounds[-1][name] - rounds[0][name] for name in ("step", "killed at"))
+    rounds[-1]["goodput"] = num_steps * step_seconds / wall
     return rounds[1:]
 
 
@@ -100,8 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--process", type=int, choices=(0, 1), help="kill this one (either)")
+    parser.add_argument("--every", type=float, help="seconds from a kill to the next (8 to 14)")
     arguments = parser.parse_args()
-    rounds = measure(arguments.rounds, arguments.process)
+    rounds = measure(arguments.rounds, arguments.process, arguments.every)
     figures = {}
     print(f"{'phase':12}{'median':>8}{'longest':>9}{'share':>8}")
     whole = statistics.median(x["all"] for x in rounds)
@@ -110,7 +126,8 @@ def main() -> None:
         median, longest = statistics.median(values), max(values)
         print(f"{phase:12}{median:8.2f}{longest:9.2f}{median / whole:8.0%}")
         figures[phase] = {"median": round(median, 3), "longest": round(longest, 3)}
-    print(json.dumps({"rounds": len(rounds), **figures}))
+    goodput = round(rounds[-1]["goodput"], 3)
+    print(json.dumps({"rounds": len(rounds), "goodput": goodput, **figures}))
 
 
 if __name__ == "__main__":
