@@ -147,7 +147,8 @@ class HostMemory:
         path = self.folder / f"{step}.{jax.process_index()}"
         try:
             for older in self.folder.glob("*.*") if jax.process_index() in self._firsts else ():
-                if older.name.partition(".")[0] != str(self.last):
+                # Another process of this host may have begun to write this step.
+                if older.name.partition(".")[0] not in {str(self.last), str(step)}:
                     older.unlink(missing_ok=True)
             with open(path, "wb", opener=opener) as file:
                 for name, bounds, data in parts.parts_to_write(numbers, self.hosts):

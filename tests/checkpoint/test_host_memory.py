@@ -92,6 +92,15 @@ def test_two_states_stay_and_the_newest_complete_one_is_read(states):
     assert own.newest().step == 1
 
 
+def test_what_a_faster_process_of_the_host_has_written_of_this_step_stays(states):
+    own, save = states
+    save(1)
+    for name in ("0.1", "2.1", "2.1.json"):
+        (own.folder / name).write_bytes(b"")
+    save(2)
+    assert sorted(x.name for x in own.folder.glob("*.1*")) == ["2.1", "2.1.json"]
+
+
 def test_a_flipped_bit_is_found(states):
     own, save = states
     save(1)

@@ -26,13 +26,16 @@ class OnHost(Launched):
 
 
 def two_launchers(hosts, folder, run, *arguments, options=(), address="h1:61500", **variables):
-    """Starts two processes on h1, when the first that is returned is called, and two on h2."""
+    """Starts two processes on h1, when the first that is returned is called, and two on h2.
+
+    A call may have variables of its host alone.
+    """
     job = [*NODE, "--num-nodes", "2", "--coordinator", address, *options]
     training = train_command(run, "mesh.num_devices=auto", *arguments)[1:]
 
-    def node(rank):
+    def node(rank, **own):
         mine = [*job, "--node-rank", str(rank), "--logs", f"logs-{run}-{rank}"]
-        return OnHost(hosts, f"h{rank + 1}", folder, *mine, *training, **variables)
+        return OnHost(hosts, f"h{rank + 1}", folder, *mine, *training, **variables, **own)
 
     return functools.partial(node, 0), functools.partial(node, 1)
 

@@ -1,8 +1,10 @@
 """The same command on each of two hosts: late, badly named, cut off, killed, stopped, or alone."""
 
 import contextlib
+import functools
 import os
 import re
+import shutil
 import signal
 import time
 
@@ -123,6 +125,39 @@ def test_a_worker_killed_and_hosts_cut_off_start_over_bitwise_identically(hosts,
     assert "restart 2 of 2" in first.err
     assert "resumed from step" in first.out
     assert result(jobs, "again") == undisturbed
+
+
+def test_a_host_that_is_lost_with_launcher_and_memory_is_replaced_and_the_other_has_the_state(
+    hosts, jobs, golden, tmp_path
+):
+    divided = [*LONGER, "ddp.strategy=zero1"]
+    want = result(golden(*divided, "mesh.num_devices=4", num_processes=4).run_dir, ".")
+    keys = ["checkpoint.every_steps=null", "checkpoint.memory_every_steps=20"]
+    options = ["--max-restarts", "1"]
+    nodes = two_launchers(hosts, jobs, "lost", *divided, *keys, options=options, **SILENCE)
+    memory = [tmp_path / f"memory of h{number}" for number in (1, 2)]
+    first, second = (
+        functools.partial(node, JDDP_MEMORY_DIR=str(folder))
+        for node, folder in zip(nodes, memory, strict=True)
+    )
+
+    def newest():
+        return max((int(path.name.split(".")[0]) for path in memory[0].glob("*/*.0")), default=0)
+
+    for folder in memory:
+        folder.mkdir()
+    with first() as first, second() as lost:
+        first.wait_until(lambda: newest() >= 60)
+        hosts.end("h2")
+        shutil.rmtree(memory[1])
+        memory[1].mkdir()
+        lost.process.wait()
+        with second() as second:
+            assert (first.end(), second.end()) == (0, 0), (first.err, second.err)
+    # If the state of step 60 was being written, the one before it is complete.
+    assert int(re.search(r"resumed from step (\d+)", first.out)[1]) >= 40
+    assert result(jobs, "lost") == want
+    assert not [*tmp_path.glob("memory*/*")]
 
 
 @pytest.mark.long
