@@ -146,7 +146,9 @@ class HostMemory:
         about["shapes"] = {name: x.shape for name, x in numbers.items()}
         path = self.folder / f"{step}.{jax.process_index()}"
         try:
-            for older in self.folder.glob("*.*") if jax.process_index() in self._firsts else ():
+            is_first = jax.process_index() in self._firsts
+            # In this order a list goes before its file.
+            for older in sorted(self.folder.glob("*.*"), reverse=True) if is_first else ():
                 # Another process of this host may have begun to write this step.
                 if older.name.partition(".")[0] not in {str(self.last), str(step)}:
                     older.unlink(missing_ok=True)
