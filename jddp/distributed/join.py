@@ -76,9 +76,10 @@ def use_if_shared() -> None:
     """Switches JAX's cache of programs off unless all processes see a file of process 0 there.
 
     Every process of a job calls it, before it compiles anything. Every process reads the cache, and
-    only process 0 writes it. If the others do not see its folder, at the next start they compile
-    programs that process 0 finds there. XLA's autotuner on GPUs divides its work over all
-    processes: they would wait, up to a day, for a process that does not compile.
+    only process 0 writes it (on CPUs see `coordination.keep_own_programs`). If the others do not
+    see its folder, at the next start they compile programs that process 0 finds there. XLA's
+    autotuner on GPUs divides its work over all processes: they would wait, up to a day, for a
+    process that does not compile.
     """
     import jax
 

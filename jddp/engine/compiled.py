@@ -402,8 +402,21 @@ class CompiledSteps:
         return cast(TrainState, jax.eval_shape(lambda state: enter(state, layouts), state))
 
     def lower(self, batch: Batch, accumulate_steps: int | None = None) -> jax.stages.Lowered:
-        """Lowers the step for rows of this process, with `trace`'s arguments."""
-        return call(self.trace(batch, accumulate_steps).lower)
+        """Lowers the step for rows of this process, with nothing allocated or run.
+
+        Args:
+          batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
+          accumulate_steps: Number of micro-batches of a step; by default the number in the options.
+        """
+        state, inputs = self.abstract_state(batch), self._global(self.inputs(batch))
+        planned, run = self._jitted_for(make_step, state, inputs)
+        if accumulate_steps is not None:
+            # The plan stays: micro-batches change when gradients are finished, not which they are.
+            backward = dataclasses.replace(self.spec.backward, num=accumulate_steps)
+            spec = dataclasses.replace(self.spec, backward=backward)
+            layouts = self.layouts(state)
+            run = make_step(spec, planned.plan, self.mesh, layouts, donate=self._donate)
+        return call(run.lower, state, inputs)
 
     def lower_init(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the program that makes a first state from a seed, with nothing allocated or run.
@@ -424,21 +437,14 @@ class CompiledSteps:
         # Shapes and dtypes as JAX takes them: JAX narrows a host's 64-bit numbers.
         return inputs._replace(rows=jax.tree.map(everywhere, shapes_of(inputs.rows)))
 
-    def trace(self, batch: Batch, accumulate_steps: int | None = None) -> jax.stages.Traced:
+    def trace(self, batch: Batch) -> jax.stages.Traced:
         """Traces the step for rows of this process, with nothing allocated, compiled or run.
 
         Args:
           batch: This process's rows, or their `jax.ShapeDtypeStruct`s.
-          accumulate_steps: Number of micro-batches of a step; by default the number in the options.
         """
         state, inputs = self.abstract_state(batch), self._global(self.inputs(batch))
-        planned, run = self._jitted_for(make_step, state, inputs)
-        if accumulate_steps is not None:
-            # The plan stays: micro-batches change when gradients are finished, not which they are.
-            backward = dataclasses.replace(self.spec.backward, num=accumulate_steps)
-            spec = dataclasses.replace(self.spec, backward=backward)
-            layouts = self.layouts(state)
-            run = make_step(spec, planned.plan, self.mesh, layouts, donate=self._donate)
+        _, run = self._jitted_for(make_step, state, inputs)
         return call(run.trace, state, inputs)
 
     def program(self, state: TrainState, batch: Batch) -> Program:

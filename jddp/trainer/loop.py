@@ -117,8 +117,7 @@ class Loop:
         files: RunDirectory | None,
         watchdog: Watchdog,
     ) -> None:
-        self.ddp, self.source, self.options = ddp, source, options
-        self.first = first
+        self.ddp, self.source, self.first, self.options = ddp, source, first, options
         self.files, self.watchdog = files, watchdog
         self._evaluation = options.evaluation.batches
         self.run = Run(
