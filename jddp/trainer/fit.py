@@ -277,10 +277,10 @@ def _train(
         refuse_same_rows("batches", batch)
     like = ddp.steps.abstract_state(batch) if callable(state) else state
     if jax.process_count() > 1:
-        connect(ddp.mesh, ddp.steps.spec.placement.groups)
         program = hashlib.sha256(ddp.steps.lower(batch).as_text().encode()).hexdigest()
         same = {name: f"{x.shape} {x.dtype}" for name, x in by_path(like).items()}
         agree("model, optimizer or batch", same | {"the lowered step": program})
+        connect(ddp.mesh, ddp.steps.spec.placement.groups)
     if options.evaluation.params == "ema" and like.ema_params is None:
         raise ConfigError("eval_params='ema' needs ema_decay= (ddp.ema_decay), as 0.999.")
 
