@@ -54,7 +54,7 @@ class Hosts:
     def __init__(self, folder: Path, *names: str, network: str = "10.8.0"):
         refuse_without("ip", "nsenter", "unshare")
         self.addresses = {name: f"{network}.{i}" for i, name in enumerate(names, start=1)}
-        self._folder = folder
+        self.folder = folder
         self._holder = subprocess.Popen(
             ["unshare", "--mount", "--net", "sh", "-c", _MAKE_NETWORK.format(network=network)],
             stdin=subprocess.PIPE,
@@ -126,7 +126,7 @@ class Hosts:
                     os.kill(pid, signal.SIGKILL)
 
     def _hosts_file(self, name: str) -> Path:
-        return self._folder / f"hosts-of-{name}"
+        return self.folder / f"hosts-of-{name}"
 
 
 def refuse_without(*programs: str) -> None:

@@ -26,14 +26,13 @@ class OnHost(Launched):
 
 
 def two_launchers(hosts, folder, run, *arguments, options=(), address="h1:61500", **variables):
-    """Starts two processes on h1, when the first that is returned is called, and two on h2.
-
-    A call may have variables of its host alone.
-    """
+    """Starts two processes on h1, when the first that is returned is called, and two on h2."""
     job = [*NODE, "--num-nodes", "2", "--coordinator", address, *options]
     training = train_command(run, "mesh.num_devices=auto", *arguments)[1:]
 
-    def node(rank, **own):
+    def node(rank):
+        (memory := hosts.folder / f"memory-{rank}").mkdir(exist_ok=True)
+        own = {"JDDP_MEMORY_DIR": str(memory)}
         mine = [*job, "--node-rank", str(rank), "--logs", f"logs-{run}-{rank}"]
         return OnHost(hosts, f"h{rank + 1}", folder, *mine, *training, **variables, **own)
 
