@@ -58,7 +58,7 @@ def parts_to_write(
             yield name, bounds, data
 
 
-def bytes_on_host(arrays: Mapping[str, jax.Array], hosts: Sequence[int]) -> int:
+def bytes_on_host(arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], hosts: Sequence[int]) -> int:
     """Bytes of the parts that are written on the host of this process."""
     here = hosts[jax.process_index()]
     total = 0

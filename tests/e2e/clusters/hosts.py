@@ -51,10 +51,10 @@ exec "$@"
 class Hosts:
     """Machines that reach each other by name; ended with the block, with all that runs on them."""
 
-    def __init__(self, folder: Path, *names: str, network: str = "10.8.0"):
+    def __init__(self, scratch: Path, *names: str, network: str = "10.8.0"):
         refuse_without("ip", "nsenter", "unshare")
         self.addresses = {name: f"{network}.{i}" for i, name in enumerate(names, start=1)}
-        self.folder = folder
+        self.scratch = scratch
         self._holder = subprocess.Popen(
             ["unshare", "--mount", "--net", "sh", "-c", _MAKE_NETWORK.format(network=network)],
             stdin=subprocess.PIPE,
@@ -126,7 +126,7 @@ class Hosts:
                     os.kill(pid, signal.SIGKILL)
 
     def _hosts_file(self, name: str) -> Path:
-        return self.folder / f"hosts-of-{name}"
+        return self.scratch / f"hosts-of-{name}"
 
 
 def refuse_without(*programs: str) -> None:

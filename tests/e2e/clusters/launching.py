@@ -31,7 +31,7 @@ def two_launchers(hosts, folder, run, *arguments, options=(), address="h1:61500"
     training = train_command(run, "mesh.num_devices=auto", *arguments)[1:]
 
     def node(rank):
-        (memory := hosts.folder / f"memory-{rank}").mkdir(exist_ok=True)
+        (memory := hosts.scratch / f"memory-{rank}").mkdir(exist_ok=True)
         own = {"JDDP_MEMORY_DIR": str(memory)}
         mine = [*job, "--node-rank", str(rank), "--logs", f"logs-{run}-{rank}"]
         return OnHost(hosts, f"h{rank + 1}", folder, *mine, *training, **variables, **own)

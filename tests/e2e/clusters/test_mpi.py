@@ -39,7 +39,7 @@ class Cluster(Hosts):
     def __init__(self, scratch: Path, folder: Path, *names: str):
         refuse_without("mpirun.openmpi", "mpiexec.mpich")
         super().__init__(scratch, *names)
-        self.folder, self.scratch = folder, scratch
+        self.folder = folder
         bare = ["env", "-i", f"PATH={os.environ['PATH']}", f"TMPDIR={scratch}", "sh", "-c"]
         cases = [f'{name}) exec {shlex.join(self.command(name, *bare))} "$*" ;;' for name in names]
         self._add("ssh", SSH % "\n".join(cases))
