@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from jddp.engine.calls import run_compiled
-from jddp.engine.mesh import in_a_row, mesh_of, sender
+from jddp.engine.mesh import OnMesh, in_a_row, mesh_of, sender
 
 Bounds = tuple[tuple[int, int], ...]  # Start and end of a part along each dim.
 _Placement = dict[jax.Device, Bounds]
@@ -58,7 +58,7 @@ def parts_to_write(
             yield name, bounds, data
 
 
-def bytes_on_host(arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], hosts: Sequence[int]) -> int:
+def bytes_on_host(arrays: Mapping[str, OnMesh], hosts: Sequence[int]) -> int:
     """Bytes of the parts that are written on the host of this process."""
     here = hosts[jax.process_index()]
     total = 0

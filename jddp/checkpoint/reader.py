@@ -44,7 +44,7 @@ from flax.traverse_util import unflatten_dict
 from jddp.checkpoint.folders import find_damage, finished, first_line
 from jddp.engine.digest import Found, as_words, digests
 from jddp.engine.evaluation import optimizer_params, read_in_evaluation
-from jddp.engine.mesh import in_a_row, make_mesh, mesh_of, replicate, replicated, sharded
+from jddp.engine.mesh import OnMesh, in_a_row, make_mesh, mesh_of, replicate, replicated, sharded
 from jddp.engine.state import Layout, PerReplica, Replicated, Sharded, TrainState, by_path, merged
 from jddp.ground.errors import ConfigError, FileSystemError, printable
 from jddp.ground.typing import JsonObject, PyTree
@@ -442,7 +442,7 @@ def layouts_of(state: TrainState, layouts: TrainState | None) -> Layouts:
     return by_path(jax.tree.map(lambda _: Replicated(), state) if layouts is None else layouts)
 
 
-def _to_read(shape: Sequence[int], layout: Layout, want: jax.Array) -> jax.ShapeDtypeStruct:
+def _to_read(shape: Sequence[int], layout: Layout, want: OnMesh) -> jax.ShapeDtypeStruct:
     """Shape and sharding for reading an array, which may have been saved on another mesh."""
     mesh = in_a_row(mesh_of(want))
     sharding = want.sharding
@@ -455,7 +455,7 @@ def _to_read(shape: Sequence[int], layout: Layout, want: jax.Array) -> jax.Shape
     return jax.ShapeDtypeStruct(read.shape, read.dtype, sharding=sharding)
 
 
-def _on_this_mesh(x: jax.Array, want: jax.Array, layout: Layout) -> jax.Array | None:
+def _on_this_mesh(x: jax.Array, want: OnMesh, layout: Layout) -> jax.Array | None:
     """An array that was saved in a layout, in the shape and sharding wanted here; None if reset."""
     if x.shape == want.shape or layout == PerReplica("reset"):
         return x if x.shape == want.shape else None
@@ -485,13 +485,13 @@ def _on_one_device(shape: Sequence[int], dtype: object, layout: Layout) -> str:
 
 
 def difference(
-    described: dict[str, JsonObject], wanted: Mapping[str, jax.Array], there: Layouts, here: Layouts
+    described: dict[str, JsonObject], wanted: Mapping[str, OnMesh], there: Layouts, here: Layouts
 ) -> str:
     """The paths at which two sets of arrays differ on a device, one a line; empty if none differ.
 
     Args:
       described: Description of the checkpoint.
-      wanted: Arrays of the program.
+      wanted: Arrays of the program, or their shapes.
       there: Layouts of the checkpoint.
       here: Layouts of the program.
     """

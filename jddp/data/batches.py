@@ -82,7 +82,7 @@ class TrainBatches(Shown):
             there is not exactly one of seed and order.
           DataError: If there are fewer examples than a batch holds.
         """
-        self._examples = examples = as_examples(examples)
+        examples = as_examples(examples)
         self.share = Share.of(process_index, num_processes)
         num_processes = self.share.num_processes
         self._rows_in_all = -(-global_batch_size // multiple_of) * multiple_of

@@ -51,10 +51,6 @@ class OptimizerSteps:
         """The numbers, from 1, of the periods that ended in between."""
         return range(before.step // self.number + 1, now.step // self.number + 1)
 
-    def in_steps(self, steps_per_epoch: float | None) -> float:
-        """Its length in steps."""
-        return self.number
-
 
 @dataclass(frozen=True)
 class Epochs:
@@ -86,10 +82,6 @@ class Epochs:
         if not reached.num_examples:
             return 0
         return int((reached.examples + 0.5) / (self.number * reached.num_examples))
-
-    def in_steps(self, steps_per_epoch: float | None) -> float:
-        """Its mean length in steps, at least one."""
-        return math.inf if steps_per_epoch is None else max(1, self.number * steps_per_epoch)
 
 
 Period = OptimizerSteps | Epochs

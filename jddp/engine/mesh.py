@@ -223,9 +223,10 @@ def count_processes(mesh: Mesh) -> int:
 
 
 HostOrDevice = jax.Array | np.ndarray
+OnMesh = jax.Array | jax.ShapeDtypeStruct  # An array of a mesh, or its shape and sharding there.
 
 
-def mesh_of(x: jax.Array) -> Mesh:
+def mesh_of(x: OnMesh) -> Mesh:
     """The mesh on which an array lies."""
     assert isinstance(x.sharding, NamedSharding)
     assert isinstance(x.sharding.mesh, Mesh)

@@ -332,7 +332,7 @@ class OwnBatches:
     """The evaluation batches of a config; data is read when they are first iterated."""
 
     def __init__(self, config: Config, trusted: set[str], run_dir: Path) -> None:
-        self._config, self._trusted, self._run_dir = config, trusted, run_dir
+        self._config, self._trusted = config, trusted
         self._data: DataSet | Streams | None = None
 
     def __iter__(self) -> Iterator[Batch]:
