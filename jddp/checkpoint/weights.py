@@ -71,11 +71,8 @@ def read_weights(named: str | Path) -> PyTree:
 
 def is_run_folder(path: Path) -> bool:
     """Whether a path can only be a run directory, or a folder of checkpoints."""
-    return path.is_dir() and not _is_hub_folder(path)
-
-
-def _is_hub_folder(folder: Path) -> bool:
-    return (folder / INDEX).exists() or any(folder.glob("model*.safetensors"))
+    is_of_hub = (path / INDEX).exists() or any(path.glob("model*.safetensors"))
+    return path.is_dir() and not is_of_hub
 
 
 def read_file(file: Path) -> HostArrays:

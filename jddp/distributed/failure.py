@@ -233,7 +233,8 @@ def _exit(code: int, first: JsonObject) -> NoReturn:
         dead = first["process"] if _was_killed(first) else 0
         others = {*range(1, service.num_processes())} - {dead}
         has_left = first["process"] in service.published(_LEFT)
-        _outlast(others, 3 * _MOMENT)  # The time is for all of them together.
+        if others:
+            _outlast(others, 3 * _MOMENT)  # The time is for all of them together.
         if has_left:  # It is still ending: Python may take its time.
             time.sleep(_LINGER_SECONDS)
     exit_now(code)

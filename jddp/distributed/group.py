@@ -16,7 +16,6 @@ closed terminal, is dropped; a full disk is reported.
 """
 
 import collections
-import math
 import os
 import re
 import signal
@@ -280,7 +279,7 @@ class Group:
         self._guard = self._open.enter_context(started_apart("cleanup"))
         self._num_sent = 0
         self._grace_seconds = launch.grace_seconds
-        self._until = math.inf
+        self._until = float("inf")
         try:
             for number, environ in enumerate(environs, start=place.first):
                 log = launch.logs / f"process_{number}.log"

@@ -15,7 +15,6 @@ report is lost, and may connect again.
 import contextlib
 import errno
 import json
-import math
 import os
 import resource
 import socket
@@ -104,7 +103,7 @@ class Notice:
         """Prints the line if it is due."""
         if time.monotonic() > self._at:
             errors.report(text)
-            self._at = math.inf
+            self._at = float("inf")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ system's default effect: the process ends by that signal (143 for SIGTERM).
 import contextlib
 import fcntl
 import functools
-import math
 import os
 import signal
 import threading
@@ -114,7 +113,7 @@ class Repeats:
     """Distinguishes a repeat of the first signal from a second signal."""
 
     def __init__(self) -> None:
-        self._first = math.inf
+        self._first = float("inf")
 
     def is_repeat(self) -> bool:
         """Whether the signal that has just come is only a repeat."""

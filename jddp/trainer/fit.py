@@ -14,6 +14,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -276,8 +277,9 @@ def _train(
     if not options.checks.same_batches:
         refuse_same_rows("batches", batch)
     like = ddp.steps.abstract_state(batch) if callable(state) else state
+    lowered = ddp.steps.lower(batch)
     if jax.process_count() > 1:
-        program = hashlib.sha256(ddp.steps.lower(batch).as_text().encode()).hexdigest()
+        program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         same = {name: f"{x.shape} {x.dtype}" for name, x in by_path(like).items()}
         agree("model, optimizer or batch", same | {"the lowered step": program})
         connect(ddp.mesh, ddp.steps.spec.placement.groups)
@@ -291,7 +293,10 @@ def _train(
         loop = Loop(ddp, source, like, first, options, files, watchdog)
         try:
             try:
+                compiled = ThreadPoolExecutor(1).submit(lowered.compile)
                 resume(loop)
+                watchdog.enter("compile", loop.run.step)
+                compiled.exception()  # Waits. The first step raises it again.
                 run_to_the_end(loop)
             except BaseException:
                 _close(loop, failed=True)

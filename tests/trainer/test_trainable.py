@@ -41,6 +41,9 @@ class Adding:
     def trace_evaluation(self, state, batch, params):
         return ["loss", "examples"]
 
+    def lower(self, batch):
+        return jax.jit(lambda: 0).lower()
+
     def layouts(self, state):
         return jax.tree.map(lambda _: Replicated(), state)
 

@@ -24,7 +24,6 @@ evaluations and saves, but not the compilation.
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import shutil
 import sys
@@ -279,7 +278,7 @@ class _Lines:
 
     def __init__(self) -> None:
         self._stream = sys.stdout
-        self._updated_at = -math.inf
+        self._updated_at = -float("inf")
 
     def update(self, record: Record, course: Course) -> None:
         if self._is_due(SECONDS_BETWEEN_LINES) or record["step"] >= course.num_steps:

@@ -269,7 +269,7 @@ def open_run(
         ddp,
         state,
         run_dir=run_dir,
-        evaluation=None if config is None else OwnBatches(config, trusted, run_dir),
+        evaluation=None if config is None else OwnBatches(config, trusted),
         eval_params=params or saved.evaluated,
         config=config.model_dump() if config else saved.beside.get("config"),
     )
@@ -331,7 +331,7 @@ def _state_of(ddp: DataParallel, saved: Saved) -> TrainState:
 class OwnBatches:
     """The evaluation batches of a config; data is read when they are first iterated."""
 
-    def __init__(self, config: Config, trusted: set[str], run_dir: Path) -> None:
+    def __init__(self, config: Config, trusted: set[str]) -> None:
         self._config, self._trusted = config, trusted
         self._data: DataSet | Streams | None = None
 
