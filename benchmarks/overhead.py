@@ -11,6 +11,8 @@
               that does nothing else; the same with steps skipped that are not finite, and with a
               dynamic loss scale; and a comparison of all replicas / the 500 steps between two of
               them
+    memory    the default job's step in `fit` with the newest state in the memory of the host, as
+              often as by default / without
     replay    the default job in `fit` on two devices, with every tenth step replayed: the time of
               the two steps around a replay, less the time of two others / a step
     reports   the default job's step in `fit` with a record of each step, in a file, and with
@@ -184,6 +186,29 @@ def watching(num_rounds: int, num_steps: int = 50) -> dict[str, float]:
         "a dynamic loss scale / skipping alone": median_ratio("scaling", "skipping"),
         "seconds of a comparison": statistics.median(found["digest"]),
         "a comparison / 500 steps": median_ratio("digest", "bare", 500),
+    }
+
+
+def memory(num_rounds: int, num_steps: int = 100) -> dict[str, float]:
+    import jddp
+
+    ddp = default_job({})
+    batch = ddp.shard_batch(first_batch())
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    for number in range(num_rounds + 1):
+        contenders = [("without", 0), ("with", None)]
+        for name, every in contenders[:: (-1) ** number]:
+            with tempfile.TemporaryDirectory() as folder:
+                keep = jddp.Keep(memory_every_steps=every)
+                seconds = fitted(ddp, batch, num_steps, run_dir=folder, keep=keep)
+            if number:  # the first compiles
+                found[name].append(seconds)
+    ratios = [a / b for a, b in zip(found["with"], found["without"], strict=True)]
+    return {
+        "seconds of a step without states in memory": statistics.median(found["without"]),
+        "with / without": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
     }
 
 
@@ -454,6 +479,7 @@ PARTS = {
     "save": save,
     "restart": restart,
     "watching": watching,
+    "memory": memory,
     "replay": replay,
     "reports": reports,
     "program": program,

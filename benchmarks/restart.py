@@ -3,10 +3,12 @@
     JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 100
     JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 9 --process 0
     JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 30 --every 60
+    JAX_PLATFORMS=cpu python benchmarks/restart.py --rounds 20 --hosts 2     # as root, on Linux
 
-The default job runs on two processes under one `jddp launch`. In each round a process is killed
-at a random moment, when it has taken a step; with `--every` so many seconds after the last one. A
-phase ends when the launcher prints the line that ends it:
+The default job runs on two processes under one `jddp launch`, or under one on each of two hosts,
+which are network namespaces with memory of their own. In each round a process is killed at a random
+moment, when it has taken a step; with `--every` so many seconds after the last one. A phase ends
+when the (first) launcher prints the line that ends it:
 
     detect      the launcher names the process that was killed
     stop        the other process has ended, and both are started again
@@ -34,12 +36,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-LAUNCH = [sys.executable, "-m", "jddp.launch", "--num-processes", "2", "--max-restarts"]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "e2e"))
+from clusters.hosts import Hosts
+
+LAUNCH = [sys.executable, "-m", "jddp.launch"]
 JOB = ["-m", "jddp.train", "train.log_every_steps=1", "checkpoint.every_steps=500"]
 # The lines that end the phases, in this order.
 PHASES = {
     "detect": r"failed first, with signal SIGKILL",
-    "stop": r"starting process 0 and 1 of 2",
+    "stop": r"starting process 0.* of 2",
     "start": r"^\[0\] jddp \S+ \|",
     "restore": r"^\[0\] resumed from step",
     "first step": r"^\[0\] step \d+/",
@@ -68,15 +73,22 @@ def wait_for(lines: Iterator[str], pattern: str, seen: list[str]) -> float:
 
 
 def kill_one(
-    job: subprocess.Popen[str], lines: Iterator[str], number: int, at: float | None
+    launcher: int, lines: Iterator[str], number: int, at: float | None
 ) -> dict[str, float]:
-    """Kills a process at a time, or a random moment after a step; the seconds of each phase."""
+    """Kills a process at a time, or a random moment after a step; the seconds of each phase.
+
+    Args:
+      launcher: Number, in Linux, of the launcher of the process.
+      lines: Lines of the first launcher.
+      number: Number of the process in the job.
+      at: Time; None for a random one.
+    """
     seen: list[str] = []
     wait_for(lines, STEP, seen)
     at = at or time.perf_counter() + random.uniform(*PAUSE_SECONDS)
     time.sleep(at - time.perf_counter())
     began = last = time.perf_counter()
-    os.kill(worker_of(job.pid, number), signal.SIGKILL)
+    os.kill(worker_of(launcher, number), signal.SIGKILL)
     seconds = {}
     for phase, pattern in PHASES.items():
         now = wait_for(lines, pattern, seen)
@@ -86,21 +98,48 @@ def kill_one(
     return {**seconds, "all": last - began, "killed at": began, "step": int(resumed[1])}
 
 
-def measure(num_rounds: int, process: int | None, every: float | None) -> list[dict[str, float]]:
+@contextlib.contextmanager
+def launchers(
+    num_hosts: int, folder: str, options: list[str], job: list[str]
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """While open, the job runs; yields its launcher, or the launchers of both hosts."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with contextlib.ExitStack() as stack:
+        if num_hosts == 1:
+            command = [*LAUNCH, "--num-processes", "2", "--logs", f"{folder}/logs", *options, *job]
+            yield [stack.enter_context(subprocess.Popen(command, **pipes))]
+            return
+        hosts = stack.enter_context(Hosts(Path(folder), "h1", "h2"))
+        nodes = ["--num-processes", "1", "--num-nodes", "2", "--coordinator", "h1:61500"]
+        started = []
+        for rank, name in enumerate(hosts.addresses):
+            memory = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+            own = [*nodes, "--node-rank", str(rank), "--logs", f"{folder}/logs-{rank}"]
+            environ = {**os.environ, "JDDP_MEMORY_DIR": memory}
+            command = [*LAUNCH, *own, *options, *job]
+            started.append(hosts.start(name, *command, env=environ, **pipes))
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        yield [stack.enter_context(launcher) for launcher in started]
+
+
+def measure(
+    num_rounds: int, process: int | None, every: float | None, num_hosts: int
+) -> list[dict[str, float]]:
     """The seconds of each phase in each round; the last round has the goodput, too."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        command = [*LAUNCH, str(num_rounds + 1), "--logs", f"{folder}/logs", *JOB]
-        command += [f"run.dir={folder}/run", "train.num_epochs=10000"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, text=True, **pipes) as job:
-            lines = iter(job.stdout)
+        options = ["--max-restarts", str(num_rounds + 1)]
+        job = [*JOB, f"run.dir={folder}/run", "train.num_epochs=10000"]
+        with launchers(num_hosts, folder, options, job) as started:
+            lines = iter(started[0].stdout)
             chosen = (0, 1) if process is None else (process,)
-            rounds = [kill_one(job, lines, random.choice(chosen), None)]
-            first = rounds[0]["killed at"]
-            for number in range(1, num_rounds + 1):
-                at = every and first + number * every
-                rounds.append(kill_one(job, lines, random.choice(chosen), at))
-            job.send_signal(signal.SIGTERM)
+            rounds, first = [], 0.0
+            for number in range(num_rounds + 1):
+                at = first + number * every if every and number else None
+                killed = random.choice(chosen)
+                launcher = started[min(killed, num_hosts - 1)].pid
+                rounds.append(kill_one(launcher, lines, killed, at))
+                first = rounds[0]["killed at"]
+            started[0].send_signal(signal.SIGTERM)
             for _ in lines:  # Until it has saved.
                 pass
         text = Path(folder, "run", "metrics.jsonl").read_text()
@@ -116,8 +155,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--process", type=int, choices=(0, 1), help="kill this one (either)")
     parser.add_argument("--every", type=float, help="seconds from a kill to the next (8 to 14)")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
     arguments = parser.parse_args()
-    rounds = measure(arguments.rounds, arguments.process, arguments.every)
+    rounds = measure(arguments.rounds, arguments.process, arguments.every, arguments.hosts)
     figures = {}
     print(f"{'phase':12}{'median':>8}{'longest':>9}{'share':>8}")
     whole = statistics.median(x["all"] for x in rounds)

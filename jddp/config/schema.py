@@ -6,7 +6,6 @@ Sections hold names and numbers; which models, data sets and optimizers exist is
 packages. `options` has the sections that are options of `DataParallel`, too.
 """
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -102,7 +101,7 @@ class MixtureConfig(Section):
 
     dir: ExpandedPath = option(..., "Folder of the files.")
     weight: float = option(
-        ..., "Frequency of its examples, relative to other folders.", gt=0, lt=math.inf
+        ..., "Frequency of its examples, relative to other folders.", gt=0, lt=float("inf")
     )
 
 

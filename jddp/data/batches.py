@@ -15,7 +15,6 @@ Evaluation batches have each example exactly once, over all processes together, 
 any number of times. All processes take the same number of them; the last one may be smaller.
 """
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -222,7 +221,7 @@ def count_steps(
       ConfigError: If the number of epochs is not positive and finite.
       DataError: If only full batches count, and there are none.
     """
-    if not 0 < num_epochs < math.inf:
+    if not 0 < num_epochs < float("inf"):
         raise ConfigError(f"num_epochs {num_epochs!r} is not a positive number, such as 2.")
     end = max(1, round(num_epochs * num_examples))
     if not drop_remainder:

@@ -7,7 +7,6 @@ An epoch ends with its last example, which may be inside a batch. So a period in
 the first step that has taken all its examples, whatever the batch sizes of the run have been.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,7 +67,7 @@ class Epochs:
     number: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.number < math.inf:
+        if not 0 < self.number < float("inf"):
             raise ConfigError(f"Epochs({self.number!r}) is no positive number, such as 1 or 0.5.")
 
     def __str__(self) -> str:

@@ -174,23 +174,24 @@ class Nodes:
     def lost(self, failure_file: Path) -> list[int]:
         """Machines of this attempt that were lost; only node 0 is connected to all.
 
-        Node 0 also writes a failure that another machine has sent, if the file has none.
+        Writes a failure that another machine has sent, if the file has none.
         """
-        end = self._end
-        lost = self._end.lost() if self._end is not None else []
-        if isinstance(end, RendezvousServer) and end.failure and not failure_file.exists():
-            failures.write_failure(end.failure, failure_file)
+        if self._end is None:
+            return []
+        lost = self._end.lost()
+        if self._end.failure and not failure_file.exists():
+            failures.write_failure(self._end.failure, failure_file)
         return lost
 
     def send_failure(self, failure: JsonObject) -> None:
-        """Sends node 0 the failure of an attempt: its processes may wait for a process here."""
-        if isinstance(self._end, RendezvousClient):
-            self._end.send_failure(failure)
+        """Sends the others the failure of an attempt: they may wait for a process here."""
+        if self._end is not None:
+            self._end.tell(failure=failure)
 
     def close(self, *, failed: bool) -> None:
         """Leaves the job; after a failure, the attempt of the other machines ends too."""
         if self._end is not None:
-            self._end.say_goodbye(failed=failed)
+            self._end.tell(failed=failed)
             self._end.close()
 
     def _choose_port(self) -> str:

@@ -137,11 +137,15 @@ class RendezvousClient:
       kind: Name of a member: "process" or "node".
       address: host:port of member 0.
       silence_seconds: Time without a sign of life after which a member is lost.
+
+    Attributes:
+      failure: The failure that member 0 has sent since the last round.
     """
 
     def __init__(self, kind: str, address: str, *, silence_seconds: int = 100):
         self.kind = kind
         self.address = address
+        self.failure: JsonObject | None = None
         self._silence_seconds = silence_seconds
         self._server: Connection | None = None
         self._goodbye: JsonObject | None = None  # Last message of member 0.
@@ -159,20 +163,21 @@ class RendezvousClient:
         server = None if self._goodbye else self._server
         if server is not None and (server.messages or wait([server.fileno()], 0)):
             try:
-                self._goodbye = server.receive(_SLACK)
+                self._goodbye = self._receive(server)
             except (OSError, ValueError):
                 self._has_lost = True
         return [0] if self._has_lost or self._goodbye == {"failed": True} else []
 
-    def send_failure(self, failure: JsonObject) -> None:
-        """Informs member 0 of the first failure here, if it is connected."""
-        if self._server is not None:
-            self._server.send({"failure": failure})
+    def _receive(self, server: Connection, until: float = 0.0) -> JsonObject | None:
+        """The next message, until a moment after this time; None for a failure, which is kept."""
+        message = server.receive(max(0.0, until - time.monotonic()) + _SLACK)
+        self.failure = message.get("failure")
+        return None if self.failure else message
 
-    def say_goodbye(self, *, failed: bool) -> None:
-        """Informs member 0, if it is connected, that this member leaves for good."""
+    def tell(self, **message: object) -> None:
+        """Sends member 0, if it is connected, a `failure`; or, leaving for good, if it `failed`."""
         if self._server is not None:
-            self._server.send({"failed": failed})
+            self._server.send(message)
 
     def gather(self, mine: Member, *, seconds: float) -> dict[int, JsonObject]:
         """The information of all members.
@@ -197,7 +202,8 @@ class RendezvousClient:
                     stream = connect_to(self.address, me, until)
                     self._server = Connection(stream, self._silence_seconds)
                 self._server.send({"kind": self.kind, **asdict(mine)})
-                answer = self._server.receive(max(0, until - time.monotonic()) + _SLACK)
+                while answer is None:
+                    answer = self._receive(self._server, until)
             except ValueError:
                 raise errors.CoordinatorError(
                     f"the program that listens at {self.address} is not {self.kind} 0 of a "
@@ -341,10 +347,10 @@ class RendezvousServer:
         self._receive(0.0)
         return self._lost
 
-    def say_goodbye(self, *, failed: bool) -> None:
-        """Informs all members that this one leaves for good."""
+    def tell(self, **message: object) -> None:
+        """Sends all members a `failure`; or, leaving for good, if it `failed`."""
         for client in self._waiting:
-            client.send({"failed": failed})
+            client.send(message)
 
     def _receive(self, seconds: float) -> None:
         """Takes the connections and messages that arrive next."""

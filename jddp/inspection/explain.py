@@ -8,7 +8,6 @@ This module reads plans and programs, and runs nothing.
 """
 
 import dataclasses
-import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -205,7 +204,7 @@ def _explained(steps: CompiledSteps, batch: Batch, compiled: jax.stages.Compiled
         platform=platform(steps.mesh),
         compiled=hlo.collectives(hlo.read_program(compiled.as_text() or "")),
         sync=steps.spec.sync,
-        memory=assigned_memory(compiled, steps, batch, math.inf),
+        memory=assigned_memory(compiled, steps, batch, float("inf")),
     )
 
 

@@ -12,7 +12,6 @@ metric that is no mean is also computed from sums (`Metric`).
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -347,7 +346,7 @@ def _widen(x: np.ndarray) -> np.ndarray:
 
 def _value(name: str, x: Sum) -> Any:
     if not x.count:
-        return math.nan
+        return float("nan")
     if x.compute is None:
         return float(x.total / x.count)
     computed = np.asarray(x.compute(x.total, float(x.count)))

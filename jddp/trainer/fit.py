@@ -293,10 +293,12 @@ def _train(
         loop = Loop(ddp, source, like, first, options, files, watchdog)
         try:
             try:
-                compiled = ThreadPoolExecutor(1).submit(lowered.compile)
+                beside = ThreadPoolExecutor(1)
+                if options.checks.on_spike != "skip":  # Its step is another program.
+                    beside.submit(lowered.compile)  # An error comes again with the first step.
                 resume(loop)
                 watchdog.enter("compile", loop.run.step)
-                compiled.exception()  # Waits. The first step raises it again.
+                beside.shutdown()
                 run_to_the_end(loop)
             except BaseException:
                 _close(loop, failed=True)

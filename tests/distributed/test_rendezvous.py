@@ -215,11 +215,11 @@ def test_a_further_round_waits_for_a_lost_member_to_be_back(server, address, gat
     assert server.lost() == [2]
     clients[1] = RendezvousClient("node", address)
     assert_round(server, *clients)
-    clients[1].say_goodbye(failed=False)
+    clients[1].tell(failed=False)
     clients[1].close()
     for _ in range(100):
         assert server.lost() == []
-    clients[0].say_goodbye(failed=True)
+    clients[0].tell(failed=True)
     wait_until(server.lost)
     assert server.lost() == [1]
     clients[0].close()
@@ -230,7 +230,7 @@ def test_a_client_does_not_wait_for_a_server_that_has_left(address, server, clie
     met = gather(client, 1)
     gather(server, 0).result()
     met.result()
-    server.say_goodbye(failed=failed)
+    server.tell(failed=failed)
     server.close()
     for _ in range(100):
         lost = client.lost()
@@ -239,17 +239,17 @@ def test_a_client_does_not_wait_for_a_server_that_has_left(address, server, clie
         gather(client, 1).result()
 
 
-def test_the_first_knows_of_a_failure_elsewhere_until_the_next_round(server, client, gather):
-    client.send_failure({"process": 3})  # before it is connected
-    for _ in range(2):
+def test_each_end_knows_of_a_failure_at_the_other_until_the_next_round(server, client, gather):
+    client.tell(failure={"process": 3})  # before it is connected
+    for end, other in ((client, server), (server, client), (client, server)):
         met = gather(client, 1)
         gather(server, 0).result()
         met.result()
-        assert server.failure is None
-        client.send_failure({"process": 1})
-        while server.failure is None:
-            assert server.lost() == []
-        assert server.failure == {"process": 1}
+        assert server.failure is client.failure is None
+        end.tell(failure={"process": 1})
+        while other.failure != {"process": 1}:
+            assert other.lost() == []
+        end.tell(failure={"process": 1})  # again, which is read in the next round
 
 
 def test_a_first_that_was_lost_may_come_back(address, client, gather):

@@ -1,5 +1,8 @@
 """A loop knows a `Trainable` and nothing else: an object without model, mesh or program will do."""
 
+from threading import current_thread, main_thread
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +23,7 @@ class Adding:
     steps = property(lambda self: self)
 
     def __init__(self):
-        self.seen = []  # the step and the number of batches of each evaluation
+        self.seen = []  # evaluations: step and number of batches; whether the first thread compiles
 
     def init(self, seed=0, batch=None):
         values = {"params": {"sum": jnp.float32(0)}, "step": jnp.int32(0), "skipped": jnp.int32(0)}
@@ -42,7 +45,7 @@ class Adding:
         return ["loss", "examples"]
 
     def lower(self, batch):
-        return jax.jit(lambda: 0).lower()
+        return SimpleNamespace(compile=lambda: self.seen.append(current_thread() is main_thread()))
 
     def layouts(self, state):
         return jax.tree.map(lambda _: Replicated(), state)
@@ -65,9 +68,9 @@ def test_an_object_that_only_adds_is_trained_evaluated_saved_and_resumed(tmp_pat
     assert run.eval_metrics["loss"] == 15
 
 
-def test_a_new_run_evaluates_one_batch_before_its_first_step_without_a_record(tmp_path):
+def test_a_new_run_compiles_beside_its_start_and_then_evaluates_a_batch_without_a_record(tmp_path):
     adding = Adding()
     options = {"run_dir": tmp_path, "evaluate": BATCHES[:2]}
     assert [x["step"] for x in jddp.fit(adding, BATCHES, num_steps=2, **options).evaluations] == [2]
     jddp.fit(adding, BATCHES, num_steps=4, **options)  # resumes: its evaluation has run
-    assert adding.seen == [(0, 1), (2, 2), (4, 2)]
+    assert adding.seen == [False, (0, 1), (2, 2), False, (4, 2)]

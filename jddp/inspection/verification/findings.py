@@ -1,7 +1,6 @@
 """The report of a verification: comparisons of trees, notes, and likely causes of a difference."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -113,7 +112,7 @@ def compare_moves(
         counts = np.abs(grad) > noise * max(_size(grad), 0.1 * largest)
         error, update = (float(np.linalg.norm(x[counts])) for x in (a - b, b - start))
         if error or update:  # Both are zero at a learning rate of zero.
-            errors[path] = error / update if update else math.inf
+            errors[path] = error / update if update else float("inf")
     return _worst(what, errors, UPDATE)
 
 
@@ -126,7 +125,7 @@ def not_finite_in_both(got: PyTree, want: PyTree) -> list[str]:
 
 def _worst(what: str, errors: dict[str, float], allowed: float) -> Comparison:
     # NaN is the worst error, but compares as smaller than any.
-    leaf = max(errors, key=lambda path: np.nan_to_num(errors[path], nan=math.inf), default="")
+    leaf = max(errors, key=lambda path: np.nan_to_num(errors[path], nan=float("inf")), default="")
     return Comparison(what, leaf, errors.get(leaf, 0.0), allowed)
 
 

@@ -86,14 +86,14 @@ def test_a_worker_killed_and_hosts_cut_off_start_over_bitwise_identically(hosts,
     nodes = two_launchers(hosts, jobs, "again", *LONGER, options=options, **SILENCE)
     with ends_of(*nodes) as (first, second):
         first.wait_for_step("again", 40)
-        os.kill(workers_of(hosts, "h2")[3], signal.SIGKILL)
+        os.kill(workers_of(hosts, "h1")[0], signal.SIGKILL)
         first.wait_for_step("again", 120)
         before = workers(hosts)
         hosts.set_link("h2", "down")
         wait_until(lambda: not before & workers(hosts), seconds=HEARTBEAT_SECONDS + 60, pause=0.1)
         hosts.set_link("h2", "up")
     for node in (first, second):
-        assert re.search(r"jddp: process 3 on \S+ failed first, with signal SIGKILL", node.err)
+        assert re.search(r"jddp: process 0 on \S+ failed first, with signal SIGKILL", node.err)
     assert "restart 2 of 2" in first.err
     assert "resumed from step" in first.out
     assert result(jobs, "again") == undisturbed
