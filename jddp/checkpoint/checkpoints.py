@@ -278,10 +278,7 @@ class CheckpointFolder:
         self.wait()
 
     def restore(
-        self,
-        like: TrainState,
-        layouts: TrainState | None = None,
-        first: reader.First | None = None,
+        self, like: TrainState, layouts: TrainState | None = None, first: reader.First | None = None
     ) -> Restored | None:
         """Reads the newest checkpoint with valid digests onto the devices; None if there is none.
 

@@ -275,9 +275,7 @@ class Config(Section):
     watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
     report: ReportConfig = Field(default_factory=ReportConfig)
     callbacks: list[CallbackConfig] = option(
-        [],
-        "Each by name (early_stopping, keep_best, sample_text) or target; kwargs.",
-        "result",
+        [], "Each by name (early_stopping, keep_best, sample_text) or target; kwargs.", "result"
     )
 
     def __init__(self, **values: Any) -> None:

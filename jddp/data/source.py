@@ -104,12 +104,7 @@ class DataSource:
 
 
 def make_data_set(
-    name: str,
-    train: object,
-    test: object,
-    *,
-    sha256_hex: str = "",
-    classes: Sequence[str] = (),
+    name: str, train: object, test: object, *, sha256_hex: str = "", classes: Sequence[str] = ()
 ) -> DataSet:
     """A data set of two dicts of arrays, or of examples.
 

@@ -209,8 +209,4 @@ def _explained(steps: CompiledSteps, batch: Batch, compiled: jax.stages.Compiled
 
 
 def _bucket_as_json(bucket: Bucket) -> JsonObject:
-    return {
-        "bytes": bucket.bytes,
-        "dtype": str(bucket.wire_dtype),
-        "parameters": [*bucket.paths],
-    }
+    return {"bytes": bucket.bytes, "dtype": str(bucket.wire_dtype), "parameters": [*bucket.paths]}

@@ -384,10 +384,7 @@ class Prediction(Shown):
             "memory": f"{self.memory.total / 1e9:.1f} of {self.memory.limit / 1e9:.1f} GB of a GPU",
         }
         head = f"modelled: {fabric.num_hosts} x {fabric.devices_per_host} {self.target.gpu.name}"
-        return [
-            f"{head}, jax {jax.__version__}",
-            *(f"  {name:<10}{x}" for name, x in rows.items()),
-        ]
+        return [f"{head}, jax {jax.__version__}", *(f"  {name:<10}{x}" for name, x in rows.items())]
 
     def _scaled(self) -> list[str]:
         lines = [

@@ -105,7 +105,7 @@ SCHEMES: Mapping[type[Module], Mapping[str, Scheme]] = {
             ignored=r"\.attn\.(masked_)?bias$",  # causal masks
             tied=(("lm_head.weight", "wte.weight"),),
             hub_config=library_names.gpt_config,
-        ),
+        )
     },
 }
 

@@ -31,10 +31,7 @@ SOURCES: dict[str, Callable[..., DataSource]] = {
 
 
 def make_source(
-    name: str,
-    *,
-    directory: str | None = None,
-    kwargs: Settings | None = None,
+    name: str, *, directory: str | None = None, kwargs: Settings | None = None
 ) -> DataSource:
     """The source with this name; it reads no example before `load()`.
 

@@ -31,10 +31,7 @@ INDEX = "tokens.json"
 DOCUMENTS = ".documents.npy"
 
 # Arrays of a batch besides "tokens", by the treatment of documents.
-ADDED: dict[str, dict[str, str]] = {
-    "cross": {},
-    "pack": {"segments": "int32", "mask": "float32"},
-}
+ADDED: dict[str, dict[str, str]] = {"cross": {}, "pack": {"segments": "int32", "mask": "float32"}}
 
 # Tests, installed packages, a whole editor: neither typical nor on every machine.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib"}

@@ -250,10 +250,7 @@ def test_batches(config: Config, data: DataSet | Streams) -> Batches:
     # Evaluation holds no gradients: rows of one micro-batch fit wherever training fits.
     rows = max(1, config.data.global_batch_size // config.ddp.accumulate_steps)
     return eval_batches(
-        data.test,
-        global_batch_size=rows,
-        transforms=listed_transforms(config),
-        on_device=True,
+        data.test, global_batch_size=rows, transforms=listed_transforms(config), on_device=True
     )
 
 
