@@ -36,7 +36,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import Array
 
 from jddp.engine.micro_batches import View, own_shards
-from jddp.engine.state import Replicated, Sharded, TrainState, name_of
+from jddp.engine.state import Replicated, Sharded, TrainState, name_of, shapes_of
 from jddp.engine.step import Placement
 from jddp.ground.errors import ConfigError, check_choice
 from jddp.ground.jaxprs import aval_shape, called, jaxprs_in_params
@@ -221,10 +221,17 @@ def trace_whole(
     tx: optax.GradientTransformation, params: Params
 ) -> tuple[ClosedJaxpr, tuple[Params, OptState]]:
     """Traces the update of whole parameters of these shapes; returns its results' shapes too."""
+    params = shapes_of(params)
     opt_state = jax.eval_shape(tx.init, params)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
-    rule = functools.partial(updated, tx)
-    return jax.make_jaxpr(rule, return_shape=True)(params, opt_state, params, loss)
+    traced = _rule(tx).trace(params, opt_state, params, loss)
+    return traced.jaxpr, traced.out_info
+
+
+@functools.lru_cache(maxsize=8)
+def _rule(tx: optax.GradientTransformation) -> jax.stages.Wrapped:
+    """The update, as a function of which JAX keeps the traces."""
+    return jax.jit(functools.partial(updated, tx))
 
 
 def own_copy(opt_state: OptState) -> OptState:
