@@ -294,7 +294,8 @@ def _train(
         try:
             try:
                 beside = ThreadPoolExecutor(1)
-                if options.checks.on_spike != "skip":  # Its step is another program.
+                is_over = loop.saving.has_reached(loop.num_steps)
+                if not is_over and options.checks.on_spike != "skip":  # It has another program.
                     beside.submit(lowered.compile)  # An error comes again with the first step.
                 resume(loop)
                 watchdog.enter("compile", loop.run.step)

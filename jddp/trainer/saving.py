@@ -121,6 +121,10 @@ class Saving:
             self._last[LATEST] = restored.step, restored.beside.get("stopped")
         return restored
 
+    def has_reached(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step or of a later one, as this process sees it."""
+        return self._files is not None and max(self._folder(LATEST).steps(), default=-1) >= step
+
     def _open_memory(self, like: TrainState) -> None:
         """Opens the memory of the hosts; if only the default asks for it, they may lack it."""
         every = self._options.keep.memory_every_steps

@@ -73,4 +73,5 @@ def test_a_new_run_compiles_beside_its_start_and_then_evaluates_a_batch_without_
     options = {"run_dir": tmp_path, "evaluate": BATCHES[:2]}
     assert [x["step"] for x in jddp.fit(adding, BATCHES, num_steps=2, **options).evaluations] == [2]
     jddp.fit(adding, BATCHES, num_steps=4, **options)  # resumes: its evaluation has run
+    jddp.fit(adding, BATCHES, num_steps=4, **options)  # has nothing to do, and compiles nothing
     assert adding.seen == [False, (0, 1), (2, 2), False, (4, 2)]
