@@ -36,8 +36,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "e2e"))
-from clusters.hosts import Hosts
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / x) for x in ("tests", "tests/e2e")]
+from clusters.hosts import Hosts  # noqa: E402
+from runs import worker_of  # noqa: E402
 
 LAUNCH = [sys.executable, "-m", "jddp.launch"]
 JOB = ["-m", "jddp.train", "train.log_every_steps=1", "checkpoint.every_steps=500"]
@@ -53,16 +54,6 @@ STEP = PHASES["first step"]
 PAUSE_SECONDS = 8.0, 14.0  # From a first step to the next kill: processes that wait are ready.
 
 
-def worker_of(launcher: int, number: int) -> int:
-    """The process of this number that a launcher has started first, of those that live."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    for child in sorted(map(int, children)):
-        with contextlib.suppress(OSError):
-            if f"JAX_PROCESS_ID={number}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
-                return child
-    raise RuntimeError(f"launcher {launcher} has no process {number}")
-
-
 def wait_for(lines: Iterator[str], pattern: str, seen: list[str]) -> float:
     """The time at which a line with this pattern is printed."""
     for line in lines:
@@ -72,13 +63,11 @@ def wait_for(lines: Iterator[str], pattern: str, seen: list[str]) -> float:
     raise RuntimeError(f"the job has ended before {pattern!r}:\n{''.join(seen[-30:])}")
 
 
-def kill_one(
-    launcher: int, lines: Iterator[str], number: int, at: float | None
-) -> dict[str, float]:
+def kill_one(logs: str, lines: Iterator[str], number: int, at: float | None) -> dict[str, float]:
     """Kills a process at a time, or a random moment after a step; the seconds of each phase.
 
     Args:
-      launcher: Number, in Linux, of the launcher of the process.
+      logs: Folder in which the launcher of the process has its logs.
       lines: Lines of the first launcher.
       number: Number of the process in the job.
       at: Time; None for a random one.
@@ -88,7 +77,7 @@ def kill_one(
     at = at or time.perf_counter() + random.uniform(*PAUSE_SECONDS)
     time.sleep(at - time.perf_counter())
     began = last = time.perf_counter()
-    os.kill(worker_of(launcher, number), signal.SIGKILL)
+    os.kill(worker_of(logs, number), signal.SIGKILL)
     seconds = {}
     for phase, pattern in PHASES.items():
         now = wait_for(lines, pattern, seen)
@@ -106,8 +95,16 @@ def launchers(
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with contextlib.ExitStack() as stack:
         if num_hosts == 1:
-            command = [*LAUNCH, "--num-processes", "2", "--logs", f"{folder}/logs", *options, *job]
-            yield [stack.enter_context(subprocess.Popen(command, **pipes))]
+            command = [
+                *LAUNCH,
+                "--num-processes",
+                "2",
+                "--logs",
+                f"{folder}/logs-0",
+                *options,
+                *job,
+            ]
+            yield [_ended_with(stack, subprocess.Popen(command, **pipes))]
             return
         hosts = stack.enter_context(Hosts(Path(folder), "h1", "h2"))
         nodes = ["--num-processes", "1", "--num-nodes", "2", "--coordinator", "h1:61500"]
@@ -117,9 +114,18 @@ def launchers(
             own = [*nodes, "--node-rank", str(rank), "--logs", f"{folder}/logs-{rank}"]
             environ = {**os.environ, "JDDP_MEMORY_DIR": memory}
             command = [*LAUNCH, *own, *options, *job]
-            started.append(hosts.start(name, *command, env=environ, **pipes))
+            started.append(_ended_with(stack, hosts.start(name, *command, env=environ, **pipes)))
             pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        yield [stack.enter_context(launcher) for launcher in started]
+        yield started
+
+
+def _ended_with(
+    stack: contextlib.ExitStack, launcher: subprocess.Popen[str]
+) -> subprocess.Popen[str]:
+    """Ends a launcher with the stack, also where a round has failed."""
+    stack.enter_context(launcher)
+    stack.callback(launcher.terminate)
+    return launcher
 
 
 def measure(
@@ -136,8 +142,8 @@ def measure(
             for number in range(num_rounds + 1):
                 at = first + number * every if every and number else None
                 killed = random.choice(chosen)
-                launcher = started[min(killed, num_hosts - 1)].pid
-                rounds.append(kill_one(launcher, lines, killed, at))
+                logs = f"{folder}/logs-{min(killed, num_hosts - 1)}"
+                rounds.append(kill_one(logs, lines, killed, at))
                 first = rounds[0]["killed at"]
             started[0].send_signal(signal.SIGTERM)
             for _ in lines:  # Until it has saved.

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -15,8 +16,8 @@ import pytest
 
 import jddp
 from jddp.checkpoint import folders
-from jddp.distributed.group import without_gloo
 from jddp.distributed.identity import VARIABLES
+from jddp.distributed.worker import without_gloo
 
 ROOT = Path(jddp.__file__).parents[1]
 TIMINGS = ("step_seconds", "examples_per_second", "data_wait_seconds", "tokens_per_second")
@@ -99,6 +100,28 @@ def wait_until(condition, *processes, said=lambda: "not in time", seconds=120, p
         assert set(ended) <= {None}, (ended, said())
         assert time.monotonic() < until, said()
         time.sleep(pause)
+
+
+def read_proc(pid, what):
+    """What Linux tells of a process, by lines; empty if it has gone."""
+    try:
+        return Path(f"/proc/{pid}/{what}").read_bytes().replace(b"\0", b"\n").decode()
+    except OSError:
+        return ""
+
+
+def number_of(pid, variable="JAX_PROCESS_ID"):
+    """The number of a worker in its job, as text; None for others, which inherit its variables."""
+    number = re.search(f"^{variable}=(.*)", read_proc(pid, "environ"), re.M)
+    is_other = "apart.py" in read_proc(pid, "cmdline") or "spare" in read_proc(pid, "comm")
+    return number[1] if number and not is_other else None
+
+
+def worker_of(logs, number):
+    """The worker of this number whose launcher has its logs there."""
+    pids = sorted(map(int, filter(str.isdigit, os.listdir("/proc"))))
+    mine = [pid for pid in pids if f"={logs}/failure" in read_proc(pid, "environ")]
+    return next(pid for pid in mine if number_of(pid) == str(number))
 
 
 def records(run_dir):

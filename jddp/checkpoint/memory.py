@@ -26,6 +26,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import stat
 import time
@@ -41,7 +42,6 @@ from jddp.checkpoint import parts, reader
 from jddp.checkpoint.parts import Bounds
 from jddp.distributed.coordination import gather
 from jddp.distributed.signals import in_forked_children
-from jddp.distributed.spares import available_kilobytes
 from jddp.engine.calls import from_process
 from jddp.engine.digest import digests, find_divergence
 from jddp.engine.mesh import is_key
@@ -55,6 +55,7 @@ SECONDS = 600.0  # Limit for all processes to answer.
 LEFT_SECONDS = 600.0  # Age of the files of an ended run that another run of the user removes.
 log = logging.getLogger("jddp")
 _MACHINE = Path("/proc/sys/kernel/random/boot_id")
+_MEMORY = Path("/proc/meminfo")
 
 # The bounds of a part, as JSON has them, its offset in a file, and the name of the file.
 _Place = list[Any]
@@ -93,7 +94,7 @@ class HostMemory:
         # The first process of each host.
         self._firsts = [self.hosts.index(number) for number in numbers.values()]
         self._needed = 2 * parts.bytes_on_host(by_path(like), self.hosts)
-        free = min(shutil.disk_usage(self.folder).free, 1024 * available_kilobytes())
+        free = min(shutil.disk_usage(self.folder).free, _available_bytes())
         free += sum(path.stat().st_size for path in self.folder.iterdir())
         words = f"{self} take more than the {in_mebibytes(free)} MiB that are free."
         _together("memory/room", "", "" if self._needed <= free else words)
@@ -260,6 +261,13 @@ def _together(key: str, value: str, reason: str) -> list[str]:
         if against:
             raise FileSystemError(f"process {process}: {against}")
     return [value for value, _ in answers]
+
+
+def _available_bytes() -> int:
+    """The memory that programs of this machine can take; 0 if it is not known."""
+    with contextlib.suppress(OSError):
+        return 1024 * int(re.findall(r"MemAvailable: +(\d+)", _MEMORY.read_text())[0])
+    return 0
 
 
 def _sent(part: np.ndarray, source: int) -> np.ndarray:

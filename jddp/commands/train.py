@@ -4,19 +4,13 @@ Its imports take seconds, in which a scheduler may already send a signal. So thi
 only the handling of signals; the command line itself is `jddp.commands.training`.
 """
 
-import os
 from collections.abc import Sequence
 
-from jddp.distributed.exits import WAITS
 from jddp.distributed.signals import leaves_at_once
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
-    if WAITS in os.environ:
-        from jddp.commands.training import wait_for_turn
-
-        wait_for_turn()
     with leaves_at_once():
         from jddp.commands.training import run
 

@@ -25,29 +25,17 @@ from jddp.config.files import dump_values, load_config
 from jddp.config.keys import describe_keys
 from jddp.config.schema import Config
 from jddp.distributed.command import lasting_streams, leave_job, tell
-from jddp.distributed.exits import WAITS, process
+from jddp.distributed.exits import process
 from jddp.distributed.failure_file import RESULT, describe_failure, write_failure
 from jddp.distributed.gpus import add_flag
 from jddp.distributed.identity import resolve_identity
-from jddp.distributed.signals import stop_signals
+from jddp.distributed.signals import leaves_at_once, stop_signals
+from jddp.distributed.worker import fork_spare
 from jddp.ground.errors import Error, ExitCode, UsageError, report, show
 from jddp.ground.files import private_cache
 from jddp.ground.names import tool
 
 EXAMPLE = "e.g. jddp train --config gpt_stdlib optimizer.learning_rate=3e-4 --dry-run"
-
-
-def wait_for_turn() -> None:
-    """Does the imports of a training, and waits until the launcher needs this process.
-
-    `jddp.distributed.spares` starts such a process. It exits if it is not needed.
-    """
-    _turn_on_cache()
-    importlib.import_module("jddp.commands.summary")
-    if not (line := sys.stdin.readline()):
-        sys.exit(ExitCode.DONE)
-    del os.environ[WAITS]
-    os.environ.update({name: x for name, x in json.loads(line).items() if x is not None})
 
 
 @lasting_streams()
@@ -85,6 +73,17 @@ def _start(arguments: argparse.Namespace) -> int:
 
             RunDirectory(config.run.dir or "", is_writer=True).check_usable()
         _turn_on_cache()
+        importlib.import_module("jddp.commands.summary")  # Imports all that a job needs.
+        gc.freeze()  # Collections while steps are traced take a tenth of the time of a start.
+        if fork_spare():
+            importlib.import_module("numpy").random.seed()  # Others would draw the same numbers.
+            with leaves_at_once():  # The handlers of signals stayed with another process.
+                return _begin(arguments, config, name)
+    return _begin(arguments, config, name)
+
+
+def _begin(arguments: argparse.Namespace, config: Config, name: str) -> int:
+    """Joins the job and trains; a spare begins here."""
     from jddp.distributed.failure import owned_process
     from jddp.distributed.join import initialize
 
@@ -106,7 +105,6 @@ def _train(config: Config, name: str, detected: str, *, is_dry_run: bool) -> int
     from jddp.trainer.reports.files import as_json
     from jddp.trainer.reports.lines import columns_of
 
-    gc.freeze()  # Collections while steps are traced take a tenth of the time of a start.
     job = build(config, needs_data=not is_dry_run)
     columns = columns_of(sys.stdout)
     text = opening(job, name, detected, columns=columns)  # All processes take part.

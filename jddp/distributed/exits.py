@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-WAITS = "JDDP_WAITS"  # Set for a process that does its imports, and waits (`spares`).
-
 
 @dataclass
 class Process:

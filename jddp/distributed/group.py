@@ -9,24 +9,14 @@ Their numbers, coordinator, devices and environment variables are decided before
 
 Each process has its own session: its child processes end with it, and Ctrl-C in a terminal does not
 reach it. All are killed if the launcher is killed (`apart`). Nothing here imports JAX.
-
-A thread reads both streams of a process, so that no process waits for a full pipe. Its output goes
-into a file, and line by line to the terminal. Output that cannot be written, to a full disk or a
-closed terminal, is dropped; a full disk is reported.
 """
 
-import collections
 import os
-import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +24,11 @@ from jddp.distributed.apart import kill_group, started_apart
 from jddp.distributed.failure_file import VARIABLE
 from jddp.distributed.gpus import has_gpu, num_nvidia
 from jddp.distributed.identity import JOB, LAUNCHED, NVIDIA, VARIABLES, visible_in
-from jddp.ground.errors import ConfigError, file_errors, report, words_of
+from jddp.distributed.worker import POLL_SECONDS, Worker
+from jddp.ground.errors import ConfigError, file_errors
 
-POLL_SECONDS = 0.02
 # Huge pages: a step on CPUs that is bound by memory has fewer page faults (benchmarks/README.md).
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-NUM_LINES = 200  # Lines of standard error that are kept.
-_SHOWN = 20  # Lines that are shown if there is no traceback.
-_LONGEST = 2**16  # Bytes in a pipe of Linux; a longer line is shown in parts.
-CONSOLE = threading.Lock()  # Held while lines that belong together are printed.
-# gloo, JAX's transport on CPUs, prints lines for each of its connections and cannot be silenced.
-# Threads of several devices write the parts of their lines at once, so a line may lack any part.
-_OF_GLOO = re.compile(
-    rb"\[Gloo\] Rank | is connected to \d| peer ranks\. |number of connected peer ranks is : "
-)
-_NUMBERS = re.compile(rb"[\d\s]*")
 
 
 def _name_logs() -> Path:
@@ -147,112 +127,13 @@ def split_gpus(launch: Launch, environ: Mapping[str, str], num_there: int) -> li
     return [",".join(visible[first : first + share]) for first in firsts]
 
 
-def without_gloo(lines: list[bytes]) -> list[bytes]:
-    """Drops the lines of gloo and, if there are any, the lines with nothing but a rank."""
-    others = [line for line in lines if not _OF_GLOO.search(line)]
-    if len(others) == len(lines):
-        return lines
-    return [line for line in others if not _NUMBERS.fullmatch(line)]
-
-
-class Worker(subprocess.Popen[bytes]):
-    """One process. Its output goes to the terminal, and to the end of a file.
-
-    Args:
-      number: Number of the process in the job.
-      command: The program and its arguments.
-      environ: The environment variables of the process.
-      log: File for its output.
-
-    Attributes:
-      number: Number of the process in the job.
-      environ: The environment variables of the process.
-      log: File for its output.
-    """
-
-    input = subprocess.DEVNULL
-
-    def __init__(self, number: int, command: Sequence[str], environ: dict[str, str], log: Path):
-        pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-        pipes["stdin"] = self.input
-        super().__init__(command, bufsize=0, env=environ, start_new_session=True, **pipes)
-        self.number = number
-        self.environ = environ
-        self.log = log
-        self._prefix = f"[{number}] ".encode()
-        self._file = log.open("ab", buffering=0)
-        self._errors: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
-        self._thread = threading.Thread(target=self._copy, daemon=True)
-        self._thread.start()
-
-    def kill(self) -> None:
-        """Kills it and its child processes."""
-        kill_group(self.pid)
-
-    def read_out(self) -> None:
-        """Reads its output to the end, for two seconds: another process may hold a stream open."""
-        self._thread.join(2.0)
-
-    def stderr_end(self) -> str:
-        """The end of its standard error: from the last traceback on, if there is one."""
-        lines = list(self._errors)
-        starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
-        return "\n".join(lines[starts[-1] :] if starts else lines[-_SHOWN:])
-
-    def _copy(self) -> None:
-        """Copies both streams to their ends, with lines before an error before that error."""
-        sinks: dict[Any, Any] = {self.stdout: sys.stdout, self.stderr: sys.stderr}
-        rests = dict.fromkeys(sinks, b"")
-        while sinks:
-            ready = wait([*sinks])
-            for stream in [stream for stream in sinks if stream in ready]:
-                chunk = os.read(stream.fileno(), _LONGEST)
-                self._keep(chunk)
-                end = b"\n" if rests[stream] and not chunk else b""
-                rests[stream] = self._show(rests[stream] + chunk + end, sinks[stream])
-                if not chunk:
-                    del sinks[stream]
-                    stream.close()
-        self._file.close()
-
-    def _keep(self, chunk: bytes) -> None:
-        try:
-            if not self._file.closed:
-                self._file.write(chunk)
-        except OSError as error:
-            self._file.close()
-            with CONSOLE, suppress(OSError):
-                report(f"{self.log}: {words_of(error)}. The rest is only in the terminal.")
-
-    def _show(self, text: bytes, sink: Any) -> bytes:
-        """Shows the lines of a text; returns the beginning of one at its end."""
-        *lines, rest = re.split(rb"(?<=[\r\n])", text)
-        if len(rest) > _LONGEST:
-            lines = [*lines, rest + b"\n"]
-            rest = b""
-        if sink is sys.stderr:
-            self._errors.extend(line.decode(errors="replace").rstrip() for line in lines)
-        shown = b"".join(self._prefix + line for line in without_gloo(lines))
-        with CONSOLE, suppress(OSError, ValueError):
-            if hasattr(sink, "buffer"):
-                sink.buffer.write(shown)
-            else:  # The stream of a notebook.
-                sink.write(shown.decode(errors="replace"))
-            sink.flush()
-        return rest
-
-
-Take = Callable[[int, dict[str, str]], Worker | None]
-
-
 class Group:
     """All processes of one attempt on this machine.
 
     Args:
       launch: Command and number of processes.
       place: Numbers and coordinator of the processes in this attempt.
-      take: Function that returns a process that waits for its turn, by its number and environment
-        variables; or None.
+      workers: The processes of earlier attempts by their numbers; others are added.
 
     Attributes:
       running: The processes that run.
@@ -265,7 +146,7 @@ class Group:
       FileSystemError: If the folder for logs cannot be written.
     """
 
-    def __init__(self, launch: Launch, place: Place, take: Take = lambda number, environ: None):
+    def __init__(self, launch: Launch, place: Place, workers: dict[int, Worker]):
         self.began = time.monotonic()
         self.failure_file = file = launch.logs.absolute() / f"failure_{place.job}.json"
         environs = environments(launch, place, os.environ | {VARIABLE: str(file)})
@@ -282,10 +163,12 @@ class Group:
         self._until = float("inf")
         try:
             for number, environ in enumerate(environs, start=place.first):
-                log = launch.logs / f"process_{number}.log"
-                command = [sys.executable, *launch.command]
-                worker = take(number, environ) or Worker(number, command, environ, log)
-                self.running.append(worker)
+                if number not in workers:
+                    log = launch.logs / f"process_{number}.log"
+                    may_fork = launch.max_restarts > 0
+                    workers[number] = Worker(number, launch.command, log, may_fork=may_fork)
+                workers[number].begin(environ)
+                self.running.append(workers[number])
                 self._guard_running()
         except BaseException:
             self.close()
@@ -296,7 +179,7 @@ class Group:
         for worker in [x for x in self.running if x.poll() is not None]:
             self.running.remove(worker)
             self.ended.append(worker)
-            worker.kill()  # At once: its number may be reused.
+            kill_group(worker.pid)  # At once: the number may be reused.
             self._guard_running()
             worker.read_out()
 
@@ -321,7 +204,8 @@ class Group:
     def signal(self, number: int) -> None:
         """Sends a signal to each process that runs, but not to its child processes."""
         for worker in self.running:
-            worker.send_signal(number)  # Nothing is sent if it has just ended.
+            if worker.poll() is None:  # It may have just ended.
+                os.kill(worker.pid, number)
 
     def forward(self, signals: Sequence[int]) -> int:
         """Sends the signals that were not sent before; returns the number of all signals."""
@@ -343,7 +227,6 @@ class Group:
             self.signal(signal.SIGTERM)
             self.wait(grace_seconds)
         for worker in self.running:
-            worker.kill()
-            worker.wait()
-        self.poll()
+            kill_group(worker.pid)
+        self.wait(float("inf"))
         self._open.close()

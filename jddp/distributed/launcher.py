@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jddp.distributed import failure_file as failures
-from jddp.distributed.group import CONSOLE, POLL_SECONDS, Group, Launch, Place
+from jddp.distributed.group import Group, Launch, Place
 from jddp.distributed.identity import JOB, LOOPBACK
 from jddp.distributed.join import HEARTBEAT, START, bind_address, read_seconds
 from jddp.distributed.rendezvous import Member, RendezvousClient, RendezvousServer, listen
 from jddp.distributed.signals import Signals
-from jddp.distributed.spares import Spares
+from jddp.distributed.worker import CONSOLE, POLL_SECONDS, Worker
 from jddp.ground.errors import CoordinatorError, ExitCode, report
 from jddp.ground.typing import JsonObject
 
@@ -239,7 +239,7 @@ class NodeRunner:
     def __init__(self, launch: Launch):
         self._launch = launch
         self._num_restarts = 0
-        self._spares = Spares(launch)
+        self._workers: dict[int, Worker] = {}
 
     def run(self, signals: Signals) -> Failure | None:
         """Starts, watches and restarts the processes, for `supervise`.
@@ -261,7 +261,8 @@ class NodeRunner:
                 raise
             report(f"not restarted: {error}")
         finally:
-            self._spares.close()
+            for worker in self._workers.values():
+                worker.close()
             self._nodes.close(failed=has_failed)
         return failure
 
@@ -287,10 +288,7 @@ class NodeRunner:
     def _attempt(self) -> Failure | None:
         """Waits for the other machines, then for the first failure, and ends the group."""
         place = self._nodes.gather()
-        with (
-            self._signals.received(),
-            closing(Group(self._launch, place, self._spares.take)) as group,
-        ):
+        with self._signals.received(), closing(Group(self._launch, place, self._workers)) as group:
             numbers = " and ".join(", ".join(str(x.number) for x in group.running).rsplit(", ", 1))
             started = f"starting process {numbers} of {place.num_processes} on this machine"
             report(f"{started}; logs in {self._launch.logs}")
@@ -314,8 +312,6 @@ class NodeRunner:
     def _watch(self, group: Group) -> None:
         """Waits until a process or a machine has failed, or the group is to end."""
         while not group.wait(POLL_SECONDS) and not group.failed():
-            if self._num_restarts < self._launch.max_restarts:
-                self._spares.start(group)
             num_signals = group.forward(self._signals.numbers)
             lost = self._nodes.lost(group.failure_file)
             if num_signals > 1 or lost or group.is_overdue:

@@ -25,11 +25,12 @@ from typing import Any
 
 from jddp.distributed import launcher
 from jddp.distributed.failure_file import RESULT, describe_failure
-from jddp.distributed.group import POLL_SECONDS, Group, Launch, Place
+from jddp.distributed.group import Group, Launch, Place
 from jddp.distributed.identity import check_address
 from jddp.distributed.join import START, read_seconds
 from jddp.distributed.launcher import Failure
 from jddp.distributed.signals import Signals
+from jddp.distributed.worker import POLL_SECONDS
 from jddp.ground import errors
 from jddp.ground.errors import ExitCode, report
 
@@ -167,7 +168,8 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
             code = ExitCode.PREEMPTED
             tell(Failure(describe_failure(rank, code), "was stopped while no process ran"))
             return
-        group = Group(replace(launch, num_processes=1), place)
+        # Ray restarts this process, too.
+        group = Group(replace(launch, num_processes=1, max_restarts=0), place, {})
         while not group.wait(_ASK_SECONDS):
             number, first = tell()
             group.forward([signal.SIGTERM] * number)

@@ -143,7 +143,7 @@ def test_memory_that_is_full_loses_only_this_state(states, monkeypatch, caplog):
 
 def test_a_memory_that_is_too_small_is_refused(states, monkeypatch):
     _, save = states
-    monkeypatch.setattr(memory, "available_kilobytes", lambda: 1)
+    monkeypatch.setattr(memory, "_available_bytes", lambda: 1024)
     with pytest.raises(FileSystemError, match="two states of .* MiB in .* take more than the "):
         HostMemory("other", save(1))
 

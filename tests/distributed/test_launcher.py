@@ -1,6 +1,6 @@
 """A launch shows all output but lines of gloo."""
 
-from jddp.distributed.group import without_gloo
+from jddp.distributed.worker import without_gloo
 
 GLOO = b"""\
 [Gloo] Rank 0 is connected to 1 peer ranks.

@@ -1,6 +1,5 @@
 """The launcher starts processes, says who failed first, restarts them, and leaves none behind."""
 
-import contextlib
 import importlib.util
 import io
 import json
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from faults.jobs import FEW, assert_alike, result, saved_steps, train_command, variables_of
-from runs import compiling_as_here, environment, free_port, wait_until
+from runs import compiling_as_here, environment, free_port, read_proc, wait_until, worker_of
 
 import jddp
 from jddp.commands.launch import _parser, main, plan_launch
@@ -550,16 +549,6 @@ def test_who_waits_for_a_machine_whose_launcher_was_lost_ends_long_before_the_gr
     assert first.failure("logs-0")["exception"]["message"] == "node 1 was lost."
 
 
-def child_of(pid, process):
-    """The worker of this number that a launcher has started."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            parent = path.with_name("stat").read_text().rpartition(")")[2].split()[1]
-            if parent == str(pid) and f"JAX_PROCESS_ID={process}" in path.read_text().split("\0"):
-                return int(path.parent.name)
-    raise AssertionError(f"{pid} has no worker {process}")
-
-
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_job_killed_in_each_process_hung_and_signalled_resumes_bitwise_identically(jobs, golden):
@@ -568,8 +557,9 @@ def test_a_job_killed_in_each_process_hung_and_signalled_resumes_bitwise_identic
     with training(jobs, *TWO, "--max-restarts", 3, **soon) as launched:
         for process, step in ((0, 40), (1, 120)):
             launched.wait_for_step("disturbed", step)
-            os.kill(child_of(launched.process.pid, process), signal.SIGKILL)
+            os.kill(worker_of(jobs / "logs-disturbed", process), signal.SIGKILL)
         launched.wait_for_step("disturbed", 200)
+        assert read_proc(worker_of(jobs / "logs-disturbed", 1), "comm") == "jddp-worker\n"
         (jobs / "hang-1").touch()
         launched.wait_for_words("logs-disturbed/process_1.log", "no progress")
         (jobs / "hang-1").unlink()

@@ -3,10 +3,9 @@
 import functools
 import subprocess
 import sys
-from pathlib import Path
 
 from faults.jobs import train_command, variables_of
-from runs import wait_until
+from runs import number_of, read_proc, wait_until
 from test_launch import Launched
 
 NODE = ["--num-processes", "2", "--devices-per-process", "1"]
@@ -39,25 +38,10 @@ def two_launchers(hosts, folder, run, *arguments, options=(), address="h1:61500"
     return functools.partial(node, 0), functools.partial(node, 1)
 
 
-def read_proc(pid, what):
-    """What Linux tells of a process, by lines; empty if it has gone."""
-    try:
-        return Path(f"/proc/{pid}/{what}").read_bytes().replace(b"\0", b"\n").decode()
-    except OSError:
-        return ""
-
-
-def workers_of(hosts, name, number="JAX_PROCESS_ID"):
+def workers_of(hosts, name, variable="JAX_PROCESS_ID"):
     """The processes of a job that run on a host, by their numbers in the job."""
-    found = {}
-    for pid in sorted(hosts.pids(name)):
-        if "apart.py" in read_proc(pid, "cmdline"):  # what watches a worker, in its environment
-            continue
-        for variable in read_proc(pid, "environ").splitlines():
-            if variable.startswith(f"{number}="):
-                # A spare, which may replace it, is younger.
-                found.setdefault(int(variable.partition("=")[2]), pid)
-    return found
+    pids = sorted(hosts.pids(name), reverse=True)  # Their own children are younger.
+    return {int(x): pid for pid in pids if (x := number_of(pid, variable)) is not None}
 
 
 def assert_empty(hosts, name):

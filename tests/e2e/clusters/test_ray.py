@@ -11,11 +11,11 @@ import time
 
 import pytest
 from faults.jobs import Job, make_folder
-from runs import ROOT, environment
+from runs import ROOT, environment, read_proc
 from test_launch import assert_alike, launch, result
 
 from clusters.hosts import Hosts
-from clusters.launching import OnHost, read_proc, workers_of
+from clusters.launching import OnHost, workers_of
 from jddp.commands.launch import _parser, plan_launch
 from jddp.ground.errors import ExitCode
 
