@@ -5,11 +5,10 @@ import os
 import signal
 import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 from faults.jobs import make_folder
-from runs import ROOT, environment, free_port, wait_until
+from runs import ROOT, environment, free_port, wait_until, worker_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.xdist_group("storage")]
 VENV = ROOT / ".venv-storage"  # scripts/venv storage
@@ -79,14 +78,6 @@ def digests(folder, step):
     return {name: array["digest"] for name, array in found.items()}
 
 
-def worker_of(launcher):
-    """A process of the training that a launcher has started."""
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        if b"jddp.train" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    raise AssertionError(f"{launcher} has started no training")
-
-
 def test_processes_that_share_no_folder_resume_at_a_url_bitwise_identically(storage):
     launch = ["-m", "jddp.launch", "--num-processes", "2", "--max-restarts", "1", "--logs", "logs"]
     options = ["ddp.strategy=zero1", "ddp.ema_decay=null"]
@@ -94,7 +85,7 @@ def test_processes_that_share_no_folder_resume_at_a_url_bitwise_identically(stor
     assert status == 0, out
     job = storage.start(*launch, *TRAIN, *options, f"run.dir={URL}", "checkpoint.every_steps=200")
     wait_until(storage.steps, job)
-    os.kill(worker_of(job.pid), signal.SIGKILL)
+    os.kill(worker_of(storage.folder / "logs", 0), signal.SIGKILL)
     out, _ = job.communicate(timeout=SECONDS)
     assert job.returncode == 0, out
     assert "resumed from step" in out

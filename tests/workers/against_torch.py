@@ -17,10 +17,7 @@ from jddp.distributed.join import configure_devices
 from jddp.zoo.models import GPT, MLP
 
 NUM_STEPS, ROWS, NUM_CLASSES, VOCABULARY, LENGTH = 50, 16, 5, 32, 12
-OPTIONS = {
-    "sgd": {"lr": 0.05, "momentum": 0.9},
-    "adamw": {"lr": 3e-3, "weight_decay": 0.1},
-}
+OPTIONS = {"sgd": {"lr": 0.05, "momentum": 0.9}, "adamw": {"lr": 3e-3, "weight_decay": 0.1}}
 SIZES = {
     "mlp": {"sizes": (12, 32, 32, NUM_CLASSES)},
     "conv_net": {"widths": (3, 8, 16), "num_classes": NUM_CLASSES},

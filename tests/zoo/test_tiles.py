@@ -14,10 +14,7 @@ from jddp.zoo.losses import next_token
 from jddp.zoo.models import GPT
 from jddp.zoo.tiles import tiled_cross_entropy
 
-OPTIONS = {
-    "plain": {},
-    "smoothed, z": {"label_smoothing": 0.2, "z_loss": 0.02},
-}
+OPTIONS = {"plain": {}, "smoothed, z": {"label_smoothing": 0.2, "z_loss": 0.02}}
 
 
 def plain(hidden, table, labels, mask, label_smoothing=0.0, z_loss=0.0):
@@ -119,8 +116,7 @@ def token_batch(rows=16):
 
 
 @pytest.mark.parametrize(
-    "options",
-    swept({**PLACED, "parts": {"strategy": "zero1", "accumulate_steps": 2}}, every=3),
+    "options", swept({**PLACED, "parts": {"strategy": "zero1", "accumulate_steps": 2}}, every=3)
 )
 @pytest.mark.parametrize("remat", swept(["attention", "blocks", "none"], every=3))
 def test_a_gpt_with_tiles_and_remat_trains_on_devices_as_one_device_without(options, remat):

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from faults.jobs import FEW, assert_alike, result
+from faults.jobs import FEW, assert_alike, result, train_command
 from runs import wait_until
 
 from clusters.hosts import Hosts
@@ -79,6 +79,20 @@ def test_hosts_that_are_cut_off_for_good_end_by_themselves(hosts, jobs):
     assert re.search(lost, second.err), second.err
     # Process 0 saves, and is on one side.
     assert result(jobs, "cut")[1] < 240
+
+
+def test_processes_without_a_launcher_that_hear_nothing_of_each_other_end(hosts, jobs):
+    def process(number):
+        job = dict(zip(VARIABLES, ("h1:1234", "2", str(number)), strict=True))
+        own = {"module": "jddp train", "JAX_NUM_CPU_DEVICES": "1", **SILENCE, **job}
+        return OnHost(hosts, f"h{number + 1}", jobs, *train_command("alone", *LONGER)[3:], **own)
+
+    with process(0) as first, process(1) as second:
+        first.wait_for_step("alone", 40)
+        hosts.set_link("h2", "down")
+        assert (first.end(), second.end()) == (-signal.SIGABRT,) * 2, (first.err, second.err)
+    assert "unhealthy (stopped sending heartbeats)" in first.err
+    assert "CoordinationService/Heartbeat" in second.err
 
 
 def test_a_worker_killed_and_hosts_cut_off_start_over_bitwise_identically(hosts, jobs, undisturbed):
