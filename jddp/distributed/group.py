@@ -1,8 +1,8 @@
-"""The processes of an attempt on this machine: start them, show their output, end them.
+"""The processes of an attempt on this machine: start them, watch them, end them.
 
 Their numbers, coordinator, devices and environment variables are decided before any is started.
 
-    group = Group(launch, place)
+    group = Group(launch, place, workers={})
     while group.running and not group.failed():
         group.poll()
     group.close(moment_seconds=2, grace_seconds=30)
