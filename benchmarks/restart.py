@@ -18,7 +18,8 @@ when the (first) launcher prints the line that ends it:
 
 In round 0, which is not counted, it compiles what a resumption needs. Figures are seconds; the
 last line is JSON. "goodput" is the share of the time between the first and the last kill in steps
-that were kept: from resumption to resumption, times the median time of a step.
+that were kept, from resumption to resumption, if each had taken the median time of a step; "kept"
+is their share by the time that each took, without the first one after a resumption.
 """
 
 import argparse
@@ -150,9 +151,11 @@ def measure(
                 pass
         text = Path(folder, "run", "metrics.jsonl").read_text()
     records = map(json.loads, text.splitlines())
-    step_seconds = statistics.median(x["step_seconds"] for x in records if "step_seconds" in x)
-    num_steps, wall = (rounds[-1][name] - rounds[0][name] for name in ("step", "killed at"))
-    rounds[-1]["goodput"] = num_steps * step_seconds / wall
+    seconds = {x["step"]: x["step_seconds"] for x in records if "step_seconds" in x}
+    begin, end = rounds[0]["step"], rounds[-1]["step"]
+    wall = rounds[-1]["killed at"] - rounds[0]["killed at"]
+    rounds[-1]["goodput"] = (end - begin) * statistics.median(seconds.values()) / wall
+    rounds[-1]["kept"] = sum(x for step, x in seconds.items() if begin < step <= end) / wall
     return rounds[1:]
 
 
@@ -172,8 +175,8 @@ def main() -> None:
         median, longest = statistics.median(values), max(values)
         print(f"{phase:12}{median:8.2f}{longest:9.2f}{median / whole:8.0%}")
         figures[phase] = {"median": round(median, 3), "longest": round(longest, 3)}
-    goodput = round(rounds[-1]["goodput"], 3)
-    print(json.dumps({"rounds": len(rounds), "goodput": goodput, **figures}))
+    shares = {name: round(rounds[-1][name], 3) for name in ("goodput", "kept")}
+    print(json.dumps({"rounds": len(rounds), **shares, **figures}))
 
 
 if __name__ == "__main__":
