@@ -96,15 +96,8 @@ def launchers(
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with contextlib.ExitStack() as stack:
         if num_hosts == 1:
-            command = [
-                *LAUNCH,
-                "--num-processes",
-                "2",
-                "--logs",
-                f"{folder}/logs-0",
-                *options,
-                *job,
-            ]
+            own = ["--num-processes", "2", "--logs", f"{folder}/logs-0"]
+            command = [*LAUNCH, *own, *options, *job]
             yield [_ended_with(stack, subprocess.Popen(command, **pipes))]
             return
         hosts = stack.enter_context(Hosts(Path(folder), "h1", "h2"))

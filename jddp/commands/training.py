@@ -83,7 +83,7 @@ def _start(arguments: argparse.Namespace) -> int:
 
 
 def _begin(arguments: argparse.Namespace, config: Config, name: str) -> int:
-    """Joins the job and trains; a spare begins here."""
+    """Joins the job and trains; a worker that a spare has forked begins here."""
     from jddp.distributed.failure import owned_process
     from jddp.distributed.join import initialize
 
