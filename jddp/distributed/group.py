@@ -29,6 +29,7 @@ from jddp.ground.errors import ConfigError, file_errors
 
 # Huge pages: a step on CPUs that is bound by memory has fewer page faults (benchmarks/README.md).
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_FORKING = (("-m", "jddp.train"), ("-m", "jddp"))  # Other programs do not fork a spare.
 
 
 def _name_logs() -> Path:
@@ -165,7 +166,7 @@ class Group:
             for number, environ in enumerate(environs, start=place.first):
                 if number not in workers:
                     log = launch.logs / f"process_{number}.log"
-                    may_fork = launch.max_restarts > 0
+                    may_fork = launch.max_restarts > 0 and launch.command[:2] in _FORKING
                     workers[number] = Worker(number, launch.command, log, may_fork=may_fork)
                 workers[number].begin(environ)
                 self.running.append(workers[number])

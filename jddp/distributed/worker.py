@@ -126,7 +126,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                pass_fds=[given.fileno()],
+                pass_fds=[given.fileno()] if own else [],
             )
         self.pid = program.pid
         self._sinks: dict[Any, Any] = {program.stdout: sys.stdout, program.stderr: sys.stderr}
