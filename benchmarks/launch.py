@@ -9,18 +9,17 @@
               where PyTorch is installed
     death     seconds from the `kill -9` of one of two processes, which know nothing of JAX, to the
               line that names it, and to the end of the launcher
-    restart   the same with the default job on two processes, to its next finished step; what
-              it compiles has been compiled before
-    ray       the same under Ray, on a cluster of this machine, where Ray is installed; and, for a
-              job of Ray Train alone that does nothing, from the `kill -9` of a worker to the start
-              of both workers again, which is Ray's share
+    ray       seconds from the `kill -9` of one of two processes of the default job under Ray to
+              its next finished step, on a cluster of this machine, where Ray is installed; and,
+              for a job of Ray Train alone that does nothing, from the `kill -9` of a worker to
+              the start of both workers again. `restart.py` does without Ray
 
 Contenders take turns; a figure is the median over the rounds. The last line is JSON.
 """
 
-import contextlib
 import importlib.util
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from overhead import last_step, print_figures, wait_until
+from restart import PAUSE_SECONDS, worker_of
 
 SPEAK = "import os; print('here', os.environ.get('RANK', os.environ.get('JAX_PROCESS_ID')))"
 STAY = "import os, time\nprint('pid', os.getpid())\ntime.sleep(600)\n"
@@ -95,34 +95,24 @@ def death(num_rounds: int) -> dict[str, float]:
 
 def restart(num_rounds: int, *options: str) -> dict[str, float]:
     seconds = []
-    with tempfile.TemporaryDirectory() as folder:
-        command = [*LAUNCH, "--num-processes", "2", "--max-restarts", "1", *options]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = [*LAUNCH, "--num-processes", "2", "--max-restarts", str(num_rounds + 1), *options]
         command += ["--logs", f"{folder}/logs", "-m", "jddp.train", f"run.dir={folder}/run"]
-        command += ["train.log_every_steps=1", "checkpoint.every_steps=10"]
+        command += ["train.log_every_steps=1", "train.num_epochs=10000"]
         metrics, quiet = Path(folder, "run/metrics.jsonl"), subprocess.DEVNULL
-        for number in range(num_rounds + 1):
-            step = last_step(metrics)
-            with subprocess.Popen(command, stdout=quiet, stderr=quiet) as job:
-                wait_until(lambda step=step: last_step(metrics) > step + 25)
-                os.kill(worker_of(f"run.dir={folder}/run"), signal.SIGKILL)
+        with subprocess.Popen(command, stdout=quiet, stderr=quiet) as job:
+            wait_until(lambda: last_step(metrics) > 25)
+            for number in range(num_rounds + 1):
+                time.sleep(random.uniform(*PAUSE_SECONDS))
+                os.kill(worker_of(f"{folder}/logs", number % 2), signal.SIGKILL)
                 since = time.perf_counter()
-                time.sleep(0.5)  # until the step under way, which was its last, is written
-                metrics.unlink()  # what one life wrote would be taken for the next one's
+                time.sleep(0.5)  # Until the step under way, which was its last, is written.
+                metrics.unlink()  # What one life wrote would be taken for the next one's.
                 wait_until(lambda: last_step(metrics) > 0)
-                if number:  # the first time it compiles what a resumption needs
+                if number:  # The first time it compiles what a resumption needs.
                     seconds.append(time.perf_counter() - since)
-                job.send_signal(signal.SIGTERM)
+            job.send_signal(signal.SIGTERM)
     return {"to the next step": statistics.median(seconds), "longest": max(seconds)}
-
-
-def worker_of(argument: str) -> int:
-    """Process 1 of the job whose command has this argument."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            command = path.with_name("cmdline").read_text().split("\0")
-            if argument in command and "JAX_PROCESS_ID=1" in path.read_text().split("\0"):
-                return int(path.parent.name)
-    raise RuntimeError(f"there is no process 1 with {argument}")
 
 
 def ray(num_rounds: int) -> dict[str, float]:
@@ -179,7 +169,7 @@ def nothing(quiet: dict[str, Any]) -> float:
     return seconds
 
 
-PARTS: dict[str, Any] = {"start": start, "death": death, "restart": restart}
+PARTS: dict[str, Any] = {"start": start, "death": death}
 if importlib.util.find_spec("ray") is not None:
     PARTS["ray"] = ray
 

@@ -80,14 +80,12 @@ class Place:
       num_processes: Number of processes on all machines.
       first: Number of the first process here.
       job: Name of this attempt, unique to it.
-      source: Launcher that has set the numbers.
     """
 
     coordinator: str
     num_processes: int
     first: int
     job: str
-    source: str = "jddp.launch"
 
 
 def environments(launch: Launch, place: Place, environ: Mapping[str, str]) -> list[dict[str, str]]:
@@ -97,7 +95,7 @@ def environments(launch: Launch, place: Place, environ: Mapping[str, str]) -> li
     variable = visible_in(environ)
     gpus = split_gpus(launch, environ, num_nvidia())
     for process_id, share in enumerate(gpus, start=place.first):
-        own: dict[str, Any] = {JOB: place.job, LAUNCHED: place.source}
+        own: dict[str, Any] = {JOB: place.job, LAUNCHED: "Ray" if launch.ray else "jddp.launch"}
         own |= zip(VARIABLES, (place.coordinator, place.num_processes, process_id), strict=True)
         own |= {"JAX_NUM_CPU_DEVICES": launch.devices_per_process, variable: share}
         own = {name: str(value) for name, value in own.items() if value is not None}

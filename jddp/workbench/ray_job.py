@@ -2,35 +2,35 @@
 
     code = jddp.launch("-m", "jddp.train", "--config", "gpt_stdlib", num_processes=4, ray="auto")
 
-Ray places the workers, restarts all of them after a failure, and shows their output. A worker takes
-its rank from Ray Train, and runs the program as `jddp.launch` does (`group`): Ray needs the threads
-and signals of a worker for itself. The board, an actor of its own, passes signals of the
-driver and the first failure to all workers.
+Ray places the workers, shows their output, and starts all again when one is lost. A worker takes
+its rank from Ray Train, and is the launcher of one of several machines (`NodeRunner`). If a process
+fails, the launchers restart all processes, without Ray. The board, an actor of its own, passes the
+signals of the driver to all workers, and the first failure to the driver.
 """
 
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
 from typing import Any
 
 from jddp.distributed import launcher
 from jddp.distributed.failure_file import RESULT, describe_failure
-from jddp.distributed.group import Group, Launch, Place
+from jddp.distributed.group import Launch
 from jddp.distributed.identity import check_address
 from jddp.distributed.join import START, read_seconds
 from jddp.distributed.launcher import Failure
 from jddp.distributed.signals import Signals
-from jddp.distributed.worker import POLL_SECONDS
 from jddp.ground import errors
 from jddp.ground.errors import ExitCode, report
 
@@ -40,29 +40,50 @@ with suppress(ImportError):  # `RayRunner` reports that Ray is missing.
     from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 _ASK_SECONDS = 0.5  # Time between two questions to the board.
-_MOMENT = 2.0  # A process ends by itself in this time after the failure of another.
 _PASSED_ON = ("JAX_", "JDDP_", "NCCL_", "PYTHONPATH", "XDG_CACHE_HOME", "XLA_")
 # Workers start in the driver's folder, not in a folder of Ray; failures are noticed sooner.
 _DEFAULTS = {"RAY_CHDIR_TO_TRIAL_DIR": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 
 
 class _Board:
-    """An actor that passes signals and the first failure to all workers."""
+    """An actor that passes signals to all workers, and the first failure to the driver."""
 
     def __init__(self) -> None:
-        self._job = ""
         self._num_signals = 0
         self._first: Failure | None = None
 
-    def tell(self, job: str = "", failure: Failure | None = None, num_signals: int = 0) -> Any:
+    def begin(self) -> int:
+        """Forgets the failure of earlier workers; returns the number of signals."""
+        self._first = None
+        return self._num_signals
+
+    def tell(self, failure: Failure | None = None, num_signals: int = 0) -> Any:
         """Takes a failure and a number of signals; returns the number and the first failure."""
         self._num_signals = max(self._num_signals, num_signals)
-        if job not in ("", self._job):
-            self._job = job
-            self._first = None
         if failure and (self._first is None or self._first.code == ExitCode.ANOTHER_FAILED):
             self._first = failure
         return self._num_signals, self._first
+
+
+class _DriverSignals(Signals):
+    """The signals that the driver has received, for which a worker asks the board."""
+
+    def __init__(self, board: Any) -> None:
+        super().__init__()
+        self._board = board
+
+    @contextmanager
+    def received(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            is_over = Event()
+            stack.enter_context(ThreadPoolExecutor(1)).submit(self._ask_until, is_over)
+            stack.callback(is_over.set)
+            yield
+
+    def _ask_until(self, is_over: Event) -> None:
+        while not is_over.wait(_ASK_SECONDS):
+            number, _ = ray.get(self._board.tell.remote())
+            self.numbers[:] = [signal.SIGTERM] * number
 
 
 class RayRunner:
@@ -71,7 +92,7 @@ class RayRunner:
     Args:
       launch: Command, and number of processes on all nodes. Each process gets
         `devices_per_process` GPUs (default 1) if the cluster has any, else as many CPU devices and
-        CPUs of Ray. Ray restarts all processes when one fails.
+        CPUs of Ray.
       address: host:port of the head of the cluster; "auto" for RAY_ADDRESS, or this machine's. It
         is ignored in a program that is already connected.
 
@@ -143,7 +164,7 @@ def _fit(
 
 
 def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> None:
-    """Runs the process of a worker; raises for Ray to restart all."""
+    """Runs the process of a worker, and restarts it together with the processes of the others."""
     if not ray.get_runtime_context().runtime_env.get("working_dir"):
         if not os.path.isdir(folder):
             raise errors.ConfigError(
@@ -152,52 +173,27 @@ def _work(launch: Launch, board: Any, folder: str, environ: dict[str, str]) -> N
         os.chdir(folder)
     os.environ.update(environ)
     context = ray.train.get_context()
-    chosen = None
-    rank = context.get_world_rank()
-    if rank == 0:
-        chosen = launcher.free_address(f"{ray.util.get_node_ip_address()}:0"), secrets.token_hex(8)
-    coordinator, job = ray.train.collective.broadcast_from_rank_zero(chosen)
-    place = Place(coordinator, context.get_world_size(), rank, job, "Ray")
-
-    def tell(failure: Failure | None = None) -> Any:
-        return ray.get(board.tell.remote(place.job, failure))
-
+    begun = None
+    if (rank := context.get_world_rank()) == 0:
+        address = launcher.free_address(f"{ray.util.get_node_ip_address()}:0")
+        begun = address, ray.get(board.begin.remote())
+    address, num_signals = ray.train.collective.broadcast_from_rank_zero(begun)
+    size = context.get_world_size()
+    own = replace(launch, num_processes=1, num_nodes=size, node_rank=rank, coordinator=address)
     with TemporaryDirectory() as new:
         os.environ[RESULT] = str(Path(new, "result.json"))
-        if tell()[0]:
-            code = ExitCode.PREEMPTED
-            tell(Failure(describe_failure(rank, code), "was stopped while no process ran"))
-            return
-        # Ray restarts this process, too.
-        group = Group(replace(launch, num_processes=1, max_restarts=0), place, {})
-        while not group.wait(_ASK_SECONDS):
-            number, first = tell()
-            group.forward([signal.SIGTERM] * number)
-            if group.is_overdue or (first is not None and first.code != ExitCode.PREEMPTED):
-                break
-        group.wait(_MOMENT)
-        late = launcher.kill_overdue(group, signal.SIGTERM) if group.is_overdue else None
-        # Found before this process sends signals.
-        failure = late or launcher.first_failure(group, [])
-        group.close(grace_seconds=launch.grace_seconds)
-        first = _settle(tell, failure)
-        if first is None and os.listdir(new):  # Ray keeps metrics that come with a checkpoint.
+        if num_signals:
+            data = describe_failure(rank, ExitCode.PREEMPTED)
+            failure: Failure | None = Failure(data, "was stopped while no process ran")
+        else:
+            failure = launcher.NodeRunner(own).run(_DriverSignals(board))
+        ray.get(board.tell.remote(failure))
+        if failure is None and os.listdir(new):  # Ray keeps metrics that come with a checkpoint.
             metrics = json.loads(Path(os.environ[RESULT]).read_text())
             with suppress(RuntimeError):  # This node may not see the folder of logs.
-                ray.train.report(metrics, None if place.first else ray.train.Checkpoint(new))
-    ends = {ExitCode.PREEMPTED, *(launcher.DETERMINISTIC if launch.max_restarts else ())}
-    if first is not None and first.code not in ends:
-        raise RuntimeError(str(first))  # Ray restarts all processes.
-
-
-def _settle(tell: Any, failure: Failure | None) -> Failure | None:
-    """Reports a failure; returns the first, for which a consequence of it waits a moment."""
-    until = time.monotonic() + _MOMENT
-    _, first = tell(failure)
-    while first and first.code == ExitCode.ANOTHER_FAILED and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
-        _, first = tell()
-    return first
+                ray.train.report(metrics, ray.train.Checkpoint(new) if rank == 0 else None)
+    if failure is not None and failure.code != ExitCode.PREEMPTED and not launch.max_restarts:
+        raise RuntimeError(str(failure))  # Ray reports it; else it would start all again.
 
 
 def _connect(address: str) -> None:
