@@ -1,14 +1,14 @@
-"""Processes that share no file system keep their run at a URL of S3, through a kill."""
+"""Hosts that share no file system keep their run at a URL of S3, and survive the loss of one."""
 
 import json
-import os
-import signal
+import re
+import shutil
 import socket
 import subprocess
 
 import pytest
 from faults.jobs import make_folder
-from runs import ROOT, environment, free_port, wait_until, worker_of
+from runs import ROOT, environment, free_port, read_proc, wait_until, worker_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.xdist_group("storage")]
 VENV = ROOT / ".venv-storage"  # scripts/venv storage
@@ -56,11 +56,6 @@ class Storage:
         assert status == 0, out
         return out
 
-    def steps(self):
-        """The steps of the complete checkpoints."""
-        found = self.files(f"print(files.glob('{URL}/checkpoints/*/SHA256SUMS'))")
-        return sorted(int(name.split("/")[-2]) for name in json.loads(found.replace("'", '"')))
-
 
 @pytest.fixture
 def storage(tmp_path, server):
@@ -78,22 +73,37 @@ def digests(folder, step):
     return {name: array["digest"] for name, array in found.items()}
 
 
-def test_processes_that_share_no_folder_resume_at_a_url_bitwise_identically(storage):
-    launch = ["-m", "jddp.launch", "--num-processes", "2", "--max-restarts", "1", "--logs", "logs"]
-    options = ["ddp.strategy=zero1", "ddp.ema_decay=null"]
-    out, status = storage.run(*launch, *TRAIN, *options, "run.dir=whole")
+def test_of_two_hosts_that_share_no_folder_one_is_lost_with_its_memory(storage, tmp_path):
+    divided = ["ddp.strategy=zero1", "ddp.ema_decay=null"]
+    together = ["-m", "jddp.launch", "--num-processes", "2", *TRAIN, *divided]
+    out, status = storage.run(*together, "run.dir=whole")
     assert status == 0, out
-    job = storage.start(*launch, *TRAIN, *options, f"run.dir={URL}", "checkpoint.every_steps=200")
-    wait_until(storage.steps, job)
-    os.kill(worker_of(storage.folder / "logs", 0), signal.SIGKILL)
-    out, _ = job.communicate(timeout=SECONDS)
-    assert job.returncode == 0, out
-    assert "resumed from step" in out
-    assert storage.steps()[-1] == 800
+    keys = [f"run.dir={URL}", "checkpoint.every_steps=null", "checkpoint.memory_every_steps=20"]
+    nodes = ["--num-nodes", "2", "--coordinator", f"127.0.0.1:{free_port()}", "--max-restarts", "1"]
+
+    def start(rank):
+        storage.environment["JDDP_MEMORY_DIR"] = str(tmp_path / f"memory-{rank}")
+        (tmp_path / f"memory-{rank}").mkdir()
+        own = [*nodes, "--node-rank", str(rank), "--logs", f"logs-{rank}"]
+        return storage.start("-m", "jddp.launch", *own, *TRAIN, *divided, *keys)
+
+    first, lost = start(0), start(1)
+    wait_until(lambda: [*tmp_path.glob("memory-0/*/6?.0.json")], first)
+    worker = worker_of(storage.folder / "logs-1", 1)
+    lost.kill()
+    lost.communicate(timeout=SECONDS)
+    wait_until(lambda: not read_proc(worker, "cmdline"))
+    shutil.rmtree(tmp_path / "memory-1")
+    second = start(1)
+    (out, _), (other, _) = (x.communicate(timeout=SECONDS) for x in (first, second))
+    assert (first.returncode, second.returncode) == (0, 0), out + other
+    assert int(re.search(r"resumed from step (\d+)", out)[1]) >= 40
     storage.files(f"files.get('{URL}/', 'fetched', recursive=True)")
     assert digests(storage.folder / "fetched", 800) == digests(storage.folder / "whole", 800)
     out, status = storage.run("-m", "jddp", "checkpoint", "verify", URL)
-    assert (status, out.count("as they were saved")) == (0, len(storage.steps()))
+    assert (status, out.count("as they were saved")) == (0, 1)
+    out, status = storage.run(*together, "train.num_steps=820", keys[0])
+    assert (status, out.count("resumed from step 800")) == (0, 1), out
 
 
 def test_storage_that_does_not_answer_is_named_before_training(storage):
