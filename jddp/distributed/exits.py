@@ -27,6 +27,7 @@ class Process:
       exit_code: Exit code of its command, once that is done.
       progress: Finished steps and phase, as its watchdog knows them.
       failures: Folder in which the first failure is kept, if any.
+      forked_at: Time at which a spare has forked it, by `time.monotonic`; None if none has.
     """
 
     is_early: bool = False
@@ -35,6 +36,7 @@ class Process:
     exit_code: int | None = None
     progress: dict[str, object] = field(default_factory=lambda: {"step": None, "phase": None})
     failures: Path | None = None
+    forked_at: float | None = None
 
 
 process = Process()

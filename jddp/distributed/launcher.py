@@ -119,10 +119,9 @@ def kill_overdue(group: Group, number: int) -> Failure:
     name = signal.Signals(number).name
     late = ", ".join(f"process {worker.number}" for worker in group.running)
     text = f"{name}: killed after --grace-seconds, because it had not ended: {late}."
-    first = group.running[0].number
-    group.close()
     reason = {"type": "jddp.launch", "message": text}
-    data = failures.describe_failure(first, 128 + number, exception=reason)
+    data = failures.describe_failure(group.running[0].number, 128 + number, exception=reason)
+    group.close()
     failures.write_failure(data, group.failure_file)
     return Failure(data, text)
 

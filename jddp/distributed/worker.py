@@ -32,7 +32,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
-from jddp.distributed.exits import exit_now
+from jddp.distributed.exits import exit_now, process
 from jddp.ground.errors import ExitCode, report, words_of
 
 SPARE = "JDDP_SPARE"  # Numbers of the open file by which a spare is asked, and of its launcher.
@@ -84,7 +84,6 @@ class Worker:
         self._may_fork = may_fork and sys.platform == "linux"
         self._environ: dict[str, str] = {}
         self._control = socket.socket()  # Leads nowhere; later to the spare.
-        self._prefix = f"[{number}] ".encode()
         self._errors: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
         self._copying = threading.Lock()  # Held while output that was read is not yet copied.
 
@@ -191,7 +190,7 @@ class Worker:
             rest = b""
         if sink is sys.stderr:
             self._errors.extend(line.decode(errors="replace").rstrip() for line in lines)
-        shown = b"".join(self._prefix + line for line in without_gloo(lines))
+        shown = b"".join(b"[%d] " % self.number + line for line in without_gloo(lines))
         with CONSOLE, suppress(OSError, ValueError):
             if hasattr(sink, "buffer"):
                 sink.buffer.write(shown)
@@ -222,6 +221,7 @@ def fork_spare() -> bool:
                     _SHOWN_NAME.write_text("jddp-worker")
                     control.sendall(str(os.getpid()).encode())
                     os.environ.update(json.loads(changed))
+                    process.forked_at = time.monotonic()
                     return True
                 _, status = os.waitpid(pid, 0)
                 control.sendall(str(os.waitstatus_to_exitcode(status)).encode())

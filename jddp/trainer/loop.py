@@ -180,6 +180,7 @@ class Loop:
         run = self.run
         self.reporter.begin()
         facts = {"step": run.step, "restore_seconds": time.monotonic() - self._made_at}
+        facts["start_seconds"] = self._made_at - (process.forked_at or self._made_at)
         self.saving.report_memory()
         for number, note in enumerate(self.notes):
             self.reporter.note(note, "" if number else "resumed", **facts)
@@ -415,10 +416,8 @@ def _save_after(loop: Loop, error: BaseException) -> None:
         if loop.files is not None:
             _save_here(loop)
             saved = f"saved step {loop.run.step} of {loop.num_steps}"
-            note = (
-                f"{type(error).__name__}: {saved}; fix the cause, and the same call resumes from it"
-            )
-            loop.reporter.note(note, step=loop.run.step)
+            how = "fix the cause, and the same call resumes from it"
+            loop.reporter.note(f"{type(error).__name__}: {saved}; {how}", step=loop.run.step)
 
 
 def _save_here(loop: Loop) -> None:

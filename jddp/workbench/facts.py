@@ -156,6 +156,7 @@ class RunStart:
       ended: Time of its last event.
       host: Name of its host; "" if it is not known.
       resumed_from: Step from which it resumed; 0 if from the beginning.
+      start_seconds: Time from its fork by a spare to the restore; 0 if it was started anew.
       restore_seconds: Time to restore the checkpoint, before its first event.
       stepped: Time of its first report of a step; None before.
       reported: Time of its last report of a step, or of an evaluation; None before.
@@ -167,6 +168,7 @@ class RunStart:
     ended: datetime
     host: str = ""
     resumed_from: int = 0
+    start_seconds: float = 0.0
     restore_seconds: float = 0.0
     stepped: datetime | None = None
     reported: datetime | None = None
@@ -185,7 +187,8 @@ class FailureCost(NamedTuple):
     Attributes:
       lost_steps: Number of steps that were taken again, as far as they were reported.
       lost_seconds: Time that these steps had taken.
-      down_seconds: Time from the last report of a step before the failure until the restore.
+      down_seconds: Time from the last report of a step before the failure until the next start.
+      start_seconds: Time from there until the restore, of a process that a spare has forked.
       restore_seconds: Time to restore the checkpoint.
       step_seconds: Time from then until the first step, or the last event of a start without one.
     """
@@ -193,13 +196,14 @@ class FailureCost(NamedTuple):
     lost_steps: int = 0
     lost_seconds: float = 0.0
     down_seconds: float = 0.0
+    start_seconds: float = 0.0
     restore_seconds: float = 0.0
     step_seconds: float = 0.0
 
     @property
     def pause_seconds(self) -> float:
         """Time from the last report before the failure to the first step after it."""
-        return self.down_seconds + self.restore_seconds + self.step_seconds
+        return sum(self[2:])
 
 
 def cost_between(before: RunStart, after: RunStart) -> FailureCost:
@@ -214,8 +218,10 @@ def cost_between(before: RunStart, after: RunStart) -> FailureCost:
     lost_seconds = lost_steps * stepping / num_steps
     gap = max(0.0, (after.began - end).total_seconds())
     restore = min(gap, after.restore_seconds)
+    start = min(gap - restore, after.start_seconds)
     first_step = ((after.stepped or after.ended) - after.began).total_seconds()
-    return FailureCost(lost_steps, lost_seconds, gap - restore, restore, first_step)
+    down = gap - start - restore
+    return FailureCost(lost_steps, lost_seconds, down, start, restore, first_step)
 
 
 @dataclass
@@ -260,6 +266,7 @@ class History:
         step = event.get("step", start.last_step)
         if kind == "resumed":
             start.resumed_from = start.last_step = step
+            start.start_seconds = float(event.get("start_seconds", 0.0))
             start.restore_seconds = float(event.get("restore_seconds", 0.0))
         elif kind in ("first step", "step", "eval"):
             if kind == "eval" and start.last_step == step:

@@ -228,7 +228,7 @@ COSTLY = 0.1
 def costly_failures(facts: Facts) -> Judgement | None:
     """A large share of the time, in which the run was running or down, went into failures."""
     history, cost = facts.history, facts.history.cost
-    seconds = history.seconds + cost.down_seconds + cost.restore_seconds
+    seconds = history.seconds + cost.pause_seconds - cost.step_seconds
     share = (cost.lost_seconds + cost.pause_seconds) / (seconds or 1)
     if share < COSTLY or facts.records.step_seconds < SHORTEST:
         return None
@@ -246,8 +246,9 @@ def cost_of(cost: FailureCost) -> str:
         return ""
     return (
         f"lost {cost.lost_steps:,} steps ({cost.lost_seconds:,.1f} s); "
-        f"{cost.pause_seconds:,.1f} s until the next step: {cost.down_seconds:,.1f} until it "
-        f"began, {cost.restore_seconds:,.1f} restore, {cost.step_seconds:,.1f} first step"
+        f"{cost.pause_seconds:,.1f} s until the next step: {cost.down_seconds:,.1f} down, "
+        f"{cost.start_seconds:,.1f} start, {cost.restore_seconds:,.1f} restore, "
+        f"{cost.step_seconds:,.1f} first step"
     )
 
 

@@ -21,7 +21,7 @@ EVENTS = """\
 10:00:25.000 eval {"step": 20}
 10:00:26.500 warning {"text": "The disk of \\"node1\\" is <slow>."}
 11:00:00.000 begin {"host": "node2"}
-11:00:01.000 resumed {"step": 10, "restore_seconds": 0.7}
+11:00:01.000 resumed {"step": 10, "start_seconds": 0.4, "restore_seconds": 0.7}
 11:00:01.500 first step {"step": 11}
 11:00:02.000 skipped {"step": 13}
 11:00:10.000 step {"step": 20, "num_steps": 40}
@@ -107,7 +107,8 @@ def test_starts_and_marks_are_read_from_the_events(run):
 
 def test_the_page_shows_what_a_failure_cost_in_steps_and_in_seconds_by_phase(run):
     html = draw_run(read_facts(run))
-    pause = "3,576.5 s until the next step: 3,574.3 until it began, 0.7 restore, 1.5 first step"
+    phases = "3,573.9 down, 0.4 start, 0.7 restore, 1.5 first step"
+    pause = f"3,576.5 s until the next step: {phases}"
     assert f"lost 10 steps (12.7 s)<br>{pause}</td>" in html
     assert f"kept; failures: lost 10 steps (12.7 s); {pause}</div>" in html
 

@@ -13,7 +13,7 @@ Process 0 also writes `events.jsonl`, which pages read: an object for each line 
 event or is a warning, with its `time`, `kind` and `text`, and the facts of its kind:
 
     begin: host    step, eval: step, num_steps    first step, stopped, signal, spike, skipped: step
-    resumed: step, restore_seconds                failed: error  warning
+    resumed: step, start_seconds, restore_seconds    failed: error    warning
 
 JSON turns keys into text and tuples into lists, and knows no bytes. Values of a run's state that it
 would change are written as the text of a literal, which is read back without running code.
