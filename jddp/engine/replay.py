@@ -301,12 +301,13 @@ def turned(tree: Tree, mesh: Mesh, other: Mesh, turns: int) -> Tree:
     Arrays that are the same everywhere stay where they are; what each device has of another one is
     sent to the device that has its replica now.
     """
+    if not turns:
+        return tree
     leaves, treedef = jax.tree.flatten(tree)
     split = [i for i, x in enumerate(leaves) if not x.is_fully_replicated]
-    if turns and split:
-        placed = (meshes.sharded(mesh),) * len(split)
-        sent = run_compiled(meshes.sender(mesh, turns, placed), [leaves[i] for i in split])
-        leaves = [sent[split.index(i)] if i in split else x for i, x in enumerate(leaves)]
+    placed = (meshes.sharded(mesh),) * len(split)
+    sent = run_compiled(meshes.sender(mesh, turns, placed), [leaves[i] for i in split])
+    leaves = [sent[split.index(i)] if i in split else x for i, x in enumerate(leaves)]
 
     def rename(x: jax.Array) -> jax.Array:
         sharding = meshes.replicated(other) if x.is_fully_replicated else meshes.sharded(other)

@@ -220,8 +220,7 @@ def cost_between(before: RunStart, after: RunStart) -> FailureCost:
     restore = min(gap, after.restore_seconds)
     start = min(gap - restore, after.start_seconds)
     first_step = ((after.stepped or after.ended) - after.began).total_seconds()
-    down = gap - start - restore
-    return FailureCost(lost_steps, lost_seconds, down, start, restore, first_step)
+    return FailureCost(lost_steps, lost_seconds, gap - start - restore, start, restore, first_step)
 
 
 @dataclass
