@@ -156,7 +156,7 @@ class RunStart:
       ended: Time of its last event.
       host: Name of its host; "" if it is not known.
       resumed_from: Step from which it resumed; 0 if from the beginning.
-      start_seconds: Time from its fork by a spare to the restore; 0 if it was started anew.
+      start_seconds: Time from its fork by a spare to the restore; 0 if no spare has forked it.
       restore_seconds: Time to restore the checkpoint, before its first event.
       stepped: Time of its first report of a step; None before.
       reported: Time of its last report of a step, or of an evaluation; None before.
