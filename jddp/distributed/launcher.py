@@ -37,7 +37,7 @@ _PAUSE = 1.0  # Seconds between the starts of two attempts, at least.
 DETERMINISTIC = {ExitCode.USAGE, ExitCode.DATA, ExitCode.OUT_OF_MEMORY}
 DETERMINISTIC |= {ExitCode.PROCESS_MISMATCH, ExitCode.NUMERICS}
 # Ends that may only be the consequence of another process's end: jddp reports it, or JAX aborts.
-CONSEQUENCES = {ExitCode.ANOTHER_FAILED, -signal.SIGABRT}
+_CONSEQUENCES = {ExitCode.ANOTHER_FAILED, -signal.SIGABRT}
 _END_SECONDS = 10.0  # Limit for a process that has left its job to end.
 _NUM_PORTS = 64  # Number of ports above the coordinator's port that are tried.
 
@@ -65,7 +65,7 @@ class Failure(NamedTuple):
         return self.data["exit_code"] or ExitCode.DATA
 
 
-def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
+def _first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     """The failure to report for an attempt; None if there is none. Nothing else decides it.
 
     It is the first of these that exists: the failure in the file, the first process here that has
@@ -79,7 +79,7 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     seconds = time.monotonic() - group.began
     if not failed and not lost:
         return None
-    by_themselves = [worker for worker in failed if worker.returncode not in CONSEQUENCES]
+    by_themselves = [worker for worker in failed if worker.returncode not in _CONSEQUENCES]
     data = failures.read_failure(group.failure_file)
     if data is None and lost and not by_themselves:
         text = f"node {lost[0]} was lost."
@@ -114,7 +114,7 @@ def first_failure(group: Group, lost: Sequence[int]) -> Failure | None:
     return Failure(data, text, ("" if named else data["traceback"]) or said)
 
 
-def kill_overdue(group: Group, number: int) -> Failure:
+def _kill_overdue(group: Group, number: int) -> Failure:
     """Kills the processes that have not ended after a signal to the launcher."""
     name = signal.Signals(number).name
     late = ", ".join(f"process {worker.number}" for worker in group.running)
@@ -294,7 +294,7 @@ class NodeRunner:
             self._began = group.began
             self._watch(group)
             if group.is_overdue and not group.failed():
-                return self._find_failure(group, kill_overdue(group, self._signals.numbers[0]))
+                return self._find_failure(group, _kill_overdue(group, self._signals.numbers[0]))
             self._wait_for_cause(group)
             failure = self._find_failure(group)
             in_order = {worker.returncode for worker in group.failed()} == {ExitCode.PREEMPTED}
@@ -324,12 +324,12 @@ class NodeRunner:
             lost = self._nodes.lost(group.failure_file)
             has_ended = group.wait(POLL_SECONDS)
             codes = {worker.returncode for worker in group.failed()}
-            if codes - CONSEQUENCES or (has_ended and (lost or is_alone or not codes)):
+            if codes - _CONSEQUENCES or (has_ended and (lost or is_alone or not codes)):
                 break
 
     def _find_failure(self, group: Group, failure: Failure | None = None) -> Failure | None:
         """The failure given, or the first that is known by now; prints it."""
-        failure = failure or first_failure(group, self._nodes.lost(group.failure_file))
+        failure = failure or _first_failure(group, self._nodes.lost(group.failure_file))
         if failure is not None:
             self._nodes.send_failure(failure.data)
             if failure.code != ExitCode.PREEMPTED:
